@@ -231,8 +231,8 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     held = weight_bytes(shape.checkpoint, shape.model, recipe)
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
-    rank_plan = held if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
-    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, rank_plan)
+    rank_bytes = held if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
+    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, rank_bytes)
 
 
 def _rank_bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:

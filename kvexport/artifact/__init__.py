@@ -1,1 +1,1 @@
-"""Artifacts: what one holds, its digests, and how it is published."""
+"""Artifacts: their manifest, their digests, and their publication."""

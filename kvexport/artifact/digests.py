@@ -1,4 +1,4 @@
-"""The digests of an artifact: how manifest.json is written, and the checks of a directory against it."""
+"""The digests of an artifact: the form of manifest.json, and the checks of a directory against it."""
 
 from __future__ import annotations
 
@@ -20,38 +20,47 @@ from kvexport.schema.state import CONTRACT_VERSION
 FORMAT = "kvexport-artifact"
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 16 << 20
-_CHUNK = 4 << 20  # with smaller blocks, a thread beside a busy one mostly waits for the interpreter
+_CHUNK = 4 << 20  # with smaller blocks, a thread that shares the interpreter with a busy one mostly waits for it
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, str] | None = None) -> None:
-    """Write `manifest.json`: `content` and, added to it, `format`, `contract_version`, `manifest_sha256` and `files`.
+    """Write `manifest.json`: `content` with the fields `format`, `contract_version`, `manifest_sha256` and `files`.
 
-    `files` maps every file of the stage, as a relative POSIX path, to {"sha256": hex, "bytes": size}. `known` gives
-    digests of files hashed while they were written (`HashingWriter`); those are not read again. `content` holds what
-    JSON can, without NaN.
-    Call it last: a file written later is not listed and the stage is refused. Raises KvexportError on a link or an
-    unsafe name.
+    `files` maps every file of the stage, as a relative POSIX path, to {"sha256": hex, "bytes": size}. Call this
+    function last: a stage with a file that is not listed is refused.
+
+    Args:
+        stage: The directory of the stage.
+        content: The other fields, as JSON can represent them, without NaN.
+        known: Digests of files that were hashed while they were written (`HashingWriter`). These files are not read
+            again.
+
+    Raises:
+        KvexportError: If the stage contains a link or an unsafe name, or `content` has a field of this function.
     """
-    found = {name: entry for name, entry in scan(stage).items() if name != MANIFEST}
+    entries = {name: entry for name, entry in scan(stage).items() if name != MANIFEST}
     known = dict(known or {})
-    for name, entry in found.items():
+    for name, entry in entries.items():
         if problem := _name_problem(name) or _kind_problem(entry):
             raise KvexportError(f"the build wrote {name!r}, which cannot be part of an artifact: {problem}")
-    if wrong := [name for name, digest in known.items() if name not in found or not _SHA256.fullmatch(digest)]:
+    if wrong := [name for name, digest in known.items() if name not in entries or not _SHA256.fullmatch(digest)]:
         raise KvexportError(
-            f"a digest was handed over for {wrong[0]!r}, which is not in the stage or whose digest is no SHA-256 in hex"
+            f"`known` has an entry for {wrong[0]!r}, which is not in the stage or whose digest is no SHA-256"
         )
-    own = {"format": FORMAT, "contract_version": CONTRACT_VERSION}
+    header = {"format": FORMAT, "contract_version": CONTRACT_VERSION}
     if clash := [
-        key for key in content if key in ("files", "manifest_sha256") or content[key] != own.get(key, content[key])
+        key for key in content if key in ("files", "manifest_sha256") or content[key] != header.get(key, content[key])
     ]:
-        raise KvexportError(f"the manifest's field '{clash[0]}' is written by write_manifest alone")
-    unknown = [name for name in found if name not in known]
+        raise KvexportError(
+            f"the manifest's field '{clash[0]}' is reserved for write_manifest: leave it out of the content"
+        )
+    unknown = [name for name in entries if name not in known]
     known.update(zip(unknown, file_digests(stage, unknown), strict=True))
-    files = {name: {"sha256": known[name], "bytes": entry.st_size} for name, entry in found.items()}
-    # Through JSON once, so that tuples and integer keys are what a reader will see before they are sorted and digested.
-    manifest = json.loads(json.dumps({**content, **own, "files": files}, allow_nan=False))
+    files = {name: {"sha256": known[name], "bytes": entry.st_size} for name, entry in entries.items()}
+    # A round trip through JSON gives tuples and integer keys the form that a reader sees, before the manifest is sorted
+    # and digested.
+    manifest = json.loads(json.dumps({**content, **header, "files": files}, allow_nan=False))
     manifest["manifest_sha256"] = _self_digest(manifest)
     text = "".join(_written_form(manifest)).encode()
     if len(text) > MANIFEST_LIMIT:
@@ -61,42 +70,54 @@ def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, 
 
 
 class HashingWriter:
-    """Writes to a buffered binary file and keeps the SHA-256 of what was written, for `write_manifest(known=...)`. No
-    seeking."""
+    """A writer for a binary file that computes the SHA-256 of its data, for `write_manifest(known=...)`; no seeking."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """file: open for writing in binary, buffered, so that a write is never partial."""
+        """Wrap a file.
+
+        Args:
+            file: A file that is open for binary writing and buffered, so that a write is never partial.
+        """
         self._file = file
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of `data` (C-contiguous); the number of bytes."""
+        """Write all of `data` (C-contiguous) and return the number of bytes."""
         count = self._file.write(data)
         self._hash.update(data)
         return count
 
     def hexdigest(self) -> str:
-        """The digest of everything written so far, 64 lowercase hex digits."""
+        """Return the digest of all data so far: 64 lowercase hexadecimal digits."""
         return self._hash.hexdigest()
 
 
 def check_artifact(root: Path, verify: bool) -> dict[str, Any]:
-    """The manifest of the directory `root`, as JSON gives it. Raises ArtifactError for everything that is wrong; the
-    directory is not looked through before its manifest says that it is an artifact."""
+    """Check the directory of an artifact and return its manifest as plain JSON values.
+
+    The directory is listed only after its manifest shows that it is an artifact.
+
+    Args:
+        root: The directory.
+        verify: Whether to compare the SHA-256 of every file.
+
+    Raises:
+        ArtifactError: If anything is wrong.
+    """
     try:
         manifest = _read_manifest(root)
-        found = scan(root)
-        for name, entry in found.items():
+        entries = scan(root)
+        for name, entry in entries.items():
             if problem := _kind_problem(entry):
                 raise damaged(root, f"{name!r} is {problem}")
-        found.pop(MANIFEST, None)
+        entries.pop(MANIFEST, None)
         files = _listed(root, manifest)
         for name, (_, size) in files.items():
-            if name not in found:
-                raise damaged(root, f"{name!r} is listed in the manifest and missing")
-            if found[name].st_size != size:
-                raise damaged(root, f"{name!r} has {found[name].st_size} bytes, the manifest says {size}")
-        if unlisted := [name for name in found if name not in files]:
+            if name not in entries:
+                raise damaged(root, f"{name!r} is listed in the manifest but missing")
+            if entries[name].st_size != size:
+                raise damaged(root, f"{name!r} has {entries[name].st_size} bytes, the manifest says {size}")
+        if unlisted := [name for name in entries if name not in files]:
             raise damaged(root, f"{unlisted[0]!r} is not listed in the manifest")
         if verify:
             for (name, (expected, _)), digest in zip(files.items(), file_digests(root, files), strict=True):
@@ -108,8 +129,18 @@ def check_artifact(root: Path, verify: bool) -> dict[str, Any]:
 
 
 def read_verified(root: Path, name: str, expected: str) -> bytes:
-    """A listed file, its bytes held to the manifest's digest `expected`: what is then used is what was checked, not
-    what may lie there since. For files that are code. Raises ArtifactError."""
+    """Return the bytes of a listed file after comparing them with the manifest's digest.
+
+    The returned bytes are the checked ones, even if the file changes afterwards. Use this for files that are code.
+
+    Args:
+        root: The directory of the artifact.
+        name: The name of the file.
+        expected: Its SHA-256.
+
+    Raises:
+        ArtifactError: If the file cannot be read or has another digest.
+    """
     try:
         data = (root / name).read_bytes()
     except OSError as error:
@@ -140,10 +171,11 @@ def _read_manifest(root: Path) -> dict[str, Any]:
         version = manifest.get("contract_version")
         if type(version) is not int or version != CONTRACT_VERSION:
             raise _of_another_version(root, manifest, str(version)[:40])
-        expected, found = str(manifest.get("manifest_sha256"))[:64], _self_digest(manifest)
-        if found != expected:
-            raise damaged(root, f"{MANIFEST} has SHA-256 {found} and says {expected} of itself")
-        # The digest is of the meaning; this finds a changed blank, a repeated key, another spelling of a number.
+        expected, digest = str(manifest.get("manifest_sha256"))[:64], _self_digest(manifest)
+        if digest != expected:
+            raise damaged(root, f"{MANIFEST} has SHA-256 {digest}, but contains {expected}")
+        # The digest covers the values. This check detects changed white space, a repeated key, or another spelling of a
+        # number.
         if not _spells(manifest, raw):
             raise damaged(root, f"{MANIFEST} is not written the way kvexport writes it")
     except (ValueError, RecursionError) as error:
@@ -152,7 +184,7 @@ def _read_manifest(root: Path) -> dict[str, Any]:
 
 
 def _listed(root: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, int]]:
-    """The manifest's files: name -> (digest, bytes), every name safe to join to `root`."""
+    """Return the manifest's files as (digest, bytes) by name; every name is safe to join to `root`."""
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise damaged(root, f"{MANIFEST} lists no files")
@@ -166,7 +198,7 @@ def _listed(root: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, int]]:
 
 
 def damaged(root: Path, problem: str) -> ArtifactError:
-    """The error for something wrong with the artifact `root`."""
+    """Return the error for a damaged artifact in the directory `root`."""
     return ArtifactError(
         f"the artifact {root} is damaged: {problem}",
         f"remove it and run kvexport build --recipe NAME --out {shlex.quote(str(root))} again",
@@ -174,10 +206,10 @@ def damaged(root: Path, problem: str) -> ArtifactError:
 
 
 def no_artifact(root: Path, problem: str) -> ArtifactError:
-    """The error for a directory without an artifact's manifest. It does not advise to remove anything."""
+    """Return the error for a directory without an artifact's manifest; it does not advise to remove anything."""
     return ArtifactError(
         f"{root} is no artifact: {problem}",
-        "name the directory of an artifact; kvexport build --recipe NAME --out DIR makes one",
+        "name the directory of an artifact; kvexport build --recipe NAME --out DIR builds one",
     )
 
 
@@ -186,20 +218,23 @@ def _of_another_version(root: Path, manifest: dict[str, Any], version: str) -> A
     name = recipe.get("name") if isinstance(recipe, dict) else None
     known = name if isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name) else "NAME"
     return ArtifactError(
-        f"the artifact {root} has contract version {version}, this kvexport reads {CONTRACT_VERSION} alone",
+        f"the artifact {root} has contract version {version}, but this kvexport reads only {CONTRACT_VERSION}",
         f"kvexport build --recipe {known} --out {shlex.quote(str(root))}, which builds it again",
     )
 
 
 def _name_problem(name: str) -> str:
-    """Why a listed name is refused, or "": only plain relative POSIX paths, the same to every reader."""
+    """Return why a listed name is refused, or "".
+
+    Only plain relative POSIX paths are allowed, because they have the same meaning for every reader.
+    """
     if name == MANIFEST:
         return "the manifest does not list itself"
     if "\\" in name or not name.isprintable():
         return "a name holds no backslash, control character or byte that is not UTF-8"
     if name.startswith("/") or re.match("[A-Za-z]:", name):
         return "a name is relative to the artifact"
-    if any(part in ("", ".", "..") for part in name.split("/")):
+    if any(component in ("", ".", "..") for component in name.split("/")):
         return "a name has no empty, '.' or '..' part"
     return ""
 
@@ -211,8 +246,11 @@ def _kind_problem(entry: os.stat_result) -> str:
 
 
 def scan(root: Path) -> dict[str, os.stat_result]:
-    """Everything under `root` but directories, by relative POSIX path in order; a link is listed, never followed."""
-    found, pending = {}, [""]
+    """Return all entries under `root` except directories, sorted by relative POSIX path.
+
+    A link is listed and never followed.
+    """
+    listing, pending = {}, [""]
     while pending:
         prefix = pending.pop()
         with os.scandir(root / prefix) as entries:
@@ -220,37 +258,46 @@ def scan(root: Path) -> dict[str, os.stat_result]:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(f"{prefix}{entry.name}/")
                 else:
-                    found[prefix + entry.name] = entry.stat(follow_symlinks=False)
-    return dict(sorted(found.items()))
+                    listing[prefix + entry.name] = entry.stat(follow_symlinks=False)
+    return dict(sorted(listing.items()))
 
 
-# Is given the blocks of a file as they are read, each with its offset in the file.
-Seen = Callable[[int, memoryview], None]
+# A function that receives the blocks of a file as they are read, each with its offset in the file.
+BlockReader = Callable[[int, memoryview], None]
 
 
-def file_digests(root: Path, names: Iterable[str], seen: Iterable[Seen | None] | None = None) -> Iterator[str]:
-    """SHA-256 of files under `root` in the order given, a few at a time: hashlib lets other threads run. seen: of each
-    file one that looks at it too; what it raises is raised here."""
+def file_digests(
+    root: Path, names: Iterable[str], readers: Iterable[BlockReader | None] | None = None
+) -> Iterator[str]:
+    """Yield the SHA-256 of files under `root` in the given order.
+
+    A few files are read at a time, because hashlib lets other threads run.
+
+    Args:
+        root: The directory.
+        names: The names of the files.
+        readers: For each file a function that also receives its blocks, or None. Its exceptions are raised here.
+    """
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
-        yield from pool.map(lambda name, look: _digest(root / name, look), names, seen or itertools.repeat(None))
+        yield from pool.map(lambda name, reader: _digest(root / name, reader), names, readers or itertools.repeat(None))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _digest(path: Path, seen: Seen | None) -> str:
+def _digest(path: Path, reader: BlockReader | None) -> str:
     digest, chunk, offset = hashlib.sha256(), memoryview(bytearray(_CHUNK)), 0
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
         while count := file.readinto(chunk):
             digest.update(chunk[:count])
-            if seen:
-                seen(offset, chunk[:count])
+            if reader:
+                reader(offset, chunk[:count])
             offset += count
     return digest.hexdigest()
 
 
 def _self_digest(manifest: dict[str, Any]) -> str:
-    """SHA-256 of the canonical JSON (sorted, compact, ASCII) of everything but the field that holds it."""
+    """Return the SHA-256 of the canonical JSON (sorted, compact, ASCII) of all fields except the digest itself."""
     rest = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
 
@@ -261,8 +308,10 @@ def _written_form(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _spells(manifest: dict[str, Any], raw: bytes) -> bool:
-    """Whether `raw` is the written form; piece by piece, because the indents of hostile nesting would fill the
-    memory."""
+    """Return whether `raw` is the written form of the manifest.
+
+    It is compared piece by piece, because the indents of hostile nesting would fill the memory.
+    """
     offset = 0
     for piece in _written_form(manifest):
         if not raw.startswith(piece.encode(), offset):

@@ -1,6 +1,6 @@
-"""The manifest of an artifact as typed values: what was built, from which recipe, and which files hold it.
+"""The manifest of an artifact as typed values: the model, the recipe that it was built from, and its files.
 
-How it is written, digested and checked against the files is in `kvexport.artifact.digests`.
+`kvexport.artifact.digests` writes and digests manifests, and compares them with the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the artifact: its SHA-256 in hex, and its size."""
+    """A file of the artifact.
+
+    Attributes:
+        sha256: The SHA-256 in hexadecimal.
+        bytes: The size.
+    """
 
     sha256: str
     bytes: int
@@ -34,8 +39,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The checkpoint's model. type: as its config calls it. fingerprint: of the checkpoint's headers. query_heads: of
-    every layer. packed: how many weights are packed, by their format."""
+    """The checkpoint's model.
+
+    Attributes:
+        type: The type of the model in its config.
+        fingerprint: A digest of the checkpoint's headers.
+        vocabulary: The number of logits.
+        layers: The number of layers.
+        query_heads: The number of query heads of each cache.
+        packed: The number of packed weights by format.
+    """
 
     type: str
     fingerprint: str
@@ -47,8 +60,14 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Graphs:
-    """Files of the ONNX graphs. merge: None where no layer merges. top_logits: artifacts that were built before there
-    was one have none. ranks: the decoders of ranks 1 and on, where the model is split; `decoder` is that of rank 0."""
+    """The files of the ONNX graphs.
+
+    Attributes:
+        decoder: The decoder; that of rank 0 if the model is split.
+        merge: The merge, or None if no layer merges.
+        top_logits: The graph that finds the largest logits. Older artifacts have none.
+        ranks: The decoders of the ranks from 1 on, if the model is split.
+    """
 
     decoder: str
     merge: str | None
@@ -57,20 +76,26 @@ class Graphs:
 
     @property
     def rank_count(self) -> int:
-        """Processes that run the model together."""
+        """The number of processes that run the model together."""
         return 1 + len(self.ranks)
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """(name, file) of those that there are."""
-        named = ((name, getattr(self, name)) for name in ("decoder", "merge", "top_logits"))
-        yield from ((name, file) for name, file in named if file is not None)
+        """Yield the name and the file of every graph."""
+        graphs = ((name, getattr(self, name)) for name in ("decoder", "merge", "top_logits"))
+        yield from ((name, file) for name, file in graphs if file is not None)
         yield from ((f"ranks.{i}", file) for i, file in enumerate(self.ranks))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the ONNX graphs were made for: tokens of a sequence, sequences of a batch, tokens of a sequence in one call,
-    and decoded tokens between merges."""
+    """The largest inputs of the ONNX graphs.
+
+    Attributes:
+        max_length: The most tokens of a sequence.
+        max_batch: The most sequences of a batch.
+        prefill_chunk: The most tokens of a sequence in one call.
+        merge_every: The number of decoded tokens between merges.
+    """
 
     max_length: Count
     max_batch: Annotated[int, Field(ge=1, le=MOST_LANES)]
@@ -82,10 +107,19 @@ class Limits:
 class Manifest:
     """An artifact's manifest.
 
-    name: of the recipe. top_logits: how many of a row's largest logits top_logits.onnx finds. operators: what runs each
-    operator of the contract, None where the artifact does not need it. versions: of the packages that built it, None
-    where one is not installed. engines: what each backend prepared beside the ONNX graphs, by the backend's name and in
-    its own terms. files: every file but the manifest itself, by its relative POSIX path; empty until they are digested.
+    Attributes:
+        name: The name of the recipe.
+        recipe: The recipe.
+        model: The checkpoint's model.
+        cache: The cache plan.
+        graphs: The files of the ONNX graphs.
+        top_logits: The number of largest logits that top_logits.onnx finds in a row.
+        limits: The largest inputs of the graphs.
+        operators: The implementation of each operator of the contract, or None if the artifact does not need it.
+        versions: The versions of the packages that built the artifact, or None for one that was not installed.
+        engines: The additions of each backend to the ONNX graphs, by the backend's name and in its own format.
+        files: Every file except the manifest by its relative POSIX path; empty until the files are digested.
+        contract_version: The version of the contract.
     """
 
     name: str
@@ -101,8 +135,8 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 
-    def rank_plan(self, rank: int) -> Manifest:
-        """What one rank runs: its decoder, over its KV heads."""
+    def rank_manifest(self, rank: int) -> Manifest:
+        """Return the manifest of one rank: its decoder and its KV heads."""
         ranks, model = self.graphs.rank_count, self.model
         return replace(
             self,
@@ -113,11 +147,11 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """For `write_manifest`: everything but the files, which it digests itself."""
+        """Return the fields for `write_manifest`, without the files, which it digests itself."""
         return {
             "recipe": {"name": self.name, **self.recipe.model_dump(mode="json")},
             "model": asdict(self.model),
@@ -133,8 +167,15 @@ class Manifest:
 
 
 def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
-    """The manifest of the artifact `root` from its checked JSON. Raises ArtifactError naming the first field that is
-    missing, of another type, or contradicts another."""
+    """Return the manifest of an artifact.
+
+    Args:
+        root: The directory of the artifact, for messages.
+        raw: The checked JSON.
+
+    Raises:
+        ArtifactError: If a field is missing, has another type, or contradicts another; it names the first such field.
+    """
     data = dict(raw)
     if isinstance(recipe := data.get("recipe"), dict):
         data |= {"recipe": {key: value for key, value in recipe.items() if key != "name"}, "name": recipe.get("name")}
@@ -143,19 +184,23 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
     manifest = parse_fields(root, Manifest, data)
     for name, file in manifest.graphs.files():
         require_file(root, manifest, f"graphs.{name}", file)
-    for i, layer in enumerate(manifest.cache.caches):
-        _check_layer(root, f"cache.{i}", layer)
-    layers, caches, of_heads = manifest.model.layers, len(manifest.cache.caches), len(manifest.model.query_heads)
+    for i, cache in enumerate(manifest.cache.caches):
+        _check_cache(root, f"cache.{i}", cache)
+    layers, caches, query_heads = manifest.model.layers, len(manifest.cache.caches), len(manifest.model.query_heads)
     if caches != layers and (caches < layers or any(x.kv_heads != 1 for x in manifest.cache.caches)):
         raise unusable(root, "cache", f"has {caches} entries, model.layers is {layers}")
-    if of_heads != caches:
-        raise unusable(root, "model.query_heads", f"has {of_heads} entries, model.layers is {layers}")
+    if query_heads != caches:
+        raise unusable(root, "model.query_heads", f"has {query_heads} entries, model.layers is {layers}")
     _check_ranks(root, manifest)
     return manifest
 
 
 def _check_ranks(root: Path, manifest: Manifest) -> None:
-    """Raises ArtifactError where there are not as many decoders as ranks, or heads that they cannot share."""
+    """Check that there are as many decoders as ranks, and that the ranks can share the heads.
+
+    Raises:
+        ArtifactError: If not.
+    """
     ranks = manifest.recipe.backend.tensor_parallel
     if manifest.graphs.rank_count != ranks:
         raise unusable(root, "graphs.ranks", f"should name {ranks - 1} files, found {len(manifest.graphs.ranks)}")
@@ -164,31 +209,44 @@ def _check_ranks(root: Path, manifest: Manifest) -> None:
             raise unusable(root, f"cache.{i}.kv_heads", f"should be a multiple of {ranks}, found {layer.kv_heads}")
 
 
-def _check_layer(root: Path, place: str, layer: LayerCache) -> None:
-    """Raises ArtifactError where no memory could be laid out for the layer."""
-    for size in fields(layer):
-        value = getattr(layer, size.name)
+def _check_cache(root: Path, place: str, cache: LayerCache) -> None:
+    """Check that the state of a cache can be allocated.
+
+    Raises:
+        ArtifactError: If not.
+    """
+    for size in fields(cache):
+        value = getattr(cache, size.name)
         least = 1 if size.name in ("kv_heads", "key_size", "value_size", "budget", "capacity") else 0
         if type(value) is int and not least <= value <= MOST:
             raise unusable(root, f"{place}.{size.name}", f"should be from {least} to {MOST}, found {value}")
-    if layer.capacity < layer.budget:
+    if cache.capacity < cache.budget:
         raise unusable(
-            root, f"{place}.capacity", f"should be at least the budget {layer.budget}, found {layer.capacity}"
+            root, f"{place}.capacity", f"should be at least the budget {cache.budget}, found {cache.capacity}"
         )
     types = (get_args(section.model_fields["dtype"].annotation) for section in (ModelSection, CacheSection))
-    if layer.dtype not in set().union(*types) - {"model"}:
-        raise unusable(root, f"{place}.dtype", f"should be a type that a recipe can name, found {_shown(layer.dtype)}")
-    scales = scales_of(layer.dtype)
-    if layer.extra[: len(scales)] != scales:
-        raise unusable(root, f"{place}.extra", f"should begin with the scales of a cache in {layer.dtype}")
-    for name, dtype in types_of(layer.dtype).items():
-        if dtype == "int4" and (size_of := getattr(layer, f"{name}_size")) % 2:
-            raise unusable(root, f"{place}.{name}_size", f"should be even, found {size_of}: a byte holds two numbers")
+    if cache.dtype not in set().union(*types) - {"model"}:
+        raise unusable(root, f"{place}.dtype", f"should be a type that a recipe can name, found {_shown(cache.dtype)}")
+    scales = scales_of(cache.dtype)
+    if cache.extra[: len(scales)] != scales:
+        raise unusable(root, f"{place}.extra", f"should begin with the scales of a cache in {cache.dtype}")
+    for name, dtype in types_of(cache.dtype).items():
+        if dtype == "int4" and (size_of := getattr(cache, f"{name}_size")) % 2:
+            raise unusable(root, f"{place}.{name}_size", f"should be even, found {size_of}: a byte stores two numbers")
 
 
 def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:
-    """`data`, as JSON gives it, as the dataclass `kind`, strictly: no text is a number. above: where in the manifest it
-    stands. Raises ArtifactError naming the first field that is wrong."""
+    """Return JSON data as a dataclass, with strict types: text is never a number.
+
+    Args:
+        root: The directory of the artifact, for messages.
+        kind: The dataclass.
+        data: The data.
+        above: The place of the data in the manifest.
+
+    Raises:
+        ArtifactError: It names the first wrong field.
+    """
     try:
         value: T = TypeAdapter(kind).validate_json(json.dumps(data), strict=True)
         return value
@@ -196,21 +254,33 @@ def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:
         first = next((e for e in error.errors(include_url=False) if e["loc"] != ("name",)), error.errors()[0])
         place = ".".join(map(str, (*filter(None, [above]), *first["loc"]))) or "content"
         place = place.replace("cache.caches", "cache", 1)
-        # pydantic speaks of a lifted field where the manifest has it inside the recipe.
+        # The manifest has the name inside the recipe.
         place = "recipe.name" if place == "name" and kind is Manifest else place
         missing = first["type"] == "missing" or (first["input"] is None and place == "recipe.name")
-        said = str(first["msg"]).removeprefix("Value error, ").replace("Input should be", "should be", 1)
-        raise unusable(root, place, "is missing" if missing else f"{said}, found {_shown(first['input'])}") from error
+        message = str(first["msg"]).removeprefix("Value error, ").replace("Input should be", "should be", 1)
+        raise unusable(
+            root, place, "is missing" if missing else f"{message}, found {_shown(first['input'])}"
+        ) from error
 
 
 def require_file(root: Path, manifest: Manifest, field: str, name: str) -> None:
-    """Raises ArtifactError unless `name`, the value of a field, is a file that the manifest lists with its digest."""
+    """Check that the manifest lists a file.
+
+    Args:
+        root: The directory of the artifact, for messages.
+        manifest: The manifest.
+        field: The field that names the file.
+        name: The name of the file.
+
+    Raises:
+        ArtifactError: If it does not.
+    """
     if name not in manifest.files:
         raise unusable(root, field, f"should be a file of the artifact, found {_shown(name)}, which is not listed")
 
 
 def unusable(root: Path, place: str, problem: str) -> ArtifactError:
-    """The error for a field of the manifest that this kvexport cannot use."""
+    """Return the error for a field of the manifest that this kvexport cannot use."""
     return ArtifactError(
         f"the manifest of {root} cannot be used: {place[:200]} {problem}",
         f"kvexport build --recipe NAME --out {shlex.quote(str(root))}, which builds the artifact again",

@@ -1,10 +1,8 @@
-"""An artifact: a directory of files and `manifest.json`, published whole or not at all.
+"""The publication of an artifact, whole or not at all (docs/reference/contract.md, section 5).
 
-Section 5 of docs/reference/contract.md defines its files.
-
-Beside a target `name`, on the same file system, live `.name.lock` (held by the build under way), `.name.stage-*` (what
-it writes, or what a killed one left) and, only where two directories cannot be exchanged in one step, for an instant
-`.name.old`.
+An artifact is a directory of files and `manifest.json`. Next to a target `name`, on the same file system, there may be
+`.name.lock`, which a running build locks, `.name.stage-*`, which a build writes or a killed build left, and
+`.name.old`. The last one exists only for an instant, on file systems that cannot exchange two directories in one step.
 """
 
 from __future__ import annotations
@@ -29,17 +27,21 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def stage(target: Path) -> Iterator[Path]:
-    """A fresh directory to write an artifact into; it becomes `target` when the block ends, in one step and after a
-    sync.
+    """Yield a fresh directory to write an artifact into, and publish it as `target` when the block ends.
 
-    The block must end with `write_manifest`. An artifact already at `target` stays readable until it is exchanged for
-    the new one and is then deleted, with whatever else was put into its directory. When the block raises, the stage is
-    removed and `target` is as it was; after a kill -9 it is absent, the old artifact or the new one, and the next call
-    removes what was left beside it.
+    Publication is one step, after a sync. The block must end with `write_manifest`. An artifact at `target` stays
+    readable until it is exchanged for the new one. It is then deleted with everything else in its directory. If the
+    block raises, the stage is removed and `target` stays unchanged. After a kill -9 `target` is absent, the old
+    artifact or the new one, and the next call removes everything that was left next to it.
 
-    Raises UsageError where `target` cannot be used (something else is there, its parent is missing or read-only,
-    another build holds it), EnvironmentProblem on a full disk or quota, KvexportError where the block wrote no manifest
-    for what it left.
+    Args:
+        target: The directory of the artifact.
+
+    Raises:
+        UsageError: If `target` cannot be used: something else is there, its parent is missing or read-only, or another
+            build has locked it.
+        EnvironmentProblem: If the disk or quota is full.
+        KvexportError: If the block wrote no manifest for its files.
     """
     target = place(Path(target))
     _refuse_foreign(target)
@@ -56,25 +58,29 @@ def stage(target: Path) -> Iterator[Path]:
             _publish(work, target)
         except BaseException as error:
             try:
-                # Asked before the stage is removed: afterwards there is room again.
+                # Determined before the stage is removed, which frees space.
                 full = _disk_full(error, work)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
             if full is not None:
                 raise full from error
             raise
-        # After an exchange the old artifact is here. Failing to delete it does not undo the build; the next one tries
-        # again.
+        # After an exchange the old artifact is here. If it cannot be deleted, the build is still valid, and the next
+        # build tries again.
         shutil.rmtree(work, ignore_errors=True)
     finally:
         release(target, lock)
 
 
-# Where an artifact may go, and the lock of a target.
+# The place of an artifact, and the lock of a target.
 
 
 def place(target: Path) -> Path:
-    """`target` with its parent resolved, so that two spellings of one place share one lock."""
+    """Return `target` with its parent resolved, so that two spellings of one place share one lock.
+
+    Raises:
+        UsageError: If there cannot be a directory at this place.
+    """
     if target.name in ("", ".."):
         target = target.resolve()
     try:
@@ -94,8 +100,11 @@ def place(target: Path) -> Path:
 
 
 def _refuse_foreign(target: Path) -> None:
-    """Raises UsageError unless `target` is absent, an empty directory or an artifact, and can be replaced by a
-    rename."""
+    """Check that `target` is absent, an empty directory or an artifact, and that a rename can replace it.
+
+    Raises:
+        UsageError: If not.
+    """
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
@@ -112,13 +121,16 @@ def _refuse_foreign(target: Path) -> None:
         raise UsageError(f"{target} exists and cannot be read: {error.strerror}", "choose another --out") from error
     if foreign:
         raise UsageError(
-            f"{target} exists, is not empty and is no artifact; it was left alone",
+            f"{target} exists, is not empty and is no artifact; it was not changed",
             "choose another --out, or remove it first",
         )
 
 
 def is_artifact(path: Path) -> bool:
-    """Whether a directory says it is an artifact; a damaged one counts, so that it can be built again."""
+    """Return whether a directory has the manifest of an artifact.
+
+    A damaged artifact counts, so that it can be built again.
+    """
     manifest = path / MANIFEST
     if path.is_symlink() or manifest.is_symlink() or not manifest.is_file():
         return False
@@ -127,7 +139,10 @@ def is_artifact(path: Path) -> bool:
 
 
 def _is_mount_point(path: Path) -> bool:
-    """Also of a bind mount on the same file system, which os.path.ismount does not see."""
+    """Return whether a path is a mount point.
+
+    This includes bind mounts on the same file system, which os.path.ismount does not detect.
+    """
     if os.path.ismount(path):
         return True
     try:
@@ -140,7 +155,7 @@ def _is_mount_point(path: Path) -> bool:
 
 
 def beside(target: Path, suffix: str) -> Path:
-    """A hidden name beside `target`."""
+    """Return a hidden name in the folder of `target`."""
     return target.with_name(f".{target.name}.{suffix}")
 
 
@@ -149,15 +164,18 @@ def _stage_name(target: Path) -> Path:
 
 
 def acquire(target: Path) -> int:
-    """The locked descriptor of the target's lock file, which names this process. Raises BlockingIOError while a build
-    holds it."""
+    """Return the locked descriptor of the target's lock file, which contains the id of this process.
+
+    Raises:
+        BlockingIOError: If another build has the lock.
+    """
     path = beside(target, "lock")
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A holder removes its file when it is done: between open and flock the name may have come to mean another
-            # file.
+            # The owner of a lock removes its file at the end, so between open and flock the name may have become
+            # another file.
             if identity(lock) == identity(path):
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -172,10 +190,10 @@ def _acquire_or_refuse(target: Path) -> int:
     try:
         return acquire(target)
     except BlockingIOError:
-        holder = ""
+        owner = ""
         with suppress(OSError):
-            holder = beside(target, "lock").read_bytes()[:20].decode(errors="replace").strip()
-        by = f"process {holder}" if holder.isdigit() else "a process that has just begun or ended"
+            owner = beside(target, "lock").read_bytes()[:20].decode(errors="replace").strip()
+        by = f"process {owner}" if owner.isdigit() else "a process that has just begun or ended"
         raise UsageError(
             f"{target} is being written by another build, {by}", "wait until it has ended, or choose another --out"
         ) from None
@@ -188,7 +206,7 @@ def _acquire_or_refuse(target: Path) -> int:
 
 
 def release(target: Path, lock: int) -> None:
-    """Removes the lock file before it unlocks, so that no other build can lock a name that is about to be removed."""
+    """Remove the lock file and then unlock it, so that no other build can lock a name that is about to be removed."""
     try:
         path = beside(target, "lock")
         if identity(lock) == identity(path):
@@ -198,7 +216,7 @@ def release(target: Path, lock: int) -> None:
 
 
 def identity(path: Path | int) -> tuple[int, int] | None:
-    """Which file or directory a path or descriptor means at this moment; None where there is none."""
+    """Return the device and inode that a path or descriptor refers to now; None if there is none."""
     try:
         entry = os.fstat(path) if isinstance(path, int) else path.stat()
     except OSError:
@@ -206,17 +224,17 @@ def identity(path: Path | int) -> tuple[int, int] | None:
     return entry.st_dev, entry.st_ino
 
 
-# Publishing, and what a killed build left.
+# Publishing, and the remains of a killed build.
 
 
 def _tidy(target: Path) -> None:
-    """Puts back an artifact that a killed build had moved aside, and removes stages. The caller holds the lock."""
+    """Restore an artifact that a killed build had moved aside, and remove stages; the caller has the lock."""
     old = beside(target, "old")
     stages = re.compile(re.escape(f".{target.name}.stage-") + "[0-9a-f]{16}")
     try:
         restore(target)
         if is_artifact(old) and is_artifact(target):
-            # Only whole artifacts bear the old name: one to be deleted takes the name of a stage first.
+            # Only complete artifacts have the old name. One to be deleted is first renamed to a stage.
             old.rename(_stage_name(target))
         with os.scandir(target.parent) as entries:
             stale = [
@@ -226,11 +244,11 @@ def _tidy(target: Path) -> None:
             shutil.rmtree(path)
     except OSError as error:
         fix = f"rm -r {quoted(beside(target, 'stage-'))}*"
-        raise UsageError(f"what a killed build left beside {target} cannot be cleared away: {error}", fix) from error
+        raise UsageError(f"the remains of a killed build next to {target} cannot be removed: {error}", fix) from error
 
 
 def restore(target: Path) -> None:
-    """Ends a replacement that a kill cut between its two renames. The caller holds the lock."""
+    """Finish a replacement that a kill interrupted between its two renames; the caller has the lock."""
     old = beside(target, "old")
     if not os.path.lexists(target) and is_artifact(old):
         old.rename(target)
@@ -244,7 +262,7 @@ def _require_manifest(work: Path) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """Put every file and folder below `root`, and itself, on the disk."""
+    """Write every file and folder below `root`, and `root` itself, to the disk."""
     for directory, _, names in os.walk(root, topdown=False):
         for name in names:
             _sync(Path(directory, name))
@@ -256,7 +274,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a directory and say so with EINVAL.
+        # Some network file systems cannot sync a directory and return EINVAL.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
@@ -264,7 +282,7 @@ def _sync(path: Path) -> None:
 
 
 def _publish(work: Path, target: Path) -> None:
-    """Make the synced stage the target. What was there is at `work` afterwards."""
+    """Move the synced stage to the target; the old contents of the target are at `work` afterwards."""
     _refuse_foreign(target)
     try:
         if not (os.path.lexists(target) and any(target.iterdir())):
@@ -281,8 +299,11 @@ def _publish(work: Path, target: Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two directories in one step (Linux, renameat2 with RENAME_EXCHANGE); False where the C library or file
-    system cannot."""
+    """Swap two directories in one step (Linux, renameat2 with RENAME_EXCHANGE).
+
+    Returns:
+        False if the C library or the file system cannot do it.
+    """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -293,14 +314,14 @@ def exchange(a: Path, b: Path) -> bool:
     ):
         return True
     number = ctypes.get_errno()
-    # EPERM is what a container's system call filter answers to a call that it does not know.
+    # A container's system call filter answers EPERM to a call that it does not know.
     if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
         return False
     raise OSError(number, os.strerror(number), str(b))
 
 
 def _replace_in_two_steps(work: Path, target: Path) -> None:
-    """Exchange by way of `.name.old`, which `_tidy` puts back where a kill falls between the two renames."""
+    """Exchange by way of `.name.old`, which `_tidy` restores if a kill comes between the two renames."""
     old = beside(target, "old")
     try:
         target.rename(old)
@@ -314,12 +335,12 @@ def _replace_in_two_steps(work: Path, target: Path) -> None:
 
 
 def _disk_full(error: BaseException, work: Path) -> EnvironmentProblem | None:
-    """The error to show where a full disk or quota is behind `error`, else None."""
+    """Return the error to show if a full disk or quota caused `error`, otherwise None."""
     cause: BaseException | None = (
         None if isinstance(error, KvexportError) or not isinstance(error, Exception) else error
     )
     while cause is not None:
-        # Writers in other languages (safetensors, protobuf) hand over only the words of it.
+        # Writers in other languages (safetensors, protobuf) pass on only the text of the error.
         if (isinstance(cause, OSError) and cause.errno in _FULL) or any(
             os.strerror(number) in str(cause) for number in _FULL
         ):
@@ -340,7 +361,7 @@ def _disk_full(error: BaseException, work: Path) -> EnvironmentProblem | None:
 
 
 def _newest(work: Path) -> Path:
-    """The file being written when an error names none: the one changed last."""
+    """Return the file that was changed last: the one being written if an error names none."""
     with suppress(OSError):
         if times := {name: entry.st_mtime_ns for name, entry in scan(work).items()}:
             return work / max(times, key=lambda name: times[name])
@@ -348,5 +369,5 @@ def _newest(work: Path) -> Path:
 
 
 def quoted(path: Path) -> str:
-    """A path as a shell takes it."""
+    """Return a path in the form that a shell reads."""
     return shlex.quote(str(path))

@@ -1,4 +1,4 @@
-"""Reading an artifact: finding its directory, and its manifest once everything that it lists was checked."""
+"""Loading of an artifact: its directory, and its manifest after a check of everything that it lists."""
 
 from __future__ import annotations
 
@@ -14,24 +14,38 @@ from kvexport.errors import ArtifactError, UsageError
 
 
 def load_manifest(path: Path, *, verify: bool = True) -> Manifest:
-    """The manifest of the artifact at `path`, after checking it and every file it lists; see `load_checked`. Raises
-    ArtifactError too where a field is missing, of another type, or names a file that is not of the artifact."""
+    """Return the manifest of the artifact at `path` after a check of it and of every file that it lists.
+
+    Args:
+        path: The directory of the artifact.
+        verify: See `load_checked`.
+
+    Raises:
+        UsageError: If there is nothing at `path`.
+        ArtifactError: For everything that `load_checked` finds, and if a field is missing, has another type, or names a
+            file that is not part of the artifact.
+    """
     path = Path(path)
     return parse_manifest(path, load_checked(path, verify=verify))
 
 
 def load_checked(path: Path, *, verify: bool = True) -> dict[str, Any]:
-    """The manifest of the artifact at `path` as JSON gives it, after checking it and every file it lists.
+    """Return the manifest of the artifact at `path` as plain JSON values, after a check of every file that it lists.
 
-    verify: False leaves out the SHA-256 of the files, not the rest: the manifest's own digest, names, sizes, nothing
-    unlisted, no links. An artifact that is replaced during the check is checked again. `path` itself may be a link to
-    an artifact.
+    An artifact that is replaced during the check is checked again. `path` may be a link to an artifact.
 
-    The digests find damage: a truncated download, a flipped bit, an edit, a file added by mistake. They do **not** tell
-    where the artifact comes from: a program that can write the directory can write a matching manifest, and can change
-    a file after this check. Load artifacts only from directories that no untrusted user can write.
+    The digests detect damage: a truncated download, a flipped bit, an edit, a file added by mistake. They do **not**
+    prove where the artifact comes from. A program that can write the directory can write a matching manifest, and can
+    change a file after this check. Load artifacts only from directories that no untrusted user can write.
 
-    Raises UsageError where nothing is at `path`, ArtifactError for everything that is wrong with what is there.
+    Args:
+        path: The directory of the artifact.
+        verify: False skips the SHA-256 of the files. The manifest's own digest, names, sizes, unlisted files and links
+            are always checked.
+
+    Raises:
+        UsageError: If there is nothing at `path`.
+        ArtifactError: If anything is wrong with the artifact.
     """
     try:
         str(path).encode()
@@ -47,27 +61,29 @@ def load_checked(path: Path, *, verify: bool = True) -> dict[str, Any]:
 
 
 def _existing(path: Path) -> Path:
-    """The resolved directory at `path`, put back first where a killed build had moved it aside."""
+    """Return the resolved directory at `path`; an artifact that a killed build had moved aside is restored first."""
     deadline = time.monotonic() + 1.0
     while not path.is_dir():
         waits = (
             path.parent.is_dir() and not path.is_symlink() and time.monotonic() < deadline and _comes_back(place(path))
         )
         if not waits and not path.is_dir():
-            what = (
-                f"{path} is not a directory, so no artifact"
+            problem = (
+                f"{path} is not a directory, so it is no artifact"
                 if os.path.lexists(path)
                 else f"there is no artifact at {path}"
             )
             raise UsageError(
-                what, f"kvexport build --recipe NAME --out {quoted(path)}, or name the directory of an artifact"
+                problem, f"kvexport build --recipe NAME --out {quoted(path)}, or name the directory of an artifact"
             )
     return path.resolve()
 
 
 def _comes_back(target: Path) -> bool:
-    """Whether to look again for a target that was absent a moment ago: it is put back here, or a build may be between
-    its two renames."""
+    """Return whether to look again for a target that was absent a moment ago.
+
+    Either it is restored here, or a build may be between its two renames.
+    """
     old = beside(target, "old")
     if not is_artifact(old) and not os.path.lexists(beside(target, "lock")):
         return False
@@ -81,7 +97,7 @@ def _comes_back(target: Path) -> bool:
             return False
         fix = f"mv {quoted(old)} {quoted(target)}"
         raise UsageError(
-            f"a killed build left {target} at {old}, and it cannot be put back: {error.strerror}", fix
+            f"a killed build left {target} at {old}, and it cannot be restored: {error.strerror}", fix
         ) from error
     try:
         restore(target)
@@ -91,21 +107,20 @@ def _comes_back(target: Path) -> bool:
 
 
 def _checked_unless_replaced(root: Path, verify: bool) -> dict[str, Any] | None:
-    """The checked manifest; None where another artifact took this one's place meanwhile, so that a finding means
-    nothing."""
+    """Return the checked manifest, or None if another artifact replaced this one during the check."""
     try:
-        # Held open, so that its inode number cannot go to the artifact that replaces it.
-        held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # The open descriptor keeps the inode number from being given to the artifact that replaces this one.
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise damaged(root, f"it cannot be read: {error.strerror}") from error
     try:
         manifest = check_artifact(root, verify)
-        return manifest if identity(held) == identity(root) else None
+        return manifest if identity(descriptor) == identity(root) else None
     except ArtifactError:
-        if identity(held) == identity(root):
+        if identity(descriptor) == identity(root):
             raise
         return None
     finally:
-        os.close(held)
+        os.close(descriptor)

@@ -1,8 +1,8 @@
-"""The backends, which run an artifact's ONNX graphs: one folder each. This folder is scanned, so a new folder is a new
-backend.
+"""The backends, which run an artifact's ONNX graphs, one folder each.
 
-A folder has `section.py`, whose `Section` is the keys that the backend adds to a recipe's `backend:`, and `backend.py`,
-whose `BACKEND` is a `kvexport.backends.base.Backend`. Everything else of kvexport asks this registry.
+The package scans this folder, so a new folder is a new backend. A folder has `section.py`, whose `Section` defines the
+keys that the backend adds to a recipe's `backend:`, and `backend.py`, whose `BACKEND` is a
+`kvexport.backends.base.Backend`. All other code uses this registry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def get(name: str) -> Backend:
-    """The backend `name`. Raises UsageError for one that there is not."""
+    """Return the backend called `name`.
+
+    Raises:
+        UsageError: If there is no such backend.
+    """
     from kvexport.backends.sections import names
 
     if name not in names():
@@ -28,14 +32,14 @@ def get(name: str) -> Backend:
 
 
 def all_backends() -> list[Backend]:
-    """Every backend, sorted by name."""
+    """Return every backend, sorted by name."""
     from kvexport.backends.sections import names
 
     return [get(name) for name in names()]
 
 
 def packages() -> tuple[Package, ...]:
-    """Every package that kvexport or a backend asks for."""
+    """Return every package that kvexport or a backend needs."""
     from kvexport.packages import PACKAGES
 
     return (*PACKAGES, *(package for backend in all_backends() for package in backend.packages))

@@ -1,6 +1,7 @@
-"""What a backend is, and what the engine drives, whatever runs an artifact's ONNX graphs.
+"""The interface between the engine and a backend, which runs an artifact's ONNX graphs.
 
-Importing this takes the standard library alone, so that `kvexport doctor` can ask backends where everything is missing.
+Importing this module needs only the standard library, so that `kvexport doctor` can ask backends on a machine where
+packages are missing.
 """
 
 from __future__ import annotations
@@ -27,18 +28,26 @@ if TYPE_CHECKING:
     from kvexport.report.sections import Section
     from kvexport.terminal import Progress
 
-# Adds to a staged artifact what a backend needs beside the ONNX graphs, and returns the manifest that says so.
+# A function that adds a backend's files to a staged artifact and returns the manifest with these files.
 Preparation = Callable[["Path", "Manifest", Callable[[str, "int | None"], "Progress"]], "Manifest"]
 
-
-# So many bytes of zeros in the host's memory, as an array of uint8. Raises EnvironmentProblem where they are not there.
+# A function that returns so many bytes of zeros in the host's memory, as an array of uint8. It raises
+# EnvironmentProblem if the memory is not available.
 Memory = Callable[[int], "NDArray[np.uint8]"]
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What a call asks for in place of the recipe's; None: the recipe's. float_input: packed weights are multiplied
-    with inputs as they are, whatever the ONNX graph allows. A backend without such a setting passes over it."""
+    """Settings of one call that replace those of the recipe; None keeps the recipe's.
+
+    A backend ignores settings that it does not have.
+
+    Attributes:
+        threads: The number of threads.
+        device: The device to run on.
+        cuda_graph: Whether calls are replayed as CUDA graphs.
+        float_input: Whether packed weights are multiplied with unrounded inputs, whatever the ONNX graph allows.
+    """
 
     threads: int | None = None
     device: str | None = None
@@ -48,9 +57,15 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a backend finds of itself on this machine. rows: for a person; data: the same for JSON. broken: packages
-    that are installed and cannot be used, with the reason. provided: packages whose module another package gives.
-    lacks: what else is missing without which nothing runs."""
+    """The state of a backend on this machine, for `kvexport doctor`.
+
+    Attributes:
+        rows: The rows for people.
+        data: The same content for JSON.
+        broken: Packages that are installed but unusable, with the reason.
+        provided: Packages whose module is provided by another package.
+        lacks: Other things that are missing, without which nothing runs.
+    """
 
     rows: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +76,12 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Description:
-    """What a backend says of an artifact: sections for a person, and the same for JSON."""
+    """A backend's description of an artifact.
+
+    Attributes:
+        sections: The sections for people.
+        data: The same content for JSON.
+    """
 
     sections: tuple[Section, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -69,10 +89,18 @@ class Description:
 
 @dataclass(frozen=True)
 class Runners:
-    """What `kvexport validate` compares with PyTorch: the two ONNX graphs, past and present in buffers of their own.
-    Each is a context manager with `infer(feed) -> outputs`, as polygraphy's runners are. decode: for calls of one token
-    of each lane; merge: None where no layer merges. open_decoder: opens a session of ONNX Runtime of another decoder
-    (the bytes of its ONNX graph) over the same weights; None where the backend runs no ONNX graphs."""
+    """The ONNX graphs in the form in which `kvexport validate` compares them with PyTorch.
+
+    Past and present have separate buffers. Each runner is a context manager with `infer(feed) -> outputs`, like those
+    of polygraphy.
+
+    Attributes:
+        decode: The decoder for calls of one token of each lane.
+        prefill: The decoder for calls of several tokens.
+        merge: The merge graph, or None if no layer merges.
+        open_decoder: A function that opens an ONNX Runtime session of another decoder, from the bytes of its ONNX
+            graph, over the same weights. None if the backend does not run ONNX graphs.
+    """
 
     decode: Any
     prefill: Any
@@ -80,40 +108,55 @@ class Runners:
     open_decoder: Callable[[bytes], Any] | None = None
 
 
-A_RANK_FAILED = "a rank has failed"  # as a sum says that could not be made, because of another error
+A_RANK_FAILED = "a rank has failed"  # the message of a sum that failed because of another error
 
 
 class Collectives(Protocol):
-    """How the processes that are ranks of one model add up what they made, over memory of the host that they share."""
+    """The sums over the ranks of one model, which are processes that share memory of the host."""
 
     def bytes(self, ranks: int) -> int:
-        """Of the shared memory, which begins as zeros; 0 where there cannot be as many ranks."""
+        """Return the bytes of shared memory that `ranks` ranks need; 0 if there cannot be so many.
+
+        The memory is zero at first.
+        """
         ...
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """Variables of the process of a rank but the first, beside this one's."""
+        """Return additional environment variables for the process of a rank other than the first."""
         ...
 
     def join(self, memory: mmap, rank: int, ranks: int) -> None:
-        """From now on the calling thread opens sessions of this rank. Ends when all ranks have joined, or raises what
-        keeps them from it."""
+        """Let the calling thread open sessions of this rank.
+
+        The call returns when all ranks have joined, or raises the error that prevents it.
+
+        Args:
+            memory: The shared memory.
+            rank: The number of this rank.
+            ranks: The number of ranks.
+        """
         ...
 
     def fail(self, memory: mmap) -> None:
-        """From now on every sum is an error, those that are waited for too."""
+        """Make every sum an error from now on, also those that a rank already waits for."""
         ...
 
     def problem(self, memory: mmap) -> str:
-        """Why the sums of the calls that have ended are none, where the calls did not say so; "" where they are."""
+        """Return why the sums of finished calls are invalid if the calls raised no error; "" if they are valid."""
         ...
 
 
 class Backend(ABC):
-    """What runs ONNX graphs. A subclass in a folder's `backend.py` is all that kvexport knows of it.
+    """A backend: a library that runs ONNX graphs.
 
-    name: the folder's. packages: what it asks for. devices: on which graphs can be asked to run; (None,) where there is
-    no choice. prepared: files that `preparation` may write into an artifact; none where
-    the ONNX graphs are all that is needed. positive_scales: whether it takes packed weights with scales above 0 alone.
+    kvexport uses backends only through this class. A folder's `backend.py` has one subclass.
+
+    Attributes:
+        name: The name, which is that of the folder.
+        packages: The packages that it needs.
+        devices: The devices that a call can choose; (None,) without a choice.
+        prepared: The files that `preparation` may add to an artifact; empty if the ONNX graphs are enough.
+        positive_scales: Whether packed weights must have scales above 0.
     """
 
     name: ClassVar[str]
@@ -124,55 +167,103 @@ class Backend(ABC):
 
     @abstractmethod
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Why the recipe's artifact cannot run here, each with the line that mends it; empty where it can."""
+        """Return why the recipe's artifact cannot run on this machine, each reason with its fix; empty if it can."""
 
     @abstractmethod
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-        """The artifact, ready to run. Raises EnvironmentProblem for what this machine lacks, ArtifactError where the
-        artifact lacks what `preparation` adds, UsageError for options that cannot be."""
+        """Return the artifact, ready to run.
+
+        Args:
+            path: The folder of the artifact.
+            manifest: Its manifest.
+            options: Settings that replace those of the recipe.
+
+        Raises:
+            EnvironmentProblem: If this machine lacks something that the backend needs.
+            ArtifactError: If the artifact lacks files that `preparation` adds.
+            UsageError: If an option has an impossible value.
+        """
 
     @abstractmethod
     def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """What `validate` compares; `sessions` is what `load` returned."""
+        """Return the graphs in the form that `validate` compares.
+
+        Args:
+            model: The result of `load`.
+            manifest: The manifest of the artifact.
+        """
 
     def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
-        """Raises UsageError where the backend runs no model of several ranks. device: another than the recipe's."""
+        """Check that the backend can run a model that is split over several ranks.
+
+        Args:
+            recipe: The recipe.
+            device: The device, if it is not the recipe's.
+
+        Raises:
+            UsageError: If it cannot.
+        """
         raise UsageError(
-            f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, and {self.name} runs a model in one process",
+            f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, but {self.name} runs a model in one process",
             "--set backend.tensor_parallel=1",
         )
 
     def collectives(self, manifest: Manifest, options: LoadOptions) -> Collectives:
-        """How the ranks of an artifact add up here. Raises what `require_ranks` raises, and EnvironmentProblem for what
-        this machine lacks."""
+        """Return the sums over the ranks of an artifact on this machine.
+
+        Args:
+            manifest: The manifest of the artifact.
+            options: Settings that replace those of the recipe.
+
+        Raises:
+            UsageError: If the backend cannot run a model of several ranks.
+            EnvironmentProblem: If this machine lacks something that the sums need.
+        """
         self.require_ranks(manifest.recipe, options.device)
         raise NotImplementedError
 
     def device(self, recipe: Recipe) -> str | None:
-        """Where the recipe asks the graphs to run; None where there is no choice."""
+        """Return the device that the recipe chooses; None without a choice."""
         return None
 
     def preparation(self, recipe: Recipe) -> Preparation | None:
-        """What a build does after the ONNX graphs are written; None where they are all that is needed. Asked for before
-        anything else of a build, so that what is missing is said at once: raises EnvironmentProblem for that."""
+        """Return the function that a build calls after it has written the ONNX graphs, or None if they are enough.
+
+        A build calls this method first of all, so that missing packages are reported at once.
+
+        Raises:
+            EnvironmentProblem: If this machine lacks something that the preparation needs.
+        """
         return None
 
     def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
-        """Why it does not take a packed weight, which is then kept in floats, and the line that has weights rounded as
-        it takes them; None where it does. dtype: int4, uint4, int8 or uint8. group: inputs that share a scale.
-        has_offset: zero points or minima stand beside the scales. picked: single rows are read, as an embedding's."""
+        """Return why the backend does not take a packed weight, with the setting that avoids it; None if it does.
+
+        Such a weight is stored in floats instead.
+
+        Args:
+            dtype: int4, uint4, int8 or uint8.
+            group: The number of inputs that share a scale.
+            has_offset: Whether the scales are accompanied by zero points or minima.
+            picked: Whether single rows are read, as from an embedding.
+        """
         return None
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
-        """What runs each operator of the artifact on this machine. device: another than the recipe's."""
+        """Return the implementation of each operator of the artifact on this machine.
+
+        Args:
+            manifest: The manifest of the artifact.
+            device: The device, if it is not the recipe's.
+        """
         return {op: how for op, how in manifest.operators.items() if how}
 
     def diagnose(self) -> Diagnosis:
-        """What `kvexport doctor` shows of it. Never raises."""
+        """Return the state of the backend on this machine for `kvexport doctor`; never raises."""
         return Diagnosis()
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """What `kvexport inspect` shows of it."""
+        """Return the backend's description of an artifact for `kvexport inspect`."""
         return Description()
 
 
@@ -182,9 +273,18 @@ class LaneState(Protocol):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append [n, T] tokens to lanes first <= lane < first + n, of which the first query_length [n, 1] are real; the
-        other lanes take no part. Logits [n, 1 or T, vocabulary]. All three arrays may be overwritten by the next
-        call."""
+        """Append tokens to the lanes first <= lane < first + n and return logits; other lanes do not change.
+
+        The next call may overwrite all three arrays.
+
+        Args:
+            input_ids: [n, T] token ids.
+            query_length: [n, 1], the number of real tokens of each lane; the others are padding.
+            first: The first lane.
+
+        Returns:
+            Logits [n, 1 or T, vocabulary].
+        """
         ...
 
     def advance(
@@ -197,65 +297,105 @@ class LaneState(Protocol):
         return self.decode(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """Bring lanes first <= lane < last back within their budgets."""
+        """Merge lanes first <= lane < last, so that they are within their budgets again."""
         ...
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty lanes first <= lane < last. poisoned: they may hold NaN, so that no value of theirs may stay."""
+        """Empty lanes first <= lane < last.
+
+        Args:
+            first: The first lane.
+            last: The end of the range.
+            poisoned: Whether the lanes may contain NaN, so that every value has to be overwritten.
+        """
         ...
 
 
 class ModelState(LaneState, Protocol):
-    """A `LaneState` that can be read and written, wherever it is. top_logits: how many of a row `step` gives; 0 where
-    the artifact has no graph for them; None where logits are in the host's memory."""
+    """A `LaneState` that can be read and written, on any device.
+
+    Attributes:
+        top_logits: The number of largest logits that `step` returns for each row. 0 if the artifact has no graph for
+            them. None if logits are in the host's memory.
+    """
 
     top_logits: int | None
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """As `decode` with one token of each lane [n, 1], but the logits stay where they are. Needs `top_logits`."""
+        """Advance lanes like `decode` with one token [n, 1] each, but leave the logits on the device.
+
+        It needs a `top_logits` other than None.
+        """
         ...
 
     def grown(self, lanes: int) -> ModelState:
-        """A state of more lanes, the first of which are copies of these; the others are empty."""
+        """Return a state of `lanes` lanes: the first are copies of these, and the others are empty."""
         ...
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Copies of a lane's state tensors by their input names, in the host's memory and without the batch's
-        dimension; of tensors of slots the used ones, which are a prefix. names: those that are wanted, None: all."""
+        """Return copies of a lane's state tensors by input name, in the host's memory and without the batch dimension.
+
+        Tensors of slots are cut to the occupied slots, which are a prefix.
+
+        Args:
+            lane: The lane.
+            names: The tensors to read, or None for all.
+        """
         ...
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """Take over a lane's state tensors as `read` gives them: slots beyond theirs become empty, other tensors stay.
-        past_length: tokens that the lane has seen, None: they stay."""
+        """Overwrite a lane's state tensors with those that `read` returned.
+
+        Slots beyond those of `state` become empty. Tensors that `state` does not contain stay unchanged.
+
+        Args:
+            lane: The lane.
+            state: The tensors by input name.
+            past_length: The number of tokens that the lane has seen, or None to keep it.
+        """
         ...
 
     def rollback(self, lane: int, count: int) -> None:
-        """Forget a lane's last `count` tokens, all of them appended since its last merge: their slots become empty."""
+        """Remove a lane's last `count` tokens, which must have been appended since its last merge."""
         ...
 
     def copy(self, source: int, target: int) -> None:
-        """Make a lane the same as another, where they are."""
+        """Copy lane `source` to lane `target` on the device."""
         ...
 
     def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
-        """A lane's state tensors with all their slots, where they are; None where that is not the host's memory."""
+        """Return a lane's state tensors with all slots, without a copy; None if they are not in the host's memory."""
         ...
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """A copy of every state tensor, by its input name."""
+        """Return a copy of every state tensor by its input name."""
         ...
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Take over a state, and the tokens that each lane has seen [n, 1]; of n lanes, which become the first."""
+        """Overwrite the first n lanes.
+
+        Args:
+            state: Every state tensor of n lanes by its input name.
+            past_length: [n, 1], the number of tokens that each lane has seen.
+        """
         ...
 
 
 class LoadedModel(Protocol):
-    """What runs the graphs of one artifact, holding the weights once, however many states use it. all_logits: of every
-    token of a call, or of the last."""
+    """The graphs of one artifact, ready to run, with one copy of the weights for any number of states.
+
+    Attributes:
+        all_logits: Whether a call returns logits of every token instead of the last one.
+    """
 
     all_logits: bool
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> ModelState:
-        """State for `lanes` sequences, all empty. memory: where one in the host's memory lies, None: anywhere there."""
+        """Return an empty state.
+
+        Args:
+            plan: The cache plan.
+            lanes: The number of sequences.
+            memory: A function that allocates the state if it is in the host's memory; None for numpy's own allocation.
+        """
         ...

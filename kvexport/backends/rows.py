@@ -1,4 +1,4 @@
-"""What a call of the decoder gives: rows of logits, and the largest logits of each where the rows stay on a device."""
+"""The result of a decoder call: rows of logits, and the largest logits of each row if rows stay on a device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-# Relative: a device adds float32 numbers in an order of its own, a thread at most some hundred one after the other
+# The relative error of `TopLogits.mass`. A device adds float32 numbers in its own order, each thread at most some
+# hundred.
 MASS_ERROR = 1e-4
 
 
 @dataclass(frozen=True)
 class TopLogits:
-    """The n largest logits of a row of `vocabulary`. ids, values: [n], the values descending; every other logit is at
-    most the last of them.
-    mass: sum of exp(logit - largest logit) over the whole row, within MASS_ERROR."""
+    """The n largest logits of a row.
+
+    Attributes:
+        ids: [n] token ids.
+        values: [n] logits, descending. Every other logit is at most the last of them.
+        mass: The sum of exp(logit - largest logit) over the whole row, with a relative error of at most MASS_ERROR.
+        vocabulary: The number of logits in the row.
+    """
 
     ids: npt.NDArray[np.int32]
     values: npt.NDArray[np.float32]
@@ -25,14 +31,14 @@ class TopLogits:
 
 
 class Rows(Protocol):
-    """The logits of a call's lanes, numbered from the call's first lane, until the next call."""
+    """The logits of a call's lanes, numbered from the call's first lane, valid until the next call."""
 
     def top_logits(self, lane: int) -> TopLogits | None:
-        """The largest logits; None where the whole row is in the host's memory already."""
+        """Return the largest logits of a lane; None if the whole row is already in the host's memory."""
         ...
 
     def row(self, lane: int) -> npt.NDArray[np.float32]:
-        """All logits [vocabulary], copied to the host where they are not there."""
+        """Return all logits of a lane, [vocabulary], copied to the host if they are on a device."""
         ...
 
 
@@ -43,9 +49,9 @@ class HostRows:
     logits: npt.NDArray[np.float32]
 
     def top_logits(self, lane: int) -> None:
-        """None: there is nothing to save."""
+        """Return None, because the whole row is in the host's memory."""
 
     def row(self, lane: int) -> npt.NDArray[np.float32]:
-        """See `Rows.row`."""
+        """Return all logits of a lane, [vocabulary]."""
         row: npt.NDArray[np.float32] = self.logits[lane]
         return row

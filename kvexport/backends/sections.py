@@ -1,5 +1,7 @@
-"""The backends by name, and the keys that they give a recipe's `backend:`. Read whenever a recipe is, so that nothing
-but pydantic is imported for it."""
+"""The names of the backends, and the keys that they add to a recipe's `backend:`.
+
+Every recipe needs them, so this module imports nothing but pydantic.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,19 @@ if TYPE_CHECKING:
 
 @cache
 def names() -> tuple[str, ...]:
-    """Every backend, sorted: the folders of `kvexport.backends`."""
+    """Return the names of all backends, sorted: the folders of `kvexport.backends`."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(_registry().__path__) if module.ispkg))
 
 
 @cache
 def default() -> str:
-    """The backend of recipes that name none: the one whose section says so."""
+    """Return the backend of recipes that name none: the one whose section has `DEFAULT`."""
     (name,) = (name for name in names() if getattr(_module(name), "DEFAULT", False))
     return name
 
 
 def backend_section() -> type[RecipeSection]:
-    """The section `backend:` of a recipe: what all backends share, and the keys of every one."""
+    """Return the class of the section `backend:` with the common keys and those of every backend."""
     from typing import Literal
 
     from pydantic import Field, create_model
@@ -34,13 +36,13 @@ def backend_section() -> type[RecipeSection]:
     from kvexport.recipe.section import RecipeSection
 
     class Named(RecipeSection):
-        name: Literal[names()] = Field(default(), description="What runs the ONNX graphs.")  # type: ignore[valid-type]
+        name: Literal[names()] = Field(default(), description="The backend that runs the ONNX graphs.")  # type: ignore[valid-type]
         tensor_parallel: int = Field(
             1,
             ge=1,
             le=64,
-            description="Ranks: processes that compute one model together, each with its share of the KV heads "
-            "(docs/tasks/tensor-parallel.md).",
+            description="The number of ranks: processes that compute one model together, each with its share of the KV "
+            "heads (docs/tasks/tensor-parallel.md).",
         )
 
     sections: dict[str, type[RecipeSection]] = {name: _module(name).Section for name in names()}
@@ -51,7 +53,7 @@ def backend_section() -> type[RecipeSection]:
                 raise TypeError(f"backend.{key} is a key of {owners[key]} and of {name}")
             owners[key] = name
     bases: Any = (*reversed(sections.values()), Named)  # pydantic takes the fields of the last base first
-    text = "What runs the ONNX graphs, and how."
+    text = "The backend that runs the ONNX graphs, and its settings."
     return cast("type[RecipeSection]", create_model("BackendSection", __base__=bases, __doc__=text))
 
 

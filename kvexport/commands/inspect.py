@@ -155,7 +155,7 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
 
 def _ranks(manifest: Manifest) -> str:
     """For a person: who has which heads."""
-    count, shown = manifest.graphs.rank_count, manifest.rank_plan(0).cache
+    count, shown = manifest.graphs.rank_count, manifest.rank_manifest(0).cache
     heads = sorted({layer.kv_heads for layer in shown.caches})
     each = f"{' or '.join(map(str, heads))} KV heads each"
     return f"{count} processes of {each}, {format_bytes(shown.bytes(1))} of a sequence's cache"

@@ -31,7 +31,7 @@ class VoteAttentionAttributes:
         statistics: The K statistics that are kept for every slot.
         sliding_window: The number of latest positions that are visible; 0 for all.
         softcap: The bound of logits; 0 for none.
-        method: The method, if it keeps state of its own (`Method.extra_state`).
+        method: The method, if it has extra state (`Method.extra_state`).
     """
 
     scale: float

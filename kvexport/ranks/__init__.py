@@ -1,1 +1,1 @@
-"""A model that several processes compute together, each with some KV heads (docs/tasks/tensor-parallel.md)."""
+"""Ranks: processes that compute one model together, each with its KV heads (docs/tasks/tensor-parallel.md)."""

@@ -1,6 +1,6 @@
-"""Messages between rank 0 and another rank: a name, plain values and arrays, over a pair of sockets.
+"""The messages between rank 0 and another rank: a name, plain values and arrays, over a pair of sockets.
 
-A process that ends, however it does, closes its end, and the other one reads that at once.
+A process that ends in any way closes its end, and the other process detects that at once.
 """
 
 from __future__ import annotations
@@ -19,43 +19,58 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_LENGTH = struct.Struct("<I")  # of the header, which is JSON
+_LENGTH = struct.Struct("<I")  # the bytes of the header, which is JSON
 
 
 @dataclass(frozen=True)
 class Message:
-    """values: as JSON holds them."""
+    """A message between ranks.
+
+    Attributes:
+        name: The name of the call or of the answer.
+        values: Plain values, as JSON can represent them.
+        arrays: Arrays by name.
+    """
 
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
+        """Return the message in the form in which it is sent."""
         arrays = [(name, x.dtype.str, x.shape) for name, x in self.arrays.items()]
         header = json.dumps([self.name, dict(self.values), arrays]).encode()
         return b"".join([_LENGTH.pack(len(header)), header, *(x.tobytes() for x in self.arrays.values())])
 
 
 class Channel:
-    """One end. A thread of its own reads, so that neither end waits to send. on_end: called by that thread, with the
-    last message, when the other end is closed."""
+    """One end of a connection; a thread reads messages, so that neither end has to wait to send."""
 
     def __init__(self, end: socket.socket, on_end: Callable[[Message | None], None]) -> None:
+        """Start the reading thread.
+
+        Args:
+            end: The socket.
+            on_end: A function that the reading thread calls with the last message when the other end is closed.
+        """
         self._end = end
         self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         Thread(target=_read, args=(end, self._received, on_end), daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Raises OSError where the other end is closed."""
+        """Send a message.
+
+        Raises:
+            OSError: If the other end is closed.
+        """
         self._end.sendall(message.to_bytes())
 
     def receive(self) -> Message | None:
-        """The next message; None where there will be no more."""
+        """Return the next message; None if the other end is closed."""
         return self._received.get()
 
     def close(self) -> None:
-        """The other end reads that there will be no more."""
+        """Close this end, which the other end detects."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
@@ -69,23 +84,27 @@ def _read(
         while True:
             (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
             name, values, arrays = json.loads(bytes(_exactly(end, length)))
-            held = {}
+            contents = {}
             for key, kind, shape in arrays:
                 dtype = np.dtype(kind)
-                held[key] = np.frombuffer(_exactly(end, math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
-            last = Message(name, values, held)
+                contents[key] = np.frombuffer(_exactly(end, math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
+            last = Message(name, values, contents)
             received.put(last)
     on_end(last)
     received.put(None)
 
 
 def _exactly(end: socket.socket, count: int) -> bytearray:
-    """The next bytes. Raises EOFError where the other end is closed before."""
+    """Return the next `count` bytes.
+
+    Raises:
+        EOFError: If the other end is closed before.
+    """
     data = bytearray(count)
     view = memoryview(data)
     while view.nbytes:
-        taken = end.recv_into(view)
-        if not taken:
+        count = end.recv_into(view)
+        if not count:
             raise EOFError
-        view = view[taken:]
+        view = view[count:]
     return data

@@ -1,4 +1,4 @@
-"""State tensors by ranks: KV heads are those of rank 0, then of rank 1, and so on."""
+"""The division of state tensors among ranks: KV heads are those of rank 0, then of rank 1, and so on."""
 
 from __future__ import annotations
 
@@ -11,22 +11,35 @@ from numpy.typing import NDArray
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def part_of(state: Arrays, rank: int, ranks: int, axis: int) -> dict[str, NDArray[Any]]:
-    """A rank's heads of every tensor. axis: the dimension of heads."""
+def rank_heads(state: Arrays, rank: int, ranks: int, axis: int) -> dict[str, NDArray[Any]]:
+    """Return one rank's heads of every tensor.
+
+    Args:
+        state: The tensors over all heads.
+        rank: The number of the rank.
+        ranks: The number of ranks.
+        axis: The dimension of heads.
+    """
     return {name: np.split(x, ranks, axis)[rank] for name, x in state.items()}
 
 
-def joined(parts: Sequence[NDArray[Any]], axis: int, slots: int | None = None) -> NDArray[Any]:
-    """A tensor of all ranks. slots: the dimension of slots, of which a rank may have used fewer than another; those
-    become zeros. None: all ranks have as many."""
+def joined(tensors: Sequence[NDArray[Any]], axis: int, slots: int | None = None) -> NDArray[Any]:
+    """Return a tensor over the heads of all ranks.
+
+    Args:
+        tensors: The tensor of each rank.
+        axis: The dimension of heads.
+        slots: The dimension of slots if ranks may occupy different numbers of them; missing slots become zeros. None if
+            the shapes are equal.
+    """
     if slots is not None:
-        most = max(part.shape[slots] for part in parts)
-        parts = [_filled(part, slots, most) for part in parts]
-    return np.concatenate(parts, axis)
+        largest = max(tensor.shape[slots] for tensor in tensors)
+        tensors = [_filled(tensor, slots, largest) for tensor in tensors]
+    return np.concatenate(tensors, axis)
 
 
-def _filled(part: NDArray[Any], slots: int, count: int) -> NDArray[Any]:
-    if part.shape[slots] == count:
-        return part
-    widths = [(0, count - part.shape[slots] if i == slots else 0) for i in range(part.ndim)]
-    return np.pad(part, widths)
+def _filled(tensor: NDArray[Any], slots: int, count: int) -> NDArray[Any]:
+    if tensor.shape[slots] == count:
+        return tensor
+    widths = [(0, count - tensor.shape[slots] if i == slots else 0) for i in range(tensor.ndim)]
+    return np.pad(tensor, widths)

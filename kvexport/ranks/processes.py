@@ -1,4 +1,4 @@
-"""Rank 0's side of the processes: started, told what to do, and ended."""
+"""The processes of the ranks, seen from rank 0: their start, their calls and their end."""
 
 from __future__ import annotations
 
@@ -28,40 +28,54 @@ from kvexport.ranks.channel import Channel, Message
 from kvexport.units import format_bytes
 
 T = TypeVar("T")
-# It finds what this process finds, whatever lies in the current directory.
+# The program gets this process's module search path, so that it imports the same modules from any directory.
 PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from kvexport.ranks.worker import main; main()"
 AGAIN = "load the artifact again"
 SECONDS_TO_END = 10.0
-SECONDS_TO_SAY = 2.0
+SECONDS_TO_REPORT = 2.0
 
 
-class NoSum(Exception):
-    """Ranks have not added up; the message says why."""
+class SumError(Exception):
+    """The sums over ranks of finished calls are invalid; the message gives the reason."""
 
 
 def require_sums(collectives: Collectives, memory: mmap) -> None:
-    """Raises NoSum where sums of calls that have ended are none."""
-    if said := collectives.problem(memory):
-        raise NoSum(said)
+    """Check the sums of finished calls.
+
+    Raises:
+        SumError: If they are invalid.
+    """
+    if problem := collectives.problem(memory):
+        raise SumError(problem)
 
 
 class Ranks:
-    """The ranks of one loaded artifact. Of rank 0 the calls run in a thread of their own, which no interrupt reaches:
-    one that was begun is ended, so that the ranks stay in step.
+    """The ranks of one loaded artifact.
 
-    When a rank ends, or fails, or rank 0 fails within a call, all sums fail from then on, and every call raises a
-    KvexportError that names the rank.
+    Rank 0's calls run in a thread of their own, which no interrupt reaches, so a call that has begun always ends and
+    the ranks stay in step. If a rank ends or fails, or rank 0 fails within a call, all sums fail from then on, and
+    every call raises a KvexportError that names the rank.
     """
 
     def __init__(self, backend: Backend, path: Path, manifest: Manifest, options: LoadOptions) -> None:
-        """Raises what `Backend.load` raises, of whatever rank, and EnvironmentProblem where there is no memory to
-        share or no process."""
+        """Start the processes and load the artifact on every rank.
+
+        Args:
+            backend: The backend.
+            path: The directory of the artifact.
+            manifest: Its manifest.
+            options: Settings that replace those of the recipe.
+
+        Raises:
+            EnvironmentProblem: If there is no memory to share or a process cannot be started.
+            KvexportError: The errors of `Backend.load` on any rank.
+        """
         self.count = manifest.graphs.rank_count
-        self.manifest = manifest.rank_plan(0)
+        self.manifest = manifest.rank_manifest(0)
         self.collectives = backend.collectives(self.manifest, options)
         self._thread = ThreadPoolExecutor(1, "rank 0")
-        self._failed: list[KvexportError] = []  # the first failure, where there is one
-        self._known = Event()  # that there is
+        self._failed: list[KvexportError] = []  # the first failure, if any
+        self._has_failed = Event()  # set after the first failure
         self.memory, file = _shared_memory(self.collectives, self.count)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -81,43 +95,55 @@ class Ranks:
             os.close(file)
 
     def _load(self, backend: Backend, path: Path, options: LoadOptions) -> Any:
-        self.collectives.join(self.memory, 0, self.count)  # the thread of all calls
+        self.collectives.join(self.memory, 0, self.count)  # in the thread of all calls
         return backend.load(path, self.manifest, options)
 
     def _start(self, rank: int, file: int) -> None:
-        ours, theirs = socket.socketpair()
-        files = (theirs.fileno(), file)
+        near_end, far_end = socket.socketpair()
+        files = (far_end.fileno(), file)
         command = [sys.executable, "-I", "-c", PROGRAM, *map(str, files), json.dumps(sys.path)]
-        with theirs:
+        with far_end:
             try:
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     pass_fds=files,
                     env={**os.environ, **self.collectives.environment(rank)},
-                    start_new_session=True,  # an interrupt of the terminal is for rank 0
+                    start_new_session=True,  # an interrupt from the terminal reaches only rank 0
                 )
             except OSError as error:
-                ours.close()
+                near_end.close()
                 raise EnvironmentProblem(f"rank {rank} cannot be started: {error}") from error
         self._processes.append(process)
-        ended = partial(_ended, rank, process, self._failed, self._known, partial(self.collectives.fail, self.memory))
-        self._channels.append(Channel(ours, ended))
+        ended = partial(
+            _ended, rank, process, self._failed, self._has_failed, partial(self.collectives.fail, self.memory)
+        )
+        self._channels.append(Channel(near_end, ended))
 
     def call(self, work: Callable[[], T], message: Message | None = None) -> T:
-        """`work` of rank 0, and what the other ranks do beside it. Raises the failure of a rank, and KvexportErrors of
-        `work` as they are."""
+        """Run a function on rank 0 while the other ranks handle a message.
+
+        Args:
+            work: The function.
+            message: The message, or None to run the function alone.
+
+        Returns:
+            The result of the function.
+
+        Raises:
+            KvexportError: The failure of a rank, or the function's own KvexportError.
+        """
         future = self._thread.submit(self._tell, work, message)
         try:
             return future.result()
         except KvexportError:
             raise
         except Exception as error:
-            # Nobody knows where the others are now. Where another rank failed first, it says so soon.
+            # The other ranks may now be out of step. If another rank failed first, its report arrives soon.
             echo = isinstance(error, OSError) or A_RANK_FAILED in str(error)
-            if not (echo and self._known.wait(SECONDS_TO_SAY)):
-                said = error if isinstance(error, NoSum) else f"rank 0 failed: {type(error).__name__}: {error}"
-                _note(self._failed, self._known, str(said))
+            if not (echo and self._has_failed.wait(SECONDS_TO_REPORT)):
+                problem = error if isinstance(error, SumError) else f"rank 0 failed: {type(error).__name__}: {error}"
+                _note(self._failed, self._has_failed, str(problem))
             self.collectives.fail(self.memory)
             raise self._failed[0] from error
         except BaseException:
@@ -135,30 +161,34 @@ class Ranks:
         return result
 
     def ask(self, work: Callable[[], T], message: Message) -> list[Any]:
-        """What `work` gives, and the answers of the other ranks, rank by rank."""
+        """Return the result of `work` and the answers of the other ranks to `message`, rank by rank."""
         return self.call(lambda: [work(), *map(self.answer, range(1, self.count))], message)
 
     def answer(self, rank: int) -> Mapping[str, NDArray[Any]]:
-        """What a rank answers to a call that asks for something. Raises its failure."""
+        """Return the arrays that a rank answers to a call.
+
+        Raises:
+            KvexportError: If the rank has failed.
+        """
         message = self._channels[rank - 1].receive()
         if message is None or message.name == "failed":
-            self._known.wait()
+            self._has_failed.wait()
             raise self._failed[0]
         return message.arrays
 
 
 def _shared_memory(collectives: Collectives, ranks: int) -> tuple[mmap, int]:
-    """Memory without a name, and the file that it is: nothing of it is left when no process holds it."""
+    """Return memory without a name and its file, which disappears with the last process that uses it."""
     size = collectives.bytes(ranks)
     if not size:
-        raise UsageError(f"there cannot be {ranks} ranks")
+        raise UsageError(f"there cannot be {ranks} ranks", "a smaller backend.tensor_parallel")
     try:
         file = os.memfd_create("kvexport") if hasattr(os, "memfd_create") else _unnamed_file()
         os.ftruncate(file, size)
         return mmap(file, size), file
     except OSError as error:
         raise EnvironmentProblem(
-            f"the ranks get no memory to share, {format_bytes(size)}: {error.strerror}", "free some memory"
+            f"the ranks cannot share {format_bytes(size)} of memory: {error.strerror}", "free some memory"
         ) from error
 
 
@@ -167,32 +197,32 @@ def _unnamed_file() -> int:
         return os.dup(file.fileno())
 
 
-def _note(failed: list[KvexportError], known: Event, problem: str, fix: str = "") -> None:
-    """The first failure is what every later call raises."""
+def _note(failed: list[KvexportError], has_failed: Event, problem: str, fix: str = "") -> None:
+    """Record the first failure, which every later call raises."""
     if not failed:
         failed.append(KvexportError(problem, fix or AGAIN))
-    known.set()
+    has_failed.set()
 
 
 def _ended(
     rank: int,
     process: subprocess.Popen[bytes],
     failed: list[KvexportError],
-    known: Event,
+    has_failed: Event,
     fail: Callable[[], None],
     last: Message | None,
 ) -> None:
-    """A rank closed its end of the channel."""
+    """Record the failure of a rank that closed its end of the channel, and make all sums fail."""
     if last is not None and last.name == "failed":
-        _note(failed, known, f"rank {rank} failed: {last.values['problem']}", last.values["fix"])
+        _note(failed, has_failed, f"rank {rank} failed: {last.values['problem']}", last.values["fix"])
     else:
-        _note(failed, known, f"rank {rank}, the process {process.pid}, {_how(process)}")
+        _note(failed, has_failed, f"rank {rank}, the process {process.pid}, {_how(process)}")
     fail()
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:
     try:
-        status = process.wait(SECONDS_TO_SAY)
+        status = process.wait(SECONDS_TO_REPORT)
     except subprocess.TimeoutExpired:
         return "does not answer"
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -201,9 +231,9 @@ def _how(process: subprocess.Popen[bytes]) -> str:
 def _end(
     owner: int, channels: Sequence[Channel], processes: Sequence[subprocess.Popen[bytes]], thread: ThreadPoolExecutor
 ) -> None:
-    """The ranks end when their channel is closed."""
+    """Close the channels, which ends the ranks, and wait for their processes."""
     if os.getpid() != owner:
-        return  # a fork of the process that has started them
+        return  # this process is a fork of the one that started the ranks
     thread.shutdown(wait=False)
     for channel in channels:
         channel.close()

@@ -1,7 +1,9 @@
-"""A rank but the first: a process that holds its share of the model and of the cache, and does what rank 0 tells it, in
-that order. It ends when rank 0 does.
+"""The program of every rank except the first.
 
-    python -c PROGRAM SOCKET MEMORY PATH      see `kvexport.ranks.processes`; numbers of open files
+Its process has a share of the model and of the cache, executes the calls of rank 0 in order, and ends when rank 0 does.
+`kvexport.ranks.processes` starts it with the numbers of two open files and the module search path:
+
+    python -c PROGRAM SOCKET MEMORY PATH
 """
 
 from __future__ import annotations
@@ -24,28 +26,28 @@ from kvexport.backends.base import Backend, LoadedModel, LoadOptions, ModelState
 from kvexport.errors import KvexportError
 from kvexport.ranks.channel import Channel, Message
 from kvexport.ranks.comparison import OneRank
-from kvexport.ranks.heads import part_of
-from kvexport.ranks.processes import NoSum, require_sums
+from kvexport.ranks.heads import rank_heads
+from kvexport.ranks.processes import SumError, require_sums
 
 
 def main() -> None:
-    """The program."""
+    """Run the program."""
     end, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    channel = Channel(end, on_end=lambda _: os._exit(0))  # whatever this process is waiting for
+    channel = Channel(end, on_end=lambda _: os._exit(0))  # ends the process even if it waits for a sum
     start = channel.receive()
     assert start is not None
     try:
         _work(channel, start.values, memory)
     except Exception as error:
-        said = str(error) if isinstance(error, NoSum) else f"{type(error).__name__}: {error}"
-        known = error if isinstance(error, KvexportError) else KvexportError(said)
-        channel.send(Message("failed", {"problem": known.problem, "fix": known.fix}))
+        message_text = str(error) if isinstance(error, SumError) else f"{type(error).__name__}: {error}"
+        failure = error if isinstance(error, KvexportError) else KvexportError(message_text)
+        channel.send(Message("failed", {"problem": failure.problem, "fix": failure.fix}))
         sys.exit(1)
 
 
 def _work(channel: Channel, start: Mapping[str, Any], file: int) -> None:
     path, rank = Path(start["path"]), int(start["rank"])
-    manifest = load_manifest(path, verify=False).rank_plan(rank)  # rank 0 has verified the files
+    manifest = load_manifest(path, verify=False).rank_manifest(rank)  # rank 0 has verified the files
     backend, options = backends.get(start["backend"]), LoadOptions(**start["options"])
     collectives, memory = backend.collectives(manifest, options), mmap(file, 0)
 
@@ -61,7 +63,7 @@ def _work(channel: Channel, start: Mapping[str, Any], file: int) -> None:
 
 
 class Calls:
-    """Does what messages say, over states by the numbers that rank 0 gave them."""
+    """The calls of rank 0, over states by the numbers that rank 0 gave them."""
 
     def __init__(self, backend: Backend, model: LoadedModel, manifest: Manifest, rank: int) -> None:
         self._backend, self._model, self._manifest = backend, model, manifest
@@ -73,34 +75,34 @@ class Calls:
         return OneRank(self._backend, self._model, self._manifest, self._rank)
 
     def __call__(self, message: Message) -> dict[str, NDArray[Any]] | None:
-        """What the message asks for; None where it asks for nothing."""
-        given, arrays = message.values, message.arrays
-        for number in given["dropped"]:
+        """Execute the call of a message and return its answer; None if it has no answer."""
+        values, arrays = message.values, message.arrays
+        for number in values["dropped"]:
             del self._states[number]
         if message.name == "infer":
-            return self._compared.infer(given["graph"], arrays)
+            return self._compared.infer(values["graph"], arrays)
         if message.name == "open":
             self._compared.open(arrays[str(self._rank)].tobytes())
             return None
         if message.name == "new_state":
-            self._states[given["state"]] = self._model.new_state(self._manifest.cache, given["lanes"])
+            self._states[values["state"]] = self._model.new_state(self._manifest.cache, values["lanes"])
             return None
-        state = self._states[given["state"]]
+        state = self._states[values["state"]]
         if message.name == "grown":
-            self._states[given["new"]] = state.grown(given["lanes"])
+            self._states[values["new"]] = state.grown(values["lanes"])
         elif message.name == "decode":
-            state.decode(arrays["input_ids"], arrays["query_length"], given["first"])
+            state.decode(arrays["input_ids"], arrays["query_length"], values["first"])
         elif message.name == "write":
-            state.write(given["lane"], part_of(arrays, self._rank, self._ranks, 0), given["past_length"])
+            state.write(values["lane"], rank_heads(arrays, self._rank, self._ranks, 0), values["past_length"])
         elif message.name == "set_state":
             whole = {name: x for name, x in arrays.items() if name != "past_length"}
-            state.set_state(part_of(whole, self._rank, self._ranks, 1), arrays["past_length"])
+            state.set_state(rank_heads(whole, self._rank, self._ranks, 1), arrays["past_length"])
         elif message.name == "read":
-            return state.read(given["lane"], given["names"])
+            return state.read(values["lane"], values["names"])
         elif message.name == "get_state":
             return state.get_state()
         elif message.name in ("merge", "clear", "rollback", "copy"):
-            getattr(state, message.name)(*given["arguments"], **given.get("named", {}))
+            getattr(state, message.name)(*values["arguments"], **values.get("keywords", {}))
         else:
             raise ValueError(f"rank 0 sent {message.name!r}")
         return None

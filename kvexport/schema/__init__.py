@@ -1,4 +1,5 @@
-"""The operators' schema: state tensors, operators, attributes and the merge policy, each fact once.
+"""The operators' schema: state tensors, operators, attributes and the merge policy, each defined once.
 
-It imports nothing: what it says becomes ONNX signatures, C structs, attribute readers and tables of the documents.
+ONNX signatures, C structs, readers of attributes and tables of the documentation are generated from it. It imports no
+other part of kvexport.
 """

@@ -1,4 +1,4 @@
-"""One attribute of an operator: its name, type, default, range and meaning."""
+"""The description of an operator's attribute: its name, type, default, range and meaning."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ Kind = Literal["float", "int", "bool", "word", "words", "floats", "ints"]
 
 @dataclass(frozen=True)
 class Attribute:
-    """What a node says about itself under one name.
+    """One attribute of a node.
 
-    kind: of its value. A ``bool`` is an ONNX integer, 0 or 1. ``words`` is one string, joined by commas, because ONNX
-        Runtime gives custom operators no lists of strings.
-    default: None where the attribute has to be given. optional: it may be missing, which is a value of its own.
-    words: the known ones. least, most, above, below: bounds of a number, or of every number of a list.
+    Attributes:
+        name: The name.
+        kind: The type of its value. A ``bool`` is an ONNX integer, 0 or 1. ``words`` is one string with commas, because
+            ONNX Runtime does not pass lists of strings to custom operators.
+        meaning: The meaning, for tables and generated comments.
+        default: The default, or None if a node must have the attribute.
+        words: The allowed words.
+        least: The inclusive lower bound of a number, or of every number of a list.
+        most: The inclusive upper bound.
+        above: The exclusive lower bound.
+        below: The exclusive upper bound.
+        optional: Whether a node may omit the attribute, which then means something of its own.
     """
 
     name: str
@@ -32,18 +40,18 @@ class Attribute:
 
     @property
     def bounds(self) -> str:
-        """The range in words, as errors and tables say it; empty where there is none."""
+        """The range in words for errors and tables; empty without bounds."""
         low = f"at least {_number(self.least)}" if self.least is not None else ""
         low = f"above {_number(self.above)}" if self.above is not None else low
         high = f"at most {_number(self.most)}" if self.most is not None else ""
         high = f"below {_number(self.below)}" if self.below is not None else high
-        return " and ".join(part for part in (low, high) if part)
+        return " and ".join(bound for bound in (low, high) if bound)
 
     def problem(self, value: Any) -> str:
-        """Why `value` cannot be the attribute's; empty where it can."""
+        """Return why `value` is not allowed; an empty string if it is."""
         if self.kind in ("word", "words"):
-            given = [value] if self.kind == "word" else value.split(",") if isinstance(value, str) else list(value)
-            unknown = [word for word in given if word not in self.words]
+            words = [value] if self.kind == "word" else value.split(",") if isinstance(value, str) else list(value)
+            unknown = [word for word in words if word not in self.words]
             return f"{self.name} is '{unknown[0]}'; known: {', '.join(self.words)}" if unknown else ""
         for x in value if self.kind in ("floats", "ints") else [value]:
             if not self._inside(x):
@@ -60,7 +68,7 @@ class Attribute:
         )
 
     def node_value(self, value: Any) -> Any:
-        """`value` as ONNX holds it."""
+        """Return `value` in the type that ONNX stores."""
         if self.kind == "words":
             return value if isinstance(value, str) else ",".join(value)
         if self.kind == "floats":

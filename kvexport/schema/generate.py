@@ -1,9 +1,9 @@
-"""Writes what is derived from the schema: ``python -m kvexport.schema.generate``, with ``--check`` only saying what is
-not current (exit code 1).
+"""Generate the files that are derived from the schema: ``python -m kvexport.schema.generate``.
 
-plugins/abi/kvexport.h: the structs of the calls. plugins/abi/attributes.h: reading a node's attributes into them, and
-the attributes' names. docs/reference/contract.md: its tables, between ``<!-- schema: NAME -->`` and
-``<!-- schema end -->``.
+With ``--check`` no file is written, and the exit code is 1 if one is not current. The files are plugins/abi/kvexport.h
+(the structs of the calls), plugins/abi/attributes.h (the names of a node's attributes, and functions that read them
+into the structs), and the tables of docs/reference/contract.md, between ``<!-- schema: NAME -->`` and ``<!-- schema end
+-->``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ WRITTEN = """// Written by `python -m kvexport.schema.generate` from kvexport/sc
 
 
 def header() -> str:
-    """plugins/abi/kvexport.h."""
-    parts = [
-        "// The operators of docs/reference/contract.md as plain structs: a call of an operator, its attributes, and",
-        "// the addresses of its tensors. Shared by the kernels of the CPU (../cpu/kvexport_cpu.h) and of CUDA",
-        "// (../cuda/kvexport_cuda.h).",
+    """Return the text of plugins/abi/kvexport.h."""
+    lines = [
+        "// The operators of docs/reference/contract.md as plain structs: one struct for a call of each operator,",
+        "// with its attributes and the addresses of its tensors. The kernels of the CPU (../cpu/kvexport_cpu.h)",
+        "// and of CUDA (../cuda/kvexport_cuda.h) share them.",
         WRITTEN,
         '#pragma once\n\n#include <stddef.h>\n#include <stdint.h>\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n',
-        "// Types of tensors; KV_BFLOAT16 on CUDA alone. Those after it are of small caches: keys and",
-        "// values int8, both int4, and keys int8 with values int4. Scores, votes and arithmetic are float32 in all.",
+        "// Types of tensors; KV_BFLOAT16 only on CUDA. The types after it are those of small caches: keys and",
+        "// values in int8, both in int4, and keys in int8 with values in int4. Scores, votes and arithmetic are",
+        "// always float32.",
         _enum("", TYPES),
         "// The int8 numbers that the codes of int4 stand for.",
         f"#define KV_INT4_NUMBERS {', '.join(map(str, INT4))}",
@@ -43,14 +44,14 @@ def header() -> str:
         f"enum {{ KV_MAX_STATISTICS = {MAX_STATISTICS} }};",
     ]
     for name, fields in structs().items():
-        parts += [
+        lines += [
             "",
             f"typedef struct {name} {{",
             *(line for field in fields for line in _member(field)),
             f"}} {name};",
         ]
-    parts += ['\n#ifdef __cplusplus\n}\n#endif\n\n#include "linear.h"']
-    return "\n".join(parts) + "\n"
+    lines += ['\n#ifdef __cplusplus\n}\n#endif\n\n#include "linear.h"']
+    return "\n".join(lines) + "\n"
 
 
 def _enum(prefix: str, words: Iterable[str]) -> str:
@@ -69,27 +70,28 @@ def _member(field: Field) -> list[str]:
 
 
 def reader() -> str:
-    """plugins/abi/attributes.h."""
-    parts = [
-        "// A node's attributes: their names, and how those of one value are read into the structs of a call. A Node",
-        "// is as ../bindings/node/read.h says.",
+    """Return the text of plugins/abi/attributes.h."""
+    lines = [
+        "// A node's attributes: their names, and functions that read those of one value into the structs of a call.",
+        "// ../bindings/node/read.h defines the interface of Node.",
         WRITTEN,
         '#pragma once\n\n#include "../bindings/node/read.h"\n#include "kvexport.h"\n\nnamespace kv {\n',
-        "// What a library was compiled with, so that one of another version is refused before it reads a node.",
+        "// The digest of the schema that the library is compiled with. A library of another version is refused before",
+        "// it reads a node.",
         f'inline constexpr const char* kSchema = "{schema_digest()}";\n',
     ]
     for name, attributes in (("VoteAttention", VOTE_ATTENTION.attributes), ("MergeCache", MERGE_CACHE.attributes)):
-        parts.append(f"inline constexpr AttributeName k{name}Attributes[] = {{")
-        parts += [f'    {{"{a.name}", {_KINDS[a.kind]}}},' for a in attributes] + ["};\n"]
-    for name, given in (
+        lines.append(f"inline constexpr AttributeName k{name}Attributes[] = {{")
+        lines += [f'    {{"{a.name}", {_KINDS[a.kind]}}},' for a in attributes] + ["};\n"]
+    for name, fields in (
         ("KvVoteAttention", scalars(VOTE_ATTENTION)),
         ("KvMergeCache", scalars(MERGE_CACHE)),
         ("KvMergePolicy", POLICY),
         ("KvFit", FIT),
     ):
-        parts.append(f"template <class Node>\nvoid read_attributes(const Node& node, {name}& x) {{")
-        parts += [line for a in given for line in _read(a)] + ["}\n"]
-    return "\n".join(parts) + "\n}  // namespace kv\n"
+        lines.append(f"template <class Node>\nvoid read_attributes(const Node& node, {name}& x) {{")
+        lines += [line for a in fields for line in _read(a)] + ["}\n"]
+    return "\n".join(lines) + "\n}  // namespace kv\n"
 
 
 _KINDS = {
@@ -125,7 +127,7 @@ def _read(a: Attribute) -> list[str]:
 
 
 def tables() -> dict[str, str]:
-    """The tables of docs/reference/contract.md by their names."""
+    """Return the tables of docs/reference/contract.md by name."""
     return {
         "state": _state(STATE),
         "scales": _state(SCALES),
@@ -161,15 +163,22 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def contract(text: str) -> str:
-    """docs/reference/contract.md with its tables as they should be."""
+    """Return the text of docs/reference/contract.md with current tables.
+
+    Args:
+        text: The present text.
+
+    Raises:
+        ValueError: If the text does not have each table exactly once.
+    """
     for name, table in tables().items():
         mark = re.escape(f"<!-- schema: {name} -->")
-        text, found = re.subn(
+        text, count = re.subn(
             rf"(?<={mark}\n).*?(?=\n<!-- schema end -->)", table.replace("\\", r"\\"), text, flags=re.DOTALL
         )
-        if found != 1:
+        if count != 1:
             raise ValueError(
-                f"docs/reference/contract.md has {found} tables marked `<!-- schema: {name} -->`, and should have one"
+                f"docs/reference/contract.md has {count} tables marked `<!-- schema: {name} -->`, and should have one"
             )
     return text
 
@@ -182,19 +191,27 @@ FILES: dict[str, Callable[[str], str]] = {
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
-    """Write the files, or with ``--check`` name those that are not current."""
+    """Write the files, or with ``--check`` report those that are not current.
+
+    Args:
+        arguments: The command line arguments.
+        root: The folder of the repository.
+
+    Returns:
+        The exit code.
+    """
     stale = 0
     for name, write in FILES.items():
         path = root / name
-        found = path.read_text() if path.exists() else ""
-        wanted = write(found)
-        if found == wanted:
+        present = path.read_text() if path.exists() else ""
+        current = write(present)
+        if present == current:
             continue
         stale += 1
         if "--check" in arguments:
-            print(f"{name} is not what kvexport/schema says: python -m kvexport.schema.generate", file=sys.stderr)
+            print(f"{name} is not current: run python -m kvexport.schema.generate", file=sys.stderr)
         else:
-            path.write_text(wanted)
+            path.write_text(current)
             print(name)
     return int(stale > 0 and "--check" in arguments)
 

@@ -1,4 +1,7 @@
-"""The C structs of the operators' calls, as the schema says them: the header is written from this, tests mirror it."""
+"""The C structs of the operators' calls, derived from the schema.
+
+The header is generated from them, and tests define the same structs in ctypes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,14 @@ _C_TYPES = {"query": "void", "cache": "void", "float32": "float", "int32": "int3
 
 @dataclass(frozen=True)
 class Field:
-    """A member of a struct: its C type without an array's size, which is `count` where it is above 0."""
+    """A member of a struct.
+
+    Attributes:
+        type: The C type of the member, or of the elements of an array.
+        name: The name.
+        meaning: A comment.
+        count: The size of an array; 0 for a single value.
+    """
 
     type: str
     name: str
@@ -25,34 +35,29 @@ class Field:
 
 
 def enumerations() -> dict[str, tuple[str, ...]]:
-    """Every enumeration: its prefix and its words in the order of their numbers."""
+    """Return every enumeration: its prefix, and its words in the order of their numbers."""
     words = {a.name: a.words for a in (*POLICY, *FIT) if a.kind == "word"}
     return {"statistic": STATISTIC_KINDS, **words}
 
 
 def number(attribute: str, word: str) -> int:
-    """The number of a word."""
+    """Return the number of a word in the enumeration of an attribute."""
     return enumerations()[attribute].index(word)
 
 
 def structs() -> dict[str, list[Field]]:
-    """Every struct by its name, in an order in which each knows those before it."""
+    """Return the members of every struct by its name; a struct comes after those that it contains."""
     return {
         "KvState": [Field(_C_TYPES[x.dtype] + "*", x.name, _dims(x.dims)) for x in STATE],
         "KvScales": [
             Field(_C_TYPES[x.dtype] + "*", x.name.removesuffix("_scale"), f"{_dims(x.dims)}, or nullptr")
             for x in SCALES
         ],
-        "KvStatistic": [
-            Field("int", "kind"),
-            Field("float", "decay"),
-            Field("int", "window"),
-            Field("float", "recency_weight"),
-        ],
+        "KvStatistic": [Field("int", "kind"), *_statistic()],
         "KvMergePolicy": [Field(_type(a), a.name, a.meaning) for a in POLICY],
         "KvFit": [Field(_type(a), a.name, a.meaning) for a in FIT],
-        # What follows has reference queries, on the CPU alone, beside its call: structs that CUDA kernels take as
-        # parameters stay as they are.
+        # Calls with reference queries pass these structs separately, on the CPU only. The structs that CUDA kernels
+        # take as parameters do not contain them.
         "KvReferenceQueries": [Field("float*", "query", "[B,H,W,D]"), Field("int32_t*", "seen", "[B,H,W]")],
         "KvRing": [
             Field("int", "rows", "W"),
@@ -60,30 +65,30 @@ def structs() -> dict[str, list[Field]]:
             Field("KvReferenceQueries", "present"),
         ],
         "KvVoteAttention": [
-            Field("int", "cache_type", "of the state's keys and values"),
+            Field("int", "cache_type", "the type of the state's keys and values"),
             *_sizes(VOTE_ATTENTION),
             *_scalars(VOTE_ATTENTION),
-            Field("KvStatistic", "statistic", "of each of the statistics", MAX_STATISTICS),
-            # In the place of what would be padding: elsewhere it would move what the CUDA kernels read of their
-            # parameters, and cost registers.
-            Field("int", "query_type", "of query, key, value and output"),
+            Field("KvStatistic", "statistic", "one for each statistic", MAX_STATISTICS),
+            # This member fills padding. At another place it would move the parameters that CUDA kernels read, which
+            # costs registers.
+            Field("int", "query_type", "the type of query, key, value and output"),
             *(_pointer(x, const=True) for x in VOTE_ATTENTION.inputs if not x.name.startswith("past_")),
             *_STATES,
             *(_pointer(x, const=False) for x in VOTE_ATTENTION.outputs if not x.name.startswith("present_")),
             *_SCALES,
         ],
         "KvMergeCache": [
-            Field("int", "cache_type", "of the state's keys and values"),
+            Field("int", "cache_type", "the type of the state's keys and values"),
             *_sizes(MERGE_CACHE),
             *_scalars(MERGE_CACHE),
-            Field("int", "statistic_kind", "of each of the statistics", MAX_STATISTICS),
+            Field("int", "statistic_kind", "one for each statistic", MAX_STATISTICS),
             Field("KvMergePolicy", "policy"),
             Field("int", "rotary_planes", "F of the layer's rotary embedding; 0: nothing is rotated"),
             Field("int", "rotary_interleaved", "whether planes are (2f, 2f + 1), not (f, f + F)"),
             Field(
                 "int",
                 "cache_positions",
-                "whether keys are rotated by their slots' places; kept ones are turned to their new places",
+                "whether keys are rotated by their slots' places; a merge rotates kept keys to their new places",
             ),
             Field("const float*", "inverse_frequencies", "[rotary_planes]"),
             *_STATES,
@@ -93,19 +98,25 @@ def structs() -> dict[str, list[Field]]:
 
 
 _STATES = (
-    Field("KvState", "past", "only read; a tensor may be the same buffer in `present`, and is then updated in place"),
+    Field("KvState", "past", "read only; a tensor may be the same buffer in `present`, and is then updated in place"),
     Field("KvState", "present"),
 )
 _SCALES = (
-    Field("KvScales", "past_scales", "of a small cache's keys and values, as the states"),
+    Field("KvScales", "past_scales", "the scales of a small cache's keys and values; buffers like those of the state"),
     Field("KvScales", "present_scales"),
 )
 
 
 def scalars(operator: Operator) -> list[Attribute]:
-    """The operator's own attributes of one value, without those of the policy."""
-    own = [a for a in operator.attributes if a.name not in {p.name for p in POLICY}]
-    return [a for a in own if a.kind in ("float", "int", "bool", "word") and not a.optional]
+    """Return the attributes of the operator that are single values, without those of the policy."""
+    attributes = [a for a in operator.attributes if a.name not in {p.name for p in POLICY}]
+    return [a for a in attributes if a.kind in ("float", "int", "bool", "word") and not a.optional]
+
+
+def _statistic() -> list[Field]:
+    """Return the members of a statistic: the attributes of VoteAttention that list a number for each statistic."""
+    lists = [a for a in VOTE_ATTENTION.attributes if a.kind in ("floats", "ints")]
+    return [Field(a.kind.removesuffix("s"), a.name, a.meaning) for a in lists]
 
 
 def _scalars(operator: Operator) -> list[Field]:

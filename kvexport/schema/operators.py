@@ -1,4 +1,4 @@
-"""The operators of domain `kvexport`: their inputs, outputs and attributes (docs/reference/contract.md, section 3)."""
+"""The operators of domain `kvexport`: inputs, outputs and attributes (docs/reference/contract.md, section 3)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ Role = Literal["query", "cache", "float32", "int32", "int64"]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a node reads or writes. dims: as of `StateTensor`. role: its type; ``query`` that of the new
-    tokens, ``cache`` that of the cache."""
+    """A tensor that a node reads or writes.
+
+    Attributes:
+        name: The name.
+        dims: The dimensions, like those of `StateTensor`.
+        role: The type; ``query`` is the type of the new tokens, and ``cache`` that of the cache.
+        optional: Whether a node may omit the tensor.
+    """
 
     name: str
     dims: tuple[str | int, ...]
@@ -27,7 +33,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator: its tensors in their order, its attributes by their names."""
+    """An operator.
+
+    Attributes:
+        name: The name.
+        inputs: The input tensors in order.
+        outputs: The output tensors in order.
+        attributes: The attributes.
+    """
 
     name: str
     inputs: tuple[Operand, ...]
@@ -36,22 +49,33 @@ class Operator:
 
     @property
     def input_names(self) -> list[str]:
-        """In their order."""
+        """The names of the inputs in order."""
         return [operand.name for operand in self.inputs]
 
     @property
     def output_names(self) -> list[str]:
-        """In their order."""
+        """The names of the outputs in order."""
         return [operand.name for operand in self.outputs]
 
     def with_state(self, extra: Iterable[StateTensor]) -> Operator:
-        """The operator of a method that keeps `extra` state: its tensors come last."""
+        """Return the operator of a method with extra state, whose tensors follow all others.
+
+        Args:
+            extra: The extra state tensors.
+        """
         past, present = _past_and_present(self.name, extra)
         return replace(self, inputs=(*self.inputs, *past), outputs=(*self.outputs, *present))
 
     def node_attributes(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """`values` as a node carries them. Raises ValueError for a name that the operator does not have, one that is
-        missing, and a value out of its range."""
+        """Return attributes in the form that a node stores.
+
+        Args:
+            values: The values by attribute name.
+
+        Raises:
+            ValueError: If the operator does not have an attribute of that name, one is missing, or a value is out of
+                range.
+        """
         known = {attribute.name: attribute for attribute in self.attributes}
         if unknown := sorted(values.keys() - known.keys()):
             raise ValueError(f"{self.name} has no attribute {unknown[0]}; it has {', '.join(known)}")
@@ -73,9 +97,14 @@ def _past_and_present(operator: str, state: Iterable[StateTensor]) -> tuple[list
 
 STATISTIC_KINDS = ("none", "log_ema", "probability")
 _STATISTICS = Attribute(
-    "statistics", "words", "the kinds of the K statistics; the first selects, the last weighs", words=STATISTIC_KINDS
+    "statistics",
+    "words",
+    "the kinds of the K statistics; the first ranks slots for eviction, the last weights merges",
+    words=STATISTIC_KINDS,
 )
-_SLIDING_WINDOW = Attribute("sliding_window", "int", "only so many latest positions are visible; 0: all", 0, least=0)
+_SLIDING_WINDOW = Attribute(
+    "sliding_window", "int", "the number of latest positions that are visible; 0: all", 0, least=0
+)
 _past, _present = _past_and_present("VoteAttention", STATE)
 VOTE_ATTENTION = Operator(
     "VoteAttention",
@@ -92,24 +121,29 @@ VOTE_ATTENTION = Operator(
     (
         Attribute("scale", "float", "factor of the products of queries and keys"),
         Attribute("vote_exponent", "float", "alpha of the bias `alpha ln(votes)`; 0: no bias", 0.0),
-        Attribute("softcap", "float", "logits l become `softcap tanh(l / softcap)`; 0: they stay", 0.0, least=0.0),
+        Attribute("softcap", "float", "logits l become `softcap tanh(l / softcap)`; 0: no bound", 0.0, least=0.0),
         _SLIDING_WINDOW,
         _STATISTICS,
         Attribute(
-            "decay", "floats", "a of every statistic, per query; below 1 for a log_ema", (1.0,), above=0.0, most=1.0
+            "decay",
+            "floats",
+            "the factor a for each query; below 1 for a log_ema",
+            (1.0,),
+            above=0.0,
+            most=1.0,
         ),
-        Attribute("window", "ints", "only so many last queries of a call count; 0: all", (0,), least=0),
+        Attribute("window", "ints", "the number of last queries of a call that count; 0: all", (0,), least=0),
         Attribute(
             "recency_weight",
             "floats",
-            "weight of the newest counted query against 1 for the oldest, linearly between",
+            "the weight of the newest counted query, relative to 1 for the oldest and linear between them",
             (1.0,),
             above=0.0,
         ),
         Attribute(
             "reference_queries",
             "int",
-            "W: so many latest queries of every KV head are kept, in the state `query` and `query_seen`",
+            "W, the number of latest queries of every KV head that the state `query` and `query_seen` keeps",
             least=1,
             optional=True,
         ),
@@ -122,21 +156,32 @@ MERGE_CACHE = Operator(
     tuple(_present),
     (
         Attribute("budget", "int", "slots that are kept", least=1),
-        Attribute("sinks", "int", "the first positions, which are never evicted and receive nothing", 0, least=0),
-        Attribute("recent", "int", "the latest positions, which are never evicted", 0, least=0),
+        Attribute(
+            "sinks", "int", "the number of first positions that are never evicted and never merged into", 0, least=0
+        ),
+        Attribute("recent", "int", "the number of latest positions that are never evicted", 0, least=0),
         _SLIDING_WINDOW,
         Attribute("compresses", "bool", "0: only slots that the sliding window has passed are evicted", True),
         Attribute("recent_receives", "bool", "whether evicted slots may merge into recent ones", False),
         _STATISTICS,
         *(replace(attribute, optional=True) for attribute in (*POLICY, *FIT)),
         Attribute(
-            "inverse_frequencies", "floats", "of the layer's rotary embedding, where keys are rotated", optional=True
+            "inverse_frequencies",
+            "floats",
+            "the inverse frequencies of the layer's rotary embedding, if the merge rotates keys",
+            optional=True,
         ),
-        Attribute("rotary_interleaved", "bool", "whether planes are (2f, 2f + 1), not (f, f + F)", optional=True),
+        Attribute(
+            "rotary_interleaved",
+            "bool",
+            "whether planes are the dimensions (2f, 2f + 1) instead of (f, f + F)",
+            optional=True,
+        ),
         Attribute(
             "cache_positions",
             "bool",
-            "whether keys are rotated by their slots' places in the cache; kept ones are turned to their new places",
+            "whether keys are rotated by their slots' places in the cache; a merge rotates kept keys to their new "
+            "places",
             optional=True,
         ),
     ),
@@ -144,34 +189,37 @@ MERGE_CACHE = Operator(
 LINEAR_ATTRIBUTES = (
     Attribute("input_heads", "int", "n: input is [B, n, T, inputs / n]; 0: it is [..., inputs]", 0, least=0),
     Attribute("norm", "bool", "whether rows are normalised first; the input norm follows", False),
-    Attribute("epsilon", "float", "of that norm", 0.0, least=0.0),
-    Attribute("output_heads", "ints", "of each product as input_heads, of its output", (0,), least=0),
-    Attribute("bias", "ints", "of each product whether it has a bias", (0,), least=0, most=1),
-    Attribute("rotated", "ints", "of each product whether its heads are rotated", (0,), least=0, most=1),
+    Attribute("epsilon", "float", "the epsilon of that norm", 0.0, least=0.0),
+    Attribute("output_heads", "ints", "for each product, the heads of its output, like input_heads", (0,), least=0),
+    Attribute("bias", "ints", "for each product, whether it has a bias", (0,), least=0, most=1),
+    Attribute("rotated", "ints", "for each product, whether its heads are rotated", (0,), least=0, most=1),
     Attribute("gate", "bool", "whether the only product is multiplied with silu(x gate^T)", False),
     Attribute("residual", "bool", "whether the input residual is added to the only product, last", False),
     Attribute(
         "packed",
         "ints",
-        "of each weight, the gate's last, what follows it: 0 nothing, it is of the input's type; 1 a scale, 2 a scale "
-        "and a zero point, 3 a scale and a minimum",
+        "for each weight, the gate's last, the inputs that follow it: 0 none, the weight has the input's type; 1 a "
+        "scale, 2 a scale and a zero point, 3 a scale and a minimum",
         least=0,
         most=3,
         optional=True,
     ),
-    Attribute("group", "ints", "of each of these, inputs in a row that share a scale", least=0, optional=True),
+    Attribute("group", "ints", "for each weight, the consecutive inputs that share a scale", least=0, optional=True),
     Attribute(
         "float_input",
         "bool",
-        "whether packed weights are multiplied with the input as it is; 0: a kernel may round it to int8 by blocks",
+        "whether packed weights are multiplied with the unrounded input; 0: a kernel may round it to int8 in blocks",
         optional=True,
     ),
 )
 
 
 def schema_digest() -> str:
-    """Of what a compiled kernel knows of the operators: the version of their contract, attributes, their kinds and
-    words, state tensors, and types of caches. Libraries carry the digest that they were compiled with."""
+    """Return a digest of everything that a compiled kernel depends on.
+
+    It covers the version of the contract, the names, types and words of attributes, the state tensors, and the types of
+    caches. Libraries contain the digest that they were compiled with.
+    """
     known = [
         [(a.name, a.kind, a.words) for a in attributes]
         for attributes in (VOTE_ATTENTION.attributes, MERGE_CACHE.attributes, LINEAR_ATTRIBUTES)

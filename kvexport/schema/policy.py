@@ -1,7 +1,7 @@
-"""The merge policy: what the merge kernels can be asked to do, as data.
+"""The merge policy: the rules that merge kernels know, as data.
 
-A method whose rule recombines these primitives gives a `MergePolicy` and has no code of its own: PyTorch interprets the
-fields (kvexport/methods/primitives), the MergeCache node carries them, and the native kernels read them.
+A method whose rule combines these primitives returns a `MergePolicy` and has no code of its own. PyTorch interprets the
+fields (kvexport/methods/primitives), the MergeCache node contains them as attributes, and native kernels read them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ def _switch(meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class Fit:
-    """A least-squares fit of kept slots to reference queries, after the merge. It needs the ring of queries
-    (kvexport/methods/fitting.py)."""
+    """A least-squares fit of kept slots to reference queries, after the merge.
+
+    It needs the ring of reference queries (kvexport/methods/fitting.py).
+    """
 
     fit: Literal["values", "votes_and_values"] = _word(
         "values",
-        "what is fitted, of the slots that may receive: values, or votes and then values",
+        "the tensors of receiving slots that are fitted: values, or votes and then values",
         *("values", "votes_and_values"),
     )
-    ridge: float = _number(0.05, "of the regression of values: the larger it is, the less they change", above=0.0)
+    ridge: float = _number(
+        0.05, "the regularization of the fit of values: the larger it is, the less they change", above=0.0
+    )
     change_max: float = _number(0.1, "a head's values change by at most this share of their norm", above=0.0)
     read_exponent: float = _number(0.0, "alpha of the bias `alpha ln(votes)` that reference queries read with")
     vote_steps: int = _count(8, "multiplicative updates of the votes", least=0)
@@ -50,26 +54,31 @@ class Fit:
 
 @dataclass(frozen=True)
 class MergePolicy:
-    """Which slots are evicted, and what becomes of them; the fields say it one by one. Raises ValueError where a field
-    is out of its range or two of them contradict each other."""
+    """The rules by which slots are evicted and merged.
+
+    The metadata of each field describes it.
+
+    Raises:
+        ValueError: If a field is out of its range, or two fields contradict each other.
+    """
 
     select: Literal["position", "score", "average", "pooled", "mean", "attended"] = _word(
         "position",
-        "the importance of a slot: its position, its first statistic, the bias-corrected average of that (kept as a "
-        "logarithm), its sum over neighbouring positions, its mean per observation, or the sum of the squares of the "
-        "reference queries' probabilities",
+        "the importance of a slot: its position, its first statistic, that statistic's bias-corrected average (stored "
+        "as a logarithm), its sum over neighbouring positions, its mean per observation, or the sum of the squared "
+        "probabilities of the reference queries",
         *("position", "score", "average", "pooled", "mean", "attended"),
     )
     select_decay: float = _number(0.9, "`a` of the average in `select = average`", above=0.0, below=1.0)
     pooled: int = _count(1, "neighbouring positions that `select = pooled` adds up, the slot's own in the middle")
     order: Literal["lowest", "nearest", "least_error"] = _word(
         "lowest",
-        "which slots are evicted first: those of lowest importance; or those that have a target of higher importance "
-        "nearer than `threshold`; or those whose merge into such a target costs least; then the rest, lowest first",
+        "the slots that are evicted first: those of lowest importance; those that have a target of higher importance "
+        "nearer than `threshold`; or those whose merge into such a target costs least; then all others, lowest first",
         *("lowest", "nearest", "least_error"),
     )
     eviction_pool: int = _count(
-        1, "`nearest` and `least_error` choose among this many times as many slots as have to be evicted"
+        1, "`nearest` and `least_error` choose among so many times as many slots as have to be evicted"
     )
     error_exponent: float = _number(
         0.0, "b of the cost of a merge, `importance^b |key - key|^2 |value - value|^2`", least=0.0
@@ -77,35 +86,37 @@ class MergePolicy:
     merged_last: bool = _switch("whether slots of more than one vote are evicted last")
     merge: Literal["drop", "zip", "running_mean", "pair"] = _word(
         "drop",
-        "what becomes of evicted slots: dropped; zipped into the nearest target by KeepKV's rule; added to the running "
-        "mean of the nearest residual slot; or merged with the younger neighbour",
+        "the merge of evicted slots: none; a zip into the nearest target by KeepKV's rule; a running mean in the "
+        "nearest residual slot; or a pair with the younger neighbour",
         *("drop", "zip", "running_mean", "pair"),
     )
     measure: Literal["cosine", "dot", "distance"] = _word(
-        "cosine", "how near two keys are; the distance counts as minus its square", *("cosine", "dot", "distance")
+        "cosine", "the nearness of two keys; for distance, minus its square", *("cosine", "dot", "distance")
     )
-    threshold: float = _number(NO_GATE, "a slot merges iff its nearest target is nearer than this")
-    weigh_decay: float = _number(0.9, "`a` of the average that weighs a zip, the last statistic", above=0.0, below=1.0)
+    threshold: float = _number(NO_GATE, "a slot merges only if its nearest target is nearer than this")
+    weigh_decay: float = _number(0.9, "`a` of the last statistic, the average that weights a zip", above=0.0, below=1.0)
     zip: Literal["key", "vote", "mean"] = _word(
         "mean",
-        "what absorbs the error of a zip: the key's length, fractional votes, or nothing (votes add up)",
+        "the quantity that cancels the error of a zip: the key's length, fractional votes, or none (votes add up)",
         *("key", "vote", "mean"),
     )
     key_factor_max: float = _number(math.inf, "a key factor outside [1/x, x] falls back to fractional votes", least=1.0)
     votes_max: float = _number(math.inf, "the most votes of a merged slot", least=1.0)
     residual: float = _number(
         1.0,
-        "the share of the targets that `running_mean` merges into: merged ones, then the lowest",
+        "the share of the targets that `running_mean` merges into: slots that have merged before, then the lowest",
         above=0.0,
         most=1.0,
     )
-    mean_adds: bool = _switch("whether of the first statistic the mean per observation adds up, instead of the sum")
+    mean_adds: bool = _switch("whether the first statistic adds up as means per observation instead of sums")
     weigh: Literal["score", "hessian"] = _word(
-        "score", "what weighs a pair's keys: the last statistic, or KVSlimmer's Hessian", *("score", "hessian")
+        "score", "the weights of a pair's keys: the last statistic, or KVSlimmer's Hessian", *("score", "hessian")
     )
-    tau: float = _number(0.0, "where the Hessian's brackets are below this share, the statistic weighs", least=0.0)
+    tau: float = _number(
+        0.0, "the last statistic replaces Hessian weights that are below this share of the diagonal terms", least=0.0
+    )
     share_pairs: bool = _switch("whether all heads of a layer merge the same pairs")
-    fit: Fit | None = None  # what follows the merge
+    fit: Fit | None = None  # the fit after the merge
 
     def __post_init__(self) -> None:
         for attribute in POLICY:
@@ -127,17 +138,17 @@ class MergePolicy:
 
     @property
     def why_not_native(self) -> str:
-        """Why no native kernel runs it; empty where they do."""
+        """The reason why no native kernel runs this policy; empty if the kernels do."""
         if self.fit and self.merge not in ("drop", "zip"):
             return f"a fit after merge = {self.merge} has no native kernel"
         return "share_pairs has no native kernel" if self.share_pairs else ""
 
     def node_attributes(self) -> dict[str, Any]:
-        """Every field by its name, as a node carries it; those of the fit where there is one."""
+        """Return every field by name in the form that a node stores, and those of the fit if there is one."""
         return {
-            a.name: a.node_value(getattr(whose, a.name))
-            for whose, attributes in ((self, POLICY), (self.fit, FIT))
-            if whose is not None
+            a.name: a.node_value(getattr(source, a.name))
+            for source, attributes in ((self, POLICY), (self.fit, FIT))
+            if source is not None
             for a in attributes
         }
 

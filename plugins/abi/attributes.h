@@ -1,5 +1,5 @@
-// A node's attributes: their names, and how those of one value are read into the structs of a call. A Node
-// is as ../bindings/node/read.h says.
+// A node's attributes: their names, and functions that read those of one value into the structs of a call.
+// ../bindings/node/read.h defines the interface of Node.
 // Written by `python -m kvexport.schema.generate` from kvexport/schema: change that, not this.
 // clang-format off
 #pragma once
@@ -9,7 +9,8 @@
 
 namespace kv {
 
-// What a library was compiled with, so that one of another version is refused before it reads a node.
+// The digest of the schema that the library is compiled with. A library of another version is refused before
+// it reads a node.
 inline constexpr const char* kSchema = "d7471ab73146";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {

@@ -1,6 +1,6 @@
-// The operators of docs/reference/contract.md as plain structs: a call of an operator, its attributes, and
-// the addresses of its tensors. Shared by the kernels of the CPU (../cpu/kvexport_cpu.h) and of CUDA
-// (../cuda/kvexport_cuda.h).
+// The operators of docs/reference/contract.md as plain structs: one struct for a call of each operator,
+// with its attributes and the addresses of its tensors. The kernels of the CPU (../cpu/kvexport_cpu.h)
+// and of CUDA (../cuda/kvexport_cuda.h) share them.
 // Written by `python -m kvexport.schema.generate` from kvexport/schema: change that, not this.
 // clang-format off
 #pragma once
@@ -12,8 +12,9 @@
 extern "C" {
 #endif
 
-// Types of tensors; KV_BFLOAT16 on CUDA alone. Those after it are of small caches: keys and
-// values int8, both int4, and keys int8 with values int4. Scores, votes and arithmetic are float32 in all.
+// Types of tensors; KV_BFLOAT16 only on CUDA. The types after it are those of small caches: keys and
+// values in int8, both in int4, and keys in int8 with values in int4. Scores, votes and arithmetic are
+// always float32.
 enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3, KV_INT4 = 4, KV_K8V4 = 5 };
 // The int8 numbers that the codes of int4 stand for.
 #define KV_INT4_NUMBERS 0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -39, -25, -12
@@ -43,43 +44,44 @@ typedef struct KvScales {
 
 typedef struct KvStatistic {
   int kind;
-  float decay;
-  int window;
-  float recency_weight;
+  float decay;  // the factor a for each query; below 1 for a log_ema
+  int window;  // the number of last queries of a call that count; 0: all
+  float recency_weight;  // the weight of the newest counted query, relative to 1 for the oldest and linear between them
 } KvStatistic;
 
 typedef struct KvMergePolicy {
-  // the importance of a slot: its position, its first statistic, the bias-corrected average of that (kept as a
-  // logarithm), its sum over neighbouring positions, its mean per observation, or the sum of the squares of the
-  // reference queries' probabilities
+  // the importance of a slot: its position, its first statistic, that statistic's bias-corrected average (stored as a
+  // logarithm), its sum over neighbouring positions, its mean per observation, or the sum of the squared probabilities
+  // of the reference queries
   int select;
   float select_decay;  // `a` of the average in `select = average`
   int pooled;  // neighbouring positions that `select = pooled` adds up, the slot's own in the middle
-  // which slots are evicted first: those of lowest importance; or those that have a target of higher importance nearer
-  // than `threshold`; or those whose merge into such a target costs least; then the rest, lowest first
+  // the slots that are evicted first: those of lowest importance; those that have a target of higher importance nearer
+  // than `threshold`; or those whose merge into such a target costs least; then all others, lowest first
   int order;
-  int eviction_pool;  // `nearest` and `least_error` choose among this many times as many slots as have to be evicted
+  int eviction_pool;  // `nearest` and `least_error` choose among so many times as many slots as have to be evicted
   float error_exponent;  // b of the cost of a merge, `importance^b |key - key|^2 |value - value|^2`
   int merged_last;  // whether slots of more than one vote are evicted last
-  // what becomes of evicted slots: dropped; zipped into the nearest target by KeepKV's rule; added to the running mean
-  // of the nearest residual slot; or merged with the younger neighbour
+  // the merge of evicted slots: none; a zip into the nearest target by KeepKV's rule; a running mean in the nearest
+  // residual slot; or a pair with the younger neighbour
   int merge;
-  int measure;  // how near two keys are; the distance counts as minus its square
-  float threshold;  // a slot merges iff its nearest target is nearer than this
-  float weigh_decay;  // `a` of the average that weighs a zip, the last statistic
-  int zip;  // what absorbs the error of a zip: the key's length, fractional votes, or nothing (votes add up)
+  int measure;  // the nearness of two keys; for distance, minus its square
+  float threshold;  // a slot merges only if its nearest target is nearer than this
+  float weigh_decay;  // `a` of the last statistic, the average that weights a zip
+  int zip;  // the quantity that cancels the error of a zip: the key's length, fractional votes, or none (votes add up)
   float key_factor_max;  // a key factor outside [1/x, x] falls back to fractional votes
   float votes_max;  // the most votes of a merged slot
-  float residual;  // the share of the targets that `running_mean` merges into: merged ones, then the lowest
-  int mean_adds;  // whether of the first statistic the mean per observation adds up, instead of the sum
-  int weigh;  // what weighs a pair's keys: the last statistic, or KVSlimmer's Hessian
-  float tau;  // where the Hessian's brackets are below this share, the statistic weighs
+  // the share of the targets that `running_mean` merges into: slots that have merged before, then the lowest
+  float residual;
+  int mean_adds;  // whether the first statistic adds up as means per observation instead of sums
+  int weigh;  // the weights of a pair's keys: the last statistic, or KVSlimmer's Hessian
+  float tau;  // the last statistic replaces Hessian weights that are below this share of the diagonal terms
   int share_pairs;  // whether all heads of a layer merge the same pairs
 } KvMergePolicy;
 
 typedef struct KvFit {
-  int fit;  // what is fitted, of the slots that may receive: values, or votes and then values
-  float ridge;  // of the regression of values: the larger it is, the less they change
+  int fit;  // the tensors of receiving slots that are fitted: values, or votes and then values
+  float ridge;  // the regularization of the fit of values: the larger it is, the less they change
   float change_max;  // a head's values change by at most this share of their norm
   float read_exponent;  // alpha of the bias `alpha ln(votes)` that reference queries read with
   int vote_steps;  // multiplicative updates of the votes
@@ -98,7 +100,7 @@ typedef struct KvRing {
 } KvRing;
 
 typedef struct KvVoteAttention {
-  int cache_type;  // of the state's keys and values
+  int cache_type;  // the type of the state's keys and values
   int batch;  // B
   int query_heads;  // Hq
   int heads;  // H
@@ -109,25 +111,25 @@ typedef struct KvVoteAttention {
   int statistics;  // K
   float scale;  // factor of the products of queries and keys
   float vote_exponent;  // alpha of the bias `alpha ln(votes)`; 0: no bias
-  float softcap;  // logits l become `softcap tanh(l / softcap)`; 0: they stay
-  int sliding_window;  // only so many latest positions are visible; 0: all
-  KvStatistic statistic[KV_MAX_STATISTICS];  // of each of the statistics
-  int query_type;  // of query, key, value and output
+  float softcap;  // logits l become `softcap tanh(l / softcap)`; 0: no bound
+  int sliding_window;  // the number of latest positions that are visible; 0: all
+  KvStatistic statistic[KV_MAX_STATISTICS];  // one for each statistic
+  int query_type;  // the type of query, key, value and output
   const void* query;  // [B,Hq,T,D]
   const void* key;  // [B,H,T,D]
   const void* value;  // [B,H,T,Dv]
   const int64_t* position;  // [B,T]
   const int64_t* query_length;  // [B,1]
   const float* sink_logits;  // [Hq], or nullptr
-  KvState past;  // only read; a tensor may be the same buffer in `present`, and is then updated in place
+  KvState past;  // read only; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
   void* output;  // [B,Hq,T,Dv]
-  KvScales past_scales;  // of a small cache's keys and values, as the states
+  KvScales past_scales;  // the scales of a small cache's keys and values; buffers like those of the state
   KvScales present_scales;
 } KvVoteAttention;
 
 typedef struct KvMergeCache {
-  int cache_type;  // of the state's keys and values
+  int cache_type;  // the type of the state's keys and values
   int batch;  // B
   int heads;  // H
   int capacity;  // C
@@ -135,20 +137,21 @@ typedef struct KvMergeCache {
   int value_size;  // Dv
   int statistics;  // K
   int budget;  // slots that are kept
-  int sinks;  // the first positions, which are never evicted and receive nothing
-  int recent;  // the latest positions, which are never evicted
-  int sliding_window;  // only so many latest positions are visible; 0: all
+  int sinks;  // the number of first positions that are never evicted and never merged into
+  int recent;  // the number of latest positions that are never evicted
+  int sliding_window;  // the number of latest positions that are visible; 0: all
   int compresses;  // 0: only slots that the sliding window has passed are evicted
   int recent_receives;  // whether evicted slots may merge into recent ones
-  int statistic_kind[KV_MAX_STATISTICS];  // of each of the statistics
+  int statistic_kind[KV_MAX_STATISTICS];  // one for each statistic
   KvMergePolicy policy;
   int rotary_planes;  // F of the layer's rotary embedding; 0: nothing is rotated
   int rotary_interleaved;  // whether planes are (2f, 2f + 1), not (f, f + F)
-  int cache_positions;  // whether keys are rotated by their slots' places; kept ones are turned to their new places
+  // whether keys are rotated by their slots' places; a merge rotates kept keys to their new places
+  int cache_positions;
   const float* inverse_frequencies;  // [rotary_planes]
-  KvState past;  // only read; a tensor may be the same buffer in `present`, and is then updated in place
+  KvState past;  // read only; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
-  KvScales past_scales;  // of a small cache's keys and values, as the states
+  KvScales past_scales;  // the scales of a small cache's keys and values; buffers like those of the state
   KvScales present_scales;
 } KvMergeCache;
 

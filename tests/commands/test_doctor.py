@@ -170,7 +170,7 @@ def test_nvidia_smi_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_pages_that_are_small_are_said_with_the_line_that_mends_them() -> None:
     assert _pages_row(Native("avx2")) == "yes, where memory allows"
-    assert _pages_row(Native("", "not built", "make native")) == "no: it takes the native operators"
+    assert _pages_row(Native("", "not built", "make native")) == "no: this needs the native operators"
     assert _pages_row(Native("avx2", small_pages="switched off by KVEXPORT_HUGE_PAGES")) == (
         "no: switched off by KVEXPORT_HUGE_PAGES"
     )

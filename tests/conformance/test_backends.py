@@ -42,10 +42,10 @@ def test_the_reference_backends_are_always_reached() -> None:
 # What no native kernel has, and why; its graphs run from their functions. A method that is added stands here, or has a
 # kernel.
 WITHOUT_NATIVE_KERNEL = {
-    "kvmerger": "the method kvmerger has no native kernel: it is no merge policy",
-    "cam": "the method cam has no native kernel: it is no merge policy",
-    "d2o": "the method d2o has no native kernel: it is no merge policy",
-    "random": "the method random has no native kernel: it is no merge policy",
+    "kvmerger": "the method kvmerger has no native kernel: it has no merge policy",
+    "cam": "the method cam has no native kernel: it has no merge policy",
+    "d2o": "the method d2o has no native kernel: it has no merge policy",
+    "random": "the method random has no native kernel: it has no merge policy",
     "asymkv": "share_pairs has no native kernel",
 }
 

@@ -167,7 +167,7 @@ def test_a_manifest_without_the_scales_is_refused(artifact: Path) -> None:
     with pytest.raises(ArtifactError, match=r"cache\.1\.extra should begin with the scales of a cache in int8"):
         parse_manifest(Path("/artifact"), raw)
     raw["cache"][0] |= {"dtype": "k8v4", "value_size": 7}
-    with pytest.raises(ArtifactError, match=r"cache\.0\.value_size should be even, found 7: a byte holds two numbers"):
+    with pytest.raises(ArtifactError, match=r"cache\.0\.value_size should be even, found 7: a byte stores two numbers"):
         parse_manifest(Path("/artifact"), raw)
 
 

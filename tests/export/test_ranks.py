@@ -155,12 +155,12 @@ def test_methods_that_join_heads_and_drafts_over_copies_are_refused(tiny_checkpo
             "asymkv selects slots over all heads",
         ),
         ({"method": "cam"}, {}, "the method cam has no merge policy"),
-        ({"method": "grkv"}, {}, "the method grkv keeps state of its own"),
+        ({"method": "grkv"}, {}, "the method grkv keeps extra state"),
         ({"method": "full"}, {"draft": "cache"}, "speculate.draft is cache, which copies entries"),
     ):
         with pytest.raises(ValidationError, match=said):
             recipe(tiny_checkpoint, 2, cache=cache, speculate=speculate)
-    with pytest.raises(UsageError, match=r"backend.tensor_parallel is 2, and tensorrt runs a model in one process"):
+    with pytest.raises(UsageError, match=r"backend.tensor_parallel is 2, but tensorrt runs a model in one process"):
         build(recipe(tiny_checkpoint, 2, backend={"name": "tensorrt", "tensor_parallel": 2}), tiny_checkpoint / "out")
 
 

@@ -116,7 +116,7 @@ def test_lanes_are_independent_and_answers_are_repeated(artifact: Path) -> None:
 
 def test_native_kernels_decline_it_by_name(pointed: str, artifact: Path) -> None:
     method = all_methods()[pointed]()
-    why = "the method pointed keeps state of its own, latest_query, calls, which no native kernel has"
+    why = "the method pointed keeps extra state, latest_query, calls, which no native kernel supports"
     for op in ("VoteAttention", "MergeCache"):
         assert why_function(Path("a-library.so"), op, method) == why
     if library() is not None:

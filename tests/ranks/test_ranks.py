@@ -169,7 +169,7 @@ def test_no_memory_to_share(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    with pytest.raises(EnvironmentProblem, match=r"the ranks get no memory to share, .*: Too many open files"):
+    with pytest.raises(EnvironmentProblem, match=r"the ranks cannot share .* of memory: Too many open files"):
         kvexport.load(artifact)
 
 
@@ -187,13 +187,15 @@ def test_a_rank_that_cannot_load_is_told(artifact: Path, monkeypatch: pytest.Mon
 
 def test_without_native_operators_there_are_no_ranks(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
-    with pytest.raises(EnvironmentProblem, match="ranks add up by the native operators, and switched off") as error:
+    with pytest.raises(
+        EnvironmentProblem, match="sums over ranks need the native operators, but switched off"
+    ) as error:
         kvexport.load(artifact)
     assert error.value.fix == "unset KVEXPORT_OPERATORS"
 
 
 def test_what_has_no_ranks_refuses_by_name(artifact: Path) -> None:
-    with pytest.raises(UsageError, match=r"backend.tensor_parallel is 2, and tensorrt runs a model in one process"):
+    with pytest.raises(UsageError, match=r"backend.tensor_parallel is 2, but tensorrt runs a model in one process"):
         kvexport.load(artifact, backend="tensorrt")
     with pytest.raises(UsageError, match="there is no device tpu"):
         kvexport.load(artifact, device="tpu")

@@ -83,7 +83,7 @@ def test_a_rank_that_hangs_is_named(artifact: Path, gpus: Driver, monkeypatch: p
     process = ranks.ranks._processes[0]
     process.send_signal(signal.SIGSTOP)
     try:
-        with pytest.raises(KvexportError, match=r"^rank 0 waited 0.5 s for the part of rank 1"):
+        with pytest.raises(KvexportError, match=r"^rank 0 waited 0.5 s for the summand of rank 1"):
             engine.generate([1, 2], max_new_tokens=2)
     finally:
         process.send_signal(signal.SIGCONT)
@@ -104,7 +104,7 @@ def test_what_keeps_a_rank_from_joining_is_told_and_what_it_took_given_back(
     assert [name for name, _ in undo] == ["cuMemHostUnregister"]
     gpus.answers.clear()
     monkeypatch.setattr(mailboxes, "SECONDS_TO_JOIN", 0.0)
-    with pytest.raises(KvexportError, match="rank 1 has made no mailbox in 0 s"):
+    with pytest.raises(KvexportError, match="rank 1 has created no mailbox in 0 s"):
         join()
     memory[:4] = mailboxes.FAILED.to_bytes(4, "little")
     with pytest.raises(RuntimeError, match="a rank has failed"):
@@ -121,7 +121,7 @@ def test_gpus_that_are_missing_or_apart_are_named(
         kvexport.load(artifact, device="cuda")
     assert "CUDA_VISIBLE_DEVICES" in apart.value.fix
     gpus.gpus = 1
-    with pytest.raises(EnvironmentProblem, match="2 ranks take 2 GPUs, and the driver shows 1") as few:
+    with pytest.raises(EnvironmentProblem, match="2 ranks need 2 GPUs, but the driver shows 1") as few:
         kvexport.load(artifact, device="cuda")
     assert few.value.fix.startswith("--set backend.tensor_parallel=1")
 
@@ -137,7 +137,7 @@ def test_the_doctor_says_how_many_gpus_can_be_ranks(monkeypatch: pytest.MonkeyPa
     driver.apart = {(1, 0)}
     assert devices.most_ranks(16) == (1, "GPU 1 does not reach the memory of GPU 0, neither by NVLink nor over PCIe")
     driver.gpus = 1
-    assert BACKEND.diagnose().rows["ranks on GPUs"] == "no: 2 ranks take 2 GPUs, and the driver shows 1"
+    assert BACKEND.diagnose().rows["ranks on GPUs"] == "no: 2 ranks need 2 GPUs, but the driver shows 1"
     driver.answers["cuInit"] = 100
     assert devices.most_ranks(16) == (1, "the NVIDIA driver cannot be used: CUDA_ERROR_100")
 
@@ -165,7 +165,7 @@ def test_what_a_word_says() -> None:
     assert list(said.values()) == [
         "",
         "a rank has failed",
-        "rank 3 waited 30 s for the part of rank 1",
+        "rank 3 waited 30 s for the summand of rank 1",
         "the ranks are out of step: rank 1 and rank 0 add up different tensors",
     ]
     assert one.bytes(16) and not one.bytes(17) and not one.bytes(0)

@@ -1,4 +1,4 @@
-"""ONNX Runtime as a backend."""
+"""The backend of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -22,13 +22,19 @@ if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe
 
 CPU_PROVIDER = devices.PROVIDERS["cpu"]
-DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # beside the state
+DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # in addition to the state
 
 
 @dataclass(frozen=True)
 class Native:
-    """A library of native operators. instruction_set: what it uses of this machine, "" where it cannot be used; then
-    the problem, and the line that mends it. small_pages: why weights stay in small pages, "" where they do not."""
+    """A library of native operators on this machine.
+
+    Attributes:
+        instruction_set: The instruction set that it uses here; "" if the library cannot be used.
+        problem: Why the library cannot be used.
+        fix: The line that fixes it.
+        small_pages: Why weights stay in small memory pages; "" if they do not.
+    """
 
     instruction_set: str
     problem: str = ""
@@ -37,7 +43,7 @@ class Native:
 
 
 class OnnxRuntime(Backend):
-    """The ONNX graphs as they are, on ONNX Runtime's CPU or CUDA provider."""
+    """The backend that runs the ONNX graphs unchanged on ONNX Runtime's CPU or CUDA provider."""
 
     name = "onnxruntime"
     packages = (
@@ -47,28 +53,28 @@ class OnnxRuntime(Backend):
     devices = tuple(devices.PROVIDERS)
 
     def device(self, recipe: Recipe) -> str:
-        """See `Backend`."""
+        """Return the device that the recipe chooses: cpu or cuda."""
         from kvexport.backends.onnxruntime import section
 
         return section.of(recipe).device
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """See `Backend`."""
+        """Return why the recipe's artifact cannot run on this machine, each reason with its fix."""
         device, ranks = self.device(recipe), recipe.backend.tensor_parallel
-        found = devices.problems(device)
-        return found or (devices.rank_problems(ranks) if device == "cuda" and ranks > 1 else [])
+        problems = devices.problems(device)
+        return problems or (devices.rank_problems(ranks) if device == "cuda" and ranks > 1 else [])
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-        """See `Backend`."""
+        """Return the artifact's sessions; see `Backend.load`."""
         from kvexport.backends.onnxruntime import section
         from kvexport.backends.onnxruntime.model import LoadedModel
         from kvexport.backends.onnxruntime.session import require_interface
 
-        graphs, chosen = manifest.graphs, section.of(manifest.recipe)
-        threads = chosen.threads if options.threads is None else options.threads
+        graphs, settings = manifest.graphs, section.of(manifest.recipe)
+        threads = settings.threads if options.threads is None else options.threads
         if graphs.ranks and not threads:
             threads = threads_of_rank(graphs.rank_count)
-        device = options.device or chosen.device
+        device = options.device or settings.device
         if device not in devices.PROVIDERS:
             raise _no_device(device)
         devices.require_device(device)
@@ -86,7 +92,7 @@ class OnnxRuntime(Backend):
             operators={op: library if how.native else None for op, how in runs.items()},
             device=device,
             float_input=options.float_input,
-            graphs=device == "cuda" and (chosen.cuda_graph if options.cuda_graph is None else options.cuda_graph),
+            graphs=device == "cuda" and (settings.cuda_graph if options.cuda_graph is None else options.cuda_graph),
         )
         require_interface(model.decoder, path / graphs.decoder, manifest.cache, DECODER_INPUTS)
         if graphs.merge:
@@ -94,17 +100,17 @@ class OnnxRuntime(Backend):
         return model
 
     def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
-        """See `Backend`: it runs them on every device."""
+        """Accept every recipe, because each device can run several ranks."""
 
     def collectives(self, manifest: Manifest, options: LoadOptions) -> Collectives:
-        """See `Backend`."""
+        """Return the sums over ranks: by shared memory on the CPU, by mailboxes on GPUs."""
         device = options.device or self.device(manifest.recipe)
         if device not in devices.PROVIDERS:
             raise _no_device(device)
         return Mailboxes(manifest) if device == "cuda" else NativeCollectives(manifest)
 
     def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """See `Backend`."""
+        """Return polygraphy's runners over the model's sessions."""
         from polygraphy.backend.onnxrt import OnnxrtRunner
 
         decoder = OnnxrtRunner(model.decoder, name="engine")
@@ -112,11 +118,11 @@ class OnnxRuntime(Backend):
         return Runners(decoder, decoder, merge, model.open_decoder)
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
-        """See `Backend`."""
+        """Return for each operator whether it runs natively or as a function, and why."""
         return {op: str(how) for op, how in native.implementations(manifest, device).items()}
 
     def diagnose(self) -> Diagnosis:
-        """See `Backend`."""
+        """Return the providers, the native operators and the number of possible ranks."""
         providers, problem = _providers()
         cpu, cuda = _native("cpu"), _native("cuda")
         ranks, alone = devices.most_ranks(MOST)
@@ -130,17 +136,17 @@ class OnnxRuntime(Backend):
             },
             data={"providers": providers, "native": asdict(cpu), "native_cuda": asdict(cuda), "cuda_ranks": ranks},
             broken={"onnxruntime": problem} if problem else {},
-            # onnxruntime-gpu gives the same module as onnxruntime.
+            # onnxruntime-gpu provides the same module as onnxruntime.
             provided=frozenset({"onnxruntime"}) if providers else frozenset(),
             lacks=(f"onnxruntime's {CPU_PROVIDER}",) if providers and CPU_PROVIDER not in providers else (),
         )
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """See `Backend`."""
+        """Return the implementation of each operator of an artifact on this machine."""
         from kvexport.report.sections import KeyValues
 
-        found = native.implementations(manifest)
-        here = {op: found.get(op) if needed else None for op, needed in manifest.operators.items()}
+        implementations = native.implementations(manifest)
+        here = {op: implementations.get(op) if needed else None for op, needed in manifest.operators.items()}
         runs = {op: str(how) if how else "not needed by this artifact" for op, how in here.items()}
         device = self.device(manifest.recipe)
         lacks = "; ".join(problem for problem, _ in self.problems(manifest.recipe)) if device != "cpu" else ""
@@ -155,11 +161,14 @@ BACKEND = OnnxRuntime()
 
 
 def _no_device(device: str) -> UsageError:
-    return UsageError(f"there is no device {device}", " or ".join(devices.PROVIDERS))
+    return UsageError(f"there is no device {device}", f"choose {' or '.join(devices.PROVIDERS)}")
 
 
 def _providers() -> tuple[list[str], str]:
-    """Those that are there; else why ONNX Runtime cannot be used. Compiled modules fail in ways of their own."""
+    """Return ONNX Runtime's providers, or why it cannot be used.
+
+    Compiled modules may raise any exception on import.
+    """
     try:
         module = importlib.import_module("onnxruntime")
     except Exception as error:
@@ -190,7 +199,7 @@ def _row(library: Native) -> str:
 
 def _pages_row(library: Native) -> str:
     if not library.instruction_set:
-        return "no: it takes the native operators"
+        return "no: this needs the native operators"
     if not library.small_pages:
         return "yes, where memory allows"
     fix = (

@@ -1,5 +1,7 @@
-"""How ranks of one model add up what they made: the operator AllReduce of the native library for the CPU, over memory
-that their processes share (plugins/cpu/ranks/ranks.h)."""
+"""The sums over ranks on the CPU: the native operator AllReduce, over memory that the processes share.
+
+See plugins/cpu/ranks/ranks.h.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,34 @@ if TYPE_CHECKING:
 
 
 class NativeCollectives:
-    """See `kvexport.backends.base.Collectives`. Raises EnvironmentProblem where the artifact would not run by the
-    native operators, of which AllReduce is one."""
+    """The sums over ranks by the native library for the CPU (see `kvexport.backends.base.Collectives`).
+
+    Raises:
+        EnvironmentProblem: If the artifact would not run with the native operators, which include AllReduce.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._library = operators.library_of_ranks(manifest, "cpu")
         self._library.kvexport_ranks_bytes.restype = ctypes.c_size_t
 
     def bytes(self, ranks: int) -> int:
-        """See `Collectives`."""
+        """Return the bytes of shared memory for `ranks` ranks; 0 if there cannot be so many."""
         return int(self._library.kvexport_ranks_bytes(ranks))
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """See `Collectives`."""
+        """Return no variables."""
         return {}
 
     def join(self, memory: mmap, rank: int, ranks: int) -> None:
-        """See `Collectives`."""
+        """Join the other ranks."""
         self._library.kvexport_ranks_join(_address(memory), rank, ranks)
 
     def fail(self, memory: mmap) -> None:
-        """See `Collectives`."""
+        """Make every sum an error from now on."""
         self._library.kvexport_ranks_fail(_address(memory))
 
     def problem(self, memory: mmap) -> str:
-        """See `Collectives`: a sum that cannot be made is an error of the run."""
+        """Return "", because a sum that fails is an error of the run."""
         return ""
 
 
@@ -50,5 +55,5 @@ def _address(memory: mmap) -> ctypes.c_void_p:
 
 
 def threads_of_rank(ranks: int) -> int:
-    """How many threads each of the ranks of one machine has where nobody says so."""
+    """Return the default number of threads of each rank on this machine."""
     return max(1, (os.cpu_count() or 1) // ranks)

@@ -1,5 +1,7 @@
-"""Tensors where a session wants them: numpy arrays in the host's memory, and tensors in a device's, which ONNX Runtime
-itself holds, so that no CUDA package is needed."""
+"""Tensors in the host's memory or on a device, for a session to bind.
+
+Tensors on a device belong to ONNX Runtime, so that no CUDA package is needed.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvexport.backends.onnxruntime import devices
 
-# As `IOBinding.bind_input` takes it: device, its number, type, shape, address.
+# The arguments of `IOBinding.bind_input`: device, its number, type, shape, address.
 Place = tuple[str, int, Any, tuple[int, ...], int]
 ALL = slice(None)
 
 
 class DeviceArray:
-    """A tensor at a fixed address of a device ("cuda"), all zeros at first. It is written and read as a whole; some
-    lanes of it as a `part`."""
+    """A tensor at a fixed address of a device ("cuda"), all zeros at first.
+
+    It is written and read as a whole; `lanes` gives a tensor over some of its lanes.
+    """
 
     def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
         from onnxruntime import OrtValue
@@ -30,27 +34,32 @@ class DeviceArray:
         self._whole: DeviceArray | None = None
 
     def write(self, values: ArrayLike) -> None:
-        """Take over `values`, of this shape or one number for all."""
+        """Overwrite the tensor with `values`, which have its shape or are one number for all elements."""
         self._value.update_inplace(np.ascontiguousarray(np.broadcast_to(values, self.shape), dtype=self.dtype))
 
     def read(self) -> NDArray[Any]:
-        """What is there, in the host's memory."""
+        """Return the contents as an array in the host's memory."""
         array: NDArray[Any] = self._value.numpy()
         return array
 
-    def part(self, lanes: slice, session: Any) -> DeviceArray:
-        """Some lanes of it, in the same memory, as a tensor of their own. session: any one; ONNX Runtime makes a tensor
-        over existing memory only as an output of a session."""
+    def lanes(self, lanes: slice, session: Any) -> DeviceArray:
+        """Return a tensor over some lanes, in the same memory.
+
+        Args:
+            lanes: The lanes, which are dimension 0.
+            session: Any session. ONNX Runtime creates a tensor over existing memory only as an output of a session.
+        """
         binding = session.io_binding()
         place = self.place(lanes)
         binding.bind_output(session.get_outputs()[0].name, *place)
-        part = shallow(self)  # holds on to the memory by `_whole`
-        part._value, part._whole, part.shape = binding.get_outputs()[0], self, place[3]
-        part.nbytes = self.nbytes // self.shape[0] * part.shape[0]
-        return part
+        view = shallow(self)
+        # `_whole` keeps the memory alive.
+        view._value, view._whole, view.shape = binding.get_outputs()[0], self, place[3]
+        view.nbytes = self.nbytes // self.shape[0] * view.shape[0]
+        return view
 
     def place(self, lanes: slice = ALL) -> Place:
-        """Where some lanes of it are, lanes being dimension 0."""
+        """Return the address of some lanes, which are dimension 0."""
         first, last, _ = lanes.indices(self.shape[0])
         start = self._value.data_ptr() + first * (self.nbytes // self.shape[0])
         return self.device, 0, self.dtype.type, (last - first, *self.shape[1:]), start
@@ -60,7 +69,7 @@ Array = NDArray[Any] | DeviceArray
 
 
 def write(array: Array, values: ArrayLike) -> None:
-    """Into memory of either kind."""
+    """Write `values` into memory of either kind."""
     if isinstance(array, DeviceArray):
         array.write(values)
     else:
@@ -68,18 +77,24 @@ def write(array: Array, values: ArrayLike) -> None:
 
 
 def read(array: Array) -> NDArray[Any]:
-    """A device's tensor as a copy, a numpy array as it is."""
+    """Return the contents of memory of either kind as an array in the host's memory."""
     return array.read() if isinstance(array, DeviceArray) else array
 
 
-def copy(source: Array, target: Array, taken: slice = ALL, given: slice = ALL) -> None:
-    """Lanes `taken` of one to lanes `given` of the other, in memory of one kind; without the host where it is a
-    device's."""
+def copy(source: Array, target: Array, source_lanes: slice = ALL, target_lanes: slice = ALL) -> None:
+    """Copy lanes of one tensor to lanes of another in memory of the same kind, without a detour through the host.
+
+    Args:
+        source: The tensor to copy from.
+        target: The tensor to copy to.
+        source_lanes: The lanes to copy.
+        target_lanes: The lanes to overwrite.
+    """
     if not (isinstance(source, DeviceArray) and isinstance(target, DeviceArray)):
-        write(target[given], read(source)[taken])  # type: ignore[index]
+        write(target[target_lanes], read(source)[source_lanes])  # type: ignore[index]
         return
-    (*_, start), (*_, end) = source.place(taken), target.place(given)
-    count = len(range(*taken.indices(source.shape[0]))) * (source.nbytes // source.shape[0])
+    (*_, start), (*_, end) = source.place(source_lanes), target.place(target_lanes)
+    count = len(range(*source_lanes.indices(source.shape[0]))) * (source.nbytes // source.shape[0])
     if source.device == "cpu":
         ctypes.memmove(end, start, count)
     else:
@@ -87,21 +102,29 @@ def copy(source: Array, target: Array, taken: slice = ALL, given: slice = ALL) -
 
 
 def _copy_on_cuda(source: int, target: int, count: int) -> None:
-    """By the driver, which is there where ONNX Runtime's provider runs. Runs of ONNX Runtime have ended before: their
-    outputs are waited for."""
+    """Copy bytes on the GPU by CUDA's driver, which is present wherever ONNX Runtime's CUDA provider runs.
+
+    Earlier runs have ended, because ONNX Runtime's outputs are waited for.
+    """
     devices.use_first_gpu()
     devices.drive("cuMemcpyDtoD_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(count))
     devices.drive("cuCtxSynchronize")
 
 
-def part(array: Array, lanes: slice, session: Any) -> Array:
-    """Some lanes of it, in the same memory. session: see `DeviceArray.part`."""
-    return array.part(lanes, session) if isinstance(array, DeviceArray) else array[lanes]
+def lanes_of(array: Array, lanes: slice, session: Any) -> Array:
+    """Return some lanes of a tensor in the same memory.
+
+    Args:
+        array: The tensor.
+        lanes: The lanes, which are dimension 0.
+        session: See `DeviceArray.lanes`.
+    """
+    return array.lanes(lanes, session) if isinstance(array, DeviceArray) else array[lanes]
 
 
 def place(array: Array, lanes: slice = ALL) -> Place:
-    """Where some lanes of it are."""
+    """Return the address of some lanes of a tensor."""
     if isinstance(array, DeviceArray):
         return array.place(lanes)
-    part = array[lanes]
-    return "cpu", 0, part.dtype.type, part.shape, part.ctypes.data
+    view = array[lanes]
+    return "cpu", 0, view.dtype.type, view.shape, view.ctypes.data

@@ -1,5 +1,7 @@
-"""What graphs can run on here: ONNX Runtime's providers, and the GPU as its driver shows it. Neither torch nor CUDA's
-toolkit is asked."""
+"""The devices of this machine: ONNX Runtime's providers, and GPUs by CUDA's driver.
+
+Neither torch nor the CUDA toolkit is used.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 from kvexport.errors import EnvironmentProblem
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-# Both packages give the same module; the one installed last is the one that is there.
+# Both packages provide the same module. The one that was installed last overwrites the other.
 INSTALL_GPU = "pip install 'kvexport[gpu]' && pip install --force-reinstall --no-deps onnxruntime-gpu"
 INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
 A_GPU = "a machine with an NVIDIA GPU and its driver (in a container: docker run --gpus all)"
@@ -23,59 +25,64 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def require_device(device: str) -> None:
-    """Raises EnvironmentProblem, with all that is missing and the first line that mends it, where graphs cannot run on
-    `device` here."""
-    found = problems(device)
-    if found:
+    """Check that graphs can run on `device`.
+
+    Raises:
+        EnvironmentProblem: With everything that is missing, and the fix of the first.
+    """
+    reasons = problems(device)
+    if reasons:
         raise EnvironmentProblem(
-            f"nothing can run on {device} here: {'; '.join(problem for problem, _ in found)}", found[0][1]
+            f"nothing can run on {device} here: {'; '.join(problem for problem, _ in reasons)}", reasons[0][1]
         )
 
 
 def problems(device: str) -> list[tuple[str, str]]:
-    """Why graphs cannot run on `device` here, and what mends it; empty where they can."""
+    """Return why graphs cannot run on `device`, each reason with its fix; empty if they can."""
     try:
         import onnxruntime
-    except Exception as error:  # compiled modules fail in ways of their own
+    except Exception as error:  # compiled modules may raise any exception
         line = (str(error) or type(error).__name__).splitlines()[0]
         return [
             (f"onnxruntime cannot be imported: {line}", INSTALL_GPU if device == "cuda" else "pip install onnxruntime")
         ]
     if device == "cpu":
         return []
-    found = []
+    reasons = []
     available = providers(onnxruntime)
     driver = driver_problem()
-    # A provider that is a library of its own is there only where it finds a GPU.
+    # A provider in a separate library is available only if it finds a GPU.
     if PROVIDERS[device] not in available and not (driver and ", cuda-plugin-ep=" in _build_info(onnxruntime)):
-        found.append(
+        reasons.append(
             (f"onnxruntime {onnxruntime.__version__} has no CUDA provider, only {', '.join(available)}", INSTALL_GPU)
         )
     if driver:
-        found.append((driver, A_GPU))
-    return found
+        reasons.append((driver, A_GPU))
+    return reasons
 
 
 def providers(onnxruntime: Any) -> list[str]:
-    """ONNX Runtime's providers, those of registered libraries included."""
-    found = list(onnxruntime.get_available_providers())
+    """Return ONNX Runtime's providers, those of registered libraries included."""
+    names = list(onnxruntime.get_available_providers())
     with contextlib.suppress(Exception):  # releases before 1.22 have no such function
-        found += [device.ep_name for device in onnxruntime.get_ep_devices() if device.ep_name not in found]
-    return found
+        names += [device.ep_name for device in onnxruntime.get_ep_devices() if device.ep_name not in names]
+    return names
 
 
 def load_cuda_libraries(onnxruntime: Any) -> None:
-    """CUDA and cuDNN out of NVIDIA's Python packages, where they are installed; what the loader finds by itself needs
-    no help."""
+    """Load CUDA and cuDNN from NVIDIA's Python packages, if these are installed.
+
+    Libraries that the system's loader finds need no help.
+    """
     if getattr(onnxruntime, "cuda_version", "") and hasattr(onnxruntime, "preload_dlls"):
-        # It prints what it does not find, which a session that starts does not need.
+        # preload_dlls prints the libraries that it does not find, although a session may start without them.
         with contextlib.redirect_stdout(io.StringIO()):
             onnxruntime.preload_dlls()
 
 
 @cache
 def driver_problem() -> str:
-    """Why CUDA's driver shows no GPU; "" where it shows one."""
+    """Return why CUDA's driver shows no GPU; "" if it shows one."""
     try:
         return "" if gpu_count() else "the NVIDIA driver shows no GPU"
     except EnvironmentProblem as error:
@@ -83,7 +90,15 @@ def driver_problem() -> str:
 
 
 def drive(name: str, *arguments: Any) -> None:
-    """Call a function of CUDA's driver. Raises EnvironmentProblem with what it answers, and where there is none."""
+    """Call a function of CUDA's driver.
+
+    Args:
+        name: The function.
+        *arguments: Its arguments.
+
+    Raises:
+        EnvironmentProblem: If the function returns an error, or there is no driver.
+    """
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError as error:
@@ -92,12 +107,12 @@ def drive(name: str, *arguments: Any) -> None:
         text = ctypes.c_char_p()
         driver.cuGetErrorName(code, ctypes.byref(text))
         answer = (text.value or b"error %d" % code).decode()
-        what = "" if name in ("cuInit", "cuDeviceGetCount") else f" for {name.removesuffix('_v2')}"
-        raise EnvironmentProblem(f"the NVIDIA driver cannot be used{what}: {answer}", "kvexport doctor")
+        function = "" if name in ("cuInit", "cuDeviceGetCount") else f" for {name.removesuffix('_v2')}"
+        raise EnvironmentProblem(f"the NVIDIA driver cannot be used{function}: {answer}", "kvexport doctor")
 
 
 def gpu_count() -> int:
-    """How many GPUs the driver shows to this process."""
+    """Return the number of GPUs that the driver shows to this process."""
     count = ctypes.c_int()
     drive("cuInit", 0)
     drive("cuDeviceGetCount", ctypes.byref(count))
@@ -105,7 +120,7 @@ def gpu_count() -> int:
 
 
 def use_first_gpu() -> None:
-    """The driver's calls of this thread are of the first GPU from now on, in the context that ONNX Runtime uses."""
+    """Set the first GPU for this thread's calls of the driver, in the context that ONNX Runtime uses."""
     drive("cuCtxSetCurrent", _first_context())
 
 
@@ -117,11 +132,11 @@ def _first_context() -> Any:
 
 
 def rank_problems(ranks: int) -> list[tuple[str, str]]:
-    """Why the first GPUs cannot be as many ranks, and what mends it; empty where they can."""
+    """Return why the first `ranks` GPUs cannot be the ranks of one model, with the fix; empty if they can."""
     if (count := gpu_count()) < ranks:
         return [
             (
-                f"{ranks} ranks take {ranks} GPUs, and the driver shows {count}",
+                f"{ranks} ranks need {ranks} GPUs, but the driver shows {count}",
                 f"--set backend.tensor_parallel={count}, or more GPUs in {VISIBLE} (in a container: --gpus all)",
             )
         ]
@@ -139,7 +154,11 @@ def rank_problems(ranks: int) -> list[tuple[str, str]]:
 
 
 def most_ranks(limit: int) -> tuple[int, str]:
-    """How many of the first GPUs, `limit` at the most, can be the ranks of one model; and why no more than one."""
+    """Return how many of the first GPUs can be the ranks of one model, and why not more than one if so.
+
+    Args:
+        limit: The largest number to return.
+    """
     try:
         most = min(limit, gpu_count())
         while most > 1 and rank_problems(most):
@@ -150,8 +169,10 @@ def most_ranks(limit: int) -> tuple[int, str]:
 
 
 def visible_from(first: int) -> str:
-    """CUDA_VISIBLE_DEVICES of a process that has this one's GPU number `first` as its own first one, and then the
-    others."""
+    """Return CUDA_VISIBLE_DEVICES for a process whose first GPU is this process's GPU number `first`.
+
+    The other GPUs follow.
+    """
     shown = [name.strip() for name in os.environ.get(VISIBLE, "").split(",")]
     names = (shown if VISIBLE in os.environ else [str(i) for i in range(gpu_count())])[: gpu_count()]
     return ",".join([names[first], *(name for i, name in enumerate(names) if i != first)])

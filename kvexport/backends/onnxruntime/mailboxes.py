@@ -1,8 +1,9 @@
-"""How ranks of one model add up on GPUs: the operator AllReduce of the native library for CUDA, over mailboxes in the
-memory of their devices, which their processes open to one another by CUDA's driver (plugins/cuda/ranks/ranks.h).
+"""The sums over ranks on GPUs: the operator AllReduce of the native library for CUDA.
 
-The memory of the host that ranks share, laid out here alone, begins with the kernels' word; from HANDLES on it holds of
-every rank the handle of its mailbox, and the digest of that, by which others see that it is there.
+Each rank has a mailbox in the memory of its GPU, which the processes open to one another by CUDA's driver
+(plugins/cuda/ranks/ranks.h). This module lays out the host memory that ranks share. It begins with a status word, which
+the kernels write. From HANDLES on it has, for every rank, the handle of its mailbox and the handle's digest, which
+tells the other ranks that the handle is complete.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from kvexport.errors import EnvironmentProblem, KvexportError
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
 
-MOST = 16  # ranks: KV_CUDA_MOST_RANKS
+MOST = 16  # the most ranks: KV_CUDA_MOST_RANKS
 FAILED, LATE, OUT_OF_STEP = 1, 2, 3  # KV_RANKS_...
-SECONDS_TO_WAIT = 30.0  # of a kernel, for the part of another rank
+SECONDS_TO_WAIT = 30.0  # the time that a kernel waits for another rank's summand
 SECONDS_TO_JOIN = 120.0
 HANDLES, HANDLE, DIGEST = 4096, 64, 32
 PORTABLE_AND_MAPPED, LAZY_PEER_ACCESS = 3, 1
-UNIT = 2 << 20  # a handle may open all of the driver's block that the memory lies in: mailboxes are whole ones
+# A handle may open the whole block of the driver that contains the memory, so mailboxes are whole blocks.
+UNIT = 2 << 20
 
 
 class _Handle(ctypes.Structure):
@@ -37,27 +39,31 @@ class _Handle(ctypes.Structure):
 
 
 class Mailboxes:
-    """See `kvexport.backends.base.Collectives`. Raises EnvironmentProblem where this machine has too few GPUs, where
-    one does not reach the memory of another, and where the artifact would not run by the native operators."""
+    """The sums over ranks by mailboxes on GPUs (see `kvexport.backends.base.Collectives`).
+
+    Raises:
+        EnvironmentProblem: If this machine has too few GPUs, one GPU does not reach the memory of another, or the
+            artifact would not run with the native operators.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         devices.require_device("cuda")
-        if found := devices.rank_problems(manifest.graphs.rank_count):
-            raise EnvironmentProblem(*found[0])
+        if problems := devices.rank_problems(manifest.graphs.rank_count):
+            raise EnvironmentProblem(*problems[0])
         self._library = operators.library_of_ranks(manifest, "cuda")
         self._library.kvexport_mailbox_bytes.restype = ctypes.c_size_t
-        self._joined: tuple[int, list[int]] | None = None  # addresses on this device: of the word, of the mailboxes
+        self._joined: tuple[int, list[int]] | None = None  # device addresses: the status word, the mailboxes
 
     def bytes(self, ranks: int) -> int:
-        """See `Collectives`."""
+        """Return the bytes of shared host memory for `ranks` ranks; 0 if there cannot be so many."""
         return shared_bytes(ranks) if 1 <= ranks <= MOST else 0
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """See `Collectives`: the process of a rank has that GPU as its first."""
+        """Return the variable that makes GPU number `rank` the first GPU of the rank's process."""
         return {devices.VISIBLE: devices.visible_from(rank)}
 
     def join(self, memory: mmap, rank: int, ranks: int) -> None:
-        """See `Collectives`. Waits for the other ranks."""
+        """Join the other ranks, and wait for them."""
         if self._joined is None:
             undo: list[tuple[str, Any]] = []
             weakref.finalize(self, _give_back, undo, memory).atexit = False
@@ -72,61 +78,73 @@ class Mailboxes:
         )
 
     def fail(self, memory: mmap) -> None:
-        """See `Collectives`."""
+        """Make every sum an error from now on."""
         if not _word(memory):
             memory[:4] = FAILED.to_bytes(4, "little")
 
     def problem(self, memory: mmap) -> str:
-        """See `Collectives`."""
+        """Return why sums of finished calls are invalid: a late rank, ranks out of step, or a failed rank."""
         word = _word(memory)
         kind, rank, other = word & 255, word >> 8 & 255, word >> 16 & 255
         if kind == LATE:
-            return f"rank {rank} waited {SECONDS_TO_WAIT:g} s for the part of rank {other}"
+            return f"rank {rank} waited {SECONDS_TO_WAIT:g} s for the summand of rank {other}"
         if kind == OUT_OF_STEP:
             return f"the ranks are out of step: rank {rank} and rank {other} add up different tensors"
         return A_RANK_FAILED if word else ""
 
 
 def shared_bytes(ranks: int) -> int:
-    """Of the memory of the host that so many ranks share."""
+    """Return the bytes of host memory that `ranks` ranks share."""
     return HANDLES + ranks * (HANDLE + DIGEST)
 
 
 def exchanged(memory: mmap, rank: int, ranks: int, size: int, undo: list[tuple[str, Any]]) -> tuple[int, list[int]]:
-    """Where this rank's device reaches the word, and the mailbox of every rank, of `size` bytes each; this one's is
-    made. Waits for the others. undo: gets the driver's calls that give back what was taken, to be made last first."""
+    """Create this rank's mailbox and exchange the handles with the other ranks.
+
+    Args:
+        memory: The shared host memory.
+        rank: The number of this rank.
+        ranks: The number of ranks.
+        size: The bytes of a mailbox.
+        undo: Receives the driver calls that release everything, to be made in reverse order.
+
+    Returns:
+        The device addresses of the status word and of every rank's mailbox.
+    """
     shared, length = ctypes.addressof(ctypes.c_char.from_buffer(memory)), ctypes.c_size_t(len(memory))
     whole = ctypes.c_size_t(-(-size // UNIT) * UNIT)
-    problem, own, handle = ctypes.c_uint64(), ctypes.c_uint64(), _Handle()
+    problem, mailbox, handle = ctypes.c_uint64(), ctypes.c_uint64(), _Handle()
     devices.use_first_gpu()
     devices.drive("cuMemHostRegister_v2", ctypes.c_void_p(shared), length, PORTABLE_AND_MAPPED)
     undo.append(("cuMemHostUnregister", ctypes.c_void_p(shared)))
     devices.drive("cuMemHostGetDevicePointer_v2", ctypes.byref(problem), ctypes.c_void_p(shared), 0)
-    devices.drive("cuMemAlloc_v2", ctypes.byref(own), whole)
-    undo.append(("cuMemFree_v2", own))
-    devices.drive("cuMemsetD8_v2", own, ctypes.c_ubyte(0), whole)
+    devices.drive("cuMemAlloc_v2", ctypes.byref(mailbox), whole)
+    undo.append(("cuMemFree_v2", mailbox))
+    devices.drive("cuMemsetD8_v2", mailbox, ctypes.c_ubyte(0), whole)
     devices.drive("cuCtxSynchronize")
-    devices.drive("cuIpcGetMemHandle", ctypes.byref(handle), own)
+    devices.drive("cuIpcGetMemHandle", ctypes.byref(handle), mailbox)
     _leave(memory, rank, bytes(handle))
     mailboxes = []
     for other in range(ranks):
-        there = own
+        address = mailbox
         if other != rank:
-            handle, there = _Handle.from_buffer_copy(_awaited(memory, other)), ctypes.c_uint64()
-            devices.drive("cuIpcOpenMemHandle_v2", ctypes.byref(there), handle, LAZY_PEER_ACCESS)
-            undo.append(("cuIpcCloseMemHandle", there))
-        mailboxes.append(there.value)
+            handle, address = _Handle.from_buffer_copy(_awaited(memory, other)), ctypes.c_uint64()
+            devices.drive("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, LAZY_PEER_ACCESS)
+            undo.append(("cuIpcCloseMemHandle", address))
+        mailboxes.append(address.value)
     return problem.value, mailboxes
 
 
 def _awaited(memory: mmap, rank: int) -> bytes:
-    """The handle that another rank leaves, as soon as it has."""
+    """Wait for the mailbox handle of another rank and return it."""
     until = time.monotonic() + SECONDS_TO_JOIN
     while (handle := _left(memory, rank)) is None:
         if _word(memory):
             raise RuntimeError(A_RANK_FAILED)
         if time.monotonic() > until:
-            raise KvexportError(f"rank {rank} has made no mailbox in {SECONDS_TO_JOIN:g} s", "load it again")
+            raise KvexportError(
+                f"rank {rank} has created no mailbox in {SECONDS_TO_JOIN:g} s", "load the artifact again"
+            )
         time.sleep(0.001)
     return handle
 
@@ -147,9 +165,11 @@ def _left(memory: mmap, rank: int) -> bytes | None:
 
 
 def _give_back(undo: list[tuple[str, Any]], _: mmap) -> None:
-    """What a rank took of the driver; the memory of the host stays until then. A device that no longer works has
-    nothing to give back."""
+    """Release the driver's resources of a rank; the argument keeps the host memory alive until then.
+
+    A device that no longer works has nothing to release.
+    """
     with suppress(EnvironmentProblem):
         devices.use_first_gpu()
-        for name, what in reversed(undo):
-            devices.drive(name, what)
+        for name, argument in reversed(undo):
+            devices.drive(name, argument)

@@ -1,5 +1,7 @@
-"""The graphs on ONNX Runtime's CPU or CUDA provider, with the state bound in place: input and output are one buffer, on
-the device that computes."""
+"""The graphs on ONNX Runtime's CPU or CUDA provider, with the state bound in place.
+
+Input and output of a state tensor are one buffer on the device that computes.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +18,43 @@ from numpy.typing import NDArray
 
 from kvexport.backends.base import Memory, ModelState
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
-from kvexport.backends.onnxruntime.bindings import DeviceRows, Travelling, bind, in_one_piece
-from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, part, read, write
+from kvexport.backends.onnxruntime.bindings import DeviceRows, SmallTensors, bind, in_one_piece
+from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, lanes_of, read, write
 from kvexport.backends.onnxruntime.session import first_line, open_session
 from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
 from kvexport.errors import EnvironmentProblem
 
-# Sessions of ONNX Runtime, by the ONNX graph that each runs.
+# The names of the ONNX Runtime sessions: the ONNX graph that each runs.
 DECODER, MERGE, TOP_LOGITS = "decoder", "merge", "top_logits"
 NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
 
 
 class _Call(NamedTuple):
-    """What a session is bound to for calls of some lanes. graph: the id of its CUDA graph, or NO_GRAPH; None where the
-    session captures none. inputs, outputs: what the host writes, and what it reads, of a call. logits: where they
-    are."""
+    """The bindings of a session for calls of some lanes.
+
+    Attributes:
+        session: The session.
+        binding: The ONNX Runtime binding.
+        graph: The id of its CUDA graph, or NO_GRAPH; None if the session captures none.
+        inputs: The tensors that the host writes.
+        outputs: The tensors that the host reads.
+        logits: The logits.
+    """
 
     session: Any
     binding: Any
     graph: int | None
-    inputs: Travelling | None = None
-    outputs: Travelling | None = None
+    inputs: SmallTensors | None = None
+    outputs: SmallTensors | None = None
     logits: Array | None = None
 
 
 class OnnxRuntimeState(ModelState):
-    """State tensors of a fixed number of lanes and the sessions that advance them (see `ModelState`). On the CPU
-    `state` and `past_length` are numpy arrays."""
+    """State tensors of a fixed number of lanes and the sessions that advance them (see `ModelState`).
+
+    On the CPU, `state` and `past_length` are numpy arrays.
+    """
 
     def __init__(self, model: LoadedModel, plan: CachePlan, lanes: int, memory: Memory | None = None) -> None:
         self.lanes, self._memory = lanes, memory
@@ -65,30 +76,32 @@ class OnnxRuntimeState(ModelState):
             if tensor.name == "votes" or tensor.slot_axis is None
         }
         self.past_length: Any = model.zeros((lanes, 1), np.dtype(np.int64))
-        # By session. Of the decoder those of one token of each of the first n lanes stay, and the last other one.
+        # Calls by session. The decoder's calls of one token of the first n lanes are kept, and the last other one.
         self._calls: dict[str, dict[Hashable, _Call]] = defaultdict(dict)
         self._other: Hashable = None
         self._step_logits: Any = None  # [lanes, 1, vocabulary], shared by all calls of one token
         self.top_logits = None if model.zeros is np.zeros else model.top_count
-        self._thread = threading.local()  # graphs: those captured; ONNX Runtime captures them for each thread anew
+        self._thread = threading.local()  # `graphs`: the captured ones, because ONNX Runtime captures for each thread
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """See `ModelState.clear`: an all-zero state is an empty cache. On a device, of tensors of slots the votes
-        alone become zero: other finite values of a slot without votes have no effect, and votes are a hundredth of the
-        whole."""
+        """Empty lanes first <= lane < last; see `LaneState.clear`.
+
+        An all-zero state is an empty cache. On a device only the votes of tensors of slots become zero: other finite
+        values of a slot without votes have no effect, and votes are a hundredth of the state.
+        """
         for name, array in self.state.items():
             if poisoned or name in self._emptied or not isinstance(array, DeviceArray):
-                write(self._part(array, first, last), 0)
-        write(self._part(self.past_length, first, last), 0)
+                write(self._lanes_of(array, first, last), 0)
+        write(self._lanes_of(self.past_length, first, last), 0)
 
-    def _part(self, array: Array, first: int, last: int) -> Array:
+    def _lanes_of(self, array: Array, first: int, last: int) -> Array:
         whole = first == 0 and last == self.lanes
-        return array if whole else part(array, slice(first, last), self._model.decoder)
+        return array if whole else lanes_of(array, slice(first, last), self._model.decoder)
 
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """See `ModelState.decode`."""
+        """Append tokens to lanes and return logits; see `LaneState.decode`."""
         return read(self._run_decoder(input_ids, query_length, first))
 
     def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int) -> Array:
@@ -101,37 +114,37 @@ class OnnxRuntimeState(ModelState):
         return call.logits
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """See `ModelState.step`."""
+        """Append one token to each lane and leave the logits on the device; see `ModelState.step`."""
         logits = self._run_decoder(input_ids, query_length, first)
         assert isinstance(logits, DeviceArray)
-        # Of any lanes, they begin at the same address.
+        # The logits of any lanes begin at the same address.
         call = self._ready(TOP_LOGITS, len(input_ids), partial(self._bind_finder, logits))
         assert call.outputs is not None
         self._model.run(TOP_LOGITS, call.binding, call.graph)
         return DeviceRows(logits, call.outputs.fetch())
 
     def merge(self, first: int, last: int) -> None:
-        """See `ModelState.merge`."""
+        """Merge lanes first <= lane < last; see `LaneState.merge`."""
         call = self._ready(MERGE, (first, last), partial(self._bind_merge, first, last))
         self._model.run(MERGE, call.binding, call.graph)
 
     def grown(self, lanes: int) -> OnnxRuntimeState:
-        """See `ModelState.grown`."""
-        more = OnnxRuntimeState(self._model, self._plan, lanes, self._memory)
+        """Return a state of more lanes; see `ModelState.grown`."""
+        larger = OnnxRuntimeState(self._model, self._plan, lanes, self._memory)
         for name, array in self.state.items():
-            copy(array, more.state[name], given=slice(self.lanes))
-        copy(self.past_length, more.past_length, given=slice(self.lanes))
-        return more
+            copy(array, larger.state[name], target_lanes=slice(self.lanes))
+        copy(self.past_length, larger.past_length, target_lanes=slice(self.lanes))
+        return larger
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """See `ModelState.read`."""
-        return read_used(self._plan, lambda name: read(self._part(self.state[name], lane, lane + 1))[0], names)
+        """Return copies of a lane's tensors; see `ModelState.read`."""
+        return read_used(self._plan, lambda name: read(self._lanes_of(self.state[name], lane, lane + 1))[0], names)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """See `ModelState.write`."""
+        """Overwrite a lane's tensors; see `ModelState.write`."""
         axes = slot_axes(self._plan)
         for name, values in state.items():
-            place = self._part(self.state[name], lane, lane + 1)
+            place = self._lanes_of(self.state[name], lane, lane + 1)
             if isinstance(place, DeviceArray):
                 whole = np.empty(place.shape, place.dtype)
                 fill(whole[0], values, axes[name])
@@ -139,11 +152,11 @@ class OnnxRuntimeState(ModelState):
             else:
                 fill(place[0], values, axes[name])
         if past_length is not None:
-            write(self._part(self.past_length, lane, lane + 1), past_length)
+            write(self._lanes_of(self.past_length, lane, lane + 1), past_length)
 
     def rollback(self, lane: int, count: int) -> None:
-        """See `ModelState.rollback`."""
-        length = self._part(self.past_length, lane, lane + 1)
+        """Remove a lane's last tokens; see `ModelState.rollback`."""
+        length = self._lanes_of(self.past_length, lane, lane + 1)
         left = int(read(length)[0, 0]) - count
         if isinstance(length, DeviceArray):
             self.write(lane, without_last(self.read(lane, self._votes), count), left)
@@ -155,28 +168,28 @@ class OnnxRuntimeState(ModelState):
         write(length, left)
 
     def copy(self, source: int, target: int) -> None:
-        """See `ModelState.copy`."""
+        """Copy one lane to another; see `ModelState.copy`."""
         for array in (*self.state.values(), self.past_length):
             copy(array, array, slice(source, source + 1), slice(target, target + 1))
 
     def view(self, lane: int) -> dict[str, NDArray[Any]] | None:
-        """See `ModelState.view`."""
+        """Return a lane's tensors without a copy on the CPU; see `ModelState.view`."""
         if isinstance(self.past_length, DeviceArray):
             return None
         return {name: array[lane] for name, array in self.state.items()}
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """See `ModelState.get_state`."""
+        """Return a copy of every state tensor by its input name."""
         return {name: np.array(read(array)) for name, array in self.state.items()}
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """See `ModelState.set_state`."""
+        """Overwrite the first lanes; see `ModelState.set_state`."""
         for name, array in state.items():
-            write(self._part(self.state[name], 0, len(array)), array)
-        write(self._part(self.past_length, 0, len(past_length)), past_length)
+            write(self._lanes_of(self.state[name], 0, len(array)), array)
+        write(self._lanes_of(self.past_length, 0, len(past_length)), past_length)
 
     def _decoder(self, first: int, count: int, tokens: int) -> _Call:
-        """The decoder bound to the state of some lanes."""
+        """Return the decoder bound to the state of some lanes."""
         key, stays = (first, count, tokens), tokens == 1 and first == 0
         if not stays and key != self._other:
             self._calls[DECODER].pop(self._other, None)
@@ -184,7 +197,7 @@ class OnnxRuntimeState(ModelState):
         return self._ready(DECODER, key, partial(self._bind_decoder, slice(first, first + count), tokens, stays))
 
     def _ready(self, name: str, key: Hashable, bind: Callable[[], _Call]) -> _Call:
-        """A call of a session, by `bind` unless it is known, its CUDA graph captured where it has one."""
+        """Return a call of a session with its CUDA graph captured, if it has one; `bind` creates an unknown call."""
         kept = self._calls[name]
         call = kept.get(key)
         if call is None or call.session is not self._model.session(name):
@@ -198,16 +211,18 @@ class OnnxRuntimeState(ModelState):
         if not problem:
             captured.add(call.graph)
             return call
-        call = None  # the old session goes before the new one comes
+        call = None  # releases the old session before the new one is opened
         kept.clear()
         self._model.without_graphs(name, problem)
         call = kept[key] = bind()
         return call
 
     def _capture(self, name: str, call: _Call) -> str:
-        """Let ONNX Runtime capture a call's CUDA graph; why it cannot. It runs the ONNX graph several times to do so,
-        in place: the decoder's calls bring no token, which leaves every lane as it is, and a cache that has merged is
-        left as it is by a second merge."""
+        """Let ONNX Runtime capture a call's CUDA graph, and return why it cannot.
+
+        The capture runs the ONNX graph several times, in place. Decoder calls bring no token, which leaves every lane
+        unchanged. A second merge leaves a merged cache unchanged.
+        """
         if call.inputs is not None:
             call.inputs.arrays["query_length"][...] = 0
             call.inputs.send()
@@ -220,7 +235,7 @@ class OnnxRuntimeState(ModelState):
     def _bind_decoder(self, lanes: slice, tokens: int, stays: bool) -> _Call:
         session, count = self._model.decoder, lanes.stop - lanes.start
         shapes = {"input_ids": (count, tokens), "query_length": (count, 1)}
-        inputs = Travelling(self._model.zeros, {name: (shape, np.dtype(np.int64)) for name, shape in shapes.items()})
+        inputs = SmallTensors(self._model.zeros, {name: (shape, np.dtype(np.int64)) for name, shape in shapes.items()})
         logits = self._logits(count, tokens)
         binding = session.io_binding()
         inputs.bind(binding, output=False)
@@ -234,27 +249,27 @@ class OnnxRuntimeState(ModelState):
         session = self._model.merge
         assert session is not None
         binding = session.io_binding()
-        wanted = {i.name for i in session.get_inputs()}
+        inputs = {i.name for i in session.get_inputs()}
         for name, present in self._names:
-            if name in wanted:
+            if name in inputs:
                 bind(binding, name, present, self.state[name], slice(first, last))
         return _Call(session, binding, self._model.new_graph(MERGE, is_captured(first, last)))
 
     def _bind_finder(self, logits: Array) -> _Call:
         session, count, lanes = self._model.finder, self._model.top_count, logits.shape[0]
-        found = {
+        tensors = {
             "values": ((lanes, 1, count), np.dtype(np.float32)),
             "ids": ((lanes, 1, count), np.dtype(np.int32)),
             "mass": ((lanes, 1, 1), np.dtype(np.float32)),
         }
-        outputs = Travelling(self._model.zeros, found)
+        outputs = SmallTensors(self._model.zeros, tensors)
         binding = session.io_binding()
         bind(binding, "logits", None, logits)
         outputs.bind(binding, output=True)
         return _Call(session, binding, self._model.new_graph(TOP_LOGITS, True), outputs=outputs)
 
     def _logits(self, count: int, tokens: int) -> Array:
-        """[count, 1 or tokens, vocabulary], which the next call may overwrite."""
+        """Return a buffer [count, 1 or tokens, vocabulary], which the next call may overwrite."""
         model, single = self._model, np.dtype(np.float32)
         if tokens > 1:
             rows = tokens if model.all_logits else 1
@@ -262,7 +277,7 @@ class OnnxRuntimeState(ModelState):
             return wide
         if self._step_logits is None:
             self._step_logits = model.zeros((self.lanes, 1, model.vocabulary), single)
-        return self._part(self._step_logits, 0, count)
+        return self._lanes_of(self._step_logits, 0, count)
 
 
 @cache
@@ -275,12 +290,17 @@ def _run_options(graph: int) -> Any:
 
 
 class LoadedModel:
-    """The sessions of one artifact; they hold the weights once, however many states use them.
+    """The sessions of one artifact, with one copy of the weights for any number of states.
 
-    operators: the library to register for each operator, None where its function runs. top_logits: the graph that finds
-    the largest logits, and how many; not used on the CPU. float_input: see `LoadOptions`. graphs: of which sessions
-    calls are replayed as CUDA graphs, and graph_problem why they are not though it was asked. Raises EnvironmentProblem
-    where ONNX Runtime cannot use the device.
+    Attributes:
+        vocabulary: The number of logits in a row.
+        all_logits: Whether a call returns logits of every token.
+        device: The device: cpu or cuda.
+        graphs: The names of the sessions whose calls are replayed as CUDA graphs.
+        graph_problem: Why sessions do not use CUDA graphs although the caller asked for them.
+
+    Raises:
+        EnvironmentProblem: If ONNX Runtime cannot use the device.
     """
 
     def __init__(
@@ -297,6 +317,21 @@ class LoadedModel:
         graphs: bool = False,
         float_input: bool = False,
     ) -> None:
+        """Open the sessions.
+
+        Args:
+            decoder: The file of the decoder's ONNX graph.
+            merge: The file of the merge's ONNX graph, or None if no layer merges.
+            threads: The number of threads; 0 for ONNX Runtime's own choice.
+            vocabulary: The number of logits in a row.
+            all_logits: Whether a call returns logits of every token.
+            operators: For each operator the native library to register, or None to run its function.
+            top_logits: The file of the ONNX graph that finds the largest logits, and their number. The CPU does not use
+                it.
+            device: The device: cpu or cuda.
+            graphs: Whether calls are replayed as CUDA graphs.
+            float_input: Whether packed weights are multiplied with unrounded inputs.
+        """
         self.vocabulary = vocabulary
         self.all_logits = all_logits
         self.device = device
@@ -309,7 +344,7 @@ class LoadedModel:
             )
         }
         if merge:
-            # A function is one long chain of small nodes, which is fastest on one thread.
+            # A function is one long chain of small nodes, which runs fastest on one thread.
             self._open[MERGE] = partial(
                 open_session, merge, threads=threads if merging else 1, operators=merging, device=device
             )
@@ -319,18 +354,18 @@ class LoadedModel:
             self._open[TOP_LOGITS] = partial(open_session, path, threads=1, operators=None, device=device)
         self.graphs, self.graph_problem = set(self._open) if graphs else set[str](), ""
         if merging is None:
-            self.graphs.discard(MERGE)  # the shapes in its function depend on the votes
+            self.graphs.discard(MERGE)  # the shapes in the function depend on the votes, so it cannot be captured
         self._opened: dict[str, Any] = {}
         for name in self._open:
             if name != TOP_LOGITS or device != "cpu":
                 self.session(name)
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
-        """State for `lanes` sequences, all empty. memory: see `kvexport.backends.base.LoadedModel`."""
+        """Return an empty state for `lanes` sequences; see `kvexport.backends.base.LoadedModel.new_state`."""
         return OnnxRuntimeState(self, plan, lanes, memory)
 
     def session(self, name: str) -> Any:
-        """One of them, opened when it is first asked for."""
+        """Return a session by name; the first call opens it."""
         if name not in self._opened:
             try:
                 self._opened[name] = self._open[name](graphs=name in self.graphs)
@@ -342,12 +377,12 @@ class LoadedModel:
 
     @property
     def decoder(self) -> Any:
-        """The decoder's session."""
+        """The session of the decoder."""
         return self.session(DECODER)
 
     @property
     def merge(self) -> Any | None:
-        """The merge's session; None where no layer merges."""
+        """The session of the merge, or None if no layer merges."""
         return self.session(MERGE) if MERGE in self._open else None
 
     @property
@@ -356,8 +391,14 @@ class LoadedModel:
         return self.session(TOP_LOGITS)
 
     def run(self, name: str, binding: Any, graph: int | None) -> None:
-        """One run of a session; with `graph` as the replay of that CUDA graph, or as its capture where it is new. None:
-        there are no CUDA graphs."""
+        """Run a session.
+
+        Args:
+            name: The name of the session.
+            binding: Its binding.
+            graph: The id of the CUDA graph to replay, or to capture if it is new; None if the session has no CUDA
+                graphs.
+        """
         session = self.session(name)
         if graph is None:
             session.run_with_iobinding(binding)
@@ -367,19 +408,32 @@ class LoadedModel:
             binding.synchronize_outputs()
 
     def open_decoder(self, model: bytes) -> Any:
-        """A session of another decoder over the same weights."""
+        """Return a session of another decoder over the same weights.
+
+        Args:
+            model: The bytes of its ONNX graph.
+        """
         return self._open[DECODER](graphs=False, model=model)
 
     def new_graph(self, name: str, stays: bool) -> int | None:
-        """An id that no CUDA graph has had, NO_GRAPH for calls that are not to become one, None where the session
-        captures none."""
+        """Return a new id for a CUDA graph, NO_GRAPH for calls without one, or None if the session captures none.
+
+        Args:
+            name: The name of the session.
+            stays: Whether the call is repeated, so that it should have a CUDA graph.
+        """
         if name not in self.graphs:
             return None
         return next(self._new_graphs) if stays else NO_GRAPH
 
     def without_graphs(self, name: str, why: str) -> None:
-        """A new session in the place of one that cannot capture CUDA graphs, or that cannot be opened with them."""
+        """Replace a session that cannot capture CUDA graphs by one without them.
+
+        Args:
+            name: The name of the session.
+            why: The reason, which is added to `graph_problem`.
+        """
         self.graphs.discard(name)
         self.graph_problem += f"{'; ' if self.graph_problem else ''}{name}: {why}"
-        self._opened.pop(name, None)  # before the new one comes
+        self._opened.pop(name, None)  # releases the old session before the new one is opened
         self._opened[name] = self._open[name](graphs=False)

@@ -1,7 +1,7 @@
-"""The native operators: the libraries that register VoteAttention, MergeCache and Linear with ONNX Runtime, where they
-were built: one for its CPU provider, one for its CUDA provider.
+"""The libraries that register the native operators with ONNX Runtime, one for its CPU provider and one for CUDA.
 
-Without one, or for a method or a layer it does not know, a graph runs from the functions it carries.
+The operators are VoteAttention, MergeCache and Linear. Without a library, or for a method or layer that it does not
+support, a graph runs from the ONNX functions that it contains.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ if TYPE_CHECKING:
 
 NAMES = {"cpu": "libkvexport_onnxruntime.so", "cuda": "libkvexport_onnxruntime_cuda.so"}
 VARIABLE = "KVEXPORT_OPERATORS"
-# As plugins/abi/kvexport.h names them.
+# The numbers of the types in plugins/abi/kvexport.h.
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "k8v4": 5}
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """What runs an operator on this machine. detail: the instruction set of the native one, or why it is the
-    function."""
+    """The implementation of an operator on this machine.
+
+    Attributes:
+        native: Whether the native operator runs.
+        detail: The instruction set of the native operator, or why the function runs instead.
+    """
 
     native: bool
     detail: str
@@ -41,28 +45,30 @@ class Implementation:
 
 
 def library(device: str = "cpu") -> Path | None:
-    """The library to register for sessions on `device`, None where there is none. The variable KVEXPORT_OPERATORS names
-    another one, or is ``off``."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked == "off":
+    """Return the library to register for sessions on `device`, or None.
+
+    The environment variable KVEXPORT_OPERATORS names another library, or is ``off``.
+    """
+    setting = os.environ.get(VARIABLE, "")
+    if setting == "off":
         return None
-    path = Path(asked) if asked else native_folder() / NAMES[device]
+    path = Path(setting) if setting else native_folder() / NAMES[device]
     return path if path.is_file() else None
 
 
 def why_no_library(device: str = "cpu") -> tuple[str, str]:
-    """Why there is none to register, and the line that changes it."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked:
+    """Return why there is no library to register, and the line that changes it."""
+    setting = os.environ.get(VARIABLE, "")
+    if setting:
         return (
-            f"switched off by {VARIABLE}" if asked == "off" else f"{VARIABLE}={asked} is no file",
+            f"switched off by {VARIABLE}" if setting == "off" else f"{VARIABLE}={setting} is no file",
             f"unset {VARIABLE}",
         )
     return f"the native operators{' for CUDA' if device == 'cuda' else ''} are not built", how_to_build(device)
 
 
 def how_to_build(device: str) -> str:
-    """The line that builds the library."""
+    """Return the command that builds the library for `device`."""
     if checkout():
         return "make native-cuda" if device == "cuda" else "make native"
     if device == "cuda":
@@ -71,58 +77,83 @@ def how_to_build(device: str) -> str:
 
 
 def instruction_set(path: Path) -> str:
-    """What of the machine the library uses: amx, avx512vnni, avx512, avxvnni, avx2, i8mm, dotprod, neon or portable;
-    for CUDA the GPUs it is compiled for, as in "sm_80, sm_90"."""
+    """Return the instruction set that the library uses on this machine.
+
+    It is amx, avx512vnni, avx512, avxvnni, avx2, i8mm, dotprod, neon or portable. For CUDA it is the GPUs that the
+    library is compiled for, such as "sm_80, sm_90".
+    """
     return _ask(path, "kvexport_isa")
 
 
 def why_small_pages(path: Path) -> str:
-    """Why the library leaves weights in small pages (docs/tasks/native-operators.md), "" if it uses huge ones."""
+    """Return why the library leaves weights in small memory pages; "" if it copies them into huge ones.
+
+    See docs/tasks/native-operators.md.
+    """
     return _ask(path, "kvexport_huge_pages")
 
 
 def has_small_cache(path: Path) -> bool:
-    """Whether the library has kernels for small caches, or says of each layer why not, as CUDA's does."""
+    """Return whether the library has kernels for small caches, or can tell for each layer why not, as CUDA's can."""
     return _has(path, "kvexport_small_cache") or _has(path, "kvexport_attention_problem")
 
 
 def library_of_ranks(manifest: Manifest, device: str) -> ctypes.CDLL:
-    """The library whose AllReduce adds up an artifact's ranks on `device`. Raises EnvironmentProblem where the artifact
-    would not run by the native operators, of which AllReduce is one."""
+    """Return the library whose AllReduce sums over an artifact's ranks on `device`.
+
+    Raises:
+        EnvironmentProblem: If the artifact would not run with the native operators, which include AllReduce.
+    """
     path, attention = library(device), implementations(manifest, device)["VoteAttention"]
     if path is None or not attention.native:
         why = why_no_library(device) if path is None else (attention.detail, "")
-        raise EnvironmentProblem(f"ranks add up by the native operators, and {why[0]}", why[1])
+        raise EnvironmentProblem(f"sums over ranks need the native operators, but {why[0]}", why[1])
     if not _has(path, {"cpu": "kvexport_ranks_join", "cuda": "kvexport_mailboxes_join"}[device]):
-        raise EnvironmentProblem(f"{path} is of a kvexport without ranks on {device}", how_to_build(device))
+        raise EnvironmentProblem(f"{path} was built by a kvexport without ranks on {device}", how_to_build(device))
     return loaded(path)
 
 
 def require_runnable(path: Path) -> None:
-    """Raises EnvironmentProblem where the library cannot run on this machine's GPU."""
+    """Check that the library can run on this machine's GPU.
+
+    Raises:
+        EnvironmentProblem: If it cannot.
+    """
     problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""
     if problem:
         raise EnvironmentProblem(f"{path.name} cannot be used: {problem}", f"{how_to_build('cuda')}, or {VARIABLE}=off")
 
 
 def why_function(path: Path | None, op: str, method: Method, device: str = "cpu") -> str | None:
-    """Why a node of `op` would run from its function with this method, None where the native operator runs it."""
+    """Return why a node runs from its function, or None if the native operator runs it.
+
+    Args:
+        path: The library, or None.
+        op: The operator.
+        method: The compression method.
+        device: The device.
+    """
     if path is None:
         return why_no_library(device)[0]
     if method.extra_state and (device != "cpu" or not method.reference_queries):
         names = ", ".join(tensor.name for tensor in method.extra_state)
         which = "CUDA" if method.reference_queries else "native"
-        return f"the method {method.name} keeps state of its own, {names}, which no {which} kernel has"
+        return f"the method {method.name} keeps extra state, {names}, which no {which} kernel supports"
     if op != "MergeCache":
         return None
     policy = method.policy()
     if policy is None:
-        return f"the method {method.name} has no native kernel: it is no merge policy"
+        return f"the method {method.name} has no native kernel: it has no merge policy"
     return policy.why_not_native or None
 
 
 def implementations(manifest: Manifest, device: str | None = None) -> dict[str, Implementation]:
-    """What runs both operators of the artifact that has this manifest. device: another than the recipe's."""
+    """Return the implementation of both operators of an artifact.
+
+    Args:
+        manifest: The manifest of the artifact.
+        device: The device, if it is not the recipe's.
+    """
     from kvexport.backends.onnxruntime import section
 
     recipe = manifest.recipe
@@ -130,41 +161,43 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     path = library(device)
     method = recipe.cache.build_method()
     stored = manifest.cache.caches[0].dtype
-    found = {}
+    result = {}
     for op in ("VoteAttention", "MergeCache"):
         if path and stored in SMALL and not has_small_cache(path):
             why: str | None = f"{path.name} has no kernel for a cache in {stored}: --set cache.dtype=model"
         else:
             why = _why_no_layer(path, op, manifest) if path else None
         why = why or why_function(path, op, method, device)
-        found[op] = (
+        result[op] = (
             Implementation(True, instruction_set(path)) if path and why is None else Implementation(False, str(why))
         )
-    return found
+    return result
 
 
 def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
-    """Why the library has no kernel of `op` for one of the layers, or of the caches of their KV heads. One without such
-    limits does not export the question."""
+    """Return why the library has no kernel of `op` for one of the caches, or None.
+
+    Libraries without such limits do not export the function that tells.
+    """
     if not _has(path, "kvexport_attention_problem"):
         return None
     merges = op == "MergeCache"
-    ask = getattr(loaded(path), "kvexport_merge_problem" if merges else "kvexport_attention_problem")
-    ask.restype = ctypes.c_char_p
+    problem_of = getattr(loaded(path), "kvexport_merge_problem" if merges else "kvexport_attention_problem")
+    problem_of.restype = ctypes.c_char_p
     caches = manifest.cache.caches
     for i, (layer, heads) in enumerate(zip(caches, manifest.model.query_heads, strict=True)):
         sizes = (layer.kv_heads, layer.capacity, layer.key_size, layer.value_size, layer.statistics)
         if merges and layer.budget >= layer.capacity:
             continue
-        if problem := ask(TYPES[layer.dtype], *((*sizes, layer.budget) if merges else (heads, *sizes))):
-            what = "layer" if len(caches) == manifest.model.layers else "cache"
-            return f"{what} {i} has no native kernel: {problem.decode()}"
+        if problem := problem_of(TYPES[layer.dtype], *((*sizes, layer.budget) if merges else (heads, *sizes))):
+            kind = "layer" if len(caches) == manifest.model.layers else "cache"
+            return f"{kind} {i} has no native kernel: {problem.decode()}"
     return None
 
 
 @cache
 def loaded(path: Path) -> ctypes.CDLL:
-    """The library, checked to be of these operators."""
+    """Return the loaded library, after a check that it was built for these operators."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a recipe may say of ONNX Runtime."""
+"""The recipe keys of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DEFAULT = True  # the backend of recipes that name none
 
 
 class Section(RecipeSection):
-    """Keys of `backend:`."""
+    """The keys that ONNX Runtime adds to `backend:`."""
 
-    device: Literal["cpu", "cuda"] = Field("cpu", description="Where ONNX Runtime runs the graphs.")
-    threads: int = Field(0, ge=0, le=1024, description="Threads of ONNX Runtime on the CPU; 0 lets it choose.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="The device on which ONNX Runtime runs the graphs.")
+    threads: int = Field(0, ge=0, le=1024, description="Threads of ONNX Runtime on the CPU; 0 for its own choice.")
     cuda_graph: bool = Field(
-        True, description="On cuda, replay decode steps and merges as CUDA graphs where ONNX Runtime can capture them."
+        True, description="On cuda, replay decode steps and merges as CUDA graphs if ONNX Runtime can capture them."
     )
 
 
 def of(recipe: Recipe) -> Section:
-    """What a recipe says of this backend."""
+    """Return the keys of this backend in a recipe."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend

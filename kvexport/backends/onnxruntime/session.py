@@ -1,4 +1,4 @@
-"""One ONNX Runtime session."""
+"""Opening of ONNX Runtime sessions, and checks of their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,27 @@ def open_session(
     model: bytes | None = None,
     float_input: bool = False,
 ) -> Any:
-    """An ONNX Runtime session of the ONNX graph at `path` on a device. operators: the library of native ones to
-    register, None: functions run. graphs: it captures CUDA graphs. model: another ONNX graph over the weights of the
-    one at `path`. float_input: see `LoadOptions`; takes the package onnx. Raises EnvironmentProblem where ONNX Runtime
-    cannot use the device, ArtifactError where it can and does not open the ONNX graph."""
+    """Return an ONNX Runtime session of an ONNX graph.
+
+    Args:
+        path: The file of the ONNX graph.
+        threads: The number of threads; 0 for ONNX Runtime's own choice.
+        operators: The library of native operators to register, or None to run functions.
+        device: The device: cpu or cuda.
+        graphs: Whether the session captures CUDA graphs.
+        model: The bytes of another ONNX graph to run over the weights of the one at `path`.
+        float_input: Whether packed weights are multiplied with unrounded inputs; needs the package onnx.
+
+    Raises:
+        EnvironmentProblem: If ONNX Runtime cannot use the device.
+        ArtifactError: If ONNX Runtime can use the device but does not open the ONNX graph.
+    """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # Threads that spin on after a run would be in the way of the other session's.
+    # Threads that spin after a run would slow the threads of the other session.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if operators is not None:
         options.register_custom_ops_library(str(operators))
@@ -52,62 +63,79 @@ def open_session(
                 raise
             raise _unusable(path, f"ONNX Runtime does not open it: {first_line(error)}") from error
     load_cuda_libraries(ort)
-    # Without TF32: products of a float32 model are float32.
-    chosen = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
+    # Without TF32, so that products of a float32 model are computed in float32.
+    settings = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
     session = None
     try:
-        session = ort.InferenceSession(source, options, providers=[(PROVIDERS[device], chosen), cpu], enable_fallback=0)
+        session = ort.InferenceSession(
+            source, options, providers=[(PROVIDERS[device], settings), cpu], enable_fallback=0
+        )
     except Exception as error:
-        # Where the provider did not start, nothing implements the operators that were registered for it.
+        # If the provider did not start, the operators that were registered for it have no implementation.
         if "Could not find an implementation" not in str(error):
             raise EnvironmentProblem(
                 f"ONNX Runtime cannot load {path.name} on {device}: {first_line(error)}", INSTALL_CUDA
             ) from error
     if session is None or PROVIDERS[device] not in session.get_providers():
         raise EnvironmentProblem(
-            f"ONNX Runtime cannot start its provider for {device}, and has said why above", INSTALL_CUDA
+            f"ONNX Runtime cannot start its provider for {device}; its messages above give the reason", INSTALL_CUDA
         )
     return session
 
 
 def require_interface(session: Any, path: Path, plan: CachePlan, others: Iterable[str]) -> None:
-    """Raises ArtifactError where the ONNX graph at `path` takes anything but the plan's state and the inputs `others`,
-    or state of other shapes, or does not give it back: what is bound to it is as large as the plan says."""
+    """Check that an ONNX graph takes and returns exactly the plan's state, in the plan's shapes.
+
+    Buffers of the plan's size are bound to the graph, so other shapes would write beyond them.
+
+    Args:
+        session: The session of the graph.
+        path: The file of the graph.
+        plan: The cache plan.
+        others: The names of the other inputs.
+
+    Raises:
+        ArtifactError: If the graph has another interface.
+    """
     shapes = {name: layer.shapes(1)[kind] for name, _, layer, kind in plan.state_names()}
     present = {name: present for name, present, *_ in plan.state_names()}
-    given = {node.name for node in session.get_outputs()}
-    taken = {node.name: node.shape for node in session.get_inputs()}
+    outputs = {node.name for node in session.get_outputs()}
+    inputs = {node.name: node.shape for node in session.get_inputs()}
     for name in others:
-        if taken.pop(name, None) is None:
+        if inputs.pop(name, None) is None:
             raise _unusable(path, f"it has no input {name}")
-    if others and (missing := shapes.keys() - taken.keys()):
+    if others and (missing := shapes.keys() - inputs.keys()):
         raise _unusable(path, f"it has no input {min(missing)}")
-    for name, found in taken.items():
+    for name, shape in inputs.items():
         expected = shapes.get(name)
-        if expected is None or not _fits(found, expected):
-            wanted = "no such input" if expected is None else f"[batch, {', '.join(map(str, expected[1:]))}]"
-            raise _unusable(path, f"its input {name[:80]} is {found}, expected {wanted}")
-        if present[name] not in given:
+        if expected is None or not _fits(shape, expected):
+            wording = "no such input" if expected is None else f"[batch, {', '.join(map(str, expected[1:]))}]"
+            raise _unusable(path, f"its input {name[:80]} is {shape}, expected {wording}")
+        if present[name] not in outputs:
             raise _unusable(path, f"it has no output {present[name]}")
 
 
 def _with_float_input(model: bytes) -> bytes | None:
-    """The ONNX graph with packed weights that are multiplied with inputs as they are; None where none is packed."""
+    """Return the ONNX graph with packed weights that multiply unrounded inputs; None without packed weights."""
     import onnx
 
     proto = onnx.ModelProto.FromString(model)
     linears = [node for node in proto.graph.node if node.op_type == "Linear"]
-    found = [attribute for node in linears for attribute in node.attribute if attribute.name == "float_input"]
-    for attribute in found:
+    attributes = [attribute for node in linears for attribute in node.attribute if attribute.name == "float_input"]
+    for attribute in attributes:
         attribute.i = 1
-    return proto.SerializeToString() if found else None
+    return proto.SerializeToString() if attributes else None
 
 
-def _fits(found: Sequence[int | str], expected: Sequence[int]) -> bool:
-    """Whether an input of shape `found`, whose names are dimensions of any size, takes tensors of a shape, for any
-    batch."""
-    sizes = zip(found[1:], expected[1:], strict=False)
-    return len(found) == len(expected) and all(isinstance(x, str) or x == size for x, size in sizes)
+def _fits(shape: Sequence[int | str], expected: Sequence[int]) -> bool:
+    """Return whether an input takes tensors of a shape, for any batch.
+
+    Args:
+        shape: The shape of the input; names are dimensions of any size.
+        expected: The shape of the tensors.
+    """
+    sizes = zip(shape[1:], expected[1:], strict=False)
+    return len(shape) == len(expected) and all(isinstance(x, str) or x == size for x, size in sizes)
 
 
 def _unusable(path: Path, problem: str) -> ArtifactError:
@@ -118,5 +146,5 @@ def _unusable(path: Path, problem: str) -> ArtifactError:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of its message, its class where there is none."""
+    """Return the first line of an error's message, or the name of its class without a message."""
     return (str(error) or type(error).__name__).splitlines()[0]

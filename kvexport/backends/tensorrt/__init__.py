@@ -1,1 +1,1 @@
-"""TensorRT: engines built from an artifact's graphs, and their runtime."""
+"""The backend of TensorRT: engines that are built from an artifact's ONNX graphs, and their execution."""

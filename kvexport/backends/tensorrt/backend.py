@@ -1,4 +1,4 @@
-"""TensorRT as a backend."""
+"""The registration of TensorRT as a backend."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvexport.artifact.manifest import Manifest
-    from kvexport.backends.tensorrt.model import Engines
+    from kvexport.backends.tensorrt.model import LoadedModel
     from kvexport.recipe.fields import Recipe
 
 
 class TensorRT(Backend):
-    """TensorRT engines, built from the ONNX graphs on the machine that is to run them."""
+    """The backend that runs TensorRT engines, built from the ONNX graphs on the machine that will run them."""
 
     name = "tensorrt"
     packages = (
@@ -29,58 +29,62 @@ class TensorRT(Backend):
     positive_scales = True
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """See `Backend`."""
+        """Return why engines cannot run on this machine: a missing GPU, driver or TensorRT, each with its fix."""
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.cuda import Cuda
         from kvexport.backends.tensorrt.environment import import_runtime, require_gpu
 
-        found = []
+        reasons = []
         compatible = section.of(recipe).tensorrt.version_compatible
         for check in (lambda: require_gpu(Cuda()), lambda: import_runtime(version_compatible=compatible)):
             try:
                 check()
             except EnvironmentProblem as error:
-                found.append((error.problem, error.fix))
-        return found
+                reasons.append((error.problem, error.fix))
+        return reasons
 
     def preparation(self, recipe: Recipe) -> Preparation:
-        """See `Backend`."""
+        """Return the function that adds engines to an artifact.
+
+        Raises:
+            UsageError: If the recipe has a setting that TensorRT does not support.
+        """
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.engines import EngineBuilder
 
         if recipe.cache.periodic.slots is not None:
             raise UsageError(
-                f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are copied in the host's memory, and "
-                "TensorRT has the cache on the GPU",
+                f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are copied in the host's memory, but "
+                "TensorRT keeps the cache on the GPU",
                 "--set cache.periodic.slots=null",
             )
         if recipe.speculate.draft == "cache":
             raise UsageError(
-                "speculate.draft is cache, which copies entries in the host's memory, and TensorRT has them on the GPU",
+                "speculate.draft is cache, which copies entries in the host's memory, but TensorRT has them on the GPU",
                 "--set speculate.draft=ngram",
             )
         if recipe.cache.dtype != "model":
             raise UsageError(
-                f"cache.dtype is {recipe.cache.dtype}, which the backend tensorrt does not have",
+                f"cache.dtype is {recipe.cache.dtype}, which the backend tensorrt does not support",
                 "--set cache.dtype=model",
             )
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
 
     def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
-        """See `Backend`."""
+        """Return why TensorRT does not take a packed weight, with the setting that avoids it."""
         from kvexport.backends.tensorrt.weights import FIX, problem
 
         why = problem(dtype, group, has_offset=has_offset, picked=picked)
         return (why, FIX) if why else None
 
-    def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Engines:
-        """See `Backend`."""
-        from kvexport.backends.tensorrt.model import Engines
+    def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
+        """Return the artifact's engines."""
+        from kvexport.backends.tensorrt.model import LoadedModel
 
-        return Engines(path, manifest)
+        return LoadedModel(path, manifest)
 
     def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """See `Backend`."""
+        """Return polygraphy's runners over the engines."""
         from polygraphy.backend.trt import TrtRunner
 
         from kvexport.backends.tensorrt.engines import DECODE, PREFILL
@@ -92,7 +96,10 @@ class TensorRT(Backend):
         return Runners(decode, prefill, merge)
 
     def diagnose(self) -> Diagnosis:
-        """See `Backend`. Whether TensorRT takes the plugins is seen when engines are built."""
+        """Return the state of the plugin library.
+
+        Whether TensorRT accepts the plugins is only known when engines are built.
+        """
         path = plugin.library()
         if path is not None:
             return Diagnosis({"TensorRT plugins": str(path)}, {"tensorrt_plugins": {"library": str(path)}})
@@ -103,7 +110,7 @@ class TensorRT(Backend):
         return Diagnosis({"TensorRT plugins": row}, {"tensorrt_plugins": {"problem": why, "fix": fix}})
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """See `Backend`."""
+        """Return the TensorRT version, the GPU and the options of an artifact's engines."""
         from kvexport.backends.tensorrt.environment import dotted
         from kvexport.backends.tensorrt.record import engine_record
         from kvexport.report.sections import KeyValues
@@ -111,16 +118,16 @@ class TensorRT(Backend):
         engines = engine_record(path, manifest)
         if engines is None:
             return Description()
-        gpu, built = engines.gpu, engines.options
+        gpu, options = engines.gpu, engines.options
         shown = {
-            "TensorRT": f"{engines.tensorrt}{' and later' if built.version_compatible else ''}",
+            "TensorRT": f"{engines.tensorrt}{' and later' if options.version_compatible else ''}",
             "GPU": f"{gpu.name}, compute capability {dotted(gpu.compute_capability)}",
-            "hardware compatible": built.hardware_compatible,
+            "hardware compatible": options.hardware_compatible,
         }
         for op, how in manifest.operators.items():
             why = f"function: {engines.functions.get(op, '')}" if how == "function" else how
             shown[op] = why or "not needed by this artifact"
-        return Description(sections=(KeyValues("Engines", shown),))
+        return Description(sections=(KeyValues("LoadedModel", shown),))
 
 
 BACKEND = TensorRT()

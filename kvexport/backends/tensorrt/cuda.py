@@ -1,4 +1,4 @@
-"""The calls of the CUDA runtime that a TensorRT backend makes, through NVIDIA's cuda-bindings, each checked."""
+"""The CUDA runtime calls of the TensorRT backend, by NVIDIA's cuda-bindings, with checks of their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvexport.backends.tensorrt.environment import INSTALL, Gpu
 from kvexport.errors import EnvironmentProblem, KvexportError
 
 ALIGNMENT = 256  # bytes, of every address that TensorRT is given
-# CUDA's own words for these leave out what mends them.
+# CUDA's own messages for these errors do not name the fix.
 _LACKS = {
     "cudaErrorNoDevice": (
         "there is no NVIDIA GPU",
@@ -34,8 +34,10 @@ _LACKS = {
 
 
 class Cuda:
-    """The runtime, whose every error becomes an EnvironmentProblem. Streams and graphs are cuda-bindings' own
-    objects."""
+    """The CUDA runtime, whose errors become EnvironmentProblem.
+
+    Streams and CUDA graphs are objects of cuda-bindings.
+    """
 
     def __init__(self) -> None:
         try:
@@ -45,7 +47,15 @@ class Cuda:
         self.api: Any = runtime
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """The runtime's function `name`; what it returns beside its error code."""
+        """Call a function of the runtime and return its results without the error code.
+
+        Args:
+            name: The function.
+            *arguments: Its arguments.
+
+        Raises:
+            EnvironmentProblem: If the function returns an error.
+        """
         try:
             error, *values = getattr(self.api, name)(*arguments)
         except RuntimeError as failure:  # cuda-bindings found no libcuda.so.1
@@ -60,7 +70,7 @@ class Cuda:
         return values[0] if len(values) == 1 else values
 
     def gpu(self) -> Gpu:
-        """The current device."""
+        """Return the current GPU."""
         if not self.call("cudaGetDeviceCount"):
             raise EnvironmentProblem(*_LACKS["cudaErrorNoDevice"])
         properties = self.call("cudaGetDeviceProperties", self.call("cudaGetDevice"))
@@ -68,15 +78,15 @@ class Cuda:
         return Gpu(name.rstrip("\0"), (properties.major, properties.minor))
 
     def stream(self) -> Any:
-        """A new stream, which does not wait for the default one."""
+        """Return a new stream, which does not wait for the default stream."""
         return self.call("cudaStreamCreateWithFlags", self.api.cudaStreamNonBlocking)
 
     def synchronize(self, stream: Any) -> None:
-        """Wait for everything in `stream`."""
+        """Wait for all work in `stream`."""
         self.call("cudaStreamSynchronize", stream)
 
     def copy(self, target: int, source: int, count: int, stream: Any) -> None:
-        """Enqueue a copy of `count` bytes, host or device to host or device."""
+        """Enqueue a copy of `count` bytes between addresses of the host or the device."""
         self.call("cudaMemcpyAsync", target, source, count, self.api.cudaMemcpyKind.cudaMemcpyDefault, stream)
 
     def clear(self, target: int, count: int, stream: Any) -> None:
@@ -84,7 +94,10 @@ class Cuda:
         self.call("cudaMemsetAsync", target, 0, count, stream)
 
     def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
-        """A graph of what `enqueue` puts into `stream`, ready to launch; nothing of it runs."""
+        """Return a CUDA graph of the work that `enqueue` puts into `stream`, ready to launch.
+
+        The work itself does not run.
+        """
         self.call("cudaStreamBeginCapture", stream, self.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
         try:
             enqueue()
@@ -96,13 +109,17 @@ class Cuda:
             self.call("cudaGraphDestroy", graph)
 
     def launch(self, graph: Any, stream: Any) -> None:
-        """Enqueue a captured graph."""
+        """Enqueue a captured CUDA graph."""
         self.call("cudaGraphLaunch", graph, stream)
 
 
 class Replay:
-    """Work for a stream: the first time it is enqueued as it is, which does what no CUDA graph may hold, from the
-    second on it is one. warn: is told why it is not, where it cannot be captured."""
+    """Repeated work of a stream, which becomes a CUDA graph.
+
+    The first call enqueues the work directly, because it may do things that a CUDA graph cannot contain. The second
+    call captures it, and every later call launches the CUDA graph. If the capture fails, `warn` receives the reason and
+    the work is always enqueued directly.
+    """
 
     def __init__(self, cuda: Cuda, stream: Any, warn: Callable[[str], None]) -> None:
         self._cuda, self._stream, self._warn = cuda, stream, warn
@@ -110,7 +127,7 @@ class Replay:
         self._calls = 0
 
     def __call__(self, enqueue: Callable[[], None]) -> None:
-        """Enqueue it; `enqueue` puts the same into the stream whenever it is called."""
+        """Enqueue the work; `enqueue` must put the same work into the stream at every call."""
         if self._calls == 1:
             try:
                 self._graph = self._cuda.capture(enqueue, self._stream)
@@ -125,10 +142,17 @@ class Replay:
 
 
 class Arena:
-    """Tensors by name (shape and dtype) in one allocation on the device, each at a multiple of 256 bytes. pinned: with
-    a twin in page-locked host memory, laid out alike, so that one copy moves all of them."""
+    """Named tensors in one allocation on the device, each at a multiple of 256 bytes."""
 
     def __init__(self, cuda: Cuda, tensors: Mapping[str, tuple[tuple[int, ...], Any]], *, pinned: bool = False) -> None:
+        """Allocate the tensors.
+
+        Args:
+            cuda: The CUDA runtime.
+            tensors: The shape and type of each tensor by name.
+            pinned: Whether the arena has a copy in page-locked host memory with the same layout, so that one transfer
+                moves all tensors.
+        """
         self._cuda = cuda
         self._layout: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
         self.nbytes = 0
@@ -136,39 +160,39 @@ class Arena:
             self._layout[name] = (self.nbytes, shape, np.dtype(dtype))
             self.nbytes += -(-self.size(name) // ALIGNMENT) * ALIGNMENT
         self.device: int = cuda.call("cudaMalloc", max(self.nbytes, ALIGNMENT))
-        # At the interpreter's end CUDA takes back everything by itself, and may be gone before this is.
+        # When the interpreter ends, CUDA releases everything itself, and may be unloaded before this object.
         weakref.finalize(self, cuda.api.cudaFree, self.device).atexit = False
         self.host = _pinned(cuda, self.nbytes) if pinned else None
 
     def size(self, name: str) -> int:
-        """Bytes of a tensor."""
+        """Return the bytes of a tensor."""
         _, shape, dtype = self._layout[name]
         return math.prod(shape) * dtype.itemsize
 
     def pointer(self, name: str) -> int:
-        """A tensor's address on the device."""
+        """Return a tensor's address on the device."""
         return self.device + self._layout[name][0]
 
     def array(self, name: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-        """A tensor's twin in host memory; with a smaller `shape`, its beginning."""
+        """Return a tensor's copy in host memory; with a smaller `shape`, its beginning."""
         assert self.host is not None
         offset, full, dtype = self._layout[name]
         shape = full if shape is None else shape
         return self.host[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def upload(self, stream: Any) -> None:
-        """Enqueue the copy of the whole twin to the device."""
+        """Enqueue a transfer of the whole host copy to the device."""
         assert self.host is not None
         self._cuda.copy(self.device, self.host.ctypes.data, self.nbytes, stream)
 
     def download(self, stream: Any) -> None:
-        """Enqueue the copy of the whole arena to its twin."""
+        """Enqueue a transfer of the whole arena to the host copy."""
         assert self.host is not None
         self._cuda.copy(self.host.ctypes.data, self.device, self.nbytes, stream)
 
 
 def _pinned(cuda: Cuda, count: int) -> NDArray[np.uint8]:
-    """Page-locked bytes, freed when the last array that looks at them goes."""
+    """Return page-locked bytes, which are freed with the last array over them."""
     address: int = cuda.call("cudaHostAlloc", max(count, 1), 0)
     memory = (ctypes.c_uint8 * count).from_address(address)
     weakref.finalize(memory, cuda.api.cudaFreeHost, address).atexit = False

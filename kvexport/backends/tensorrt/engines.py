@@ -1,7 +1,7 @@
-"""TensorRT engines of an artifact: decoder.plan and merge.plan, from the graphs beside them.
+"""The build of an artifact's TensorRT engines, decoder.plan and merge.plan, from its ONNX graphs.
 
-A plan belongs to one version of TensorRT and one kind of GPU unless the recipe asks for more, so it is built where it
-will run. What was timed on the way is kept for the next build under ``$XDG_CACHE_HOME/kvexport``; what TensorRT said is
+By default a plan runs only with the TensorRT version and the kind of GPU that built it, so it is built on the machine
+that will run it. Kernel timings are kept for later builds under ``$XDG_CACHE_HOME/kvexport``. TensorRT's log becomes
 the artifact's tensorrt.log.
 """
 
@@ -39,15 +39,22 @@ DECODE, PREFILL = 0, 1  # the decoder's optimization profiles
 
 @dataclass(frozen=True)
 class Profile:
-    """An optimization profile: (least, usual, most) sequences and tokens of each in one call."""
+    """An optimization profile: the smallest, usual and largest numbers of sequences and of their tokens in one call."""
 
     batch: tuple[int, int, int]
     tokens: tuple[int, int, int] = (1, 1, 1)
 
 
 def profiles(kind: str, limits: Limits) -> list[Profile]:
-    """Of the decoder: DECODE and, where a call may take more than a token, PREFILL. Of merge: one, of mostly a single
-    sequence. Of the top logits: one like DECODE."""
+    """Return the optimization profiles of a graph.
+
+    The decoder has DECODE and, if a call may have more than one token, PREFILL. The merge has one, which is tuned for a
+    single sequence. The top logits have one like DECODE.
+
+    Args:
+        kind: The graph: decoder, merge or top_logits.
+        limits: The largest batch and prefill chunk.
+    """
     most, chunk = limits.max_batch, limits.prefill_chunk
     if kind == "merge":
         return [Profile((1, 1, most))]
@@ -56,8 +63,13 @@ def profiles(kind: str, limits: Limits) -> list[Profile]:
 
 
 class EngineBuilder:
-    """TensorRT with a GPU and, where the options ask for them, the plugins. Made before anything else of a build, so
-    that what is missing is said at once. Raises EnvironmentProblem for that."""
+    """TensorRT with a GPU and, if the options ask for them, the plugins.
+
+    A build creates it first of all, so that missing parts are reported at once.
+
+    Raises:
+        EnvironmentProblem: If the GPU, its driver, TensorRT or the plugins are missing.
+    """
 
     def __init__(self, options: TensorRTSection) -> None:
         self.options = options
@@ -68,7 +80,7 @@ class EngineBuilder:
         self._refusal: Callable[[Any], str | None] = self._find_plugin()
 
     def _find_plugin(self) -> Callable[[Any], str | None]:
-        """The function that says why the plugin does not take a node."""
+        """Return the function that tells why the plugin does not take a node."""
         if self.options.plugin == "never":
             return plugin_refusal("switched off by backend.tensorrt.plugin")
         if library() is None and self.options.plugin == "auto":
@@ -80,11 +92,18 @@ class EngineBuilder:
     def add_engines(
         self, folder: Path, manifest: Manifest, progress: Callable[[str, int | None], Progress]
     ) -> Manifest:
-        """Build engines of the ONNX graphs in `folder`, a staged artifact, into it; the manifest that says so.
+        """Build engines of the ONNX graphs of a staged artifact, and return its manifest with them.
 
-        Raises UsageError for packed weights that TensorRT does not take, EnvironmentProblem where plugins are required
-        and do not take a node, KvexportError with TensorRT's own
-        words where it cannot build."""
+        Args:
+            folder: The folder of the staged artifact.
+            manifest: Its manifest.
+            progress: A function that starts a progress bar of a label and a number of steps.
+
+        Raises:
+            UsageError: If TensorRT does not take a packed weight.
+            EnvironmentProblem: If plugins are required and do not take a node.
+            KvexportError: If TensorRT cannot build an engine, with its own words.
+        """
         import onnx
 
         state, vocabulary = manifest.cache, manifest.model.vocabulary
@@ -96,17 +115,19 @@ class EngineBuilder:
         whys: dict[str, str] = {}
         for kind, graph in manifest.graphs.files():
             parsed = onnx.load(folder / graph, load_external_data=False)
-            model, found = for_tensorrt(parsed, self._refusal, alias_state=self.options.alias_state)
-            whys.update(found)
+            model, reasons = for_tensorrt(parsed, self._refusal, alias_state=self.options.alias_state)
+            whys.update(reasons)
             require_taken(model, folder)
-            if self.options.plugin == "always" and any(found.values()):
+            if self.options.plugin == "always" and any(reasons.values()):
                 raise EnvironmentProblem(
-                    next(filter(None, found.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"
+                    next(filter(None, reasons.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"
                 )
             files[kind] = PLANS[kind]
             with progress(f"building {PLANS[kind]}", STEPS) as task:
-                wanted, plugin = profiles(kind, manifest.limits), self.plugin if "" in found.values() else None
-                plan = self._build(model.SerializeToString(), folder / graph, wanted, shape_of, plugin, task)
+                plugin = self.plugin if "" in reasons.values() else None
+                plan = self._build(
+                    model.SerializeToString(), folder / graph, profiles(kind, manifest.limits), shape_of, plugin, task
+                )
                 (folder / PLANS[kind]).write_bytes(plan)
         text = "\n".join(self.log.lines).replace(str(folder), ".")
         (folder / LOG).write_text(text + "\n", encoding="utf-8")
@@ -127,33 +148,41 @@ class EngineBuilder:
         self,
         model: bytes,
         path: Path,
-        wanted: list[Profile],
+        profiles: list[Profile],
         shape_of: Callable[[str, int, int], tuple[int, ...]],
         plugin: Path | None,
         task: Any,
     ) -> memoryview:
-        """The plan of one graph. path: where external data is relative to. shape_of: (an input, sequences, tokens of
-        each). plugin: the library of those that it holds."""
+        """Return the plan of one graph.
+
+        Args:
+            model: The bytes of the ONNX graph.
+            path: The file that external data is relative to.
+            profiles: The optimization profiles.
+            shape_of: A function that returns the shape of an input for a number of sequences and of tokens of each.
+            plugin: The library of the plugins in the graph, or None.
+            task: The progress bar.
+        """
         trt = self.trt
         builder = trt.Builder(self.log)
-        network = builder.create_network(0)  # strongly typed, as every network of TensorRT 11
+        network = builder.create_network(0)  # strongly typed, like every network of TensorRT 11
         parser = trt.OnnxParser(network, self.log)
         if not parser.parse(model, str(path)):
             reasons = [str(parser.get_error(i)) for i in range(parser.num_errors)] or ["no reason given"]
             raise KvexportError(
-                f"TensorRT's parser refused {path.name}: {reasons[0]}", "report it, with kvexport doctor"
+                f"TensorRT's parser refused {path.name}: {reasons[0]}", "report it with the output of kvexport doctor"
             )
         config = builder.create_builder_config()
         self._set_options(config, plugin)
-        for wish in wanted:
+        for profile_sizes in profiles:
             profile = builder.create_optimization_profile()
             for i in range(network.num_inputs):
                 name = network.get_input(i).name
-                shapes = [shape_of(name, b, t) for b, t in zip(wish.batch, wish.tokens, strict=True)]
+                shapes = [shape_of(name, b, t) for b, t in zip(profile_sizes.batch, profile_sizes.tokens, strict=True)]
                 profile.set_shape(name, *shapes)
             if config.add_optimization_profile(profile) < 0:
                 raise KvexportError(
-                    f"TensorRT refused the optimization profile {wish} of {path.name}: {self._errors()}"
+                    f"TensorRT refused the optimization profile {profile_sizes} of {path.name}: {self._errors()}"
                 )
         monitor = config.progress_monitor = make_monitor(trt, task)
         with _timing_cache(config, f"{trt.__version__}-{self.gpu.name}"), _interrupting(monitor):
@@ -161,9 +190,7 @@ class EngineBuilder:
         if monitor.interrupted:
             raise KeyboardInterrupt
         if plan is None:
-            smaller = (
-                "where memory is short: smaller limits.max_batch, export.prefill_chunk or backend.tensorrt.workspace"
-            )
+            smaller = "if memory is short: smaller limits.max_batch, export.prefill_chunk or backend.tensorrt.workspace"
             raise KvexportError(f"TensorRT could not build an engine of {path.name}: {self._errors()}", smaller)
         return memoryview(plan)
 
@@ -174,12 +201,12 @@ class EngineBuilder:
         config.hardware_compatibility_level = getattr(
             trt.HardwareCompatibilityLevel, options.hardware_compatible.upper()
         )
-        wanted = {
+        flags = {
             "VERSION_COMPATIBLE": options.version_compatible,
             "WEIGHT_STREAMING": options.weight_streaming is not None,
             "REFIT": options.refit,
         }
-        for flag in (name for name, on in wanted.items() if on):
+        for flag in (name for name, on in flags.items() if on):
             config.set_flag(getattr(trt.BuilderFlag, flag))
         if options.workspace is not None:
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace)
@@ -189,12 +216,12 @@ class EngineBuilder:
             config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
 
     def _errors(self) -> str:
-        """What TensorRT said of its failure: the last errors, the first of which is the cause."""
+        """Return the last errors of TensorRT; the first of them is the cause."""
         return "; ".join(self.log.errors[-3:]) or "no reason given"
 
 
 def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[int, ...]:
-    """The shape of a graph's input for so many sequences and tokens of each."""
+    """Return the shape of a graph's input for `batch` sequences of `tokens` tokens each."""
     if name == "input_ids":
         return (batch, tokens)
     if name in ("query_length", "past_length"):
@@ -204,20 +231,22 @@ def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[i
 
 
 def cache_folder() -> Path:
-    """Where timing caches are kept."""
+    """Return the folder of timing caches."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvexport" / "tensorrt"
 
 
 @contextmanager
 def _timing_cache(config: Any, owner: str) -> Iterator[None]:
-    """What earlier builds for the same GPU and TensorRT have timed is used, and what this one times is kept. A build
-    works without."""
+    """Use the timings of earlier builds for the same GPU and TensorRT, and keep those of this one.
+
+    A build succeeds without them.
+    """
     path = cache_folder() / f"{re.sub(r'[^A-Za-z0-9.]+', '-', owner)}.timing"
     known = b""
     with suppress(OSError):
         known = path.read_bytes()
     cache = config.create_timing_cache(known)
-    if cache is None or not config.set_timing_cache(cache, False):  # of another TensorRT or damaged
+    if cache is None or not config.set_timing_cache(cache, False):  # the cache of another TensorRT, or a damaged one
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
     yield
@@ -230,7 +259,10 @@ def _timing_cache(config: Any, owner: str) -> Iterator[None]:
 
 @contextmanager
 def _interrupting(monitor: Any) -> Iterator[None]:
-    """Ctrl-C asks TensorRT to end: an exception in one of its callbacks would end the process."""
+    """Let Ctrl-C ask TensorRT to stop.
+
+    An exception in one of TensorRT's callbacks would end the process.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,5 +1,4 @@
-"""TensorRT and the GPU as this machine has them, asked for before either is touched: TensorRT itself crashes without a
-driver."""
+"""Checks of TensorRT and the GPU, before either is used: TensorRT itself crashes without a driver."""
 
 from __future__ import annotations
 
@@ -11,15 +10,20 @@ from typing import Any
 from kvexport.backends.sections import default
 from kvexport.errors import EnvironmentProblem
 
-OLDEST = (11,)  # of TensorRT: strongly typed networks only, int64, the operators of opset 23
-OLDEST_GPU = (7, 5)  # of every TensorRT 11
+OLDEST = (11,)  # the oldest TensorRT: strongly typed networks only, int64, the operators of opset 23
+OLDEST_GPU = (7, 5)  # the oldest GPU that every TensorRT 11 supports
 INSTALL = "pip install 'kvexport[tensorrt]', or use the image of docker/tensorrt.Dockerfile"
 REBUILD = "kvexport build --from ARTIFACT --backend tensorrt, on the machine that is to run it"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. compute_capability: (major, minor)."""
+    """A GPU.
+
+    Attributes:
+        name: The name.
+        compute_capability: The major and minor number.
+    """
 
     name: str
     compute_capability: tuple[int, int]
@@ -29,25 +33,33 @@ class Gpu:
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
-    """(9, 0) as "9.0"."""
+    """Return numbers in the form of a version: (9, 0) becomes "9.0"."""
     return ".".join(map(str, numbers))
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "11.4.0.106+cuda13" is (11, 4, 0, 106)."""
+    """Return the leading numbers of a version: "11.4.0.106+cuda13" becomes (11, 4, 0, 106)."""
     numbers = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def import_tensorrt() -> Any:
-    """The module tensorrt, builder and parser included. Raises EnvironmentProblem: missing, without its libraries, too
-    old."""
+    """Return the module tensorrt with builder and parser.
+
+    Raises:
+        EnvironmentProblem: If it is missing, lacks its libraries, or is too old.
+    """
     return _import("tensorrt")
 
 
 def import_runtime(*, version_compatible: bool) -> Any:
-    """A module that opens plans: tensorrt or, where that cannot be imported and the plan is version-compatible,
-    tensorrt_lean."""
+    """Return a module that opens plans.
+
+    This is tensorrt, or tensorrt_lean if tensorrt cannot be imported and the plan is version-compatible.
+
+    Raises:
+        EnvironmentProblem: If there is no such module.
+    """
     try:
         return _import("tensorrt")
     except EnvironmentProblem:
@@ -67,19 +79,24 @@ def _import(name: str) -> Any:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise EnvironmentProblem(f"the module {error.name or name} is not installed", INSTALL) from error
-    except (ImportError, OSError) as error:  # a shared library that the loader does not find
+    except (ImportError, OSError) as error:  # the loader does not find a shared library
         raise EnvironmentProblem(
-            f"{name} is installed and cannot be loaded: {str(error).splitlines()[0]}", INSTALL
+            f"{name} is installed but cannot be loaded: {str(error).splitlines()[0]}", INSTALL
         ) from error
     if version_of(module.__version__) < OLDEST:
         raise EnvironmentProblem(
-            f"{name} is {module.__version__}, {dotted(OLDEST)} is the oldest that will do", INSTALL
+            f"{name} is {module.__version__}, which is too old: {dotted(OLDEST)} is the oldest supported version",
+            INSTALL,
         )
     return module
 
 
 def require_gpu(cuda: Any) -> Gpu:
-    """The GPU that CUDA computes on. Raises EnvironmentProblem: no driver, no GPU, one older than TensorRT supports."""
+    """Return the GPU that CUDA uses.
+
+    Raises:
+        EnvironmentProblem: If there is no driver or no GPU, or TensorRT no longer supports the GPU.
+    """
     gpu: Gpu = cuda.gpu()
     if gpu.compute_capability < OLDEST_GPU:
         raise EnvironmentProblem(

@@ -1,8 +1,8 @@
-"""The graphs of an artifact as TensorRT's parser is to see them.
+"""The conversion of an artifact's ONNX graphs for TensorRT's parser.
 
-The parser knows functions by their names alone, so that of several overloads the first would stand for all, and it
-fixes every shape before it sees a value. So nodes that a plugin takes lose their functions, and all others are written
-out.
+The parser knows functions by name only, so the first of several overloads would replace all others, and it fixes every
+shape before it knows a value. Therefore nodes that a plugin takes lose their functions, and all other functions are
+inlined.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from kvexport.errors import KvexportError
 if TYPE_CHECKING:
     import onnx
 
-# A field of both plugins (plugins/bindings/tensorrt/operators.h).
+# The name of a field of both plugins (plugins/bindings/tensorrt/operators.h).
 ALIAS_STATE = "alias_state"
-# Of MergeCache's function: its evicted rows, and their largest number, the capacity less the budget.
+# Values in MergeCache's function: the evicted rows, and their largest number, which is capacity - budget.
 EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
 
 
 def for_tensorrt(
     model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None], *, alias_state: bool = False
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """A copy of `model` for the parser, and why each operator that it holds does not run as a plugin ("" where it
-    does).
+    """Return a copy of `model` for the parser, and for each of its operators why it does not run as a plugin.
 
-    refusal: why the plugin would not take a node, None where it does; of an operator the plugin takes every node or
-        none is one.
-    alias_state: whether plugins declare that a present state tensor is its past one. TensorRT then needs its preview
-        feature ALIASED_PLUGIN_IO_10_03, and refuses the network without.
+    Args:
+        model: The ONNX graph.
+        refusal: A function that returns why the plugin does not take a node, or None if it does. Either all nodes of an
+            operator become plugins or none.
+        alias_state: Whether plugins declare that a present state tensor is its past one. TensorRT then needs its
+            preview feature ALIASED_PLUGIN_IO_10_03, and refuses the network without it.
+
+    Returns:
+        The copy, and the reasons by operator; "" for an operator that runs as a plugin.
     """
     import onnx
     from onnx import inliner
@@ -55,21 +59,25 @@ def for_tensorrt(
 
 
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
-    """MergeCache's function with as many evicted rows as there is slack, whatever the votes (the rows of
-    `kvexport.ops.merge_cache.rows_of`). Rows beyond those that are over the budget are of empty slots, so it means the
-    same; its shapes do not depend on values. Raises KvexportError where the function has no evicted rows by that
-    name."""
+    """Return MergeCache's function with as many evicted rows as the slack, whatever the votes.
+
+    The rows are those of `kvexport.ops.merge_cache.rows_of`. Rows beyond those that are over the budget belong to empty
+    slots, so the function has the same meaning, and its shapes do not depend on values.
+
+    Raises:
+        KvexportError: If the function has no evicted rows of that name.
+    """
     import onnx
 
     copy = onnx.FunctionProto()
     copy.CopyFrom(function)
-    found = [node for node in copy.node if EVICTED in node.output]
-    if not found or not any(MOST_EVICTED in node.output for node in copy.node):
+    row_nodes = [node for node in copy.node if EVICTED in node.output]
+    if not row_nodes or not any(MOST_EVICTED in node.output for node in copy.node):
         raise KvexportError(
-            f"the function of MergeCache has no {EVICTED} or no {MOST_EVICTED}, so that its shapes depend on values",
-            "build the artifact again; if it stays, report it with kvexport doctor",
+            f"the function of MergeCache has no {EVICTED} or no {MOST_EVICTED}, so its shapes depend on values",
+            "build the artifact again; if the error stays, report it with the output of kvexport doctor",
         )
-    for node in found:
+    for node in row_nodes:
         node.input[:] = [MOST_EVICTED]
     needed = set(copy.output)
     kept = []
@@ -83,11 +91,11 @@ def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
 
 
 def plugin_refusal(reason: str) -> Callable[[onnx.NodeProto], str]:
-    """A `refusal` of every node, for where there is no plugin."""
+    """Return a `refusal` that gives `reason` for every node, for a machine without the plugin."""
     return lambda _: reason
 
 
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:
-    """For the manifest: what runs each operator, None for one that the artifact does not need."""
-    found: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in OPERATORS}
-    return found if has_merge else {**found, "MergeCache": None}
+    """Return for the manifest the implementation of each operator; None for one that the artifact does not need."""
+    result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in OPERATORS}
+    return result if has_merge else {**result, "MergeCache": None}

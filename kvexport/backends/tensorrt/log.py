@@ -1,5 +1,7 @@
-"""What TensorRT says while it works: its log, and how far it is. Both derive from its own classes, so they come once it
-is imported."""
+"""TensorRT's log and progress.
+
+Both classes derive from TensorRT's own, so they are defined after its import.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,14 @@ from typing import Any
 
 from kvexport.terminal import Task
 
-STEPS = 1000  # that a monitor advances by in all
+STEPS = 1000  # the total of a monitor's advances
 
 
 def make_log(trt: Any) -> Any:
-    """A `tensorrt.ILogger` with `lines` (everything but the verbose) and `errors`, both lists of text."""
+    """Return a `tensorrt.ILogger` with lists of messages.
+
+    `lines` has all messages that are not verbose, and `errors` the errors.
+    """
     severities = trt.ILogger.Severity
 
     class Log(trt.ILogger):  # type: ignore[misc]
@@ -31,18 +36,20 @@ def make_log(trt: Any) -> Any:
 
 
 def make_monitor(trt: Any, task: Task) -> Any:
-    """A `tensorrt.IProgressMonitor` that advances `task` to `STEPS`, and ends the build where `interrupted` is set to
-    true."""
+    """Return a `tensorrt.IProgressMonitor` that advances `task` to `STEPS`.
+
+    It ends the build if `interrupted` is set to true.
+    """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.interrupted = False
-            self._phases: dict[str, tuple[float, int]] = {}  # share of the whole that one step is, steps done
+            self._phases: dict[str, tuple[float, int]] = {}  # share of one step in the whole, finished steps
             self._shown = 0
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            # A phase is one step of its parent; of several without one each is shown from the beginning.
+            # A phase is one step of its parent. A phase without a parent starts from the beginning.
             share = self._phases[parent_phase][0] if parent_phase in self._phases else 1.0
             self._phases[phase_name] = (share / num_steps, 0)
 

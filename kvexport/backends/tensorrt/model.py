@@ -1,7 +1,7 @@
 """An artifact's TensorRT engines over state on the GPU.
 
-Where the operators are plugins, past and present are one address, as the plugins are made for. TensorRT may schedule
-the nodes of a function as it likes, so there present has an address of its own and is copied back.
+If the operators are plugins, past and present have one address, which the plugins support. TensorRT may run the nodes
+of a function in any order, so with functions present has an address of its own and is copied back.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
 from kvexport.backends.tensorrt.plans import Plans, bind, names
 from kvexport.cache import CachePlan
 
-Copy = tuple[int, int, int]  # to, from, bytes
+Copy = tuple[int, int, int]  # target address, source address, bytes
 
 
-class Engines(Plans):
-    """The engines of one artifact, however many states use them (see `kvexport.backends.base.LoadedModel`)."""
+class LoadedModel(Plans):
+    """The engines of one artifact for any number of states (see `kvexport.backends.base.LoadedModel`)."""
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> TensorRTState:
-        """State for `lanes` sequences, all empty, on the GPU."""
+        """Return an empty state for `lanes` sequences on the GPU."""
         return TensorRTState(self, plan, lanes)
 
 
 class TensorRTState(ModelState):
-    """State of a fixed number of lanes on the GPU, and what advances it (see `ModelState`)."""
+    """State of a fixed number of lanes on the GPU, and the engines that advance it (see `ModelState`)."""
 
-    def __init__(self, engines: Engines, plan: CachePlan, lanes: int) -> None:
+    def __init__(self, engines: LoadedModel, plan: CachePlan, lanes: int) -> None:
         self.lanes = lanes
         self.plan = plan
         self.engines = engines
@@ -50,18 +50,18 @@ class TensorRTState(ModelState):
         self._tensors = tensors
         self._phases: dict[bool, _Phase] = {}
         self._merges: dict[tuple[int, int] | None, _Merge] = {}
-        # Merges follow one another in the stream, so their contexts work in one piece of memory.
+        # Merges run one after another in the stream, so their contexts share one piece of memory.
         self.merge_memory = (
             Arena(self.cuda, {"memory": ((engines.merge.device_memory_size_v2,), np.uint8)}) if engines.merge else None
         )
-        # Where present goes that may not be written over past, and lanes whose own address TensorRT would not take.
+        # Memory for present tensors that must not overwrite past, and for lanes whose address is not aligned.
         self.spare = None if all(engines.in_place.values()) else Arena(self.cuda, tensors)
         unaligned = any(self.state.size(name) // lanes % ALIGNMENT for name, _ in self.names)
         self.gathered = Arena(self.cuda, tensors) if unaligned and lanes > 1 else None
         self.clear(0, lanes)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """See `ModelState.clear`: an all-zero state is an empty cache."""
+        """Empty lanes first <= lane < last: an all-zero state is an empty cache."""
         if last - first == self.lanes:
             self.cuda.clear(self.state.device, self.state.nbytes, self.stream)
         else:
@@ -71,15 +71,28 @@ class TensorRTState(ModelState):
         self.past_length[first:last] = 0
 
     def share(self, name: str, first: int, count: int) -> tuple[int, int]:
-        """Where some lanes of a state tensor are, and their bytes."""
+        """Return the address and the bytes of some lanes of a state tensor."""
         share = self.state.size(name) // self.lanes
         return self.state.pointer(name) + first * share, count * share
 
     def bind_lanes(
         self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, in_place: bool
     ) -> tuple[list[Copy], list[Copy]]:
-        """Bind the state of some lanes to a context: what is to be copied before a run of it, and after it, where their
-        own memory is not aligned or may not be written over."""
+        """Bind the state of some lanes to a context.
+
+        Lanes are copied if their memory is not aligned, or must not be overwritten during the run.
+
+        Args:
+            context: The execution context.
+            names: The input and output names of the state tensors.
+            first: The first lane.
+            count: The number of lanes.
+            width: The tokens of each lane.
+            in_place: Whether present may overwrite past.
+
+        Returns:
+            The copies before a run and those after it.
+        """
         before, after = [], []
         for name, present in names:
             place, size = self.share(name, first, count)
@@ -99,18 +112,18 @@ class TensorRTState(ModelState):
         return before, after
 
     def enqueue(self, copies: list[Copy]) -> None:
-        """Enqueue them."""
+        """Enqueue copies."""
         for target, source, size in copies:
             self.cuda.copy(target, source, size, self.stream)
 
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """See `ModelState.decode`."""
+        """Append tokens to lanes and return logits; see `LaneState.decode`."""
         return self._run(input_ids, query_length, first).logits(*input_ids.shape)
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """See `ModelState.step`."""
+        """Append one token to each lane and leave the logits on the GPU; see `ModelState.step`."""
         phase = self._run(input_ids, query_length, first)
         self.cuda.synchronize(self.stream)
         return phase
@@ -126,25 +139,25 @@ class TensorRTState(ModelState):
         return phase
 
     def merge(self, first: int, last: int) -> None:
-        """See `ModelState.merge`."""
+        """Merge lanes first <= lane < last; see `LaneState.merge`."""
         key = (first, last) if is_captured(first, last) else None
         if key not in self._merges:
             self._merges[key] = _Merge(self)
         self._merges[key].run(first, last)
 
     def grown(self, lanes: int) -> TensorRTState:
-        """See `ModelState.grown`."""
-        more = TensorRTState(self.engines, self.plan, lanes)
+        """Return a state of more lanes; see `ModelState.grown`."""
+        larger = TensorRTState(self.engines, self.plan, lanes)
         self.cuda.synchronize(self.stream)
         for name, _ in self.names:
             place, size = self.share(name, 0, self.lanes)
-            self.cuda.copy(more.state.pointer(name), place, size, more.stream)
-        self.cuda.synchronize(more.stream)
-        more.past_length[: self.lanes] = self.past_length
-        return more
+            self.cuda.copy(larger.state.pointer(name), place, size, larger.stream)
+        self.cuda.synchronize(larger.stream)
+        larger.past_length[: self.lanes] = self.past_length
+        return larger
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """See `ModelState.read`."""
+        """Return copies of a lane's tensors; see `ModelState.read`."""
 
         def whole(name: str) -> NDArray[Any]:
             shape, dtype = self._tensors[name]
@@ -157,69 +170,73 @@ class TensorRTState(ModelState):
         return read_used(self.plan, whole, names)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """See `ModelState.write`."""
-        axes, held = slot_axes(self.plan), []
+        """Overwrite a lane's tensors; see `ModelState.write`."""
+        axes, arrays = slot_axes(self.plan), []
         for name, values in state.items():
             shape, dtype = self._tensors[name]
             array: NDArray[Any] = np.empty(shape[1:], dtype)
             fill(array, values, axes[name])
             place, size = self.share(name, lane, 1)
             self.cuda.copy(place, array.ctypes.data, size, self.stream)
-            held.append(array)  # until it is copied
+            arrays.append(array)  # keeps the memory until it is copied
         self.cuda.synchronize(self.stream)
         if past_length is not None:
             self.past_length[lane] = past_length
 
     def rollback(self, lane: int, count: int) -> None:
-        """See `ModelState.rollback`."""
+        """Remove a lane's last tokens; see `ModelState.rollback`."""
         left = int(self.past_length[lane, 0]) - count
         self.write(lane, without_last(self.read(lane, votes_names(self.plan)), count), left)
 
     def copy(self, source: int, target: int) -> None:
-        """See `ModelState.copy`."""
+        """Copy one lane to another; see `ModelState.copy`."""
         for name, _ in self.names:
             place, size = self.share(name, source, 1)
             self.cuda.copy(self.share(name, target, 1)[0], place, size, self.stream)
         self.past_length[target] = self.past_length[source]
 
     def view(self, lane: int) -> None:
-        """See `ModelState.view`: state is on the GPU."""
+        """Return None, because the state is on the GPU."""
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """A copy of every state tensor, by its input name."""
-        found = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._tensors.items()}
-        for name, array in found.items():
+        """Return a copy of every state tensor by its input name."""
+        arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._tensors.items()}
+        for name, array in arrays.items():
             self.cuda.copy(array.ctypes.data, self.state.pointer(name), array.nbytes, self.stream)
         self.cuda.synchronize(self.stream)
-        return found
+        return arrays
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Take over a state, and the tokens that each lane has seen [lanes, 1]."""
-        held = {name: np.ascontiguousarray(array) for name, array in state.items()}
-        for name, array in held.items():
+        """Overwrite the first lanes; see `ModelState.set_state`."""
+        arrays = {name: np.ascontiguousarray(array) for name, array in state.items()}
+        for name, array in arrays.items():
             self.cuda.copy(self.state.pointer(name), array.ctypes.data, array.nbytes, self.stream)
         self.cuda.synchronize(self.stream)
         self.past_length[: len(past_length)] = past_length
 
 
 class _Phase:
-    """The decoder for calls of one token (decode), or of up to `tokens` (prefill): a context, and staging in
-    page-locked memory. Decode is one CUDA graph: its copies and its enqueues, that for the largest logits among them;
-    whole rows are fetched one by one (`Rows`)."""
+    """The decoder for calls of one token (decode) or of up to `tokens` tokens (prefill).
+
+    It has an execution context, and staging memory that is page-locked. Decode is one CUDA graph of its copies and
+    engine runs, those for the largest logits included. Whole rows of logits are fetched one by one (`Rows`).
+    """
 
     def __init__(self, backend: TensorRTState, tokens: int) -> None:
         engines, lanes = backend.engines, backend.lanes
         self.backend, self.tokens = backend, tokens
         self.cuda, self.stream = backend.cuda, backend.stream
         rows = tokens if engines.all_logits else 1
-        one = ((lanes, 1), np.int64)
+        per_lane = ((lanes, 1), np.int64)
         self.inputs = Arena(
-            self.cuda, {"input_ids": ((lanes, tokens), np.int64), "query_length": one, "past_length": one}, pinned=True
+            self.cuda,
+            {"input_ids": ((lanes, tokens), np.int64), "query_length": per_lane, "past_length": per_lane},
+            pinned=True,
         )
         self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
-        self.length = Arena(self.cuda, {"present_length": one})  # known here too, and read by nobody
+        self.length = Arena(self.cuda, {"present_length": per_lane})  # unused: the host counts lengths
         self.context = engines.context(engines.decoder, DECODE if tokens == 1 else PREFILL, self.stream)
-        self.found: Arena | None = None
+        self.largest: Arena | None = None
         if tokens == 1 and engines.top_logits is not None:
             self._find_top_logits(engines, lanes)
         self._bound = (0, 0, 0)  # tokens, first lane, lanes
@@ -227,31 +244,31 @@ class _Phase:
         self._after: list[Copy] = []
         self._replay = engines.replay(self.stream, "decode")
 
-    def _find_top_logits(self, engines: Engines, lanes: int) -> None:
-        """Put the engine that finds them after the decoder, over the same logits."""
+    def _find_top_logits(self, engines: LoadedModel, lanes: int) -> None:
+        """Add the engine that finds the largest logits after the decoder, over the same logits."""
         shape = (lanes, 1, engines.top_count)
-        found = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
-        self.found = Arena(self.cuda, found, pinned=True)
+        tensors = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
+        self.largest = Arena(self.cuda, tensors, pinned=True)
         self.finder = engines.context(engines.top_logits, 0, self.stream)
-        for name in found:
-            bind(self.finder, name, self.found.pointer(name))
+        for name in tensors:
+            bind(self.finder, name, self.largest.pointer(name))
 
     def top_logits(self, lane: int) -> TopLogits | None:
-        """See `Rows.top_logits`."""
-        if self.found is None:
+        """Return the largest logits of a lane; see `Rows.top_logits`."""
+        if self.largest is None:
             return None
-        values, ids, mass = (self.found.array(name)[lane, 0] for name in ("values", "ids", "mass"))
+        values, ids, mass = (self.largest.array(name)[lane, 0] for name in ("values", "ids", "mass"))
         return TopLogits(ids, values, float(mass[0]), self.backend.engines.vocabulary)
 
     def row(self, lane: int) -> NDArray[np.float32]:
-        """See `Rows.row`."""
+        """Return all logits of a lane; see `Rows.row`."""
         row: NDArray[np.float32] = self.outputs.array("logits")[lane, 0]
         self.cuda.copy(row.ctypes.data, self.outputs.pointer("logits") + lane * row.nbytes, row.nbytes, self.stream)
         self.cuda.synchronize(self.stream)
         return row
 
     def logits(self, count: int, width: int) -> NDArray[np.float32]:
-        """Logits [count, 1 or width, vocabulary] of the last call, in memory that the next one overwrites."""
+        """Return the logits [count, 1 or width, vocabulary] of the last call; the next call overwrites them."""
         rows = width if self.backend.engines.all_logits else 1
         logits = self.outputs.array("logits", (count, rows, self.backend.engines.vocabulary))
         self.cuda.copy(logits.ctypes.data, self.outputs.pointer("logits"), logits.nbytes, self.stream)
@@ -265,25 +282,32 @@ class _Phase:
         past_length: NDArray[np.int64],
         first: int,
     ) -> None:
-        """Enqueue the call; `inputs` may be written again after a wait for it."""
+        """Enqueue a call; `inputs` may be written again after a wait for the stream.
+
+        Args:
+            input_ids: [n, T] token ids.
+            query_length: [n, 1], the number of real tokens of each lane.
+            past_length: [n, 1], the number of tokens that each lane has seen.
+            first: The first lane.
+        """
         count, width = input_ids.shape
         if (width, first, count) != self._bound:
             self._bind(width, first, count)
         for name, array in (("input_ids", input_ids), ("query_length", query_length), ("past_length", past_length)):
             self.inputs.array(name, array.shape)[...] = array
-        # Prompts change their shapes; weights that travel are copied outside of the stream.
+        # The shapes of prompts change, and streamed weights are copied outside of the stream.
         if self.tokens > 1 or self.backend.engines.streams_weights:
             self._enqueue()
         else:
             self._replay(self._enqueue)
 
     def _bind(self, width: int, first: int, count: int) -> None:
-        """Bind everything for calls of these lanes; a CUDA graph of other ones is of no more use."""
+        """Bind all tensors for calls of these lanes; a CUDA graph for other lanes is discarded."""
         backend = self.backend
         for name in ("input_ids", "query_length", "past_length"):
             bind(self.context, name, self.inputs.pointer(name), input_shape(backend.plan, name, count, width))
         bind(self.context, "logits", self.outputs.pointer("logits"))
-        if self.found is not None:
+        if self.largest is not None:
             bind(self.finder, "logits", self.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
         bind(self.context, "present_length", self.length.pointer("present_length"))
         in_place = backend.engines.in_place["decoder"]
@@ -300,14 +324,17 @@ class _Phase:
         self.backend.enqueue(self._before)
         self.backend.engines.enqueue(self.context, self.stream)
         self.backend.enqueue(self._after)
-        if self.found is not None:
+        if self.largest is not None:
             self.backend.engines.enqueue(self.finder, self.stream)
-            self.found.download(self.stream)
+            self.largest.download(self.stream)
 
 
 class _Merge:
-    """The merge of some lanes: a context of its own, because a CUDA graph is of the shapes that its context had, and
-    the CUDA graph of its copies and its run, for as long as they are the same lanes."""
+    """The merge of some lanes.
+
+    It has an execution context of its own, because a CUDA graph has the shapes that its context had. The CUDA graph of
+    its copies and its run is kept while the lanes stay the same.
+    """
 
     def __init__(self, backend: TensorRTState) -> None:
         self.backend, engines = backend, backend.engines
@@ -321,7 +348,7 @@ class _Merge:
         self._replay = engines.replay(backend.stream, "merging")
 
     def run(self, first: int, last: int) -> None:
-        """Enqueue it."""
+        """Enqueue the merge of lanes first <= lane < last."""
         if (first, last) != self._bound:
             backend = self.backend
             self._before, self._after = backend.bind_lanes(

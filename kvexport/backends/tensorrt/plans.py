@@ -1,4 +1,4 @@
-"""An artifact's TensorRT engines, opened from their plans, and contexts of them."""
+"""An artifact's TensorRT engines, opened from their plans, and execution contexts of them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ _OPERATOR = {"decoder": "VoteAttention", "merge": "MergeCache"}
 
 
 class Plans:
-    """The engines of one artifact, opened; they hold the weights once.
+    """The opened engines of one artifact, with one copy of the weights.
 
-    Raises EnvironmentProblem: no driver, GPU, TensorRT or plugin; a plan of another TensorRT, GPU or plugin version.
-    ArtifactError: the artifact has no engines, or a plan is not what its digest says (it is then not opened: a plan is
-    native code).
+    Raises:
+        EnvironmentProblem: If there is no driver, GPU, TensorRT or plugin, or a plan is for another TensorRT, GPU or
+            plugin version.
+        ArtifactError: If the artifact has no engines, or a plan does not have its digest. Such a plan is not opened,
+            because a plan is native code.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         engines = engine_record(path, manifest)
         if engines is None:
             raise ArtifactError(
-                f"{path} has graphs and no engines yet",
+                f"{path} has ONNX graphs but no engines yet",
                 f"kvexport build --from {path}, on the machine that is to run it",
             )
         self.cuda = Cuda()
@@ -43,8 +45,8 @@ class Plans:
         if engines.plugin_version is not None and not options.embed_plugin:
             register(self.trt)
         self._runtime = self.trt.Runtime(self.log)
-        # What is version-compatible carries a runtime of its own, and perhaps the plugins: host code, whose digest is
-        # checked below.
+        # A version-compatible plan contains a runtime of its own, and perhaps the plugins. This is host code, whose
+        # digest is checked below.
         self._runtime.engine_host_code_allowed = options.version_compatible
         self.decoder = self._open(path, manifest, engines.decoder)
         self.merge = self._open(path, manifest, engines.merge) if engines.merge else None
@@ -59,8 +61,15 @@ class Plans:
         self.prefill_chunk = manifest.limits.prefill_chunk
 
     def context(self, engine: Any, profile: int, stream: Any, memory: int | None = None) -> Any:
-        """A context of one of them, with memory of its own for this profile; or over `memory`, an address of
-        `device_memory_size_v2` bytes, for contexts that run one after another."""
+        """Return an execution context of an engine.
+
+        Args:
+            engine: The engine.
+            profile: The optimization profile.
+            stream: The stream of its runs.
+            memory: An address of `device_memory_size_v2` bytes, for contexts that run one after another; None to
+                allocate memory for this profile.
+        """
         allocated = self.trt.ExecutionContextAllocationStrategy
         context = engine.create_execution_context(
             allocated.ON_PROFILE_CHANGE if memory is None else allocated.USER_MANAGED
@@ -69,7 +78,7 @@ class Plans:
             context.set_device_memory(memory, engine.device_memory_size_v2)
         if context is None or not context.set_optimization_profile_async(profile, int(stream)):
             raise EnvironmentProblem(
-                f"TensorRT makes no context of an engine: {self._last_errors()}",
+                f"TensorRT cannot create an execution context: {self._last_errors()}",
                 "smaller limits.max_batch or cache.budget",
             )
         self.cuda.synchronize(stream)
@@ -80,11 +89,16 @@ class Plans:
         if not context.execute_async_v3(int(stream)):
             raise KvexportError(f"TensorRT did not run an engine: {self._last_errors()}")
 
-    def replay(self, stream: Any, what: str) -> Replay:
-        """Work for a stream that becomes a CUDA graph; where it cannot, the log says so of `what`."""
+    def replay(self, stream: Any, label: str) -> Replay:
+        """Return repeated work of a stream, which becomes a CUDA graph.
+
+        Args:
+            stream: The stream.
+            label: The name of the work in the log if it cannot become a CUDA graph.
+        """
 
         def warn(why: str) -> None:
-            self.log.lines.append(f"[WARNING] {what} runs without a CUDA graph: {why}")
+            self.log.lines.append(f"[WARNING] {label} runs without a CUDA graph: {why}")
 
         return Replay(self.cuda, stream, warn)
 
@@ -102,12 +116,12 @@ class Plans:
 
 
 def names(engine: Any) -> list[str]:
-    """Of an engine's inputs and outputs."""
+    """Return the names of an engine's inputs and outputs."""
     return [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 
 
 def bind(context: Any, name: str, address: int, shape: tuple[int, ...] | None = None) -> None:
-    """A tensor's address and, of an input, its shape."""
+    """Set a tensor's address and, for an input, its shape."""
     if shape is not None and not context.set_input_shape(name, shape):
         raise KvexportError(f"the engine does not take {name} of shape {shape}")
     if not context.set_tensor_address(name, address):

@@ -1,6 +1,6 @@
-"""The plugin library: VoteAttention and MergeCache as TensorRT plugins, where it was built.
+"""The library of the TensorRT plugins VoteAttention and MergeCache.
 
-Without it, or for a node it does not take, an engine is built from the function that the graph carries.
+Without it, or for a node that it does not take, an engine is built from the function that the ONNX graph contains.
 """
 
 from __future__ import annotations
@@ -27,48 +27,59 @@ BUILD = (
 
 
 def library() -> Path | None:
-    """The library to register, None where there is none. The variable KVEXPORT_TENSORRT_PLUGIN names another one, or is
-    ``off``."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked == "off":
+    """Return the library to register, or None.
+
+    The environment variable KVEXPORT_TENSORRT_PLUGIN names another library, or is ``off``.
+    """
+    setting = os.environ.get(VARIABLE, "")
+    if setting == "off":
         return None
-    path = Path(asked) if asked else native_folder() / NAME
+    path = Path(setting) if setting else native_folder() / NAME
     return path if path.is_file() else None
 
 
 def why_no_library() -> tuple[str, str]:
-    """Why there is none to register, and the line that changes it."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked:
+    """Return why there is no library to register, and the line that changes it."""
+    setting = os.environ.get(VARIABLE, "")
+    if setting:
         return (
-            f"switched off by {VARIABLE}" if asked == "off" else f"{VARIABLE}={asked} is no file",
+            f"switched off by {VARIABLE}" if setting == "off" else f"{VARIABLE}={setting} is no file",
             f"unset {VARIABLE}",
         )
     return "the TensorRT plugins are not built", BUILD
 
 
 def what_building_lacks() -> str | None:
-    """What `BUILD` would miss here (TensorRT's headers, CUDA's, nvcc), with the line that gets it; None where nothing
-    is missing, or there is no checkout to build from."""
+    """Return what a build of the library lacks here, with the line that gets it.
+
+    These may be TensorRT's headers, CUDA's headers or nvcc. The result is None if nothing is missing, or there is no
+    checkout to build from.
+    """
     root = checkout()
     if root is None:
         return None
     command = [sys.executable, str(root / "plugins" / "build.py"), "tensorrt", "--check"]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip()
-    return said.partition(" was not built: ")[2] or None
+    message = subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip()
+    return message.partition(" was not built: ")[2] or None
 
 
 def register(trt: Any) -> Path | None:
-    """Register the library with TensorRT's own registry; its path, None where the plugins were there already (in a
-    plan, or registered before). Raises EnvironmentProblem: no library, one that TensorRT refuses, plugins of another
-    version."""
+    """Register the library with TensorRT's plugin registry.
+
+    Returns:
+        The path of the library; None if the plugins were registered already, by a plan or by an earlier call.
+
+    Raises:
+        EnvironmentProblem: If there is no library, TensorRT refuses it, or it has plugins of another version.
+    """
     registry = trt.get_plugin_registry()
     if not _missing(registry):
         return None
     path = library()
     if path is None:
         raise EnvironmentProblem(*why_no_library())
-    # Failing is None without an exception, and so is loading twice: what counts is what the registry then has.
+    # load_library returns None, without an exception, if it fails and if the library is loaded already. The registry's
+    # contents decide.
     handle = registry.load_library(str(path.resolve()))
     if missing := _missing(registry):
         others = sorted(
@@ -79,10 +90,10 @@ def register(trt: Any) -> Path | None:
             }
         )
         if others:
-            found = f"it has {', '.join(others)}, this kvexport needs version {VERSION}"
+            reason = f"it has {', '.join(others)}, this kvexport needs version {VERSION}"
         else:
-            found = "TensorRT refused it" if handle is None else f"it has no {' and no '.join(missing)}"
-        raise EnvironmentProblem(f"{path} gives no plugins that can be used: {found}", f"{BUILD}; or {VARIABLE}=off")
+            reason = "TensorRT refused it" if handle is None else f"it has no {' and no '.join(missing)}"
+        raise EnvironmentProblem(f"{path} provides no usable plugins: {reason}", f"{BUILD}; or {VARIABLE}=off")
     return path
 
 
@@ -91,11 +102,18 @@ def _missing(registry: Any) -> list[str]:
 
 
 def refusal(trt: Any, node: Any) -> str | None:
-    """Why the plugin of `node` (an onnx.NodeProto) would not take it, None where it does; the registered creator is
-    asked for an instance with the fields that TensorRT's parser makes of the node's attributes."""
+    """Return why the plugin does not take a node, or None if it does.
+
+    The registered creator is asked for an instance with the fields that TensorRT's parser derives from the node's
+    attributes.
+
+    Args:
+        trt: The module tensorrt.
+        node: The node, an onnx.NodeProto.
+    """
     operator = {"VoteAttention": VOTE_ATTENTION, "MergeCache": MERGE_CACHE}[node.op_type]
     if len(node.input) > len(operator.inputs):
-        return f"the plugin does not take a method that keeps state of its own, {node.input[-1].rpartition('.')[2]}"
+        return f"the plugin does not take a method that keeps extra state, {node.input[-1].rpartition('.')[2]}"
     creator = trt.get_plugin_registry().get_creator(node.op_type, VERSION, NAMESPACE)
     fields = [field for attribute in node.attribute if (field := _field(trt, attribute)) is not None]
     if (
@@ -109,7 +127,7 @@ def refusal(trt: Any, node: Any) -> str | None:
 
 
 def _field(trt: Any, attribute: Any) -> Any:
-    """An attribute as the parser hands it over: float32, int32, text."""
+    """Return an attribute in the form that the parser passes to a plugin: float32, int32 or text."""
     import numpy as np
     from onnx import AttributeProto
 

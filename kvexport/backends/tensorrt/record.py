@@ -1,4 +1,4 @@
-"""What an artifact's manifest says of its TensorRT engines."""
+"""The entry of an artifact's manifest about its TensorRT engines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,18 @@ NAME = "tensorrt"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
-    """Plans by file name, merge and top_logits None where there is none; the TensorRT that built them, for which GPU;
-    version of the plugins that they hold, None for none; why operators run from their functions, by operator; options:
-    the recipe's."""
+    """The TensorRT engines of an artifact.
+
+    Attributes:
+        decoder: The file of the decoder's plan.
+        merge: The file of the merge's plan, or None.
+        top_logits: The file of the plan that finds the largest logits, or None.
+        tensorrt: The version of TensorRT that built the plans.
+        gpu: The GPU that they were built for.
+        plugin_version: The version of the plugins in the plans, or None without plugins.
+        functions: For each operator that runs from its function, the reason.
+        options: The recipe's options.
+    """
 
     decoder: str
     merge: str | None
@@ -31,13 +40,16 @@ class EngineRecord:
     options: TensorRTSection
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the record in the form that the manifest contains."""
         return {**asdict(self), "options": self.options.model_dump(mode="json")}
 
 
 def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
-    """The record of the artifact `root`; None where it has no engines. Raises ArtifactError naming a field that is
-    wrong, or a plan that is no file of the artifact."""
+    """Return the record of the artifact in folder `root`; None if it has no engines.
+
+    Raises:
+        ArtifactError: If a field is wrong, or a plan is not a file of the artifact.
+    """
     if NAME not in manifest.engines:
         return None
     place = f"engines.{NAME}"
@@ -49,16 +61,25 @@ def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
 
 
 def check_plan(engines: EngineRecord, version: str, gpu: Gpu) -> None:
-    """Raises EnvironmentProblem where plans that `engines` describes were built for another TensorRT or another GPU."""
+    """Check that plans run on this machine.
+
+    Args:
+        engines: The record of the plans.
+        version: The version of TensorRT on this machine.
+        gpu: The GPU of this machine.
+
+    Raises:
+        EnvironmentProblem: If the plans were built for another TensorRT or another GPU.
+    """
     built, options = engines.tensorrt, engines.options
-    ours, theirs = version_of(version), version_of(built)
+    present, required = version_of(version), version_of(built)
     if options.version_compatible:
-        if ours < theirs:
+        if present < required:
             raise EnvironmentProblem(
                 f"the plan was built by TensorRT {built} and runs on it or a later one, this is {version}",
                 f"upgrade TensorRT, or {REBUILD}",
             )
-    elif ours != theirs:
+    elif present != required:
         raise EnvironmentProblem(
             f"the plan was built by TensorRT {built} and runs on no other, this is {version}",
             f"{REBUILD}; backend.tensorrt.version_compatible=true makes plans that run on later versions",

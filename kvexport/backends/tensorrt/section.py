@@ -1,4 +1,4 @@
-"""What a recipe may say of TensorRT."""
+"""The recipe keys of TensorRT."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ class TensorRTSection(RecipeSection):
 
     plugin: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="VoteAttention and MergeCache as plugins: where their library is (auto), always, or never; without "
-        "plugins engines hold the ONNX graph's functions.",
+        description="Use of plugins for VoteAttention and MergeCache. auto: if the library exists; always; never, "
+        "when engines contain the functions of the ONNX graph.",
     )
     version_compatible: bool = Field(
-        False, description="Plans run on later versions of TensorRT too, and on the lean runtime."
+        False, description="Whether plans also run on later versions of TensorRT, and on the lean runtime."
     )
     hardware_compatible: Literal["none", "same_compute_capability", "ampere_plus"] = Field(
-        "none", description="On which other GPUs plans run."
+        "none", description="The other GPUs on which plans run."
     )
     weight_streaming: int | None = Field(
         None,
         ge=0,
-        description="Bytes of weights that stay on the GPU, the others are copied at every call; null: all stay.",
+        description="Bytes of weights that stay on the GPU; the others are copied at every call; null: all stay.",
     )
-    refit: bool = Field(False, description="The weights of a plan can be replaced.")
-    embed_plugin: bool = Field(False, description="Plans carry the plugin library.")
-    alias_state: bool = Field(False, description="The plugins declare that present is past.")
+    refit: bool = Field(False, description="Whether the weights of a plan can be replaced.")
+    embed_plugin: bool = Field(False, description="Whether plans contain the plugin library.")
+    alias_state: bool = Field(
+        False, description="Whether the plugins declare that past and present state are the same memory."
+    )
     workspace: int | None = Field(
-        None, ge=1, description="Most bytes of scratch memory for a layer; null: all of the GPU's."
+        None, ge=1, description="The most bytes of scratch memory for a layer; null: all memory of the GPU."
     )
     optimization_level: int = Field(3, ge=0, le=5, description="0 builds fastest, 5 runs fastest.")
 
@@ -47,12 +49,12 @@ class TensorRTSection(RecipeSection):
 
 
 class Section(RecipeSection):
-    """Keys of `backend:`."""
+    """The keys that TensorRT adds to `backend:`."""
 
     tensorrt: TensorRTSection = Field(TensorRTSection(), description="How TensorRT engines are built.")
 
 
 def of(recipe: Recipe) -> Section:
-    """What a recipe says of this backend."""
+    """Return the keys of this backend in a recipe."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend

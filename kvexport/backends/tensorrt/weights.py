@@ -1,9 +1,8 @@
-"""Packed weights as TensorRT takes them: signed numbers of 4 bits in blocks of 64 or 128 inputs, each with a scale
-above 0, and nothing beside it.
+"""The packed weights that TensorRT supports: signed 4-bit numbers in blocks of 64 or 128 inputs with scales above 0.
 
-IDequantizeLayer has no blocks of INT8, its zero points are 0 and its scales strictly positive (NvInfer.h of 11.1); the
-sizes of blocks are those of its documentation of quantization schemes; its parser has no BitShift, by which a packed
-embedding is read.
+IDequantizeLayer has no blocks of INT8, its zero points are 0 and its scales are strictly positive (NvInfer.h of 11.1).
+The block sizes are those of its documentation of quantization schemes. TensorRT's parser has no BitShift, which a
+packed embedding needs.
 """
 
 from __future__ import annotations
@@ -24,35 +23,49 @@ FIX = "--set weights.bits=4 --set weights.group=128 --set weights.symmetric=true
 
 
 def problem(dtype: str, group: int, *, has_offset: bool, picked: bool = False) -> str:
-    """Why TensorRT does not take a weight of this type with a scale for each `group` inputs; empty where it does.
-    has_offset: zero points or minima stand beside the scales. picked: single rows of it are read."""
+    """Return why TensorRT does not take a packed weight; empty if it does.
+
+    Args:
+        dtype: int4, uint4, int8 or uint8.
+        group: The number of inputs that share a scale.
+        has_offset: Whether the scales are accompanied by zero points or minima.
+        picked: Whether single rows are read.
+    """
     if picked:
         return "TensorRT does not pick rows of packed weights"
     if dtype != "int4" or has_offset:
-        return "TensorRT takes groups of int4 alone, without zero points and minima"
+        return "TensorRT takes only int4, without zero points and minima"
     if group not in BLOCKS:
-        return f"TensorRT takes groups of {' and '.join(map(str, BLOCKS))} alone"
+        return f"TensorRT takes only groups of {' and '.join(map(str, BLOCKS))} inputs"
     return ""
 
 
 def require_taken(model: onnx.ModelProto, folder: Path) -> None:
-    """Raises UsageError for a packed weight of a graph that TensorRT does not take. folder: of its external data."""
+    """Check that TensorRT takes every packed weight of a graph.
+
+    Args:
+        model: The ONNX graph.
+        folder: The folder of its external data.
+
+    Raises:
+        UsageError: If it does not take one.
+    """
     import onnx
 
-    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     cast_of = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Cast"}
     for node in model.graph.node:
         if node.op_type != "DequantizeLinear":
             continue
         weight, scale, *zero = node.input
-        dtype = onnx.TensorProto.DataType.Name(held[weight].data_type).lower()
+        dtype = onnx.TensorProto.DataType.Name(tensors[weight].data_type).lower()
         group = next((a.i for a in node.attribute if a.name == "block_size"), 0)
         why = problem(dtype, group, has_offset=bool(zero))
-        if not why and not (_values(held[cast_of.get(scale, scale)], folder) > 0).all():
-            why = "TensorRT takes scales above 0 alone"
+        if not why and not (_values(tensors[cast_of.get(scale, scale)], folder) > 0).all():
+            why = "TensorRT takes only scales above 0"
         if why:
             raise UsageError(
-                f"{weight} is of {dtype} in groups of {group}: {why}",
+                f"{weight} has {dtype} numbers in groups of {group}: {why}",
                 "kvexport build --recipe NAME --backend tensorrt, without --from, which keeps such weights in floats",
             )
 
@@ -61,28 +74,31 @@ def _values(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:
     import onnx
 
     copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)  # which then holds its data
+    copy.CopyFrom(tensor)  # to_array loads external data into its argument
     return onnx.numpy_helper.to_array(copy, str(folder))
 
 
 def with_typed_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """`model`, changed: a DequantizeLinear gives what the CastLike behind it made of its float32, which is left out. Of
-    scales in float16 the values are the same: the product of 4 bits and 11 is exact in float32. Scales in float16 of a
-    weight in float32 are cast, because these have to be of the type that is made."""
+    """Change every DequantizeLinear of `model` to return the final type directly, and return `model`.
+
+    The CastLike after its float32 result is removed. With float16 scales the values stay the same, because the product
+    of 4 bits and 11 bits is exact in float32. float16 scales of a float32 weight are cast, because scales must have the
+    result's type.
+    """
     import onnx
 
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
     graph = model.graph
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
     types |= {value.name: value.type.tensor_type.elem_type for value in graph.input}
-    made = {output: node for node in graph.node for output in node.output}
+    producers = {output: node for node in graph.node for output in node.output}
     kept, casts = [], []
     for node in graph.node:
-        weight = made.get(node.input[0]) if node.op_type == "CastLike" else None
+        weight = producers.get(node.input[0]) if node.op_type == "CastLike" else None
         if weight is None or weight.op_type != "DequantizeLinear":
             kept.append(node)
             continue
-        dtype = _type_of(node.input[1], made, types)
+        dtype = _type_of(node.input[1], producers, types)
         next(a for a in weight.attribute if a.name == "output_dtype").i = dtype
         weight.output[0] = node.output[0]
         scale = weight.input[1]
@@ -94,10 +110,10 @@ def with_typed_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def _type_of(value: str, made: Mapping[str, onnx.NodeProto], types: Mapping[str, int]) -> int:
-    """The type of a value of the graph, by way of what it is computed from: rows keep theirs until a Cast."""
+def _type_of(value: str, producers: Mapping[str, onnx.NodeProto], types: Mapping[str, int]) -> int:
+    """Return the type of a value of the graph by following the nodes that compute it; gathered rows keep their type."""
     while value not in types:
-        node = made[value]
+        node = producers[value]
         if node.op_type == "Cast":
             return int(next(a.i for a in node.attribute if a.name == "to"))
         value = node.input[1 if node.op_type in ("CastLike", "Where") else 0]

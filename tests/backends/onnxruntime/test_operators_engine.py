@@ -94,7 +94,7 @@ def test_inspect_says_where_an_operator_runs_and_why(
     assert here["VoteAttention"] == {"native": True, "detail": isa}
     assert here["MergeCache"] == {
         "native": False,
-        "detail": "the method cam has no native kernel: it is no merge policy",
+        "detail": "the method cam has no native kernel: it has no merge policy",
     }
     assert f"VoteAttention native, {isa}" in shown
     assert "MergeCache function: the method cam has no native kernel" in shown

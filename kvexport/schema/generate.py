@@ -1,9 +1,11 @@
 """Generate the files that are derived from the schema: ``python -m kvexport.schema.generate``.
 
-With ``--check`` no file is written, and the exit code is 1 if one is not current. The files are plugins/abi/kvexport.h
-(the structs of the calls), plugins/abi/attributes.h (the names of a node's attributes, and functions that read them
-into the structs), and the tables of docs/reference/contract.md, between ``<!-- schema: NAME -->`` and ``<!-- schema end
--->``.
+With ``--check`` no file is written, and the exit code is 1 if one is not current. The files are:
+
+- plugins/abi/kvexport.h: the structs of the calls.
+- plugins/abi/attributes.h: the names of a node's attributes, and functions that read them into the structs.
+- plugins/math/policy.h: the policies that the kernels support.
+- docs/reference/contract.md: its tables, between ``<!-- schema: NAME -->`` and ``<!-- schema end -->``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.layout import MAX_STATISTICS, TYPES, Field, enumerations, scalars, structs
 from kvexport.schema.operators import LINEAR_ATTRIBUTES, MERGE_CACHE, VOTE_ATTENTION, schema_digest
-from kvexport.schema.policy import FIT, POLICY
+from kvexport.schema.policy import FIT, NEEDS_FIT, POLICY, REQUIREMENTS, MergePolicy
 from kvexport.schema.state import INT4, SCALES, STATE, StateTensor
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,8 +56,12 @@ def header() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _constant(prefix: str, word: str) -> str:
+    return f"KV_{prefix}_{word}".replace("__", "_").upper()
+
+
 def _enum(prefix: str, words: Iterable[str]) -> str:
-    names = [f"KV_{prefix}_{word}".replace("__", "_").upper() for word in words]
+    names = [_constant(prefix, word) for word in words]
     text = "enum { " + ", ".join(f"{name} = {i}" for i, name in enumerate(names)) + " };"
     return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
@@ -126,6 +132,36 @@ def _read(a: Attribute) -> list[str]:
     return [read, f'  check(node, {test}, "{a.name}", x.{a.name}, "{a.bounds or "a number"}");']
 
 
+def policy_check() -> str:
+    """Return the text of plugins/math/policy.h."""
+    lines = [
+        "// Which combinations of merge policy fields the native kernels support (kvexport/schema/policy.py).",
+        WRITTEN,
+        '#pragma once\n\n#include "../abi/kvexport.h"\n\nnamespace kv {\n',
+        "// Returns why the kernels do not support this policy, or nullptr if they do. has_queries: whether the call",
+        "// has reference queries.",
+        "inline const char* policy_problem(const KvMergePolicy& p, bool has_queries = false) {",
+        '  if (!(p.votes_max >= 1.0f)) return "votes_max is below 1";',
+        f'  if (p.share_pairs) return "{MergePolicy(share_pairs=True).why_not_native}";',
+    ]
+    for rule in REQUIREMENTS:
+        broken = " && ".join(_differs(rule.other, value) for value in rule.allowed)
+        lines += [f"  if (p.{rule.field} == {_constant(rule.field, rule.value)} && {broken})"]
+        lines += [f'    return "{rule.problem}";']
+    lines += [
+        f'  if (p.select == KV_SELECT_ATTENDED && !has_queries)\n    return "{NEEDS_FIT}";',
+        "  return nullptr;",
+        "}\n",
+    ]
+    return "\n".join(lines) + "\n}  // namespace kv\n"
+
+
+def _differs(field: str, value: str | bool) -> str:
+    if isinstance(value, bool):
+        return f"{'!' * value}p.{field}"
+    return f"p.{field} != {_constant(field, value)}"
+
+
 def tables() -> dict[str, str]:
     """Return the tables of docs/reference/contract.md by name."""
     return {
@@ -186,6 +222,7 @@ def contract(text: str) -> str:
 FILES: dict[str, Callable[[str], str]] = {
     "plugins/abi/kvexport.h": lambda _: header(),
     "plugins/abi/attributes.h": lambda _: reader(),
+    "plugins/math/policy.h": lambda _: policy_check(),
     "docs/reference/contract.md": contract,
 }
 

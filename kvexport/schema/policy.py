@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvexport.schema.attribute import Attribute
 
@@ -29,6 +29,30 @@ def _count(default: int, meaning: str, least: int = 1) -> Any:
 
 def _switch(meaning: str) -> Any:
     return field(default=False, metadata={"kind": "bool", "meaning": meaning})
+
+
+class Requirement(NamedTuple):
+    """A policy whose `field` has `value` needs `other` to be one of `allowed`."""
+
+    field: str
+    value: str
+    other: str
+    allowed: tuple[Any, ...]
+
+    @property
+    def problem(self) -> str:
+        """The message for a policy that breaks the rule, in Python and in the kernels."""
+        allowed = " or ".join(str(value).lower() for value in self.allowed)
+        return f"{self.field} is {self.value}, which needs {self.other} to be {allowed}"
+
+
+REQUIREMENTS = (
+    Requirement("order", "nearest", "merge", ("zip", "running_mean")),
+    Requirement("order", "least_error", "merge", ("zip", "running_mean")),
+    Requirement("order", "least_error", "measure", ("distance",)),
+    Requirement("merge", "pair", "merged_last", (False,)),
+)
+NEEDS_FIT = "select is attended, which needs the reference queries of a fit"
 
 
 @dataclass(frozen=True)
@@ -122,15 +146,12 @@ class MergePolicy:
         for attribute in POLICY:
             if problem := attribute.problem(getattr(self, attribute.name)):
                 raise ValueError(problem)
-        if self.order != "lowest" and self.merge not in ("zip", "running_mean"):
-            raise ValueError(f"order is {self.order}, which needs a merge by nearness; merge is {self.merge}")
-        if self.order == "least_error" and self.measure != "distance":
-            raise ValueError(f"order is least_error, which needs the measure distance; it is {self.measure}")
-        if self.merge == "pair" and self.merged_last:
-            raise ValueError("merged_last has no meaning when merge is pair")
+        for rule in REQUIREMENTS:
+            if getattr(self, rule.field) == rule.value and getattr(self, rule.other) not in rule.allowed:
+                raise ValueError(rule.problem)
         if self.fit is None:
             if self.select == "attended":
-                raise ValueError("select is attended, which needs the reference queries of a fit")
+                raise ValueError(NEEDS_FIT)
             return
         for attribute in FIT:
             if problem := attribute.problem(getattr(self.fit, attribute.name)):

@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+#include "../abi/kvexport.h"
+
 #ifdef __CUDACC__
 #define KV_HD __host__ __device__ __forceinline__
 #else
@@ -16,21 +18,11 @@ namespace kv {
 // section 3).
 constexpr float kLogZero = -1e30f;
 
-enum StatisticKind { kNone = 0, kLogEma = 1, kProbability = 2 };
-
-// One statistic of VoteAttention, as kvexport/methods/slots.py defines it.
-struct Statistic {
-  int kind;
-  float decay;
-  int window;
-  float recency_weight;
-};
-
 // Returns how many of the n queries of a call the statistic counts: the latest `window`, or all where window is 0.
-KV_HD int counted_queries(const Statistic& s, int n) { return s.window == 0 || n < s.window ? n : s.window; }
+KV_HD int counted_queries(const KvStatistic& s, int n) { return s.window == 0 || n < s.window ? n : s.window; }
 
 // Returns ln of the weight of the query `back` places before the newest one of a call that counts `counted` queries.
-KV_HD float log_query_weight(const Statistic& s, int back, int counted) {
+KV_HD float log_query_weight(const KvStatistic& s, int back, int counted) {
   if (back < 0 || back >= counted) return kLogZero;
   float log_weight = static_cast<float>(back) * logf(s.decay);
   if (s.recency_weight != 1.0f) {

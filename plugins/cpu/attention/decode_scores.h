@@ -42,13 +42,12 @@ struct DecodeScores : Attention<K, V> {
         continue;
       }
       if (s.kind == KV_STATISTIC_PROBABILITY) {
-        const Statistic rule{s.kind, s.decay, s.window, s.recency_weight};
-        const int all = rows_of(x), counted = counted_queries(rule, x.n), first = (x.n - counted) * group;
+        const int all = rows_of(x), counted = counted_queries(s, x.n), first = (x.n - counted) * group;
         const float decay = std::pow(s.decay, static_cast<float>(counted));
         float* factor = scratch.reserve(all);
         for (int g = first; g < all; ++g)
           factor[g] =
-              share[g] * std::exp(log_query_weight(rule, x.n - 1 - g / group, counted)) / static_cast<float>(group);
+              share[g] * std::exp(log_query_weight(s, x.n - 1 - g / group, counted)) / static_cast<float>(group);
         int c = from;
         for (; c + W <= min_of(to, x.used); c += W) {
           vf received{};

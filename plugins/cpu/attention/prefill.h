@@ -257,8 +257,7 @@ struct Prefill : PrefillScores<K, V> {
       }
       for (int k = 0; k < a.statistics; ++k) {
         const KvStatistic& s = a.statistic[k];
-        const Statistic statistic{s.kind, s.decay, s.window, s.recency_weight};
-        const float weight = log_query_weight(statistic, x.n - 1 - t, counted_queries(statistic, x.n));
+        const float weight = log_query_weight(s, x.n - 1 - t, counted_queries(s, x.n));
         if (weight == kLogZero) continue;
         const float rate = s.kind == KV_STATISTIC_LOG_EMA ? std::log(1.0f - s.decay) : 0.0f;
         p.log_share.get()[k * p.padded + r] = weight + rate - std::log(static_cast<float>(group));

@@ -25,7 +25,7 @@ struct PrefillScores : Attention<K, V> {
   // and of those that count.
   struct Standing {
     Scratch<float> whole_, counted_;
-    Standing(const Statistic& s, int n) {
+    Standing(const KvStatistic& s, int n) {
       float *whole = whole_.reserve(n + 1, 0.0f), *counted = counted_.reserve(n + 1, 0.0f);
       for (int t = 0; t < n; ++t) {
         whole[t + 1] = whole[t] + std::pow(s.decay, static_cast<float>(n - 1 - t));
@@ -42,8 +42,7 @@ struct PrefillScores : Attention<K, V> {
   // Combines the columns of a head's splits in their order and writes its scores. columns [splits][K, 2, stride].
   void combine_splits(const Head& x, const float* columns, size_t stride) const {
     for (int k = 0; k < a.statistics; ++k) {
-      const Statistic s{a.statistic[k].kind, a.statistic[k].decay, a.statistic[k].window,
-                        a.statistic[k].recency_weight};
+      const KvStatistic& s = a.statistic[k];
       const float* past = x.past_score + static_cast<size_t>(k) * a.capacity;
       const float* column = columns + 2 * k * stride;
       const size_t next = 2 * a.statistics * stride;  // the same column of the next split

@@ -84,9 +84,7 @@ struct Head {
   }
 };
 
-KV_DEVICE Statistic statistic_of(const KvVoteAttention& a, int k) {
-  return {a.statistic[k].kind, a.statistic[k].decay, a.statistic[k].window, a.statistic[k].recency_weight};
-}
+KV_DEVICE KvStatistic statistic_of(const KvVoteAttention& a, int k) { return a.statistic[k]; }
 
 KV_DEVICE float capped(float logit, float softcap) {
   return softcap == 0.0f ? logit : softcap * tanhf(logit / softcap);

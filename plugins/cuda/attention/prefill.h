@@ -264,7 +264,7 @@ struct Prefill {
 // mean over query heads; for a probability, slot_sum is the weighted sum. counted: the total weight of the queries that
 // count and see the slot; age: the slot's position relative to the first new token's.
 template <class T>
-KV_DEVICE float statistic_after(const Head<T>& head, const Statistic& statistic, int k, int used, int slot, int age,
+KV_DEVICE float statistic_after(const Head<T>& head, const KvStatistic& statistic, int k, int used, int slot, int age,
                                 int n, float slot_max, float slot_sum, float counted) {
   const KvVoteAttention& a = head.a;
   const float heads = static_cast<float>(a.query_heads / a.heads), past = slot < used ? head.score(k)[slot] : 0.0f;
@@ -313,7 +313,7 @@ struct PrefillScores {
     if (n == 0 || count <= 0) return;
     block.each([&](int t, auto&) { tile.load_keys(head, used, from, count, t, kThreads); });
     for (int k = 0; k < a.statistics; ++k) {
-      const Statistic statistic = statistic_of(a, k);
+      const KvStatistic statistic = statistic_of(a, k);
       if (statistic.kind == KV_STATISTIC_NONE) continue;
       const int counted = counted_queries(statistic, n);
       const int oldest = max_of(n - counted, from - used);  // the first query that counts and sees one of the slots
@@ -345,7 +345,7 @@ struct PrefillScores {
   }
 
   static KV_DEVICE void add_rows(Registers& r, const KvVoteAttention& a, const Tile<T>& tile,
-                                 const Statistic& statistic, const float* share, const float* rows, int begin,
+                                 const KvStatistic& statistic, const float* share, const float* rows, int begin,
                                  int first, int group, int t) {
     const int slot = t % kWarp;
     for (int i = 0; i < kRows; ++i) {
@@ -365,8 +365,8 @@ struct PrefillScores {
   }
 
   // Adds up the warps' partial sums and returns the slot's statistic.
-  static KV_DEVICE float combine_partials(const Head<T>& head, const Statistic& statistic, const float* partials, int k,
-                                          int used, int slot, int age, int n, int t) {
+  static KV_DEVICE float combine_partials(const Head<T>& head, const KvStatistic& statistic, const float* partials,
+                                          int k, int used, int slot, int age, int n, int t) {
     float slot_max = kLogZero, slot_sum = 0.0f, counted = 0.0f;
     for (int i = 0; i < kWarps; ++i)
       slot_max = max_of(slot_max, partials[i * kBlock + t]), counted += partials[2 * kThreads + i * kBlock + t];

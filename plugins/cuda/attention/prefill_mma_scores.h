@@ -76,7 +76,7 @@ struct PrefillMmaScores {
     Tokens tokens;
     int used, n, first, from, count;
     int k, counted;
-    Statistic statistic;
+    KvStatistic statistic;
 
     KV_DEVICE bool is_probability() const { return statistic.kind == KV_STATISTIC_PROBABILITY; }
     KV_DEVICE int end() const { return n * tokens.group; }

@@ -1,12 +1,19 @@
-"""Errors a user may see. Each says what was wrong, what was found, and what mends it; the verb exits with its class's
-code."""
+"""Errors that a user may see. Each names the problem, the value found, and the line that fixes it.
+
+A command exits with the exit code of the error's class.
+"""
 
 from __future__ import annotations
 
 
 class KvexportError(Exception):
-    """Base of all errors meant for a user: `problem` (one line, with what was found) and `fix` (the line that mends it,
-    or "")."""
+    """The base of all errors meant for a user.
+
+    Attributes:
+        problem: One line that names the problem and the value found.
+        fix: The line that fixes it, or "".
+        exit_code: The exit code of a command that ends by this error.
+    """
 
     exit_code = 1
 
@@ -17,47 +24,47 @@ class KvexportError(Exception):
 
 
 class UsageError(KvexportError):
-    """The call, the recipe, the prompt or the checkpoint cannot be used as given."""
+    """An unusable call, recipe, prompt or checkpoint."""
 
     exit_code = 2
 
 
 class EnvironmentProblem(KvexportError):
-    """Something this machine lacks: a package, a provider, disk space."""
+    """Something that this machine lacks: a package, a provider, disk space."""
 
     exit_code = 3
 
 
 class MismatchError(KvexportError):
-    """An engine and its PyTorch reference disagree."""
+    """A difference between an engine and its PyTorch reference."""
 
     exit_code = 4
 
 
 class ArtifactError(KvexportError):
-    """An artifact is damaged, incomplete or of another contract version."""
+    """A damaged or incomplete artifact, or one of another contract version."""
 
     exit_code = 5
 
 
 class SnapshotError(KvexportError):
-    """A snapshot is damaged, or of another model, recipe or contract than the artifact that is to go on with it."""
+    """A damaged snapshot, or one of another model, recipe or contract than the artifact's."""
 
     exit_code = 5
 
 
 class QueueFullError(KvexportError):
-    """As many requests wait as may: come again later."""
+    """A refused request: as many requests wait as are allowed."""
 
 
 class DeadlineError(KvexportError):
-    """A request's deadline passed before there was a lane for it."""
+    """A request that got no lane before its deadline."""
 
 
-# torch and ONNX Runtime say so in errors of their own.
+# torch and ONNX Runtime raise errors of their own types.
 _NO_MEMORY = ("bad_alloc", "Failed to allocate memory", "can't allocate memory", "not enough memory")
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether it says that there is not enough memory."""
+    """Return whether an error says that there is not enough memory."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)

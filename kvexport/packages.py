@@ -1,6 +1,6 @@
-"""The packages that each verb needs: what is missing, what is too old, and the line that installs it.
+"""The packages that each command needs: which are missing or too old, and the line that installs them.
 
-Needs the standard library only, so that it can speak where everything else is missing.
+This module imports the standard library only, so it works where everything else is missing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,15 @@ VERBS = {
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution: the module that it gives, the oldest version that will do, and the extra of kvexport that asks
-    for it ("run": kvexport itself does)."""
+    """A distribution that kvexport may need.
+
+    Attributes:
+        name: Name of the distribution.
+        module: The module that it provides.
+        minimum: The oldest version that works.
+        extra: The extra of kvexport that requires it; "run" if kvexport itself requires it.
+        purpose: What kvexport uses it for.
+    """
 
     name: str
     module: str
@@ -41,7 +48,7 @@ class Package:
 
     @property
     def install(self) -> str:
-        """The line that installs it with all that belongs to it."""
+        """The line that installs the package with everything that belongs to it."""
         return (
             f"pip install '{self.name}>={self.minimum}'"
             if self.extra == "run"
@@ -49,7 +56,7 @@ class Package:
         )
 
 
-# Those of the backends stand with them: `kvexport.backends.packages` has all.
+# Backends list their own packages; `kvexport.backends.packages` returns all.
 PACKAGES = (
     Package("minijinja", "minijinja", "3", "run", "renders chat templates"),
     Package("numpy", "numpy", "1.26", "run", "arrays"),
@@ -75,7 +82,13 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class PackageState:
-    """A package as found. version: None = not installed. problem: why it cannot be used, "" = it can."""
+    """The state of a package on this machine.
+
+    Attributes:
+        package: The package.
+        version: The installed version; None if it is not installed.
+        problem: The reason why it cannot be used; "" if it can.
+    """
 
     package: Package
     version: str | None
@@ -83,8 +96,7 @@ class PackageState:
 
 
 def require(verb: str) -> None:
-    """Raises EnvironmentProblem naming every package beyond kvexport's own that `verb` needs and lacks; imports none of
-    them."""
+    """Raise EnvironmentProblem if a command lacks packages beyond kvexport's own requirements; name all of them."""
     missing = [p.name for p in PACKAGES if p.extra != "run" and needs(verb, p) and not is_there(p.module)]
     if missing:
         are = "is" if len(missing) == 1 else "are"
@@ -94,8 +106,15 @@ def require(verb: str) -> None:
 
 
 def missing_package(error: ImportError, packages: Sequence[Package]) -> EnvironmentProblem | None:
-    """The error to show for a failed import, by what is known of `packages`; None where what failed is a module of
-    kvexport, which is a defect and no lack."""
+    """Return the error to show for a failed import.
+
+    Args:
+        error: The failed import.
+        packages: The known packages.
+
+    Returns:
+        The error; None if a module of kvexport itself failed to import, which is a bug.
+    """
     module = (error.name or "").partition(".")[0]
     if module == "kvexport":
         return None
@@ -110,7 +129,7 @@ def missing_package(error: ImportError, packages: Sequence[Package]) -> Environm
 
 
 def package_state(package: Package) -> PackageState:
-    """Whether a package is there and new enough, from its metadata alone."""
+    """Return whether a package is installed and new enough, from its metadata alone."""
     from importlib import metadata
 
     try:
@@ -125,14 +144,14 @@ def package_state(package: Package) -> PackageState:
 
 
 def needs(verb: str, package: Package) -> bool:
-    """Whether the verb takes the package."""
+    """Return whether a command needs the package."""
     if package.name == "polygraphy":
         return verb == "validate"
     return package.extra == "run" or package.extra == VERBS[verb]
 
 
 def is_there(module: str) -> bool:
-    """Whether a module could be imported; imports none but the packages above it."""
+    """Return whether a module could be imported. Only its parent packages are imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

@@ -1,4 +1,4 @@
-"""Where the package lies, and what lies beside it."""
+"""The folders of the package and of its checkout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ TEXT = PACKAGE / "validate" / "text.txt"
 
 
 def native_folder() -> Path:
-    """Where the libraries of native operators and plugins are put when they are built."""
+    """Return the folder of the native operators and plugins."""
     return PACKAGE / "_native"
 
 
 def checkout() -> Path | None:
-    """The repository that the package is imported from; None where it is installed."""
+    """Return the repository that the package is imported from; None if the package is installed."""
     root = PACKAGE.parent
     return root if (root / "plugins" / "build.py").is_file() else None

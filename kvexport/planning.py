@@ -1,6 +1,6 @@
-"""What a recipe will take of memory, from the checkpoint's headers, before anything is built.
+"""The memory that a recipe will need, from the checkpoint's headers, before anything is built.
 
-Counted: the weights and the caches, both exactly. Not counted: activations and whatever the backend keeps for itself.
+Weights and caches are counted exactly. Activations, and memory that the backend takes for itself, are not counted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ NOT_COUNTED = "activations and the backend's own buffers are not counted"
 
 @dataclass(frozen=True)
 class Fit:
-    """What a given memory (bytes), of every rank, holds beside the weights. sequences: how many of the recipe's.
-    largest_budget: slots of every layer (uniform) at which max_batch sequences fit; None where none does, or where the
-    method keeps every slot."""
+    """The sequences and budgets that fit a given memory beside the weights.
+
+    Attributes:
+        memory: The memory of every rank, in bytes.
+        sequences: The number of the recipe's sequences that fit.
+        largest_budget: The largest uniform budget, in slots of a layer, at which max_batch sequences fit. None if none
+            does, or if the method keeps every slot.
+    """
 
     memory: int
     sequences: int
@@ -34,10 +39,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A recipe's memory. parameters: of the model, tied ones once. weight_bytes: what they take, packed or in the
-    recipe's dtype. full_bytes: keys and values of one sequence of max_length in a cache that keeps all of them (a
-    sliding-window layer its window), and nothing else; None where the length is unlimited. rank_weight_bytes: of one of
-    `backend.tensor_parallel` ranks; the same as all where there is one."""
+    """The memory of a recipe.
+
+    Attributes:
+        parameters: Parameters of the model; tied ones count once.
+        weight_bytes: Bytes of the weights, packed or in the recipe's dtype.
+        full_bytes: Bytes of keys and values of one sequence of max_length in a full cache (a sliding-window layer keeps
+            its window). None if the length is unlimited.
+        rank_weight_bytes: Bytes of the weights of one of `backend.tensor_parallel` ranks.
+    """
 
     name: str
     recipe: Recipe
@@ -50,18 +60,24 @@ class MemoryPlan:
 
     @property
     def sequence_bytes(self) -> int:
-        """The cache of one sequence, as the runtime allocates it, that of a part of it included."""
+        """Bytes of the caches of one sequence, as the engine allocates them.
+
+        Small copies of a cache, for drafts or for decode steps, are included.
+        """
         return state_bytes(self.recipe, self.cache)
 
     @property
     def settled_bytes(self) -> int:
-        """Of these, what it uses once its prompt has been read and merged."""
+        """Bytes of the caches of one sequence that are in use after its prompt has been read and merged."""
         return state_bytes(self.recipe, settled_plan(self.recipe, self.cache))
 
     @property
     def snapshot_bytes(self) -> int:
-        """What a snapshot takes right after that merge: the slots of the budgets, and of reference queries those that
-        are not replaced before the next merge (`Lanes.before_merge`)."""
+        """Bytes of a snapshot taken right after a prompt's merge.
+
+        It contains the budgets' slots, and the reference queries that the next merge will still read
+        (`Lanes.before_merge`).
+        """
         recipe, caches = self.recipe, self.cache.caches
         room = min((x.capacity - x.budget for x in caches if x.merges), default=0)
         most = recipe.cache.merge_every if recipe.cache.merge_prompts == "end" else 1
@@ -75,37 +91,37 @@ class MemoryPlan:
 
     @property
     def batch_bytes(self) -> int:
-        """The caches of limits.max_batch sequences."""
+        """Bytes of the caches of limits.max_batch sequences."""
         return state_bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
 
     @property
     def ratio(self) -> float | None:
-        """full_bytes / sequence_bytes: above 1 the recipe saves memory."""
+        """full_bytes / sequence_bytes. Above 1 the recipe saves memory."""
         return None if self.full_bytes is None else self.full_bytes / self.sequence_bytes
 
     @property
     def _bits(self) -> str:
-        """Bits of a parameter, with scales, where weights are packed."""
+        """Return the bits of a parameter, scales included, as text; "" if no weight is packed."""
         bits = 8 * self.weight_bytes / self.parameters
         return f", {bits:.2f} bits each" if bits < 15.9 else ""
 
     @property
     def _after_prompt(self) -> str:
-        """What is used of a cache that reads whole prompts, once it was merged."""
+        """Return a text on the bytes in use after a prompt that is merged once, at its end."""
         if self.recipe.cache.merge_prompts == "chunks":
             return ""
         used, saved = format_bytes(self.settled_bytes), format_bytes(self.snapshot_bytes)
         return f" while its prompt is read; {used} of it are used afterwards, {saved} are in a snapshot taken at once"
 
     def fit(self, memory: int) -> Fit:
-        """What `memory` bytes hold; see `Fit`."""
+        """Return the sequences and budgets that fit `memory` bytes."""
         room = max(0, memory - self.rank_weight_bytes)
         return Fit(memory, room // _rank_bytes(self.recipe, self.cache), self._largest_budget(room))
 
     def _largest_budget(self, room: int) -> int | None:
         if not self.recipe.cache.build_method().compresses:
             return None
-        # At max_length nothing is evicted and there is no slack: it can take less than the budgets just below it.
+        # At max_length nothing is evicted and there is no slack, so it may take less than slightly smaller budgets.
         longest = self.recipe.limits.max_length
         if self._fits(longest, room):
             return longest
@@ -116,7 +132,7 @@ class MemoryPlan:
         return low if low and self._with_budget(low) else None
 
     def _fits(self, budget: int, room: int) -> bool:
-        """Whether max_batch sequences fit. A budget too small for sinks and recent slots counts as fitting."""
+        """Return whether max_batch sequences fit; a budget too small for sinks and recent slots counts as fitting."""
         cache = self._with_budget(budget)
         return cache is None or _rank_bytes(self.recipe, cache, self.recipe.limits.max_batch) <= room
 
@@ -132,7 +148,7 @@ class MemoryPlan:
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the fit."""
+        """Return all figures except the fit as JSON values."""
         limits = self.recipe.limits
         return {
             "recipe": self.name,
@@ -161,7 +177,7 @@ class MemoryPlan:
         }
 
     def sections(self, fit: Fit | None = None) -> list[Section]:
-        """For a person, with what a memory holds where `fit` is given."""
+        """Return the sections of the report, with the fit if it is given."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,
@@ -210,10 +226,15 @@ class MemoryPlan:
 
 
 def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
-    """Plan the memory of `recipe`; `name` is what it is called in the plan.
+    """Plan the memory of a recipe. The checkpoint's headers are read, and the model is made without weights.
 
-    Reads the checkpoint's headers and constructs the model without weights. Raises UsageError for every reason why this
-    recipe cannot be built, EnvironmentProblem where a package of the extra `export` is missing.
+    Args:
+        recipe: The recipe.
+        name: Name of the recipe in the plan.
+
+    Raises:
+        UsageError: The recipe cannot be built.
+        EnvironmentProblem: A package of the extra `export` is missing.
     """
     from kvexport.packages import require
 
@@ -225,7 +246,7 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     from kvexport.export.weights.specs import weight_bytes
 
     shape = read_model(recipe, weights=False)
-    # parameters() gives a tied parameter once.
+    # parameters() yields a tied parameter once.
     parameters = sum(parameter.numel() for parameter in shape.model.parameters())
     itemsize = np.dtype(recipe.model.dtype).itemsize
     held = weight_bytes(shape.checkpoint, shape.model, recipe)
@@ -245,14 +266,16 @@ def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
-    """Keys and values of `length` tokens, of the last `sliding_window` of them where the layer has one; no votes,
-    scores, positions."""
+    """Return the bytes of keys and values of `length` tokens in a full cache.
+
+    A layer with a sliding window keeps the last `sliding_window` tokens. Votes, scores and positions are not counted.
+    """
     slots = min(length, layer.sliding_window) if layer.sliding_window else length
     return layer.kv_heads * slots * (layer.key_size + layer.value_size) * itemsize
 
 
 def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
-    """Neighbouring layers that are alike: ("0-31", one of them, how many)."""
+    """Return runs of neighbouring layers with equal caches as (numbers such as "0-31", one cache, count)."""
     groups = []
     for _, alike in itertools.groupby(enumerate(cache.caches), key=lambda item: item[1]):
         members = list(alike)
@@ -262,8 +285,7 @@ def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
 
 
 def layer_table(cache: CachePlan, layers: int) -> Table:
-    """The caches of a model of so many layers, neighbours that are alike in one line. Bytes are those of all of the
-    line, one sequence."""
+    """Return a table of a model's caches, one row for each run of equal neighbours. Bytes are of the whole run."""
     rows: list[Sequence[str | int]] = []
     for label, layer, count in layer_groups(cache):
         size = str(layer.key_size) if layer.key_size == layer.value_size else f"{layer.key_size}/{layer.value_size}"

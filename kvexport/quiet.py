@@ -1,4 +1,4 @@
-"""Keep the exporter's own chatter off the user's terminal."""
+"""Silence of exporter output on the user's terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Silence torch.export's and torch.onnx's prints, log lines and warnings; errors still raise."""
+    """Silence prints, log lines and warnings of torch.export and torch.onnx. Errors are still raised."""
     loggers = [
         logging.getLogger(name)
         for name in (
@@ -40,7 +40,7 @@ def quiet_exporter() -> Iterator[None]:
 
 
 def _transformers_bars() -> Any:
-    """transformers' logging module with its progress bars switched off; None where they already are."""
+    """Return transformers' logging module with progress bars switched off; None if they were off already."""
     from transformers.utils import logging as bars
 
     if not bars.is_progress_bar_enabled():

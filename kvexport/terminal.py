@@ -1,4 +1,4 @@
-"""What a user sees while work goes on: bars on a terminal, plain lines elsewhere, always on stderr."""
+"""Progress for the user: bars on a terminal, plain lines elsewhere, always on stderr."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Protocol
 
 
 class Task(Protocol):
-    """A piece of work under way."""
+    """A task in progress."""
 
     def advance(self, amount: int) -> None:
-        """So much more is done, in the unit of the total."""
+        """Add to the finished amount, in the unit of the total."""
         ...
 
 
@@ -22,22 +22,27 @@ Progress = AbstractContextManager[Task]
 
 class _Quiet:
     def advance(self, amount: int) -> None:
-        """Nothing is shown."""
+        """Show nothing."""
 
 
 @contextmanager
 def silent(label: str, total: int | None = None) -> Iterator[Task]:
-    """Shows nothing."""
+    """Show nothing."""
     yield _Quiet()
 
 
 def say(line: str) -> None:
-    """A line that is no task."""
+    """Print a line that is not a task."""
     print(line, file=sys.stderr, flush=True)
 
 
 def show(label: str, total: int | None = None) -> Progress:
-    """A task named `label` of `total` units (bytes or tokens; None = unknown) on stderr."""
+    """Show a task on stderr.
+
+    Args:
+        label: Name of the task.
+        total: The total amount, in bytes or tokens; None if unknown.
+    """
     return _bar(label, total) if sys.stderr.isatty() else _line(label, total)
 
 
@@ -55,7 +60,7 @@ def _bar(label: str, total: int | None) -> Iterator[Task]:
     from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
 
-    # Console honours NO_COLOR by itself.
+    # rich honours NO_COLOR itself.
     shown = RichProgress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""Amounts of memory and time in words: written for people, read from a command line."""
+"""Amounts of memory and time as text, for people and from the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FACTORS = {
 
 
 def format_bytes(count: int) -> str:
-    """Three digits and a unit in powers of 1000: 1234 -> "1.23 kB"."""
+    """Format bytes with three digits and a unit in powers of 1000: 1234 -> "1.23 kB"."""
     value, unit = float(count), 0
     while value >= 999.5 and unit < len(DECIMAL) - 1:
         value, unit = value / 1000, unit + 1
@@ -24,14 +24,18 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds below 100, minutes below 100, hours: 150 -> "2.5 minutes"."""
+    """Format seconds: seconds below 100, minutes below 100, then hours. 150 -> "2.5 minutes"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.2g} minutes" if seconds < 5970 else f"{seconds / 3600:.2g} hours"
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "24GB" (10^9), "24GiB" (2^30), "512 mb" or a plain number. Raises UsageError."""
+    """Parse an amount of memory: "24GB" (10^9), "24GiB" (2^30), "512 mb" or a plain number of bytes.
+
+    Raises:
+        UsageError: The text is not an amount of memory.
+    """
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     factor = _FACTORS.get(found[2].upper()) if found else None
     if found is None or factor is None:

@@ -268,7 +268,7 @@ class Backend(ABC):
 
 
 class LaneState(Protocol):
-    """State tensors of a fixed number of lanes, and the two graphs that advance them."""
+    """State tensors of a fixed number of lanes, and the two graphs that advance them: the decoder and the merge."""
 
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0

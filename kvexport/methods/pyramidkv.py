@@ -8,7 +8,10 @@ from kvexport.methods.snapkv import SnapKV
 
 
 class PyramidKV(SnapKV):
-    """SnapKV's rule with budgets that fall linearly over the layers (`cache.allocation`)."""
+    """SnapKV's eviction rule with layer budgets that fall linearly from the first layer to the last.
+
+    The setting `cache.allocation` can replace the budgets.
+    """
 
     name: ClassVar[str] = "pyramidkv"
     summary: ClassVar[str] = "snapkv with budgets falling linearly over the layers"

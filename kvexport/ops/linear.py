@@ -190,7 +190,10 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
 
 
 def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
-    """Return the nodes that convert weight number i to the input's type, and the name of the result."""
+    """Return the nodes that dequantize packed weight number i to the input's type, and the name of the result.
+
+    A weight that is not packed needs no nodes.
+    """
     if not form.packed or not form.packed[i]:
         return [], weight
     inputs, group = form.weight_inputs(weight, i), form.group[i]

@@ -182,7 +182,7 @@ def vote_bias(votes: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
 
 
 def capped(logits: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
-    """Return logits within +- `softcap`."""
+    """Return attention logits l as ``softcap tanh(l / softcap)``, or unchanged if `softcap` is 0."""
     return torch.tanh(logits / attributes.softcap) * attributes.softcap if attributes.softcap else logits
 
 

@@ -1,6 +1,6 @@
 """The ONNX graphs of all ranks as one graph over the whole state, for `kvexport validate`.
 
-Past and present have separate buffers.
+Past and present state tensors have separate buffers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class OneRank:
 
 
 class AllRanks:
-    """A runner, or a session, over all ranks."""
+    """A graph that runs on all ranks, with the interface of a polygraphy runner or of an ONNX Runtime session."""
 
     def __init__(self, ranks: Ranks, first: OneRank, graph: str) -> None:
         self._ranks, self._first, self._graph = ranks, first, graph

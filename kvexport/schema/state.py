@@ -49,7 +49,7 @@ class StateTensor:
 
     @property
     def slot_axis(self) -> int | None:
-        """The dimension that counts slots, or None."""
+        """The dimension of the tensor that counts slots, or None if it has no such dimension."""
         return self.dims.index("C") if "C" in self.dims else None
 
     def shape(self, sizes: Mapping[str, T]) -> tuple[T | int, ...]:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class NativeCollectives:
-    """The sums over ranks by the native library for the CPU (see `kvexport.backends.base.Collectives`).
+    """The sums over ranks on the CPU, by the operator AllReduce of the native library.
+
+    It implements `kvexport.backends.base.Collectives`.
 
     Raises:
         EnvironmentProblem: If the artifact would not run with the native operators, which include AllReduce.

@@ -116,7 +116,7 @@ def logits(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: fl
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Return the softmax of logits [..., C]; logits of LOW have probability 0."""
+    """Return the softmax of logits [..., C]; slots that a query does not see (logit LOW) have probability 0."""
     mass = _masses(logits, logits.amax(-1, keepdim=True))
     return mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)
 

@@ -26,7 +26,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\be\.g\.)(?<!\bi\.e\.)(?<!\bet al\.)\s
 LIST_ITEM = re.compile(r"(?:[-*+]|\d+\.)\s+")
 DEFINITION = re.compile(r":\s+")
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
-LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 class Text(NamedTuple):
@@ -65,7 +65,7 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the prose of a Markdown page without headings, tables, code blocks, comments and link targets.
+    """Yield the prose of a Markdown page without headings, tables, images, code blocks, comments and link targets.
 
     A link stays as its text in brackets, since a reader of the page sees that it is one.
 
@@ -85,7 +85,7 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
             fence = opening[1]
         comment = (comment or "<!--" in line) and "-->" not in line
         stripped = line.strip()
-        skipped = not prose or not stripped or stripped[0] in "#|<" or set(stripped) <= set("-=")
+        skipped = not prose or not stripped or stripped[0] in "#|<!" or set(stripped) <= set("-=")
         marker = LIST_ITEM.match(stripped) or DEFINITION.match(stripped)
         if lines and (skipped or marker):
             yield start, LINK.sub(r"[\1]", " ".join(lines))

@@ -17,6 +17,8 @@ PAGE = """# A heading
 A first sentence of prose. `code` begins the second
 sentence, which names [a page](other.md) and holds 0.5 nats.
 
+![an image](image.svg)
+
 <!-- a comment
 of two lines -->
 | a table | is no prose |
@@ -40,9 +42,9 @@ def test_sentences_are_the_prose_of_a_page(tmp_path: Path) -> None:
     assert strangers.sentences([page], tmp_path) == [
         ("page.md:3", "A first sentence of prose."),
         ("page.md:3", "`code` begins the second sentence, which names [a page] and holds 0.5 nats."),
-        ("page.md:15", "An item of a list is its own paragraph."),
-        ("page.md:19", "Its definition is a paragraph of its own."),
-        ("page.md:19", "An abbreviation, e.g. This one, ends no sentence."),
+        ("page.md:17", "An item of a list is its own paragraph."),
+        ("page.md:21", "Its definition is a paragraph of its own."),
+        ("page.md:21", "An abbreviation, e.g. This one, ends no sentence."),
     ]
 
 

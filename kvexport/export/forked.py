@@ -16,11 +16,11 @@ PATIENCE_SECONDS = 300.0
 
 @contextmanager
 def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
-    """Starts `work` in a process of its own and yields what waits for its result. The process ends with the block at
-    the latest.
+    """Start `work` in a process of its own and yield a function that waits for its result.
 
-    Where a process cannot or should not be forked (see `can_fork`), or where it fails or does not answer, `work` is
-    done in this process instead, once its result is asked for; what `work` raises is raised then.
+    The process ends with the block at the latest. If a process cannot or should not be forked (see `can_fork`), fails,
+    or does not answer within `PATIENCE_SECONDS`, this process does `work` when the result is asked for, and raises
+    what `work` raises.
     """
     if not can_fork():
         yield work
@@ -46,8 +46,11 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
 
 
 def can_fork() -> bool:
-    """Whether a copy of this process could do work beside it: on Linux, on more than one core, where no other thread of
-    Python's holds what the copy would wait for, and multiprocessing lets this process have children."""
+    """Return whether a copy of this process could work beside it.
+
+    That takes Linux, more than one core, no other Python thread whose locks the copy would wait for, and a process
+    that multiprocessing lets have children.
+    """
     several = (os.cpu_count() or 1) > 1 and threading.active_count() == 1
     return sys.platform == "linux" and several and not multiprocessing.current_process().daemon
 

@@ -42,9 +42,21 @@ SETTING = "backend.tensor_parallel"
 
 
 def split_model(shape: ModelShape, ranks: int) -> tuple[ModelShape, dict[str, int]]:
-    """The model of one rank, with its geometry and cache plan, and the dimension of every parameter that is split, by
-    its initializer. The model of `shape` becomes that of a rank. Raises UsageError where heads or features cannot be
-    shared equally, or where transformers does not say how the model is split."""
+    """Return the model of one rank.
+
+    The model of `shape` becomes that of a rank.
+
+    Args:
+        shape: The whole model.
+        ranks: The number of ranks.
+
+    Returns:
+        The shape of a rank, with its geometry and cache plan, and the split dimension of every split parameter, by its
+        initializer.
+
+    Raises:
+        UsageError: Heads or features cannot be shared equally, or transformers does not say how the model is split.
+    """
     heads = {(layer.kv_heads, layer.query_heads) for layer in shape.geometry}
     if uneven := sorted(kv for kv, queries in heads if kv % ranks or queries % ranks):
         fitting = [n for n in range(2, min(uneven) + 1) if all(kv % n == 0 for kv, _ in heads)]
@@ -67,7 +79,7 @@ def split_model(shape: ModelShape, ranks: int) -> tuple[ModelShape, dict[str, in
 
 
 def _splits(model: Any, ranks: int) -> dict[str, int]:
-    """{parameter: dimension}."""
+    """Return {parameter: split dimension}."""
     kind, plan = model.config.model_type, getattr(model.config.get_text_config(), "base_model_tp_plan", None)
     name, layers = layer_list(model)
     if not plan or not layers:
@@ -93,7 +105,7 @@ def _splits(model: Any, ranks: int) -> dict[str, int]:
 
 
 def _shrink(model: Any, mode: FakeTensorMode, splits: Mapping[str, int], ranks: int) -> None:
-    """Give the model a rank's parameters, and let it add up where one of them is split by its inputs."""
+    """Give the model the parameters of a rank, and let it add up products over the ranks if their inputs are split."""
     for name, dimension in splits.items():
         prefix, _, leaf = name.rpartition(".")
         module = model.get_submodule(prefix)
@@ -113,13 +125,13 @@ def _shrink(model: Any, mode: FakeTensorMode, splits: Mapping[str, int], ranks: 
 
 
 def _added_up(module: nn.Linear, data: Tensor) -> Tensor:
-    """The product of all ranks, and the bias, once."""
+    """Return the product summed over all ranks, plus the bias, once."""
     whole: Tensor = ALL_REDUCE(nn.functional.linear(data, module.weight))
     return whole if module.bias is None else whole + module.bias
 
 
 def _require_heads(shape: ModelShape, wanted: Sequence[LayerGeometry]) -> None:
-    """The model of a rank runs, over the heads of a rank."""
+    """Raise UsageError unless the model of a rank runs with the heads of a rank."""
     found = probe_geometry(shape.model, shape.mode)
     for i, (layer, expected) in enumerate(zip(found, wanted, strict=True)):
         heads = (layer.query_heads, layer.kv_heads, layer.key_size, layer.value_size)
@@ -136,7 +148,7 @@ def _require_heads(shape: ModelShape, wanted: Sequence[LayerGeometry]) -> None:
 
 
 def rank_specs(specs: Sequence[Spec], splits: Mapping[str, int], ranks: int) -> list[list[Spec]]:
-    """The specs of every rank. Raises UsageError where a group of a packed weight would be cut."""
+    """Return the specs of every rank. Raises UsageError if a group of a packed weight would be cut."""
     return [
         [spec if spec.name not in splits else _part(spec, splits[spec.name], rank, ranks) for spec in specs]
         for rank in range(ranks)
@@ -144,12 +156,12 @@ def rank_specs(specs: Sequence[Spec], splits: Mapping[str, int], ranks: int) -> 
 
 
 def together(specs: Sequence[Sequence[Spec]]) -> list[Spec]:
-    """Of all ranks as one list, by names that are the rank's own (`apart`)."""
+    """Return the specs of all ranks as one list, with names that tell the ranks apart (`apart`)."""
     return [replace(spec, name=f"{rank}/{spec.name}") for rank, own in enumerate(specs) for spec in own]
 
 
 def apart(locations: Mapping[str, Location], rank: int) -> dict[str, Location]:
-    """Where a rank's weights lie, by initializer."""
+    """Return where the weights of one rank lie, by initializer."""
     start = f"{rank}/"
     return {name.removeprefix(start): at for name, at in locations.items() if name.startswith(start)}
 
@@ -216,7 +228,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows (dimension 0) or columns (1) of a source; of a packed one whole groups."""
+    """Some rows (dimension 0) or columns (dimension 1) of a source; of a packed source whole groups."""
 
     whole: Source
     dimension: int

@@ -30,11 +30,24 @@ def rebuild(
     *,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
-    """Let the recipe's backend prepare a copy of the artifact `source` for this machine; its ONNX graphs stay as they
-    are. Return its directory, which is `source` itself unless `out` is another.
+    """Let the recipe's backend prepare a copy of the artifact `source` for this machine; its ONNX graphs stay
+    unchanged.
 
-    overrides: "backend.key=value". Needs onnx, and neither torch nor the checkpoint. Raises UsageError, ArtifactError
-    (`source` is damaged), EnvironmentProblem (what the backend needs to prepare it).
+    This needs onnx, and neither torch nor the checkpoint.
+
+    Args:
+        source: The artifact.
+        out: The directory of the copy; None: `source` itself.
+        overrides: Settings of the form "backend.key=value".
+        progress: Shows each stage.
+
+    Returns:
+        The directory of the prepared artifact.
+
+    Raises:
+        UsageError: The settings cannot be used.
+        ArtifactError: `source` is damaged.
+        EnvironmentProblem: The backend cannot prepare its files here.
     """
     manifest = load_manifest(source)
     recipe = _with_backend(manifest.recipe, overrides)
@@ -64,7 +77,7 @@ def rebuild(
 
 
 def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
-    """The recipe of a manifest with overrides of its backend."""
+    """Return the recipe of a manifest with overrides of its backend."""
     if wrong := [x for x in overrides if not x.startswith("backend.") or x.startswith("backend.tensor_parallel")]:
         raise UsageError(
             f"--set {wrong[0]} would change the graphs, which --from keeps",
@@ -77,7 +90,8 @@ def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _take_over(source: Path, target: Path) -> None:
-    """Artifacts are not changed, so two may share a file where the file system can."""
+    """Link a file into the stage, or copy it if the file system cannot link. Artifacts are not changed, so two may
+    share a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)

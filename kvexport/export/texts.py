@@ -20,8 +20,13 @@ GENERATION = "generation_config.json"
 
 
 def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
-    """Put them into the stage `folder`. Raises UsageError for a link that leads out of the checkpoint, a tokenizer or
-    chat template that cannot be read, and generation settings with which nothing could be generated."""
+    """Copy the tokenizer's files, the chat template and the JSON files of a checkpoint into the stage `folder`, and
+    try them.
+
+    Raises:
+        UsageError: A link leads out of the checkpoint, a tokenizer or chat template cannot be read, or the generation
+            settings would generate nothing or never end.
+    """
     from kvexport.export.model.checkpoint import TOKENIZER_FILES, refuse_link
 
     for name in TOKENIZER_FILES:

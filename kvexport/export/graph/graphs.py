@@ -41,7 +41,8 @@ PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 def attention_functions(
     plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
 ) -> list[onnx.FunctionProto]:
-    """The function of every cache's VoteAttention; caches for which it means the same share one. dtype: of queries."""
+    """Return the function of every cache's VoteAttention; caches for which it means the same share one. dtype: the
+    type of queries."""
     return [
         vote_attention_function(
             layer_attributes(method, layer),
@@ -145,7 +146,7 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
 
 
 def merge_attributes(layer: LayerCache, method: Method) -> MergeCacheAttributes:
-    """A layer's MergeCache."""
+    """Return the attributes of a layer's MergeCache."""
     return MergeCacheAttributes(method, layer.budget, layer.sinks, layer.recent, layer.sliding_window, layer.rotary)
 
 
@@ -161,7 +162,7 @@ def _set_attributes(node: onnx.NodeProto, overload: str, attributes: dict[str, A
 
 
 def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx.ModelProto:
-    """Functions attached, versions set, and nothing left of what the exporter notes about the machine it ran on."""
+    """Attach the functions, set the versions, and remove the exporter's notes about the machine that it ran on."""
     proto.ir_version = IR_VERSION
     proto.producer_name, proto.producer_version, proto.doc_string = "kvexport", "", ""
     del proto.opset_import[:]

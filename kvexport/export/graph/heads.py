@@ -20,7 +20,7 @@ HEADS = {"query": 1, "key": 1, "value": 1, "sink_logits": 0}  # the dimension th
 
 
 def layers_plan(plan: CachePlan, geometry: Sequence[LayerGeometry]) -> CachePlan:
-    """One cache for each layer, to trace a decoder with; capacities are those of its first head."""
+    """Return a plan of one cache for each layer, to trace a decoder with; capacities are those of its first head."""
     caches = zip(geometry, layer_caches(geometry, len(plan.caches)), strict=True)
     return CachePlan(tuple(replace(plan.caches[own[0]], kv_heads=layer.kv_heads) for layer, own in caches))
 

@@ -28,22 +28,30 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.lay
 
 @dataclass(frozen=True)
 class Layers:
-    """The decoder layers: `name` of their list in the model, the modules, and for each the number of the first layer
-    that does the same."""
+    """The decoder layers of a model.
+
+    Attributes:
+        name: The name of their list in the model.
+        modules: The layers.
+        first: For each layer the number of the first layer that computes the same.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
     first: tuple[int, ...]
 
     def traced(self) -> tuple[int, ...]:
-        """The layers a trace needs: of each kind the first, and the second, against which the copies of the first are
-        checked."""
+        """Return the layers that a trace needs: of each kind the first layer, and the second, against which copies of
+        the first are checked."""
         return tuple(i for i, first in enumerate(self.first) if self.first[:i].count(first) < 2)
 
 
 def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
-    """The decoder layers of `model`; None where a layer cannot stand for another: the layers are not one list, or hand
-    on more than one hidden state from each to the next."""
+    """Return the decoder layers of `model`.
+
+    Returns None if a layer cannot stand for another: the layers are not one list, or more than one hidden state goes
+    from each layer to the next.
+    """
     name, modules = layer_list(model)
     if not modules:
         return None
@@ -61,7 +69,7 @@ def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
 
 @contextlib.contextmanager
 def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
-    """Within this context the forward of module i is ``call(i, its own forward, ...)``."""
+    """Replace the forward of module i by ``call(i, own forward, ...)`` within this context."""
     for i, module in modules.items():
         module.forward = partial(call, i, module.forward)
     try:
@@ -73,7 +81,7 @@ def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Itera
 
 @contextlib.contextmanager
 def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterator[None]:
-    """Within this context the layers of these numbers pass their hidden state on unchanged."""
+    """Let the layers of these numbers pass their hidden state on unchanged within this context."""
     modules: Any = model.get_submodule(layers.name)
     for i in numbers:
         modules[i] = _PassesOn(layers.modules[i])
@@ -85,7 +93,7 @@ def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterat
 
 
 class _PassesOn(nn.Module):
-    """In place of a layer, with all its attributes but no parameters, which a trace would take up."""
+    """A stand-in for a layer that has all its attributes but no parameters, which a trace would take up."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -99,7 +107,8 @@ class _PassesOn(nn.Module):
 
 
 def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
-    """The decoder layers' list: its name in the model and the modules; no modules where it cannot be told."""
+    """Return the list of decoder layers: its name in the model, and the layers; no layers if several lists may be
+    it."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(lists) > 1 and hasattr(model, "get_decoder"):  # an image encoder may have as many layers
@@ -109,8 +118,8 @@ def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down the operations of each layer. `regular` becomes False when a layer reads, or changes, a tensor that
-    is neither its own nor shared."""
+    """Records the operations of each layer. `regular` becomes False when a layer reads or changes a tensor that is
+    neither its own nor shared."""
 
     def __init__(self, model: Any, name: str, count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -134,7 +143,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen.add(id(parameter))
 
     def layer(self, i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Layer i's forward, watched."""
+        """Run the forward of layer i and record its operations."""
         hidden = args[0] if args else None
         threaded = isinstance(hidden, Tensor) and (hidden is self._hidden or i == 0)
         self.regular &= threaded and self._layer is None and i == len(self.records)
@@ -152,12 +161,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """A layer's call of its attention is one of its operations."""
+        """Record a layer's call of its attention as one of its operations."""
         self._note("attention", (query, key, value, options))
         return query.new_empty(*query.shape[:3], value.shape[3])
 
     def mask(self, mask_function: Any) -> Any:
-        """As in the trace."""
+        """Return no mask, as in the trace."""
         return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -23,7 +23,8 @@ BORDER = "LayerBorder"
 
 @dataclass
 class _Layer:
-    """A traced layer: the borders where the hidden state enters and comes out, and the nodes between in order."""
+    """A traced layer: its number, the borders where the hidden state enters and leaves it, and the nodes between in
+    order."""
 
     number: int
     entry: ir.Node
@@ -65,7 +66,7 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 
 
 def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
-    """The layers between borders, by number; none where they hang together by more than one hidden state."""
+    """Return the layers between borders by number; none if more than one hidden state connects them."""
     borders = {
         tuple(node.attributes[a].as_int() for a in ("layer", "end")): node for node in graph if node.op_type == BORDER
     }
@@ -99,7 +100,7 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
 
 
 def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
-    """Layer j's name of the value that is `name` in layer i; None for a value that layers share."""
+    """Return layer j's name of the value that is `name` in layer i; None for a value that layers share."""
     for start in (prefix, "past_key_values.", "present."):
         if name.startswith(f"{start}{i}."):
             return f"{start}{j}." + name.removeprefix(f"{start}{i}.")
@@ -107,8 +108,8 @@ def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
 
 
 def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
-    """Whether both compute the same from their hidden state, parameters and state: followed back from their
-    outputs."""
+    """Return whether two layers compute the same from their hidden state, parameters and state, followed back from
+    their outputs."""
     if first is other:
         return True
     pending = [(first.exit.inputs[0], other.exit.inputs[0])]
@@ -145,7 +146,7 @@ def _same_leaf(x: ir.Value, y: ir.Value, i: int, j: int, prefix: str) -> bool:
 
 
 def _meaning(node: ir.Node) -> tuple[Any, ...]:
-    """A node's operator and attributes, without its layer's number."""
+    """Return a node's operator and attributes without its layer's number."""
     attributes = {
         name: attribute.value for name, attribute in node.attributes.items() if (node.domain, name) != (DOMAIN, "layer")
     }
@@ -162,8 +163,8 @@ def _bytes(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
 def _copy(
     graph: ir.Graph, layer: _Layer, j: int, hidden: ir.Value | None, prefix: str, plan: CachePlan
 ) -> ir.Value | None:
-    """`layer` once more, as layer j, of the hidden state `hidden`; returns the hidden state after it. Its parameters
-    have no data."""
+    """Copy `layer` as layer j, which reads the hidden state `hidden`, and return the hidden state after it. The copy's
+    parameters have no data."""
     shapes, copies = plan.caches[j].shapes(1), {layer.entry.outputs[0]: hidden}
 
     def copied(value: ir.Value) -> ir.Value:
@@ -202,8 +203,8 @@ def _copy(
 
 
 def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
-    """Layers by number, each layer's state in the order of the ABI; sorting is stable, and what is no state stays in
-    front."""
+    """Return the sort key of an input or output: layers by number, the state of a layer in the order of the ABI.
+    Sorting is stable: values that are no state stay in front."""
     match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
     if not match:
         return (-1, 0)

@@ -14,9 +14,12 @@ COUNT = 256  # of a row, where the vocabulary is not smaller
 
 
 def top_logits_model(vocabulary: int) -> onnx.ModelProto:
-    """logits[B,1,vocabulary] float32 -> values[B,1,n] float32 descending, ids[B,1,n] int32, and mass[B,1,1] float32,
-    the sum over the row of exp(logit - largest logit), n being the smaller of COUNT and `vocabulary`. How they
-    are used: `kvexport.language.top_logits`."""
+    """Return the graph that finds the largest logits of every row.
+
+    logits [B, 1, vocabulary] float32 -> values [B, 1, n] float32, descending; ids [B, 1, n] int32; mass [B, 1, 1]
+    float32, the sum over the row of exp(logit - largest logit). n is the smaller of COUNT and `vocabulary`.
+    `kvexport.language.top_logits` uses them.
+    """
     n = min(COUNT, vocabulary)
     nodes = [
         helper.make_node("TopK", ["logits", "n"], ["values", "places"], name="top", axis=-1, largest=1, sorted=1),

@@ -35,7 +35,7 @@ from kvexport.schema.operators import VOTE_ATTENTION, Operator
 
 
 def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttributes:
-    """A layer's VoteAttention: what the model fixes and what the method chooses."""
+    """Return the attributes of a layer's VoteAttention: what the model fixes and what the method chooses."""
     return VoteAttentionAttributes(
         scale=layer.scale,
         vote_exponent=method.vote_exponent,
@@ -63,14 +63,15 @@ ALL_REDUCE: Any = torch.ops.kvexport.all_reduce.default
 
 
 def _attention_placeholder(operator: Operator) -> Any:
-    """VoteAttention as PyTorch knows it: `operator`'s inputs in their order, and the layer's number."""
+    """Return VoteAttention as a PyTorch operator: the inputs of `operator` in their order, and the layer's number."""
     inputs = tuple((x.name, x.optional) for x in operator.inputs)
     return _placeholder(inputs, tuple(x.name for x in operator.outputs))
 
 
 @cache
 def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...]) -> Any:
-    """The same by names alone, since sizes (a ring's, of reference queries) are not part of it."""
+    """Return the PyTorch operator by the names of its inputs and outputs alone: sizes, such as those of a ring of
+    reference queries, are no part of it."""
     # PyTorch knows one operator of a name: inputs that are not everybody's are part of it.
     names = [name for name, _ in inputs]
     name = "_".join(["kvexport::vote_attention", *names[len(VOTE_ATTENTION.inputs) :]])
@@ -154,7 +155,7 @@ class _Decoder(nn.Module):
 
 
 def initializer_names(model: Any) -> dict[str, str]:
-    """{parameter of `model`: initializer of its trace}."""
+    """Return {parameter of `model`: initializer of its trace}."""
     return {name: f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
@@ -173,7 +174,7 @@ def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_log
 
 
 def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Layers) -> ir.Model:
-    """The decoder with no layers but `layers.traced()`, each between borders."""
+    """Trace the decoder with the layers `layers.traced()` alone, each between borders."""
     wanted = layers.traced()
     rest = [i for i in range(len(plan.caches)) if i not in wanted]
     border = torch.ops.kvexport.layer_border
@@ -186,7 +187,7 @@ def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers
 
 
 def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Sequence[int]) -> ir.Model:
-    """The decoder, which has the layers `wanted`."""
+    """Trace the decoder with the layers `wanted`."""
     decoder.layers = wanted
     batch, tokens = Dim("batch"), Dim("tokens")
     with mode:

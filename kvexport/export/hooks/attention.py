@@ -24,14 +24,14 @@ IMPLEMENTATION = "kvexport"
 
 
 class Attending(Protocol):
-    """Computes the layers' attention within a context of `attending`."""
+    """An object that computes the layers' attention within a context of `attending`."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """[B, Hq, T, Dv] from query [B, Hq, T, D] and the new tokens' key and value [B, H, T, D / Dv]."""
+        """Return [B, Hq, T, Dv] from query [B, Hq, T, D] and the new tokens' key and value [B, H, T, D / Dv]."""
         ...
 
     def mask(self, mask_function: Any) -> Any:
-        """The attention mask that layers are given; `mask_function` tells which positions a query sees."""
+        """Return the attention mask that layers are given; `mask_function` tells which positions a query sees."""
         ...
 
 
@@ -40,7 +40,7 @@ _current: ContextVar[Attending] = ContextVar("attending")
 
 @contextlib.contextmanager
 def attending(attention: Attending) -> Iterator[None]:
-    """Within this context the model's attention layers call `attention`."""
+    """Let the model's attention layers call `attention` within this context."""
     token = _current.set(attention)
     try:
         yield
@@ -49,8 +49,12 @@ def attending(attention: Attending) -> Iterator[None]:
 
 
 class PassThroughCache(Cache):
-    """Returns the new keys and values alone: the past is in inputs of the ONNX graph. `updated`: the layers that
-    called. model_type: the model's name in errors."""
+    """A cache that returns the new keys and values alone: the past is in inputs of the ONNX graph.
+
+    Attributes:
+        model_type: The model's name in errors.
+        updated: The layers that called `update`.
+    """
 
     def __init__(self, model_type: str = "the model") -> None:
         super().__init__(layers=[])
@@ -60,7 +64,7 @@ class PassThroughCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Nothing is stored."""
+        """Return the new keys and values; nothing is stored."""
         self.updated.add(layer_idx)
         return key_states, value_states
 
@@ -79,11 +83,11 @@ class PassThroughCache(Cache):
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """As for an empty cache."""
+        """Return 0, as for an empty cache."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As for an empty cache."""
+        """Return (query length, 0), as for an empty cache."""
         return query_length, 0
 
     def _no_attention(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +124,14 @@ AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
 class TokenLogits:
-    """Makes the model compute logits of the last real token only, by a hook on its output projection, so that whatever
-    the model does to logits afterwards (softcap, scaling) still happens. Set `query_length` [B, 1] before a call; None
-    keeps every token."""
+    """Makes the model compute the logits of the last real token only.
+
+    A hook on the model's output projection picks that token's row, so that whatever the model does to logits
+    afterwards (softcap, scaling) still happens.
+
+    Attributes:
+        query_length: [B, 1], set before a call; None keeps every token.
+    """
 
     def __init__(self, model: Any) -> None:
         self.query_length: Tensor | None = None

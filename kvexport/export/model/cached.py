@@ -14,20 +14,30 @@ COMPLETE = "config.json"  # is written last
 
 
 def cache_folder(kind: str) -> Path:
-    """kvexport's own folder in the user's cache (XDG_CACHE_HOME) for one kind of things."""
+    """Return kvexport's own folder in the user's cache (XDG_CACHE_HOME) for one kind of files."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "kvexport" / kind
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether it was written to its end."""
+    """Return whether a folder was written to its end."""
     return (folder / COMPLETE).is_file()
 
 
 def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need: str) -> Path:
-    """`folder`, made by `fill(folder, work)` where it is not there yet; `work` is a folder that is gone afterwards.
-    Whatever happens, it is whole or not there. what, need: for messages, what is written and the space that it takes.
-    Raises EnvironmentProblem where the cache cannot be written, and what `fill` raises."""
+    """Return `folder`, filled by ``fill(folder, work)`` if it does not exist yet.
+
+    The folder is complete or absent, even if the process is killed.
+
+    Args:
+        folder: The folder.
+        what: What is written, for messages.
+        fill: Writes the files; `work` is a folder that is removed afterwards.
+        need: The space that the files take, for messages.
+
+    Raises:
+        EnvironmentProblem: The cache cannot be written. What `fill` raises passes through.
+    """
     if is_complete(folder):
         return folder
     try:

@@ -26,8 +26,12 @@ SIZES = (
 
 
 def load_config(source: str, recipe: Recipe) -> Any:
-    """The transformers config of a directory or hub id. UsageError where it cannot be read, naming the field if one is
-    to blame, where it alone tells that the model cannot be traced, or has fewer positions than `recipe` rotates by."""
+    """Return the transformers config of a directory or hub id.
+
+    Raises:
+        UsageError: The config cannot be read (the field that is to blame is named), shows that the model cannot be
+            traced, or has fewer positions than `recipe` rotates by.
+    """
     revision = recipe.model.revision
     raw: dict[str, Any] = {}
     try:
@@ -69,7 +73,8 @@ def load_config(source: str, recipe: Recipe) -> Any:
 
 
 def says_quantized(source: str, revision: str | None) -> bool:
-    """Whether the config.json of a directory or hub id speaks of quantized weights; not where it cannot be read."""
+    """Return whether the config.json of a directory or hub id speaks of quantized weights; False if it cannot be
+    read."""
     try:
         raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     except Exception:  # load_config says what is wrong with it
@@ -104,7 +109,7 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
 
 
 def blame(raw: Mapping[str, Any], works: Callable[[dict[str, Any]], object]) -> str:
-    """Words that name the first field without which `works` raises nothing, "" where there is none."""
+    """Return words that name the first field without which `works` raises nothing; empty if there is none."""
     for name, rest in _without_one(raw):
         try:
             works(rest)
@@ -123,5 +128,5 @@ def _without_one(raw: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def said(error: Exception) -> str:
-    """Its message as one line, not too long."""
+    """Return an error's message as one line of at most 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__

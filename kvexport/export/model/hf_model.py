@@ -61,8 +61,8 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
 
 
 def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = IMPLEMENTATION) -> Any:
-    """The model with parameters on the meta device and buffers that hold their values. attention: transformers' name of
-    how it attends."""
+    """Return the model with parameters on the meta device and buffers that hold their values. attention: transformers'
+    name of an attention implementation."""
     with torch.device("meta"):
         experts = EXPERTS if attention == IMPLEMENTATION else "eager"
         model = auto_class(config).from_config(
@@ -134,8 +134,8 @@ def _refuse_own_attention(config: Any) -> None:
 
 
 def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
-    """Rotary embeddings whose frequencies depend on the length seen so far (dynamic, longrope) are fixed at those of
-    the longest sequence: an ONNX graph has one set, and keys already rotated cannot be rotated anew."""
+    """Fix rotary frequencies that depend on the length seen so far (dynamic, longrope) at those of the longest
+    sequence. An ONNX graph has one set of frequencies, and keys that are already rotated cannot be rotated again."""
     last = torch.full((1, 1), max_length - 1)
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -155,8 +155,8 @@ def _depends_on_length(rope_type: str) -> bool:
 
 
 def length_notes(config: Any, max_length: int) -> list[str]:
-    """What a user should know of rotary frequencies that depend on the length (see `fix_rotary_frequencies`): shorter
-    sequences do not get the frequencies that transformers would give them."""
+    """Return notes on rotary frequencies that depend on the length (see `fix_rotary_frequencies`): shorter sequences
+    do not get the frequencies that transformers would give them."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     notes = []
     for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
@@ -170,7 +170,7 @@ def length_notes(config: Any, max_length: int) -> list[str]:
 
 
 class _Probe:
-    """Runs a forward pass on the meta device and notes how each layer calls its attention."""
+    """Runs a forward pass on fake tensors and records how each layer calls its attention."""
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
@@ -211,8 +211,8 @@ class _Probe:
         return mask_function
 
     def _window(self, name: str, mask_function: Any) -> int:
-        """How many positions a query sees, itself included, 0 = all. Refuses a mask that is neither causal nor a plain
-        window."""
+        """Return how many positions a query sees, its own included; 0: all. Raises UsageError for a mask that is
+        neither causal nor a plain window."""
         if mask_function is None:
             return 0
         widths = set()
@@ -241,8 +241,8 @@ class _Probe:
 
 
 def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
-    """The geometry of every layer's attention. UsageError names a layer that has none (state-space, linear attention)
-    or an unusual one."""
+    """Return the geometry of every layer's attention. Raises UsageError that names a layer without attention
+    (state-space, linear attention) or with an unusual one."""
     probe, reads = _Probe(model), _Reads()
     kind = model.config.model_type
     failure: Exception | None = None

@@ -17,7 +17,7 @@ LOOKS = {"__get__", "size", "dim", "stride"}  # at a tensor's form, not at its v
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it may be one: its only parameter is a weight of one dimension."""
+    """Return whether a module may be a norm: its only parameter is a weight of one dimension."""
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     return list(parameters) == ["weight"] and parameters["weight"].ndim == 1
 
@@ -38,7 +38,7 @@ class NormOutputs(TorchFunctionMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is read meanwhile does not count."""
+        """Ignore the reads within this context."""
         self._aside = True
         try:
             yield
@@ -46,7 +46,7 @@ class NormOutputs(TorchFunctionMode):
             self._aside = False
 
     def hook(self, tensor: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        """A forward hook of the norm whose weight is `tensor`."""
+        """Return a forward hook for the norm whose weight is `tensor`."""
 
         def made(module: nn.Module, args: tuple[Any, ...], y: Any) -> None:
             with self.aside():
@@ -58,12 +58,12 @@ class NormOutputs(TorchFunctionMode):
         return made
 
     def of(self, x: Any) -> str:
-        """The norm whose output `x` is; empty of anything else."""
+        """Return the norm whose output `x` is; empty if `x` is another tensor."""
         made, tensor = self._made.get(id(x), (None, ""))
         return tensor if made is not None and made() is x else ""
 
     def read_by(self, weight: Any) -> None:
-        """The next product with this weight is a projection's."""
+        """Take the next product with this weight for a projection's."""
         self._weight = weight
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +75,7 @@ class NormOutputs(TorchFunctionMode):
 
 
 def _offset(module: nn.Module, args: tuple[Any, ...], y: Any) -> float | None:
-    """c where the module multiplies with (c + weight); None where it does neither with 0 nor with 1."""
+    """Return c if the module multiplies with (c + weight); None if it does so with neither 0 nor 1."""
     weight: Any = module.weight
     if len(args) != 1 or not isinstance(y, Tensor) or y.shape[-1:] != weight.shape:
         return None

@@ -29,13 +29,13 @@ CACHE_POSITIONS = "cache.positions: cache turns keys to their places in the cach
 
 
 class _NotRotary(Exception):
-    """Why keys cannot be rotated by frequencies."""
+    """The reason why keys cannot be rotated by frequencies."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a model's rotary function: itself, the module that made its cosines, and the other arguments of
-    both."""
+    """One call of a model's rotary function: the function, the module that computed its cosines, and the other
+    arguments of both."""
 
     apply: Any
     module: nn.Module
@@ -45,7 +45,7 @@ class _Call:
 
 
 class _Probe:
-    """Runs a forward pass on fake tensors and notes which rotary call came before each layer's attention."""
+    """Runs a forward pass on fake tensors and records which rotary call came before each layer's attention."""
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
@@ -108,9 +108,12 @@ class _Probe:
 def read_rotary(
     model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry], *, cache_positions: bool = False
 ) -> list[LayerGeometry]:
-    """`geometry` with every layer's rotary embedding; none where a layer rotates nothing. UsageError where an embedding
-    is not a rotation by position times fixed frequencies of the first dimensions; for positions in the cache also where
-    the model knows positions in any other way."""
+    """Return `geometry` with the rotary embedding of every layer; a layer that rotates nothing gets none.
+
+    Raises:
+        UsageError: An embedding is not a rotation of the first dimensions by position times fixed frequencies; for
+            positions in the cache also: the model knows positions in any other way.
+    """
     try:
         read = _read(model, mode, geometry)
         if cache_positions:

@@ -8,7 +8,15 @@ from kvexport.cache import CachePlan, LayerGeometry
 
 
 class ModelShape(NamedTuple):
-    """A checkpoint and what its model is, before anything is built."""
+    """A checkpoint and its model before the build.
+
+    Attributes:
+        checkpoint: The checkpoint; None if only its config was read.
+        model: The model of transformers, whose parameters are fake tensors.
+        mode: The mode of these fake tensors.
+        geometry: The attention of every layer.
+        plan: The caches of the layers.
+    """
 
     checkpoint: Any
     model: Any

@@ -17,8 +17,16 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies. file: the real file, symlinks resolved. dtype: the safetensors name ("BF16"). offset:
-    bytes from the beginning of the file. nbytes: bytes at that offset, row-major, little-endian."""
+    """The place of one tensor in a file.
+
+    Attributes:
+        name: The tensor's name.
+        file: The real file, symlinks resolved.
+        dtype: The safetensors name of the type ("BF16").
+        shape: The tensor's shape.
+        offset: Bytes from the beginning of the file.
+        nbytes: Bytes at that offset, row-major and little-endian.
+    """
 
     name: str
     file: Path
@@ -29,31 +37,34 @@ class TensorEntry:
 
 
 class Source(Protocol):
-    """Where a weight comes from. Sources of the same weight are equal."""
+    """A weight that a checkpoint gives other than as a plain tensor. Sources of the same weight are equal."""
 
     @property
     def name(self) -> str:
-        """Its tensor in the checkpoint."""
+        """The name of the tensor in the checkpoint."""
         ...
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]"""
+        """The shape [outputs, inputs]."""
         ...
 
     @property
     def packing(self) -> PackedFormat | None:
-        """How it is packed; None: it comes as floats."""
+        """The format of packed rows; None: the rows come as floats."""
         ...
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """All rows in turn. Packed: `weight` as stored (`kvexport.ops.packed.pack`), `scale`, `minimum` [rows, groups],
-        `zero` [rows, groups] as numbers; floats: `weight` [rows, inputs] float32. Raises UsageError for what cannot be
-        a weight."""
+        """Yield all rows in turn.
+
+        A packed block has `weight` as stored (`kvexport.ops.packed.pack`), `scale` and `minimum` [rows, groups], and
+        `zero` [rows, groups] as numbers; a block of floats has `weight` [rows, inputs] float32. Raises UsageError for
+        values that cannot be a weight.
+        """
         ...
 
     def order(self) -> NDArray[np.int64]:
-        """[inputs], of a packing that is `ordered`."""
+        """Return the order of the columns, [inputs], of a packing that is `ordered`."""
         ...
 
 
@@ -66,16 +77,16 @@ class Dense:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the tensor."""
         return self.packed.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]"""
+        """The shape [outputs, inputs]."""
         return self.packed.shape
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Its rows."""
+        """Yield the dequantized rows."""
         packing = self.packed.packing
         assert packing is not None
         order = {"order": self.order()} if packing.ordered else {}
@@ -86,11 +97,11 @@ class Dense:
             yield {"weight": dequantize(packing, len(block["scale"]), self.shape[1], stored)}
 
     def order(self) -> NDArray[np.int64]:
-        """Of the packed source."""
+        """Return the order of the packed source's columns."""
         return self.packed.order()
 
 
 def dense_values(source: Source) -> NDArray[np.float32]:
-    """The whole weight in float32, for a reference."""
+    """Return the whole weight in float32, for a reference."""
     floats = source if source.packing is None else Dense(source)
     return np.concatenate([block["weight"] for block in floats.blocks()])

@@ -11,48 +11,48 @@ Dims = tuple[int | str | None, ...]
 
 
 def is_op(node: ir.Node, op_type: str, domain: str = "") -> bool:
-    """Whether a node is of this type."""
+    """Return whether a node is of this type."""
     return node.op_type == op_type and node.domain == domain
 
 
 def permutes(node: ir.Node, order: list[int]) -> bool:
-    """Whether a node is a Transpose of this order."""
+    """Return whether a node is a Transpose of this order."""
     perm = node.attributes.get("perm") if is_op(node, "Transpose") else None
     return perm is not None and list(perm.as_ints()) == order
 
 
 def producer(node: ir.Node, i: int, op_type: str, domain: str = "") -> ir.Node | None:
-    """The node that makes input `i`, if it is of this type."""
+    """Return the node that computes input `i`, if it is of this type; else None."""
     value = node.inputs[i]
     made = value.producer() if value is not None else None
     return made if made is not None and is_op(made, op_type, domain) else None
 
 
 def read_only(value: ir.Value, times: int = 1) -> bool:
-    """Whether a value is read so many times, and is no output of the graph."""
+    """Return whether a value is read exactly `times` times and is no output of the graph."""
     return len(value.uses()) == times and not value.is_graph_output()
 
 
 def dims(value: ir.Value | None) -> Dims:
-    """Static sizes and names, None where a dimension has neither; empty where the shape is not known."""
+    """Return a value's static sizes and names, None for a dimension with neither; empty if the shape is unknown."""
     shape = value.shape if value is not None else None
     return tuple(d if isinstance(d, int) else d.value for d in shape or ())
 
 
 def known_shape(value: ir.Value | None) -> tuple[int | str, ...]:
-    """Static sizes and names; empty where one of them is not known."""
+    """Return a value's static sizes and names; empty if one of them is unknown."""
     found = dims(value)
     return tuple(d for d in found if d is not None) if None not in found else ()
 
 
 def show(shape: Sequence[int | str | None]) -> str:
-    """A shape in a reason."""
+    """Return a shape as text for a reason."""
     return f"[{', '.join('?' if d is None else str(d) for d in shape)}]" if shape else "an unknown shape"
 
 
 def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] | None = None) -> None:
-    """Puts `new` after the last of `nodes`, in whose name it stands. Its outputs take the place of `outputs` (None:
-    those of the last). Of `nodes` those are removed that nothing else reads."""
+    """Put `new` after the last of `nodes` and give it that node's name. The outputs of `new` take the place of
+    `outputs` (None: the outputs of the last node). Nodes of `nodes` that no other node reads are removed."""
     last = nodes[-1]
     new.name = last.name
     graph = last.graph
@@ -66,7 +66,7 @@ def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] 
 
 
 def _remove_unread(node: ir.Node) -> None:
-    """Removes a node that nothing reads, and with it what was made for it alone."""
+    """Remove a node that no node reads, and the nodes that computed values for it alone."""
     graph = node.graph
     if not isinstance(graph, ir.Graph) or any(x.uses() or x.is_graph_output() for x in node.outputs):
         return

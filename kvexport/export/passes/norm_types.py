@@ -17,7 +17,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 def pattern(node: ir.Node) -> list[ir.Node]:
-    """An RMSNormalization of two types."""
+    """Return the matches of an RMSNormalization of two types."""
     if not is_op(node, "RMSNormalization"):
         return []
     rows, scale = _inputs(node)
@@ -25,7 +25,7 @@ def pattern(node: ir.Node) -> list[ir.Node]:
 
 
 def check(norm: ir.Node) -> str:
-    """From float16 to float32 nothing is lost."""
+    """Return why the types must stay: the cast is not from float16 to float32, which loses nothing."""
     rows, scale = _inputs(norm)
     if (rows.dtype, scale.dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT):
         return ""
@@ -33,7 +33,7 @@ def check(norm: ir.Node) -> str:
 
 
 def rewrite(norm: ir.Node) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     rows, graph = _inputs(norm)[0], norm.graph
     assert isinstance(graph, ir.Graph)
     cast = ir.node("Cast", [rows], {"to": ir.DataType.FLOAT}, name=f"{norm.name}.rows")

@@ -15,8 +15,14 @@ Match = TypeVar("Match")
 
 @dataclass
 class PassReport:
-    """What a pass did to one ONNX graph: how often it was `applied`, and the places where its pattern stood but its
-    check said no, as (name of the node or of its first output, reason)."""
+    """The report of a pass over one ONNX graph.
+
+    Attributes:
+        name: The name of the pass.
+        applied: How often the pass rewrote nodes.
+        refused: (name of the node or of its first output, reason) of every place where the pattern matched and the
+            check refused.
+    """
 
     name: str
     applied: int = 0
@@ -32,12 +38,14 @@ Pass = Callable[[ir.Model], PassReport]
 
 @dataclass(frozen=True)
 class Rewrite(Generic[Match]):
-    """A pass that looks at the nodes of a graph one by one, in order, nodes that it removed left out.
+    """A pass that looks at the nodes of a graph one by one, in order; nodes that it removed are left out.
 
-    pattern: the matches that end at a node, by types of nodes and how they hang together; none where it is something
-    else altogether.
-    check: why a match must stay as it is (shapes, types, other readers); empty where nothing speaks against it.
-    rewrite: changes the graph. Of the matches of one node the first without a reason is rewritten.
+    Attributes:
+        name: The name of the pass.
+        pattern: Returns the matches that end at a node, by the types of nodes and by which node reads which; no match
+            if the nodes are others.
+        check: Returns why a match must stay (shapes, types, other readers); empty if it may be rewritten.
+        rewrite: Changes the graph. The first match of a node without a reason is rewritten.
     """
 
     name: str
@@ -46,7 +54,7 @@ class Rewrite(Generic[Match]):
     rewrite: Callable[[Match], None]
 
     def __call__(self, model: ir.Model) -> PassReport:
-        """Rewrites every match in the graph of `model`."""
+        """Rewrite every match in the graph of `model`."""
         report = PassReport(self.name)
         for node in list(model.graph):
             if node.graph is not None:
@@ -66,7 +74,7 @@ class Rewrite(Generic[Match]):
 
 
 def run_passes(model: ir.Model, passes: Sequence[Pass]) -> list[PassReport]:
-    """Runs `passes` over the graph of `model`, in their order. Returns a report of each, and logs it for debugging."""
+    """Run `passes` over the graph of `model` in their order. Return a report of each pass, and log it for debugging."""
     reports = []
     for run in passes:
         reports.append(run(model))

@@ -41,8 +41,8 @@ def require_float(entry: TensorEntry) -> None:
 
 
 def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
-    """One tensor in memory, of `entry.shape`, cast as `cast_blocks` casts; meant for small ones. Raises the same
-    UsageErrors, and what `require_float` raises."""
+    """Return one tensor in memory, of `entry.shape`, cast as `cast_blocks` casts. Meant for small tensors. Raises what
+    `cast_blocks` and `require_float` raise."""
     require_float(entry)
     tensor = np.empty(entry.shape, WANTED[dtype])
     flat, begin = tensor.reshape(-1).view(np.uint8), 0
@@ -53,8 +53,8 @@ def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
 
 
 def cast_blocks(entry: TensorEntry, wanted: Dtype) -> Iterator[bytes | memoryview]:
-    """The tensor's bytes in the wanted dtype, a few MiB at a time. Raises UsageError after the last block where values
-    overflowed."""
+    """Yield the tensor's bytes in the wanted dtype, a few MiB at a time. Raises UsageError after the last block if
+    values overflowed."""
     lost = at = 0
     for block in read_blocks(entry):
         require_finite(entry, block, at)
@@ -77,7 +77,7 @@ def cast_blocks(entry: TensorEntry, wanted: Dtype) -> Iterator[bytes | memoryvie
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """The tensor's bytes as they are. Raises UsageError where the file ends before."""
+    """Yield the tensor's bytes unchanged. Raises UsageError if the file ends before the tensor."""
     with entry.file.open("rb") as stream:
         stream.seek(entry.offset)
         left = entry.nbytes
@@ -91,7 +91,7 @@ def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
 
 
 def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> None:
-    """Raises UsageError where a value of the block is infinite or NaN. at: the bytes of the tensor before it."""
+    """Raise UsageError if a value of the block is infinite or NaN. at: the bytes of the tensor before the block."""
     signed, exponent = _EXPONENT[entry.dtype]
     bits = np.frombuffer(block, signed)
     # Without its sign such a value is at least `exponent` as an integer: of positive values the largest integer, and of
@@ -109,8 +109,8 @@ def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> No
 
 
 def _cast(block: bytes, stored: str, wanted: Dtype) -> tuple[np.ndarray[Any, Any], int]:
-    """The values of a block, all finite, in the wanted dtype, and how many became infinite. Everything goes through
-    float32, as in PyTorch."""
+    """Return the values of a block, all finite, in the wanted dtype, and how many became infinite. All values pass
+    through float32, as in PyTorch."""
     values = np.frombuffer(block, STORED[stored])
     # Looked up where it can be: four times as fast as NumPy's own rounding to float16.
     lookup = stored == "BF16" and wanted == "float16"
@@ -122,7 +122,7 @@ def _cast(block: bytes, stored: str, wanted: Dtype) -> tuple[np.ndarray[Any, Any
 
 
 def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
-    """Neighbouring rows of a matrix in float32, all finite. Raises UsageError as `cast_blocks` does."""
+    """Return neighbouring rows of a tensor in float32, all finite. Raises UsageError as `cast_blocks` does."""
     with entry.file.open("rb") as stream:
         block = read_at(entry, stream, rows)
     require_finite(entry, block, rows.start * (entry.nbytes // entry.shape[0]))
@@ -136,7 +136,7 @@ def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
 
 
 def read_at(entry: TensorEntry, stream: BinaryIO, rows: range) -> bytes:
-    """The bytes of neighbouring rows (of the first dimension) of a tensor, from its opened file."""
+    """Return the bytes of neighbouring rows (of the first dimension) of a tensor, from its opened file."""
     row = entry.nbytes // entry.shape[0]
     stream.seek(entry.offset + rows.start * row)
     block = stream.read(len(rows) * row)
@@ -146,7 +146,7 @@ def read_at(entry: TensorEntry, stream: BinaryIO, rows: range) -> bytes:
 
 
 def row_blocks(count: int, row_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[range]:
-    """The rows of a matrix in turns of at most `block_bytes`, at least one row each."""
+    """Yield the rows of a matrix in turns of at most `block_bytes`, at least one row each."""
     step = max(1, block_bytes // max(1, row_bytes))
     yield from (range(begin, min(begin + step, count)) for begin in range(0, count, step))
 
@@ -171,7 +171,7 @@ def _bfloat16_as_float16() -> np.ndarray[Any, Any]:
 
 
 def shrunk(entry: TensorEntry, size: int) -> UsageError:
-    """The error for a file that has no more than `size` bytes."""
+    """Return the error for a file of `size` bytes that ends before the tensor."""
     return UsageError(
         f"{entry.file} ends before tensor {entry.name!r}: expected at least {entry.offset + entry.nbytes} bytes, "
         f"found {size}",

@@ -21,7 +21,14 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class ComputedSpec:
-    """One initializer that is computed: its name in the graph, and the dtype and shape that the graph declares."""
+    """One initializer that is computed.
+
+    Attributes:
+        name: The name in the graph.
+        source: The source of its rows.
+        dtype: The dtype that the graph declares.
+        shape: The shape that the graph declares.
+    """
 
     name: str
     source: Source
@@ -30,7 +37,7 @@ class ComputedSpec:
 
     @property
     def parts(self) -> dict[str, PackedTensor]:
-        """The tensors that it is stored as: those of its packing, or itself alone."""
+        """The tensors that it is stored as: those of its packing, or the weight alone."""
         packing = self.source.packing
         return (
             {"weight": PackedTensor(self.dtype, self.shape)} if packing is None else packing.tensors(*self.source.shape)
@@ -38,18 +45,18 @@ class ComputedSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the artifact."""
+        """The bytes in the artifact."""
         return sum(part.nbytes for part in self.parts.values())
 
 
 def part_name(initializer: str, part: str) -> str:
-    """The name of a packed initializer's part: its own for the weight, q_proj.scale of q_proj.weight."""
+    """Return the name of a part of a packed initializer: q_proj.weight for the weight, q_proj.scale for its scale."""
     return initializer if part == "weight" else f"{initializer.removesuffix('weight')}{part}"
 
 
 def parts_of(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
-    """(part, its bytes block by block), in the order of `spec.parts`; each is to be read to its end before the next.
-    Raises UsageError for scales that are infinite or NaN, and for floats that the dtype cannot hold."""
+    """Yield (part, its bytes block by block) in the order of `spec.parts`; each part is read to its end before the
+    next. Raises UsageError for scales that are infinite or NaN, and for floats that the dtype cannot hold."""
     packing, source = spec.source.packing, spec.source
     if packing is None:
         yield "weight", _floats(spec)

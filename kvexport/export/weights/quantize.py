@@ -49,17 +49,17 @@ class Rounded:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the tensor."""
         return self.entry.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]"""
+        """The shape [outputs, inputs]."""
         n, k = self.entry.shape
         return n, k
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Its rows. Raises UsageError for values that are not finite, or that float32 cannot hold."""
+        """Yield the rounded rows. Raises UsageError for values that are not finite, or that float32 cannot hold."""
         importance = np.frombuffer(self.importance, np.float32).reshape(-1, self.packing.group)
         for rows in self._rows():
             if self.channels:
@@ -81,13 +81,12 @@ class Rounded:
             yield from (values[rows.start : rows.stop] for rows in row_blocks(len(values), 4 * k, BLOCK_BYTES))
 
     def order(self) -> NDArray[np.int64]:
-        """There is none."""
+        """Raise: rounded weights have no order of columns."""
         raise NotImplementedError
 
 
 def fitting_group(wanted: int, inputs: int) -> int | None:
-    """The largest group of at most `wanted` inputs that divides `inputs` and halves `wanted` some times; None where
-    there is none."""
+    """Return the largest group that divides `inputs`, among `wanted` and its halves; None if there is none."""
     while wanted >= GROUPS[0]:
         if inputs % wanted == 0:
             return wanted
@@ -122,7 +121,8 @@ def round_groups(
 
 
 def rounded_values(rows: Floats, packing: PackedFormat, importance: Floats, *, positive: bool) -> Floats:
-    """What rows [rows, inputs] become; importance: [inputs]."""
+    """Return the values [rows, inputs] that rounding gives rows. importance: [inputs], by which squared errors
+    count."""
     groups = rows.reshape(len(rows), -1, packing.group)
     matter = importance.reshape(-1, packing.group)
     numbers, parts = round_groups(groups, packing, matter, positive=positive)
@@ -148,8 +148,16 @@ def _with_zero(columns: Floats, matter: Floats | None, high: int, bits: int) -> 
 def _best(
     columns: Floats, matter: Floats | None, starts: Sequence[Floats], zero: Floats, low: int, high: int
 ) -> tuple[Floats, ...]:
-    """Of the scales that come of `starts`, one a column, those of the least squared error: numbers, scale, error.
-    matter: by which squared errors count, of the shape of `columns`; None: all alike."""
+    """Return numbers, scale and error of the scale with the least squared error for each column.
+
+    Args:
+        columns: [group, columns]
+        matter: The weights of squared errors, of the shape of `columns`; None: all errors count alike.
+        starts: The scales to begin with, one for each column.
+        zero: The zero point of each column.
+        low: The least number.
+        high: The largest number.
+    """
     best: tuple[Floats, ...] = ()
     for start in starts:
         scale = _as_stored(start)
@@ -172,7 +180,8 @@ def _best(
 
 
 def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Of each column the one of the smaller error, third in both. `kept` is written to; at first it is empty."""
+    """Return for each column the candidate with the smaller error, which is the third array of both. `kept` is written
+    to; at first it is empty."""
     if not kept:
         return tried
     better = tried[2] < kept[2]
@@ -189,6 +198,6 @@ def _rounded(columns: Floats, scale: Floats, zero: Floats, low: int, high: int) 
 
 
 def _as_stored(scale: Floats) -> Floats:
-    """Rounded to float16, and not 0."""
+    """Return a scale rounded to float16, and not 0."""
     stored = scale.astype(np.float16).astype(np.float32)
     return np.where(np.abs(stored) < _LEAST_SCALE, _LEAST_SCALE, stored)

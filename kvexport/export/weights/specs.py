@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spec]:
-    """What the checkpoint must give for every initializer. Raises UsageError naming parameters it does not have, or
-    whose dtype or shape is another, and for a rounding that the recipe's backend does not take."""
+    """Return what the checkpoint gives for every initializer. Raises UsageError that names missing parameters and
+    parameters of another dtype or shape, and for a rounding that the recipe's backend does not take."""
     section, positive = recipe.weights, backends.get(recipe.backend.name).positive_scales
     tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}
     if section.bits and any(source.packing for source in checkpoint.computed.values()):
@@ -79,8 +79,8 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
 
 
 def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFormat | str]]:
-    """(parameter, its format, or why it stays in floats) of every projection, the head and the embeddings, where the
-    recipe rounds. Raises UsageError where its backend does not take what projections are to be rounded to."""
+    """Yield (parameter, its format, or why it stays in floats) of every projection, the head, the embeddings and the
+    experts, if the recipe rounds. Raises UsageError if its backend does not take the format of the projections."""
     section = recipe.weights
     if section.bits is None:
         return
@@ -115,14 +115,14 @@ def _packed_only(formats: Iterable[tuple[str, PackedFormat | str]]) -> dict[str,
 
 
 def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> tuple[str, str] | None:
-    """Why the recipe's backend does not take a weight that is packed so, and what it takes."""
+    """Return why the recipe's backend does not take a weight of this format, and the fix; None if it does."""
     backend, offset = backends.get(recipe.backend.name), packing.offset != "none"
     return backend.packing_problem(packing.dtype, packing.group, has_offset=offset, picked=picked)
 
 
 def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> int:
-    """What the weights take in an artifact, tied ones once. checkpoint: None where only the config is at hand, which is
-    not to say that weights are quantized."""
+    """Return the bytes of the weights in an artifact, tied weights once. checkpoint: None if only the config was read,
+    which then does not say that weights are quantized."""
     if checkpoint is not None:
         return total_bytes(weight_specs(checkpoint, model, recipe))
     formats = _packed_only(rounded_formats(model, recipe))
@@ -134,7 +134,7 @@ def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> i
 
 
 def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:
-    """Of the packed ones, by initializer."""
+    """Return the formats of the packed weights, by initializer."""
     return {
         spec.name: spec.source.packing
         for spec in specs
@@ -147,8 +147,8 @@ def _embeddings(model: Any) -> set[str]:
 
 
 def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
-    """Why a weight that the checkpoint has packed becomes floats; empty where it stays as it is. Of an embedding single
-    rows are picked: columns have to be in their order, and no row of zeros may begin within a byte."""
+    """Return why a packed weight of the checkpoint becomes floats; empty if it stays packed. Rows of an embedding are
+    picked one by one: its columns have to be in order, and no row of zero points may begin within a byte."""
     packing = source.packing
     assert packing is not None
     halves = packing.offset == "zero" and packing.bits == 4 and source.shape[1] // packing.group % 2 == 1
@@ -159,13 +159,13 @@ def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
 
 
 def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
-    """How many weights are packed, by their format; tied ones once."""
+    """Return how many weights are packed in each format; tied weights count once."""
     sources = dict.fromkeys(spec.source for spec in specs if isinstance(spec, ComputedSpec))
     return dict(sorted(Counter(source.packing.label for source in sources if source.packing is not None).items()))
 
 
 def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
-    """What a user should know: weights that are not kept as the checkpoint has them, or not rounded as the recipe
+    """Return notes for the user: weights that are not kept as the checkpoint has them, or not rounded as the recipe
     says."""
     notes, section = list(checkpoint.notes), recipe.weights
     formats = dict(rounded_formats(model, recipe))
@@ -181,7 +181,7 @@ def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str
 
 
 def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
-    """Notes of packed weights of the checkpoint that become floats."""
+    """Return notes on packed weights of the checkpoint that become floats."""
     cast: dict[tuple[str, str], list[str]] = {}
     embeddings, sources = _embeddings(model), parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
     for name in initializer_names(model):

@@ -46,8 +46,14 @@ _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One initializer: its name in the graph, the checkpoint's tensor behind it, and the dtype and shape the graph
-    declares."""
+    """One initializer that is a tensor of the checkpoint.
+
+    Attributes:
+        name: The name in the graph.
+        entry: The tensor.
+        dtype: The dtype that the graph declares.
+        shape: The shape that the graph declares.
+    """
 
     name: str
     entry: TensorEntry
@@ -56,7 +62,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the artifact, after the cast."""
+        """The bytes in the artifact, after the cast."""
         return math.prod(self.shape) * np.dtype(WANTED[self.dtype]).itemsize
 
 
@@ -84,7 +90,7 @@ class WrittenWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Weights that stand in `folder` for every artifact whose initializers are `specs` to link to."""
+    """Weights in `folder`, to which every artifact whose initializers are `specs` can link."""
 
     folder: Path
     specs: tuple[Spec, ...]
@@ -92,7 +98,8 @@ class SharedWeights:
 
 
 def total_bytes(specs: Sequence[Spec]) -> int:
-    """The sum of the arguments of `progress` over one `write_weights` of the same specs; tied tensors count once."""
+    """Return the sum of the arguments of `progress` over one `write_weights` of the same specs; tied tensors count
+    once."""
     return sum(spec.nbytes for spec in _distinct(specs))
 
 
@@ -192,7 +199,7 @@ def link_shared(shared: SharedWeights, stage: Path, progress: Callable[[int], No
 
 
 class _DataFile:
-    """`decoder.weights` while it grows, and the digest of what it holds so far, which another thread computes."""
+    """The file `decoder.weights` while it grows, and the digest of its bytes so far, which another thread computes."""
 
     def __init__(self, stream: BinaryIO, hasher: ThreadPoolExecutor) -> None:
         self._stream, self._hasher = stream, hasher
@@ -202,7 +209,7 @@ class _DataFile:
         self._orders: dict[bytes, Location] = {}
 
     def append_all(self, spec: Spec, progress: Callable[[int], None]) -> dict[str, Location]:
-        """The parts of an initializer, one after another."""
+        """Append the parts of an initializer, one after another, and return their places."""
         if isinstance(spec, TensorSpec):
             return {"weight": self._append(spec.nbytes, cast_blocks(spec.entry, spec.dtype), progress)}
         placed = {}
@@ -246,7 +253,7 @@ def _bytes(block: np.ndarray[Any, Any]) -> memoryview:
 
 
 def _key(spec: Spec) -> Key:
-    """What two specs that share their bytes have in common."""
+    """Return the key that two specs have in common if they share their bytes."""
     return (spec.entry if isinstance(spec, TensorSpec) else spec.source, spec.dtype)
 
 

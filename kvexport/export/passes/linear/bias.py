@@ -19,7 +19,7 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The Linear, what is added to it, and the sum."""
+    """The matched nodes: a Linear, the value that is added to it, and the sum."""
 
     linear: ir.Node
     bias: ir.Value
@@ -27,12 +27,13 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """A Linear plus an initializer."""
+    """Return the matches of a Linear plus an initializer."""
     return [Match(linear, other, node) for linear, other in operands(node, "Add") if other.is_initializer()]
 
 
 def check(match: Match) -> str:
-    """One number for every output, of a product that nothing else needs."""
+    """Return why the sum is not a bias: the value is not one number for every output, or other nodes need the
+    product."""
     if not read_only(match.linear.outputs[0]):
         return READ_TWICE
     if steps_of(match.linear) != Form():
@@ -44,7 +45,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     form = replace(form_of(match.linear), bias=(1,))
     put_linear([match.linear, match.add], [*match.linear.inputs, match.bias], form)
 

@@ -18,13 +18,13 @@ READ_TWICE = "its product is read by other nodes too"
 
 
 def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
-    """The functions of the Linears in the graph."""
+    """Return the functions of the Linears in the graph, each once."""
     forms = {form_of(node) for node in graph if is_linear(node)}
     return [linear_function(form) for form in sorted(forms, key=lambda form: form.overload)]
 
 
 def take_floats(graph: ir.Graph) -> None:
-    """Let every Linear of packed weights multiply them with its input as it is."""
+    """Let every Linear of packed weights multiply them with its input as it is, unrounded."""
     for node in graph:
         if is_linear(node) and (form := form_of(node)).packed:
             form = replace(form, float_input=1)
@@ -33,17 +33,17 @@ def take_floats(graph: ir.Graph) -> None:
 
 
 def is_linear(node: ir.Node) -> bool:
-    """Whether a node is a Linear."""
+    """Return whether a node is a Linear."""
     return is_op(node, "Linear", DOMAIN)
 
 
 def linear_of(node: ir.Node, i: int) -> ir.Node | None:
-    """The Linear that makes input `i`, if one does."""
+    """Return the Linear that computes input `i` of a node; None if another node does."""
     return producer(node, i, "Linear", DOMAIN)
 
 
 def form_of(linear: ir.Node) -> Form:
-    """What a Linear does beside its products, read off its attributes."""
+    """Return the steps of a Linear beside its products, read off its attributes."""
     values: dict[str, Any] = {}
     for name in vars(Form()):
         if name in linear.attributes:  # those of packed weights are there only where one is
@@ -53,12 +53,12 @@ def form_of(linear: ir.Node) -> Form:
 
 
 def steps_of(linear: ir.Node) -> Form:
-    """Its form whatever its weights are packed in."""
+    """Return the form of a Linear without the packing of its weights."""
     return replace(form_of(linear), packed=(), group=())
 
 
 def join(form: Form, linears: Iterable[ir.Node]) -> Form:
-    """`form` with the packing of the weights of `linears`, in their order."""
+    """Return `form` with the packing of the weights of `linears`, in their order."""
     forms = [form_of(linear) for linear in linears]
     if not any(one.packed for one in forms):
         return form
@@ -69,25 +69,26 @@ def join(form: Form, linears: Iterable[ir.Node]) -> Form:
 
 
 def dtype_of(linear: ir.Node) -> ir.DataType | None:
-    """The type of its input and outputs."""
+    """Return the type of a Linear's input and outputs."""
     data = linear.inputs[0] if form_of(linear).packed else weight_of(linear)
     return data.dtype if data is not None else None
 
 
 def weight_of(linear: ir.Node) -> ir.Value:
-    """[outputs, inputs], the weight of its first product."""
+    """Return the weight [outputs, inputs] of a Linear's first product."""
     weight = linear.inputs[1 + form_of(linear).norm]
     assert weight is not None
     return weight
 
 
 def outputs_of(linear: ir.Node) -> int | str:
-    """How many outputs its first product has."""
+    """Return the number of outputs of a Linear's first product."""
     return known_shape(weight_of(linear))[0]
 
 
 def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
-    """Of a node of this type and two inputs: each input that a Linear makes, as that Linear, with the other input."""
+    """Return (Linear, other input) for each input of a node that a Linear computes, if the node has this type and two
+    inputs."""
     if not is_op(node, op_type) or len(node.inputs) != 2:
         return []
     pairs = [(linear_of(node, i), node.inputs[1 - i]) for i in (0, 1)]
@@ -97,7 +98,7 @@ def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
 def put_linear(
     nodes: Sequence[ir.Node], inputs: Iterable[ir.Value | None], form: Form, outputs: Sequence[ir.Value] | None = None
 ) -> None:
-    """A Linear of this form in the place of `nodes` (see `nodes.replace`)."""
+    """Put a Linear of this form in the place of `nodes` (see `nodes.replace`)."""
     attributes = ir.convenience.convert_attributes(form.attributes)
     linear = ir.Node(DOMAIN, "Linear", list(inputs), attributes, overload=form.overload, num_outputs=form.count)
     graph_nodes.replace(nodes, linear, outputs)

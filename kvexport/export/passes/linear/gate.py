@@ -30,7 +30,8 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The nodes, in the names of the module; for another activation than SiLU that one node is both middle ones."""
+    """The matched nodes, by their names in the module's text. An activation other than SiLU is one node, which fills
+    both middle names."""
 
     linear: ir.Node
     gate: ir.Node
@@ -40,7 +41,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """A Linear times an activation of another Linear."""
+    """Return the matches of a Linear times an activation of another Linear."""
     found = []
     for linear, other in operands(node, "Mul"):
         activation = other.producer()
@@ -56,7 +57,8 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Both products of one input and of one size, and nothing between them that is needed elsewhere."""
+    """Return why the two products cannot be one gated Linear: they read different inputs, differ in size, or other
+    nodes need a value between them."""
     linear, gate, sigmoid, silu, _ = match
     if sigmoid is silu:
         return f"its activation is {silu.op_type}, not SiLU"
@@ -76,7 +78,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     form = join(replace(form_of(match.linear), gate=1), [match.linear, match.gate])
     put_linear(
         [match.linear, match.gate, match.sigmoid, match.silu, match.product],

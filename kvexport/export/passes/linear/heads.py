@@ -24,7 +24,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The three nodes."""
+    """The three matched nodes."""
 
     linear: ir.Node
     reshape: ir.Node
@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
 
 def _wrong_shapes(flat: ir.Value, apart: ir.Value) -> str:
-    """Why `flat` is not [B, T, H D] of `apart`, [B, T, H, D] with a number for H."""
+    """Return why `flat` is not [B, T, H D] for `apart` [B, T, H, D] with a number H; empty if it is."""
     one, other = dims(flat), dims(apart)
     known = len(one) == 3 and len(other) == 4 and None not in (*one, *other)
     if known and one[:2] == other[:2] and isinstance(other[2], int):
@@ -41,14 +41,15 @@ def _wrong_shapes(flat: ir.Value, apart: ir.Value) -> str:
 
 
 def output_pattern(node: ir.Node) -> list[Match]:
-    """A Linear, a Reshape and a Transpose that swaps two dimensions of four."""
+    """Return the matches of a Linear, a Reshape and a Transpose that swaps two dimensions of four."""
     reshape = producer(node, 0, "Reshape") if permutes(node, HEADS_TO_FRONT) else None
     linear = linear_of(reshape, 0) if reshape is not None else None
     return [Match(linear, reshape, node)] if reshape is not None and linear is not None else []
 
 
 def output_check(match: Match) -> str:
-    """Heads come last, where nothing else needs what is between."""
+    """Return why the Linear cannot set its heads apart: its steps end otherwise, or other nodes need a value
+    between."""
     if not read_only(match.linear.outputs[0]) or not read_only(match.reshape.outputs[0]):
         return READ_TWICE
     if form_of(match.linear).output_heads != (0,):
@@ -57,13 +58,13 @@ def output_check(match: Match) -> str:
 
 
 def output_rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     form = replace(form_of(match.linear), output_heads=(_heads(match.reshape.outputs[0]),))
     put_linear([match.linear, match.reshape, match.transpose], match.linear.inputs, form)
 
 
 def input_pattern(node: ir.Node) -> list[Match]:
-    """A Transpose that swaps two dimensions of four, a Reshape and a Linear."""
+    """Return the matches of a Transpose that swaps two dimensions of four, a Reshape and a Linear."""
     reshape = producer(node, 0, "Reshape") if is_linear(node) else None
     transpose = producer(reshape, 0, "Transpose") if reshape is not None else None
     if reshape is None or transpose is None or not permutes(transpose, HEADS_TO_FRONT):
@@ -72,7 +73,7 @@ def input_pattern(node: ir.Node) -> list[Match]:
 
 
 def input_check(match: Match) -> str:
-    """Heads come first, where nothing else needs what is between."""
+    """Return why the Linear cannot read heads: its steps begin otherwise, or other nodes need a value between."""
     if not read_only(match.transpose.outputs[0]) or not read_only(match.reshape.outputs[0]):
         return "its input without heads is read by other nodes too"
     if form_of(match.linear).input_heads:
@@ -81,7 +82,7 @@ def input_check(match: Match) -> str:
 
 
 def input_rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     form = replace(form_of(match.linear), input_heads=_heads(match.transpose.outputs[0]))
     inputs = [match.transpose.inputs[0], *match.linear.inputs[1:]]
     put_linear([match.transpose, match.reshape, match.linear], inputs, form)

@@ -20,7 +20,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The norm with its two inputs, and the Linear."""
+    """The matched norm with its two inputs, and the Linear."""
 
     norm: ir.Node
     data: ir.Value
@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """A Linear of an RMSNormalization, or of the Cast of one."""
+    """Return the matches of a Linear of an RMSNormalization, or of the Cast of one."""
     cast = producer(node, 0, "Cast") if is_linear(node) else None
     norm = producer(cast or node, 0, "RMSNormalization") if is_linear(node) else None
     if norm is None:
@@ -39,7 +39,8 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Of whole rows, in one type, for this Linear alone."""
+    """Return why the norm cannot be a step of the Linear: it normalizes other than whole rows, casts between types, or
+    is read by other nodes."""
     norm, data, scale, linear = match
     form, types = form_of(linear), (data.dtype, scale.dtype, dtype_of(linear))
     if linear.inputs[0] is not norm.outputs[0]:
@@ -57,7 +58,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     epsilon = match.norm.attributes.get("epsilon")
     form = replace(
         form_of(match.linear), norm=1, epsilon=float(f"{epsilon.as_float():.6g}") if epsilon is not None else 1e-5

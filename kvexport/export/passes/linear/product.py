@@ -25,7 +25,7 @@ INTEGERS = (ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.U
 
 
 class Match(NamedTuple):
-    """The nodes, the two values that they multiply, and the packed weight that the second is, if it is one."""
+    """The matched nodes, the two values that they multiply, and the packed weight if the second value is one."""
 
     transpose: ir.Node
     product: ir.Node
@@ -35,7 +35,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """A MatMul with a transpose."""
+    """Return the matches of a MatMul with a transposed value."""
     transpose = producer(node, 1, "Transpose") if is_op(node, "MatMul") else None
     if transpose is None:
         return []
@@ -44,7 +44,8 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Only a weight of the checkpoint, as it lies there."""
+    """Return why the product is no Linear: its second factor is not a weight in the checkpoint's order of
+    dimensions."""
     if not permutes(match.transpose, [1, 0]):
         return "its second factor is not the transpose of a matrix"
     if match.packed is not None:
@@ -55,7 +56,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     if match.packed is None:
         return put_linear([match.transpose, match.product], [match.data, match.weight], Form())
     parts = _parts(match.packed)
@@ -69,7 +70,7 @@ def _parts(packed: Packed) -> dict[str, ir.Value]:
 
 
 def _wrong_packing(packed: Packed) -> str:
-    """Why no Linear takes a packed weight; empty where one does."""
+    """Return why no Linear takes a packed weight; empty if one does."""
     parts = _parts(packed)
     computed = [value.name for value in parts.values() if not value.is_initializer()]
     if computed:

@@ -18,7 +18,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The Linear, what is added to it, and the sum."""
+    """The matched Linear, the value that is added to it, and the sum."""
 
     linear: ir.Node
     residual: ir.Value
@@ -26,12 +26,13 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """A Linear plus what is no initializer."""
+    """Return the matches of a Linear plus a value that is no initializer."""
     return [Match(linear, other, node) for linear, other in operands(node, "Add") if not other.is_initializer()]
 
 
 def check(match: Match) -> str:
-    """One shape, known; ONNX would also add a row to all rows."""
+    """Return why the value is no residual: its shape is unknown, or not that of the product (ONNX would also add one
+    row to all rows)."""
     product = match.linear.outputs[0]
     if not read_only(product):
         return READ_TWICE
@@ -43,7 +44,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     form = replace(form_of(match.linear), residual=1)
     put_linear([match.linear, match.add], [*match.linear.inputs, match.residual], form)
 

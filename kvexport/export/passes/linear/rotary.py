@@ -20,7 +20,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The Linear, the RotaryEmbedding, and its inputs."""
+    """The matched Linear, the RotaryEmbedding, and the embedding's inputs."""
 
     linear: ir.Node
     rotary: ir.Node
@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """A RotaryEmbedding of three inputs, the first an output of a Linear."""
+    """Return the matches of a RotaryEmbedding of three inputs, the first an output of a Linear."""
     linear = linear_of(node, 0) if is_op(node, "RotaryEmbedding") and len(node.inputs) == 3 else None
     heads, cosine, sine = node.inputs if linear is not None else (None, None, None)
     if linear is None or heads is None or cosine is None or sine is None:
@@ -38,7 +38,8 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """The form of rotation that Linear has, of heads that nothing else needs."""
+    """Return why the embedding cannot be a step of the Linear: it rotates in another form, or other nodes need the
+    heads."""
     form, i = form_of(match.linear), list(match.linear.outputs).index(match.heads)
     for name in ("interleaved", "rotary_embedding_dim"):
         if value := match.rotary.attributes.get_int(name, 0):
@@ -55,7 +56,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     form, inputs, i = form_of(match.linear), list(match.linear.inputs), list(match.linear.outputs).index(match.heads)
     rotated = tuple(int(was or j == i) for j, was in enumerate(form.rotated))
     rest = inputs[:-2] if any(form.rotated) else inputs

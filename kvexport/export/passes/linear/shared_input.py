@@ -18,7 +18,7 @@ Match = list[ir.Node]  # the Linears
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Linears of one product that read one input."""
+    """Return the matches of Linears of one product that read one input."""
     data = node.inputs[0] if _is_plain(node) else None
     if data is None:
         return []
@@ -27,13 +27,13 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """One type."""
+    """Return why the Linears cannot become one: their types differ."""
     types = list(dict.fromkeys(dtype_of(linear) for linear in match))
     return "" if len(types) == 1 else f"the weights of its input's products are {' and '.join(map(str, types))}"
 
 
 def rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     forms = [form_of(linear) for linear in match]
     heads, bias = (tuple(getattr(form, name)[0] for form in forms) for name in ("output_heads", "bias"))
     form = join(Form(output_heads=heads, bias=bias, rotated=(0,) * len(forms)), match)
@@ -42,7 +42,7 @@ def rewrite(match: Match) -> None:
 
 
 def _is_plain(node: ir.Node) -> bool:
-    """One product, to which nothing but a bias and heads of its own belong."""
+    """Return whether a Linear has one product and no steps but a bias and heads of its own."""
     if not is_linear(node):
         return False
     form = steps_of(node)

@@ -23,7 +23,7 @@ BY_ELEMENT = ("Cos", "Sin", "Cast", "Mul")
 
 
 class Match(NamedTuple):
-    """The nodes and values, in the names of the module."""
+    """The matched nodes and values, by their names in the module's text."""
 
     heads: ir.Value
     swapped: ir.Node
@@ -32,7 +32,8 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """The sum of two products, one with an output of a Linear, the other with a Concat of a Neg and something."""
+    """Return the matches of the sum of two products, one with an output of a Linear, the other with a Concat of a Neg
+    and another value."""
     found = []
     for i in (0, 1):
         straight, crossed = (producer(node, j, "Mul") if is_op(node, "Add") else None for j in (i, 1 - i))
@@ -48,7 +49,8 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """The halves of the heads, swapped, and tables of two equal halves."""
+    """Return why the sum is no rotary embedding: the halves of the heads are not swapped, or a table does not have two
+    equal halves."""
     if not _swaps_halves(match.swapped, match.heads):
         return f"{match.swapped.name} is not (-second half, first half) of the last dimension of its heads"
     for table in match.tables:
@@ -60,13 +62,13 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """See the module."""
+    """Replace the matched nodes as the module's text shows."""
     angles = [_half(_before_heads(table)) for table in match.tables]
     replace(match.nodes, ir.node("RotaryEmbedding", [match.heads, *angles]))
 
 
 def _swaps_halves(concat: ir.Node, x: ir.Value) -> bool:
-    """Whether it makes (-second half, first half) of the last dimension of x [B, H, T, D]."""
+    """Return whether a node computes (-second half, first half) of the last dimension of x [B, H, T, D]."""
     negative, first = (producer(concat, i, op) for i, op in enumerate(("Neg", "Slice")))
     second = producer(negative, 0, "Slice") if negative is not None else None
     last, size = concat.attributes.get_int("axis", 0) in (-1, 3), (known_shape(x) or ("",))[-1]
@@ -76,8 +78,8 @@ def _swaps_halves(concat: ir.Node, x: ir.Value) -> bool:
 
 
 def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
-    """Whether a Slice takes [start, end) of the last dimension of x [B, H, T, D]; any number above its size stands for
-    its end."""
+    """Return whether a Slice takes [start, end) of the last dimension of x [B, H, T, D]; any number above its size
+    stands for its end."""
     given = [
         value.const_value.numpy().ravel().tolist()
         for value in node.inputs[1:]
@@ -90,7 +92,8 @@ def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
 
 
 def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
-    """Why a table is not seen to be [B, 1, T, D] of two equal halves, for heads [B, H, T, D]."""
+    """Return why a table is not known to be [B, 1, T, D] of two equal halves, for heads [B, H, T, D]; empty if it
+    is."""
     if table is None:
         return "a table is left out"
     shape = known_shape(heads)
@@ -102,7 +105,7 @@ def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
 
 
 def _before_heads(table: ir.Value | None) -> ir.Value | None:
-    """[B, T, D] of a table [B, 1, T, D] that an Unsqueeze makes; None where it is made otherwise."""
+    """Return [B, T, D] of a table [B, 1, T, D] that an Unsqueeze computes; None if another node computes it."""
     apart = table.producer() if table is not None else None
     axes = apart.inputs[1] if apart is not None and is_op(apart, "Unsqueeze") else None
     if apart is None or axes is None or axes.const_value is None or axes.const_value.numpy().tolist() != [1]:
@@ -111,7 +114,7 @@ def _before_heads(table: ir.Value | None) -> ir.Value | None:
 
 
 def _has_equal_halves(value: ir.Value | None) -> bool:
-    """Whether the halves of its last dimension are made of the same by the same operators."""
+    """Return whether both halves of the last dimension are computed from the same values by the same operators."""
     node = value.producer() if value is not None else None
     if value is None or node is None or node.graph is None:
         return False
@@ -122,7 +125,8 @@ def _has_equal_halves(value: ir.Value | None) -> bool:
 
 
 def _half(value: ir.Value | None) -> ir.Value:
-    """The half [B, T, D / 2] of a value that `_has_equal_halves`, computed anew where no node computes it yet."""
+    """Return the half [B, T, D / 2] of a value that `_has_equal_halves`, computed by new nodes if no node computes it
+    yet."""
     node = value.producer() if value is not None else None
     assert value is not None and node is not None and node.graph is not None
     source = node.inputs[0]
@@ -143,7 +147,7 @@ def _half(value: ir.Value | None) -> ir.Value:
 
 
 def _repeats(node: ir.Node) -> bool:
-    """Whether a node is the Concat of something with itself."""
+    """Return whether a node is the Concat of a value with itself."""
     return is_op(node, "Concat") and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
 
 

@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "the low byte of an input is dropped",
         PRODUCTS,
-        "(total << 8) + dots[i][kParts - 1][s].total();",
-        "(total << 8) + (dots[i][kParts - 1][s].total() & -256);",
+        "(dots[i][0][s].total() << 8) + dots[i][1][s].total();",
+        "(dots[i][0][s].total() << 8) + (dots[i][1][s].total() & -256);",
     ),
     Mutant("a zero point is added", PRODUCTS, "* -scale_of_group", "* scale_of_group"),
     Mutant(

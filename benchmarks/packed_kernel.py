@@ -4,25 +4,32 @@
 
 Sides: Linear with int4, int8 (groups of 32, scales in float16) and float16 weights, the first two also with inputs that
 are not rounded (`weights.inputs: float`), and ONNX Runtime's MatMulNBits (int4, groups of 32, accuracy level 4), all in
-turn, in one process. `read_share` is the bytes of weights and scales
-over the time of one row and the machine's read bandwidth, which is probed before and after. Goals: 0.7 of int8 and 0.6
-of int4.
+turn, in one process. `read_share` is the bytes of weights and scales over the time of one row and the machine's read
+bandwidth, which is probed before and after; `of_MatMulNBits` is the speed over that side's. Goals: one row at 0.85 of
+the bandwidth and 1.0 of MatMulNBits, 512 rows at 300 GMAC/s on two Zen 4 cores and 2 times MatMulNBits. The result
+names the processor, the instruction set that ran and the load of the machine. If the machine is busy, take many rounds
+and read the figures that begin with `best`, which are of the fastest round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import read_bandwidth, save
 
+from kvexport.backends.onnxruntime.operators import instruction_set, library
+
 OUTPUTS, INPUTS, GROUP = 11008, 4096, 32
 SIDES = ("int4", "int8", "int4, float inputs", "int8, float inputs", "float16", "MatMulNBits")
-GOALS = {"int8": 0.7, "int4": 0.6}
+PEER = "MatMulNBits"
+READ_GOAL = 0.85  # of the read bandwidth, one row
 
 
 def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[Any], dict[str, Any]]:
@@ -37,7 +44,7 @@ def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[A
         values = (numbers.view(np.uint16) & 0x83FF | 0x2000).tobytes()  # of size 2^-7
         return [helper.make_tensor(name, TensorProto.FLOAT16, [OUTPUTS, INPUTS], values, raw=True)], Form().attributes
     groups = INPUTS // GROUP
-    if side == "MatMulNBits":
+    if side == PEER:
         scale = np.full(OUTPUTS * groups, 0.01, np.float32)
         made = [
             helper.make_tensor(name, TensorProto.UINT8, [OUTPUTS, groups, GROUP // 2], numbers.tobytes(), raw=True),
@@ -58,9 +65,7 @@ def session(side: str, threads: int, megabytes: int) -> tuple[Any, int, int]:
     import onnxruntime as ort
     from onnx import TensorProto, helper
 
-    from kvexport.backends.onnxruntime.operators import library
-
-    peer = side == "MatMulNBits"
+    peer = side == PEER
     kind = TensorProto.FLOAT16 if side == "float16" else TensorProto.FLOAT
     rng, nodes, weights, count = np.random.default_rng(0), [], [], 1
     while len(nodes) < count:
@@ -108,16 +113,26 @@ def main() -> None:
                 made.run(None, feed)
                 seconds[side].append((time.perf_counter() - start) / count)
         bandwidth.append(read_bandwidth(512, chosen.threads, 1.0))
+        best = {side: min(times[1:]) for side, times in seconds.items()}
         for side, (_, count, size) in runs.items():
             one = statistics.median(seconds[side][1:])
-            found = {"ms_per_matrix": round(one * 1e3, 3), "GMAC_per_s": round(rows * OUTPUTS * INPUTS / one / 1e9, 1)}
+            figures = {
+                "ms_per_matrix": round(one * 1e3, 3),
+                "best_ms": round(best[side] * 1e3, 3),
+                "GMAC_per_s": round(rows * OUTPUTS * INPUTS / one / 1e9, 1),
+                "best_GMAC_per_s": round(rows * OUTPUTS * INPUTS / best[side] / 1e9, 1),
+            }
             if rows == 1:
-                found["read_share"] = round(size / count / one / max(bandwidth), 3)
-                if goal := GOALS.get(side):
-                    found["goal"] = goal
-            results[f"{side}, {rows} rows"] = found
-            print(f"{side}, {rows} rows", json.dumps(found), flush=True)
-    save("packed-kernel", {**results, "bandwidth_GBps": [round(b / 1e9, 1) for b in bandwidth]})
+                figures |= {"read_share": round(size / count / one / max(bandwidth), 3), "read_goal": READ_GOAL}
+                figures["best_read_share"] = round(size / count / best[side] / max(bandwidth), 3)
+            if PEER in best:
+                figures["of_MatMulNBits"] = round(statistics.median(seconds[PEER][1:]) / one, 2)
+                figures["best_of_MatMulNBits"] = round(best[PEER] / best[side], 2)
+            results[f"{side}, {rows} rows"] = figures
+            print(f"{side}, {rows} rows", json.dumps(figures), flush=True)
+    bandwidths = [round(b / 1e9, 1) for b in bandwidth]
+    isa = instruction_set(library() or Path())
+    save("packed-kernel", {"instruction_set": isa, **results, "bandwidth_GBps": bandwidths, "load": os.getloadavg()[0]})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 namespace fuzz {
 
-constexpr int64_t kCoarse = 16;  // rows from which the kernels round to 8 bits, as cpu/linear/linear.cpp has it
+constexpr int64_t kManyTiled = 20;  // rows that become bfloat16 where there are tiles, as cpu/linear/linear.cpp has it
 
 struct LinearCase {
   Shape shape{};
@@ -149,8 +149,7 @@ struct LinearCase {
   }
 
   // A row times a column, and in *size the sum of its terms without their signs. The rows of a packed weight may be
-  // rounded by blocks: by half a step of the block's largest, of which there are 127, or 32512 where there are few
-  // rows.
+  // rounded by blocks: by half a step of the block's largest, of which there are 32512, or to bfloat16.
   double product(const std::vector<double>& row, const Column& column, double* size) const {
     double sum = 0.0, highest = 0.0, block = 0.0, rounding = 0.0, terms = 0.0;
     const double *const x = row.data(), *const w = column.value.data(), *const term = column.terms.data();
@@ -165,9 +164,11 @@ struct LinearCase {
     // Kernels multiply a packed weight's integer and its offset separately, in float32.
     for (int64_t k = 0; k < call.inputs && is_packed; ++k) terms += std::fabs(x[k]) * term[k];
     *size += terms * 1e-5 / tolerance();
-    if (is_packed && !call.float_input) *size += rounding / (tokens() < kCoarse ? 20000.0 : 254.0) / tolerance();
+    if (is_packed && !call.float_input) *size += rounding / (in_tiles() ? 254.0 : 20000.0) / tolerance();
     return sum;
   }
+
+  bool in_tiles() const { return tokens() >= kManyTiled && strcmp(kv_cpu_isa(), "amx") == 0; }
 
   double weight(int i, int64_t column, int64_t k) const {
     if (packed_of[i]) return packed_of[i]->value(column, k);

@@ -19,7 +19,7 @@ struct PackedWeight {
         bits(inputs % 2 ? 8 : random.one_of({4, 8})),
         is_signed(random.one_in(2)),
         halves(random.one_in(2)) {
-    for (const int g : {random.one_of({16, 32, 64, 128, 256}), 48, 16, 6, 3})
+    for (const int g : {random.one_of({16, 32, 64, 128, 256}), random.one_of({48, 24, 40}), 16, 6, 3})
       if (inputs % g == 0 && (bits == 8 || g % 2 == 0) && !random.one_in(4)) {
         group = g;
         break;

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 import kvexport
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.onnxruntime.operators import VARIABLE
+from kvexport.backends.onnxruntime.operators import VARIABLE, instruction_set, library
 from kvexport.ops.linear import Form, linear_function
 from kvexport.ops.packed import PackedFormat, dequantize, pack
 from kvexport.recipe.fields import Recipe
@@ -44,6 +44,9 @@ FORMATS = [
     PackedFormat(8, True, 128, "zero"),
     PackedFormat(8, False, 64, "zero", "float32"),
     PackedFormat(8, False, 32, "minimum"),
+    PackedFormat(4, False, 24, "minimum"),  # blocks of 8 inputs
+    PackedFormat(8, False, 48),
+    PackedFormat(4, False, 6, "zero"),  # no panels: read at rest
 ]
 BLOCK = 32  # inputs that are rounded together
 
@@ -98,7 +101,7 @@ def error_bound(x: np.ndarray[Any, Any], weight: np.ndarray[Any, Any]) -> np.nda
 
 
 # (rows, outputs, inputs): below, at and above a tile and a block; inputs that fill no vector where a group is a row.
-SIZES = [(1, 37, 768), (3, 5, 768), (5, 64, 768), (13, 33, 768), (70, 129, 768), (2, 3, 98), (50, 3, 770)]
+SIZES = [(1, 37, 768), (3, 5, 768), (5, 64, 768), (13, 33, 768), (70, 129, 768), (2, 3, 98), (50, 3, 770), (9, 16, 40)]
 
 
 @pytest.mark.parametrize("packing", FORMATS, ids=str)
@@ -125,6 +128,38 @@ def test_products_are_those_of_what_the_integers_stand_for(packing: PackedFormat
         if runs == "function" and dtype == "float16":
             allowed += 2e-3 * np.abs(x).astype(np.float64) @ np.abs(weight).T  # weights are rounded to float16
         assert found.dtype == np.dtype(dtype) and (np.abs(found - exact) <= allowed).all(), (rows, n, k)
+
+
+@pytest.mark.parametrize("packing", FORMATS[:1] + FORMATS[4:7] + FORMATS[10:12], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 512])
+def test_rows_are_rounded_to_16_bits_where_there_are_no_tiles(packing: PackedFormat, rows: int) -> None:
+    needs_library()
+    rng = np.random.default_rng(rows)
+    weights, weight = packed_weight(rng, packing, "weight0", 35, 1536)
+    x = rng.standard_normal((rows, 1536)).astype(np.float32)
+    run = session(model_of(form_of(packing), "float32", {"input": ["R", 1536]}, weights), True)
+    (found,) = run.run(None, {"input": x})
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    bound = error_bound(x.astype(np.float64), weight)
+    terms = np.abs(x).astype(np.float64) @ (np.abs(weight) + 2.0 * np.abs(weight).max()).T
+    tiles = rows >= 20 and instruction_set(library() or Path()) == "amx"
+    assert (np.abs(found - exact) <= bound * (1 if tiles else 1 / 100) + terms * 1e-6).all()
+
+
+@pytest.mark.parametrize("rows", [1, 60])
+def test_a_packed_weight_that_is_no_constant_is_multiplied_as_it_is(rows: int) -> None:
+    needs_library()
+    packing = PackedFormat(8, True, 32)
+    rng = np.random.default_rng(4)
+    weights, weight = packed_weight(rng, packing, "weight0", 21, 256)
+    model = model_of(form_of(packing), "float32", {"input": ["R", 256]}, [])
+    for tensor in weights:
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    x = rng.standard_normal((rows, 256)).astype(np.float32)
+    parts = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in weights}
+    (found,) = session(model, True).run(None, {"input": x, **parts})
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max()
 
 
 MIXED = [PackedFormat(4, False, 32, "minimum"), PackedFormat(8, True, 16), PackedFormat(4, True, 64, "zero")]

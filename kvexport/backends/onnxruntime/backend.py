@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.collectives import NativeCollectives, threads_of_rank
 from kvexport.backends.onnxruntime.mailboxes import MOST, Mailboxes
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.ops.packed import GROUPS
 from kvexport.packages import Package
 
 if TYPE_CHECKING:
@@ -34,12 +36,14 @@ class Native:
         problem: Why the library cannot be used.
         fix: The line that fixes it.
         small_pages: Why weights stay in small memory pages; "" if they do not.
+        packed: The layout in which the library reads packed weights with groups of 32 inputs.
     """
 
     instruction_set: str
     problem: str = ""
     fix: str = ""
     small_pages: str = ""
+    packed: str = ""
 
 
 class OnnxRuntime(Backend):
@@ -131,6 +135,7 @@ class OnnxRuntime(Backend):
                 "ONNX Runtime providers": ", ".join(providers) or "none: onnxruntime cannot be imported",
                 "native operators": _row(cpu),
                 "weights in huge pages": _pages_row(cpu),
+                "packed weights": _packed_row(cpu),
                 "native operators for CUDA": _row(cuda),
                 "ranks on GPUs": f"up to {ranks}" if ranks > 1 else f"no: {alone}",
             },
@@ -152,7 +157,7 @@ class OnnxRuntime(Backend):
         lacks = "; ".join(problem for problem, _ in self.problems(manifest.recipe)) if device != "cpu" else ""
         where = f"{device}, where nothing runs here: {lacks}" if lacks else device
         return Description(
-            sections=(KeyValues("Operators on this machine", {"device": where, **runs}),),
+            sections=(KeyValues("Operators on this machine", {"device": where, **runs, **_layouts(manifest, device)}),),
             data={"runs_here": {op: asdict(how) if how else None for op, how in here.items()}},
         )
 
@@ -188,13 +193,37 @@ def _native(device: str) -> Native:
     try:
         native.require_runnable(path)
         pages = native.why_small_pages(path) if device == "cpu" else ""
-        return Native(native.instruction_set(path), small_pages=pages)
+        packed = native.packed_layout(path, 32, 64) if device == "cpu" else ""
+        return Native(native.instruction_set(path), small_pages=pages, packed=packed)
     except EnvironmentProblem as error:
         return Native("", error.problem, error.fix)
 
 
 def _row(library: Native) -> str:
     return library.instruction_set or f"none: {library.problem}. To mend it: {library.fix}"
+
+
+def _packed_row(library: Native) -> str:
+    if not library.instruction_set:
+        return "dequantized by ONNX Runtime: this needs the native operators"
+    return f"{library.packed}, laid out when a model is loaded"
+
+
+def _layouts(manifest: Manifest, device: str) -> dict[str, str]:
+    """Return the layout in which this machine reads the artifact's packed weights, by their format.
+
+    Groups of more than 256 inputs are whole rows (`PackedFormat.fault`).
+    """
+    path = native.library("cpu")
+    if device != "cpu" or path is None:
+        return {}
+    groups = {
+        label: int(match[1]) for label in manifest.model.packed if (match := re.search(r"groups of (\d+)", label))
+    }
+    return {
+        f"{label} weights": native.packed_layout(path, group, group if group > GROUPS[1] else 0)
+        for label, group in groups.items()
+    }
 
 
 def _pages_row(library: Native) -> str:

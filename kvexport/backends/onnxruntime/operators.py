@@ -93,6 +93,28 @@ def why_small_pages(path: Path) -> str:
     return _ask(path, "kvexport_huge_pages")
 
 
+def packed_layout(path: Path, group: int, inputs: int) -> str:
+    """Return the layout in which the library's `Linear` reads a packed weight.
+
+    Args:
+        path: A library of native operators for the CPU.
+        group: Consecutive inputs of a row that share a scale.
+        inputs: Inputs of a row.
+
+    Returns:
+        "panels of 16 columns", or "at rest" and the reason, for a weight that is dequantized at every step.
+
+    Raises:
+        EnvironmentProblem: The library cannot be loaded, or was built before there were panels.
+    """
+    function = getattr(loaded(path), "kvexport_why_no_panels", None)
+    if function is None:
+        raise EnvironmentProblem(f"{path} was built before there were panels", how_to_build("cpu"))
+    function.restype, function.argtypes = ctypes.c_char_p, (ctypes.c_int64, ctypes.c_int64)
+    why: bytes = function(group, inputs)
+    return f"at rest, dequantized at every step: {why.decode()}" if why else "panels of 16 columns"
+
+
 def has_small_cache(path: Path) -> bool:
     """Return whether the library has kernels for small caches, or can tell for each layer why not, as CUDA's can."""
     return _has(path, "kvexport_small_cache") or _has(path, "kvexport_attention_problem")

@@ -113,10 +113,17 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
 // instruction set that runs, why there are no kernels for small caches ("": there are; older libraries lack the
-// function), and why weights are not in huge pages ("": they are).
+// function), why a packed weight with groups and rows of so many inputs is not read in panels ("": it is), and why
+// weights are not in huge pages ("": they are).
 extern "C" __attribute__((visibility("default"))) const char* kvexport_schema() { return kv::kSchema; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_isa() { return kv_cpu_isa(); }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_small_cache() { return ""; }
+extern "C" __attribute__((visibility("default"))) const char* kvexport_why_no_panels(int64_t group, int64_t inputs) {
+  KvWeight weight{};
+  weight.bits = 8, weight.group = group;
+  const char* const why = kv_cpu_why_no_panels(&weight, inputs);
+  return why ? why : "";
+}
 extern "C" __attribute__((visibility("default"))) const char* kvexport_huge_pages() {
   const char* const why = kv::why_no_huge_pages();
   return why ? why : "";

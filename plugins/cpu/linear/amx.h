@@ -5,8 +5,7 @@
 //   for each block of columns, 512 inputs at a time
 //     weights                         tiles of 32 inputs x 16 columns, pairs of inputs side by side
 //     for 32 rows, for 32 columns     four sums stay in tiles
-//
-// Rounding either factor to 8 bits changes a product by 1/512 of it at most, which is less than rounding.h's one part.
+
 #pragma once
 
 #include "panel_floats.h"

@@ -29,7 +29,6 @@ constexpr int kTask = 1 << 16;               // bytes of weights that are worth 
 constexpr int kTasks = 64;                   // of a call, at most
 constexpr int kMany = W < 8 ? 1 << 30 : 48;  // rows for which packing pays; short vectors are busy with the arithmetic
 constexpr int kManyTiled = 20;               // for which packed weights are put in tiles, where there are tiles
-constexpr int kCoarse = 16;                  // for which one byte of an input has to do: fewer rows wait for memory
 constexpr int kTall = 48;                    // rows, of which ranges are multiples: whole tiles of every kind
 constexpr int kRange = 516;                  // rows that stay in the second cache while a block passes over them
 constexpr int kRanges = 8;                   // tasks that are made by fewer rows, where there are few columns
@@ -252,9 +251,8 @@ RoundedRows round_rows(const Linear<T>& call, int block, KvRunner runner, Scratc
   bool any = takes(call.a.gate);
   for (int i = 0; i < call.a.count; ++i) any = any || takes(call.a.products[i].weight);
   if (!any) return {};
-  const int parts = call.rows < kCoarse ? 2 : 1;
-  const size_t bytes = RoundedRows::bytes(block, parts, call.rows, inputs);
-  const RoundedRows rounded(block, parts, call.rows, inputs, memory.reserve(bytes));
+  const size_t bytes = RoundedRows::bytes(block, call.rows, inputs);
+  const RoundedRows rounded(block, call.rows, inputs, memory.reserve(bytes));
   for_rows(runner, call.rows, [&](int64_t row) { rounded.round(call.input + row * inputs, inputs, row); });
   return rounded;
 }

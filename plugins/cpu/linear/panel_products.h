@@ -3,7 +3,7 @@
 //
 //   for each panel of 16 columns, for each tile of rows
 //     for each group g, for each block b of it
-//       dots[row] = sum over the block of (u - center) x v        integers, exactly; two parts: 256 high + low
+//       dots[row] = sum over the block of (u - center) x v        integers, exactly: 256 x those of high + those of low
 //       y[row]   += dots[row] x (scale[g] x step[row, b]) + offset[g] x sum[row, b]
 #pragma once
 
@@ -46,19 +46,15 @@ struct PanelGroups {
   }
 };
 
-// Whether a tile fetches what it reads later: tiles of a few rows wait for memory, tiles of a prompt's rows for
-// arithmetic.
-constexpr bool fetches(int rows, int parts) { return rows < kRowsOfTile || parts == 2; }
-
 // The dot products of one block of kRows rows with W x kSlices columns; `integers` are the block's. kBlock: 0 where the
 // block is shorter than kMostBlock. ahead: what is fetched meanwhile.
-template <int kBits, int kRows, int kParts, int kBlock>
+template <int kBits, int kRows, int kBlock>
 static inline void dots_of_block(const uint8_t* integers, const int8_t* values, int size, const uint8_t* ahead,
                                  Dots<kBits> (&dots)[kRows][kParts][kSlices]) {
   constexpr int kUnit = kBits == 4 ? 8 : 4;
   const int block = kBlock ? kBlock : size;
   for (int k = 0; k < block; k += kUnit, integers += kPanelLine) {
-    if (fetches(kRows, kParts)) __builtin_prefetch(ahead + k / kUnit * kPanelLine, 0, 3);
+    __builtin_prefetch(ahead + k / kUnit * kPanelLine, 0, 3);
     for (int s = 0; s < kSlices; ++s) {
       vi all;
       memcpy(&all, integers + 4 * W * s, sizeof all);
@@ -80,7 +76,7 @@ static inline void dots_of_block(const uint8_t* integers, const int8_t* values, 
 
 // As dots_of_block, by products of matrices of two columns and two rows, eight inputs each. Where the number of rows is
 // odd, the last one is multiplied twice.
-template <int kBits, int kRows, int kParts, int kBlock>
+template <int kBits, int kRows, int kBlock>
 static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int size,
                                         Dots<kBits> (&dots)[kRows][kParts][kSlices]) {
   constexpr int kPairs = (kRows + 1) / 2;
@@ -124,7 +120,7 @@ static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* v
 #endif
 
 // out[i * stride + c] for the kRows rows of a tile and the 16 columns of a panel.
-template <int kBits, int kRows, int kParts, int kBlock>
+template <int kBits, int kRows, int kBlock>
 static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel, const RoundedTile& x,
                        float* out, int64_t stride) {
   const PanelGroups groups(weight, l, panel);
@@ -142,26 +138,24 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
       scale[s] = groups.scales(g, s);
       if (groups.kind != PanelGroups::kNone) offset[s] = groups.offsets(g, s, scale[s]);
     }
-    if (fetches(kRows, kParts)) __builtin_prefetch(ahead, 0, 3), ahead += numbers;
+    __builtin_prefetch(ahead, 0, 3), ahead += numbers;
     for (int64_t b = 0; b < blocks; ++b) {
       typedef Dots<kBits> Columns[kParts][kSlices];
       Columns dots[kRows];
       for (int i = 0; i < kRows; ++i)
         for (int s = 0; s < kSlices; ++s) {
-          const vi first = Dots<kBits>::kCentered ? vi{} : splat_i(start[i]) << (kBits - 4);
-          dots[i][0][s] = Dots<kBits>(kParts == 1 ? first : vi{});
-          if (kParts == 2) dots[i][kParts - 1][s] = Dots<kBits>(first);
+          dots[i][0][s] = Dots<kBits>(vi{});
+          dots[i][1][s] = Dots<kBits>(Dots<kBits>::kCentered ? vi{} : splat_i(start[i]) << (kBits - 4));
         }
 #if defined(__ARM_FEATURE_MATMUL_INT8)
       if constexpr (kRows > 1)
-        matrix_dots_of_block<kBits, kRows, kParts, kBlock>(integers, values, block, dots);
+        matrix_dots_of_block<kBits, kRows, kBlock>(integers, values, block, dots);
       else
 #endif
-        dots_of_block<kBits, kRows, kParts, kBlock>(integers, values, block, ahead, dots);
+        dots_of_block<kBits, kRows, kBlock>(integers, values, block, ahead, dots);
       for (int i = 0; i < kRows; ++i)
         for (int s = 0; s < kSlices; ++s) {
-          vi total = dots[i][0][s].total();
-          if (kParts == 2) total = (total << 8) + dots[i][kParts - 1][s].total();
+          const vi total = (dots[i][0][s].total() << 8) + dots[i][1][s].total();
           y[i][s] += __builtin_convertvector(total, vf) * (scale[s] * step[i]);
           if (groups.kind != PanelGroups::kNone) y[i][s] += offset[s] * sum[i];
         }
@@ -175,16 +169,16 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
 
 using PanelTile = void (*)(const KvWeight&, const PanelLayout&, const uint8_t*, const RoundedTile&, float*, int64_t);
 
-template <int kBits, int kParts, int kBlock, int kRows = kRowsOfTile>
+template <int kBits, int kBlock, int kRows = kRowsOfTile>
 static inline PanelTile tile_of_rows(int rows) {
   if constexpr (kRows > 1)
-    if (rows < kRows) return tile_of_rows<kBits, kParts, kBlock, kRows - 1>(rows);
-  return panel_tile<kBits, kRows, kParts, kBlock>;
+    if (rows < kRows) return tile_of_rows<kBits, kBlock, kRows - 1>(rows);
+  return panel_tile<kBits, kRows, kBlock>;
 }
 
-template <int kBits, int kParts>
+template <int kBits>
 static inline PanelTile tile_for(int block, int rows) {
-  return block == kMostBlock ? tile_of_rows<kBits, kParts, kMostBlock>(rows) : tile_of_rows<kBits, kParts, 0>(rows);
+  return block == kMostBlock ? tile_of_rows<kBits, kMostBlock>(rows) : tile_of_rows<kBits, 0>(rows);
 }
 
 // out[i * stride + c] = row first + i times column c of a panel, for `count` rows; `first` begins a tile.
@@ -193,10 +187,7 @@ static inline void panel_products(const KvWeight& weight, const PanelLayout& l, 
   const uint8_t* const at = static_cast<const uint8_t*>(weight.data) + panel * l.panel;
   for (int64_t i = 0; i < count; i += kRowsOfTile) {
     const RoundedTile tile = x.tile(first + i);
-    const PanelTile products =
-        weight.bits == 4 ? x.parts == 1 ? tile_for<4, 1>(x.block, tile.rows) : tile_for<4, 2>(x.block, tile.rows)
-        : x.parts == 1   ? tile_for<8, 1>(x.block, tile.rows)
-                         : tile_for<8, 2>(x.block, tile.rows);
+    const PanelTile products = weight.bits == 4 ? tile_for<4>(x.block, tile.rows) : tile_for<8>(x.block, tile.rows);
     products(weight, l, at, tile, out + i * stride, stride);
   }
 }

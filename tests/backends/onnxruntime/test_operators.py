@@ -22,7 +22,8 @@ from typing import Any
 
 import pytest
 
-from kvexport.backends.onnxruntime.operators import library
+from kvexport.backends.onnxruntime.backend import BACKEND
+from kvexport.backends.onnxruntime.operators import library, packed_layout
 from plugins.building import headers, make
 from tests.support.paths import ROOT
 
@@ -170,10 +171,27 @@ def test_the_library_needs_no_onnxruntime_and_exports_what_is_asked_of_it_alone(
         "kvexport_schema",
         "kvexport_huge_pages",
         "kvexport_small_cache",
+        "kvexport_why_no_panels",
         "kvexport_ranks_bytes",
         "kvexport_ranks_fail",
         "kvexport_ranks_join",
     }
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("group", "inputs", "layout"),
+    [
+        (32, 64, "panels of 16 columns"),
+        (24, 96, "panels of 16 columns"),
+        (98, 98, "panels of 16 columns"),
+        (20, 80, "at rest, dequantized at every step: its group is neither a multiple of 8 inputs nor a whole row"),
+    ],
+)
+def test_the_layout_of_packed_weights_is_named(group: int, inputs: int, layout: str) -> None:
+    path = library()
+    assert path and packed_layout(path, group, inputs) == layout
+    assert BACKEND.diagnose().rows["packed weights"] == "panels of 16 columns, laid out when a model is loaded"
 
 
 # Building.

@@ -13,7 +13,6 @@ from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.collectives import NativeCollectives, threads_of_rank
 from kvexport.backends.onnxruntime.mailboxes import MOST, Mailboxes
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.ops.packed import GROUPS
 from kvexport.packages import Package
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe
 
 CPU_PROVIDER = devices.PROVIDERS["cpu"]
+LARGEST_GROUP = 256  # inputs; a larger group of a packed weight is a whole row (kvexport.ops.packed.GROUPS)
 DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # in addition to the state
 
 
@@ -212,7 +212,7 @@ def _packed_row(library: Native) -> str:
 def _layouts(manifest: Manifest, device: str) -> dict[str, str]:
     """Return the layout in which this machine reads the artifact's packed weights, by their format.
 
-    Groups of more than 256 inputs are whole rows (`PackedFormat.fault`).
+    A group of more than `LARGEST_GROUP` inputs is a whole row.
     """
     path = native.library("cpu")
     if device != "cpu" or path is None:
@@ -221,7 +221,7 @@ def _layouts(manifest: Manifest, device: str) -> dict[str, str]:
         label: int(match[1]) for label in manifest.model.packed if (match := re.search(r"groups of (\d+)", label))
     }
     return {
-        f"{label} weights": native.packed_layout(path, group, group if group > GROUPS[1] else 0)
+        f"{label} weights": native.packed_layout(path, group, group if group > LARGEST_GROUP else 0)
         for label, group in groups.items()
     }
 

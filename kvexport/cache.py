@@ -296,6 +296,19 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
     )
 
 
+def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
+    """Return the notes for the user about a plan: a budget in slots that no sequence of the allowed length exceeds."""
+    budget, length = recipe.cache.budget, recipe.limits.max_length
+    if not recipe.cache.build_method().compresses or isinstance(budget, float) or budget < length:
+        return []
+    if any(cache.merges for cache in plan.caches):
+        return []
+    return [
+        f"cache.budget is {budget} slots and limits.max_length is {length} tokens, so nothing is ever evicted: "
+        f"--budget {max(length // 4, 1)}, or a larger --max-length"
+    ]
+
+
 def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
     """Return the bytes of the state of `sequences` sequences: the caches of `plan` and those of `part_plan`.
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvexport.recipe.load import LoadedRecipe
 
 LONGEST = 32768  # tokens: models that were trained on longer sequences get this limit unless the user sets one
+ARTIFACT_FILES = ("manifest.json", "decoder.onnx")
 
 Show = Callable[[str, "int | None"], Progress]
 
@@ -142,7 +143,8 @@ def is_model(source: str) -> bool:
     """
     path = Path(source)
     if path.is_dir():
-        return (path / "config.json").is_file()
+        # An artifact has a config.json too, even where it has lost its manifest.
+        return (path / "config.json").is_file() and not any((path / name).exists() for name in ARTIFACT_FILES)
     if path.exists() or source.startswith((".", "~", "/")):
         return path.suffix == ".gguf"
     return source.count("/") == 1 and not path.parent.is_dir()

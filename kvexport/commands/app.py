@@ -20,6 +20,7 @@ from kvexport.commands.errors import Verbs
 from kvexport.commands.eval import evaluate
 from kvexport.commands.generate import generate
 from kvexport.commands.inspect import inspect
+from kvexport.commands.options import Command
 from kvexport.commands.plan import plan
 from kvexport.commands.process import end_cleanly, open_standard_streams
 from kvexport.commands.recipes import recipes, recipes_methods, recipes_show
@@ -30,19 +31,19 @@ from kvexport.version import __version__
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
 app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, **PLAIN)
 for verb in (build, generate, chat, serve, bench, plan, inspect, validate):
-    app.command()(verb)
-app.command("eval")(evaluate)
-app.command()(calibrate)
-app.command()(doctor)
+    app.command(cls=Command)(verb)
+app.command("eval", cls=Command)(evaluate)
+app.command(cls=Command)(calibrate)
+app.command(cls=Command)(doctor)
 recipes_app = typer.Typer(help="List the recipes; show one; list the methods.", **PLAIN)
 recipes_app.callback(invoke_without_command=True)(recipes)
-recipes_app.command("show")(recipes_show)
-recipes_app.command("methods")(recipes_methods)
+recipes_app.command("show", cls=Command)(recipes_show)
+recipes_app.command("methods", cls=Command)(recipes_methods)
 app.add_typer(recipes_app, name="recipes")
 deploy_app = typer.Typer(help="An artifact for platforms that serve models.", no_args_is_help=True, **PLAIN)
-deploy_app.command("triton")(deploy_triton)
-deploy_app.command("ray")(deploy_ray)
-deploy_app.command("kubernetes")(deploy_kubernetes)
+deploy_app.command("triton", cls=Command)(deploy_triton)
+deploy_app.command("ray", cls=Command)(deploy_ray)
+deploy_app.command("kubernetes", cls=Command)(deploy_kubernetes)
 app.add_typer(deploy_app, name="deploy")
 
 

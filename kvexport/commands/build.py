@@ -1,4 +1,4 @@
-"""`kvexport build`: a recipe, or an artifact without engines for this machine, becomes an artifact."""
+"""`kvexport build`: a model or a recipe becomes an artifact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import Annotated
 
 import typer
 
-from kvexport.commands.options import RECIPE, BackendOption, JsonOption, SetOption
+from kvexport.commands.options import (
+    BACKEND_PANEL,
+    MODEL_PANEL,
+    OUTPUT_PANEL,
+    RECIPE,
+    BackendOption,
+    BudgetOption,
+    JsonOption,
+    MaxLengthOption,
+    SetOption,
+)
 from kvexport.commands.output import print_json
 from kvexport.errors import UsageError
 
@@ -23,25 +33,61 @@ class Stage(str, Enum):
 
 
 def build(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A hub id, the folder of a checkpoint, or a GGUF file."),
+    ] = None,
     recipe: Annotated[str | None, RECIPE] = None,
+    budget: BudgetOption = None,
+    max_length: MaxLengthOption = None,
     overrides: SetOption = None,
+    named_model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="The same as the argument.", rich_help_panel=MODEL_PANEL),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to; default artifacts/RECIPE.")
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="The folder of the artifact. [default: artifacts/NAME]",
+            rich_help_panel=OUTPUT_PANEL,
+        ),
     ] = None,
     backend: BackendOption = None,
     stage: Annotated[
-        Stage, typer.Option(help="Only the ONNX graphs; engines are then built with --from where they will run.")
+        Stage,
+        typer.Option(
+            help="Stop after the ONNX graphs. `--from` then adds engines on the machine that runs them.",
+            rich_help_panel=BACKEND_PANEL,
+        ),
     ] = Stage.all,
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="Add engines for this machine to that artifact.")
+        Path | None,
+        typer.Option(
+            "--from", metavar="DIR", help="Add engines for this machine to an artifact.", rich_help_panel=BACKEND_PANEL
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Build an artifact from a recipe and print its path."""
-    if recipe is None and source is None:
-        raise typer.BadParameter("one of --recipe NAME and --from DIR is needed")
+    """Build an artifact from a model or a recipe, and print its path.
+
+    Example: kvexport build Qwen/Qwen3-0.6B --budget 1024 --out qwen3
+    """
     start = time.monotonic()
-    built = build_artifact(recipe, overrides or (), out, backend, stage, source)
+    if model is not None and named_model is not None:
+        raise UsageError(f"there are two models, {model} and {named_model}", "name one of them")
+    built = build_artifact(
+        recipe,
+        overrides or (),
+        out,
+        backend,
+        stage,
+        source,
+        model=model or named_model,
+        budget=budget,
+        max_length=max_length,
+    )
     if not as_json:
         print(built)
         return
@@ -59,22 +105,51 @@ def build_artifact(
     backend: str | None,
     stage: Stage,
     source: Path | None,
+    *,
+    model: str | None = None,
+    budget: int | None = None,
+    max_length: int | None = None,
 ) -> Path:
-    """Build from the recipe, or engines from `source`, and return the artifact's directory."""
+    """Build an artifact and return its folder.
+
+    Args:
+        recipe: The name or file of a recipe; None builds `model`, or engines for `source`.
+        overrides: "dotted.key=value" strings over the recipe.
+        out: The folder of the artifact; None takes a folder under artifacts/.
+        backend: The backend's name; None takes the recipe's.
+        stage: How far the build goes.
+        source: An artifact that gets engines for this machine.
+        model: A hub id, the folder of a checkpoint, or a GGUF file; together with `recipe` it replaces the recipe's.
+        budget: Slots of each KV head; None takes the recipe's.
+        max_length: The most tokens of one sequence; None takes the recipe's.
+
+    Raises:
+        UsageError: The arguments contradict one another, or one of them cannot be used.
+        EnvironmentProblem: The machine lacks a package, disk space or the network.
+    """
     from kvexport.terminal import show
 
-    if source is not None and (recipe is not None or stage is Stage.onnx):
-        raise UsageError("--from takes an artifact's own recipe and graphs", "--from DIR alone, or --recipe NAME")
     changes = [*overrides, *([f"backend.name={backend}"] if backend else [])]
     if source is not None:
+        if recipe is not None or model is not None or stage is Stage.onnx:
+            raise UsageError("--from takes an artifact's own recipe and graphs", "--from DIR alone, or --recipe NAME")
         from kvexport.export.rebuild import rebuild
 
         return rebuild(source, out, changes, progress=show)
-    assert recipe is not None
+    if recipe is None and model is None:
+        raise UsageError(
+            "there is nothing to build",
+            "kvexport build MODEL (a hub id, a checkpoint's folder or a GGUF file), or kvexport build --recipe NAME",
+        )
+    from kvexport.models import model_recipe
     from kvexport.packages import require
     from kvexport.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, changes)
+    if recipe is None:
+        loaded = model_recipe(str(model), budget, max_length=max_length, overrides=changes)
+    else:
+        own = [("model.path", model), ("cache.budget", budget), ("limits.max_length", max_length)]
+        loaded = load_recipe(recipe, [*(f"{key}={value}" for key, value in own if value is not None), *changes])
     require("build")
     from kvexport.export.build import build
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvexport.commands.options import ArtifactArgument, BackendOption
+from kvexport.commands.options import (
+    BackendOption,
+    BudgetOption,
+    DeviceOption,
+    MaxLengthOption,
+    SetOption,
+    SourceArgument,
+)
 from kvexport.errors import KvexportError, UsageError
 from kvexport.units import format_bytes
 
@@ -153,24 +160,36 @@ class Chat:
 
 
 def chat(
-    artifact: ArtifactArgument,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system's message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 1024,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Only the most likely tokens of this mass.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the draws.")] = None,
+    source: SourceArgument,
+    budget: BudgetOption = None,
+    max_length: MaxLengthOption = None,
+    overrides: SetOption = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Begin the conversation with this system message.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="End an answer after so many tokens.")
+    ] = 1024,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Divide the logits by this; 0 takes the likeliest tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens whose probabilities add up to this.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Draw tokens with this seed.")] = None,
     backend: BackendOption = None,
+    device: DeviceOption = None,
 ) -> None:
     """Talk to a model that has a chat template.
 
-    The state of the conversation stays: every turn reads what is new alone, however long it gets. Lines from a pipe are
-    messages too. /help shows the commands.
-    """
-    from kvexport.engine.load import load
-    from kvexport.terminal import show
+    The state of the conversation stays: a turn reads its new tokens only, however long the conversation is. Lines from
+    a pipe are messages too. /help shows the commands.
 
-    with show(f"loading {artifact}"):
-        engine = load(artifact, backend=backend, lanes=1)
+    Example: kvexport chat Qwen/Qwen3-0.6B --budget 1024
+    """
+    from kvexport.commands.loading import load_engine
+
+    engine = load_engine(source, budget, max_length, overrides or (), backend=backend, device=device, lanes=1)
     if engine.chat_template is None:
         raise UsageError("the artifact has no chat template", "kvexport generate, or build an instruct model")
     sample = None if temperature is None else temperature > 0

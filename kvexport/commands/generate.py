@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvexport.commands.options import ArtifactArgument, BackendOption, JsonOption
+from kvexport.commands.options import (
+    OUTPUT_PANEL,
+    BackendOption,
+    BudgetOption,
+    DeviceOption,
+    JsonOption,
+    MaxLengthOption,
+    SetOption,
+    SourceArgument,
+)
 from kvexport.commands.output import print_json
 from kvexport.errors import UsageError
 
@@ -19,41 +28,94 @@ if TYPE_CHECKING:
     from kvexport.language.settings import GenerationSettings
 
 
+PROMPT, SAMPLING = "Prompt", "Sampling"
+
+
 def generate(
-    artifact: ArtifactArgument,
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")] = None,
+    source: SourceArgument,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads the prompt from stdin.")
+    ] = None,
+    budget: BudgetOption = None,
+    max_length: MaxLengthOption = None,
+    overrides: SetOption = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file, UTF-8.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Read the prompt from a file in UTF-8.", rich_help_panel=PROMPT),
     ] = None,
-    token_ids: Annotated[str | None, typer.Option(metavar='"1,2,3"', help="The prompt as token ids.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Divides the logits; implies --sample.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens, 0 = all; implies --sample.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Only the most likely tokens of this mass; implies --sample.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Only tokens this likely against the likeliest; implies --sample.")
-    ] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: seen tokens become less likely.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws; implies --sample.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="STR", help="End before this text; repeatable.")] = None,
-    sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")
+    token_ids: Annotated[
+        str | None, typer.Option(metavar='"1,2,3"', help="Take these token ids as the prompt.", rich_help_panel=PROMPT)
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--no-chat", help="Put the prompt as a user's message; default where PROMPT is the text."),
+        typer.Option(
+            "--chat/--no-chat",
+            help="Send the prompt as a user's message. [default: --chat for a PROMPT argument and a model that has a "
+            "chat template]",
+            rich_help_panel=PROMPT,
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system's message; implies --chat.")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Send this system message first. Implies --chat.", rich_help_panel=PROMPT),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "--max-tokens", help="Stop after so many tokens.", rich_help_panel=SAMPLING),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STR", help="Stop before this text. This option is repeatable.", rich_help_panel=SAMPLING),
+    ] = None,
+    sample: Annotated[
+        bool | None,
+        typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.", rich_help_panel=SAMPLING),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Divide the logits by this. Implies --sample.", rich_help_panel=SAMPLING),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Draw from the k likeliest tokens; 0 draws from all. Implies --sample.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from the likeliest tokens whose probabilities add up to this. Implies --sample.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from tokens with at least this share of the likeliest token's probability. Implies --sample.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Make tokens that were seen less likely, above 1.", rich_help_panel=SAMPLING),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draw tokens with this seed. Implies --sample.", rich_help_panel=SAMPLING)
+    ] = None,
     backend: BackendOption = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and cache bytes on stderr.")] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Print tokens per second and cache bytes on stderr.", rich_help_panel=OUTPUT_PANEL
+        ),
+    ] = False,
 ) -> None:
-    """Continue a prompt, or answer it where the checkpoint has a chat template.
+    """Continue a prompt, or answer it if the checkpoint has a chat template.
 
-    The text is streamed to stdout (token ids, where the artifact has no tokenizer). Settings that are not given come
-    from the checkpoint's generation_config.json.
+    The text is streamed to stdout; without a tokenizer in the artifact, token ids are. Settings that are not on the
+    command line come from the checkpoint's generation_config.json.
     """
     text = read_prompt(prompt, prompt_file, token_ids)
     if system is not None and (chat is False or isinstance(text, list)):
@@ -67,18 +129,16 @@ def generate(
     if sample is None and any(value is not None for value in drawing.values()):
         sample = True
     others = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty, "stop_strings": stop or None}
-    from kvexport.engine.load import load
-    from kvexport.terminal import show
+    from kvexport.commands.loading import load_engine
 
-    with show(f"loading {artifact}"):
-        engine = load(artifact, backend=backend)
+    engine = load_engine(source, budget, max_length, overrides or (), backend=backend, device=device)
     settings = engine.settings(do_sample=sample, **drawing, **others)
     wanted = chat if chat is not None else True if system is not None else None
     ids = _encode(engine, text, system, wanted, plain=prompt not in (None, "-"))
     completion = print_stream(engine, ids, settings, quiet=as_json)
     figures = statistics(engine)
     if as_json:
-        print_json({"artifact": str(artifact), **vars(completion), "settings": vars(settings), "stats": figures})
+        print_json({"artifact": str(engine.path), **vars(completion), "settings": vars(settings), "stats": figures})
     if stats:
         rates = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in figures.items()}
         typer.echo("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in rates.items()), err=True)

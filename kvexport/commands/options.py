@@ -1,35 +1,113 @@
-"""Options that several verbs share."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from kvexport.backends.sections import names
 
+MODEL_PANEL = "Model"
+BACKEND_PANEL = "Backend"
+OUTPUT_PANEL = "Output"
+
+
+class Command(TyperCommand):
+    """A command whose help lists its options in groups, by their `rich_help_panel`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and each group of options. Options without a group come last."""
+        panels: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
+        for panel in sorted(panels, key=lambda name: (name != "Arguments", name == "Options")):
+            with formatter.section(panel):
+                formatter.write_dl(panels[panel])
+
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Names of shipped recipes that begin so."""
+    """Return the names of shipped recipes that begin with `incomplete`."""
     from kvexport.recipe.inherit import recipe_folder
 
     return sorted(path.stem for path in recipe_folder().glob("*.yaml") if path.stem.startswith(incomplete))
 
 
 RECIPE = typer.Option(
-    "--recipe", metavar="NAME_OR_FILE", help="A recipe's name or file.", autocompletion=complete_recipe
+    "--recipe",
+    metavar="NAME_OR_FILE",
+    help="The name of a recipe, or its file.",
+    autocompletion=complete_recipe,
+    rich_help_panel=MODEL_PANEL,
 )
 RecipeOption = Annotated[str, RECIPE]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a value of the recipe. This option is repeatable.",
+        rich_help_panel=MODEL_PANEL,
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page too.")]
+BudgetOption = Annotated[
+    int | None,
+    typer.Option(
+        "--budget",
+        min=1,
+        metavar="SLOTS",
+        help="The slots of each KV head. [default: 1024 for a model, or the recipe's]",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+MaxLengthOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-length",
+        min=1,
+        metavar="TOKENS",
+        help="The most tokens of one sequence. [default: the length a model was trained for, at most 32768, or the "
+        "recipe's]",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT_PANEL)]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Also write the report as a page.", rich_help_panel=OUTPUT_PANEL),
+]
 TelemetryOption = Annotated[
-    bool, typer.Option("--telemetry", help="Show what every merge does to the attention output.")
+    bool, typer.Option("--telemetry", help="Show the effect of every merge on the attention output.")
 ]
 BackendOption = Annotated[
-    str | None, typer.Option("--backend", metavar="NAME", help=f"{' or '.join(names())}, in place of its own.")
+    str | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help=f"Use the backend {' or '.join(names())} in place of the artifact's own.",
+        rich_help_panel=BACKEND_PANEL,
+    ),
 ]
-ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The directory of an artifact.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda",
+        help="Run on this device in place of the recipe's.",
+        rich_help_panel=BACKEND_PANEL,
+    ),
+]
+ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder of an artifact.")]
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="The folder of an artifact; or a hub id, a checkpoint's folder or a GGUF file, which is built the first "
+        "time.",
+    ),
+]

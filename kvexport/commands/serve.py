@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from kvexport.commands.options import ArtifactArgument, BackendOption
+from kvexport.commands.options import (
+    BACKEND_PANEL,
+    BackendOption,
+    BudgetOption,
+    DeviceOption,
+    MaxLengthOption,
+    SetOption,
+    SourceArgument,
+)
 from kvexport.errors import UsageError
 from kvexport.serve.settings import check_keys
 from kvexport.units import parse_bytes
@@ -17,65 +25,157 @@ from kvexport.units import parse_bytes
 KEY_VARIABLE = "KVEXPORT_API_KEY"
 
 
+SERVER, REQUESTS, SESSIONS = "Server", "Requests", "Sessions and prefixes"
+
+
 def serve(
-    artifact: ArtifactArgument,
-    host: Annotated[str, typer.Option(help="The address to listen on; others than this machine's need a key.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
+    source: SourceArgument,
+    budget: BudgetOption = None,
+    max_length: MaxLengthOption = None,
+    overrides: SetOption = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Listen on this address. An address that other machines reach needs a key.", rich_help_panel=SERVER
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Listen on this port; 0 takes any free port.", rich_help_panel=SERVER),
+    ] = 8000,
     api_key: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help=f"Clients need one of these; repeatable. Or {KEY_VARIABLE}.")
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help=f"Require one of these keys from clients. This option is repeatable; {KEY_VARIABLE} adds a key.",
+            rich_help_panel=SERVER,
+        ),
     ] = None,
     name: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Of the model in requests; repeatable; '*' = any.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Answer requests that name this model. This option is repeatable; '*' accepts any name.",
+            rich_help_panel=SERVER,
+        ),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A further name of a server without keys; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Accept this host name on a server without keys. This option is repeatable.",
+            rich_help_panel=SERVER,
+        ),
     ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="A web page's origin that may call it; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Let web pages of this origin call the server. This option is repeatable.",
+            rich_help_panel=SERVER,
+        ),
     ] = None,
-    lanes: Annotated[int | None, typer.Option(min=1, help="Requests that run at once; limits.max_batch.")] = None,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a lane.")] = 256,
+    drain: Annotated[
+        float,
+        typer.Option(min=0, help="Give running requests so many seconds when the server ends.", rich_help_panel=SERVER),
+    ] = 30.0,
+    lanes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Run at most so many requests at once. [default: the artifact's limits.max_batch]",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None,
+    queue: Annotated[
+        int, typer.Option(min=0, help="Let at most so many requests wait for a lane.", rich_help_panel=REQUESTS)
+    ] = 256,
     latency_budget: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="That several prompts in one call may hold up others.")
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Limit the time that several prompts in one call may hold up other requests.",
+            rich_help_panel=REQUESTS,
+        ),
     ] = 0.1,
-    prefix_memory: Annotated[
-        str, typer.Option(metavar="BYTES", help="For the states of what prompts begin with; 0 = off.")
-    ] = "1GiB",
-    session_memory: Annotated[str, typer.Option(metavar="BYTES", help="For the states of sessions.")] = "1GiB",
-    session_folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where sessions go that no memory is left for, and at the end.")
-    ] = None,
-    session_disk: Annotated[str, typer.Option(metavar="BYTES", help="Of that folder, at most.")] = "16GiB",
-    session_shared: Annotated[
-        bool, typer.Option("--session-shared", help="Other servers use that folder too: every turn is written at once.")
+    preempt: Annotated[
+        bool,
+        typer.Option(
+            "--preempt",
+            help="Let a request take the lane of a request with a worse priority.",
+            rich_help_panel=REQUESTS,
+        ),
     ] = False,
-    preempt: Annotated[bool, typer.Option("--preempt", help="A better priority takes the lane of a worse.")] = False,
-    reasoning: Annotated[bool, typer.Option(help="Tell <think> ... </think> apart from answers.")] = True,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 1800.0,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when it ends.")] = 30.0,
-    threads: Annotated[int | None, typer.Option(min=0, help="Of the model, in place of the recipe's.")] = None,
+    reasoning: Annotated[
+        bool,
+        typer.Option(help="Separate <think> ... </think> from the answer.", rich_help_panel=REQUESTS),
+    ] = True,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Limit every answer to so many tokens.", rich_help_panel=REQUESTS)
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="End a request after so many seconds.", rich_help_panel=REQUESTS)
+    ] = 1800.0,
+    prefix_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES",
+            help="Keep the states of prompt prefixes in so much memory; 0 keeps none.",
+            rich_help_panel=SESSIONS,
+        ),
+    ] = "1GiB",
+    session_memory: Annotated[
+        str,
+        typer.Option(metavar="BYTES", help="Keep the states of sessions in so much memory.", rich_help_panel=SESSIONS),
+    ] = "1GiB",
+    session_folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write sessions to this folder when their memory is full, and when the server ends.",
+            rich_help_panel=SESSIONS,
+        ),
+    ] = None,
+    session_disk: Annotated[
+        str, typer.Option(metavar="BYTES", help="Limit the session folder to so much.", rich_help_panel=SESSIONS)
+    ] = "16GiB",
+    session_shared: Annotated[
+        bool,
+        typer.Option(
+            "--session-shared",
+            help="Write every turn to the session folder at once, because other servers use it too.",
+            rich_help_panel=SESSIONS,
+        ),
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Run the model on so many threads in place of the recipe's.", rich_help_panel=BACKEND_PANEL
+        ),
+    ] = None,
     backend: BackendOption = None,
+    device: DeviceOption = None,
 ) -> None:
-    """Serve an artifact over HTTP: /v1/chat/completions and others, and a page to chat at /.
+    """Serve a model or an artifact over HTTP: OpenAI's and Anthropic's routes under /v1, and a chat page at /.
 
-    When it is ready it prints its address on stdout. SIGTERM and an interrupt let running requests end.
-    docs/tasks/serve.md has the routes, limits, metrics and what is done for security.
+    The server prints its address on stdout when it is ready. SIGTERM and an interrupt let running requests end.
+    docs/tasks/serve.md describes routes, limits, metrics and security.
+
+    Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """
     keys = keys_of(host, api_key)
     from kvexport.packages import require
 
     require("serve")
-    from kvexport.engine.load import load
+    from kvexport.commands.loading import load_engine
+    from kvexport.models import is_model
     from kvexport.serve.app import create_app
     from kvexport.serve.run import listen, run
     from kvexport.serve.settings import ServeSettings
-    from kvexport.terminal import show
 
     settings = ServeSettings(
-        names=tuple(name or (artifact.resolve().name,)),
+        names=tuple(name or (source if is_model(source) else Path(source).resolve().name,)),
         api_keys=keys,
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
@@ -93,8 +193,10 @@ def serve(
         drain=drain,
     )
     listener = listen(host, port, settings.stall)  # before the model is loaded: that takes longer
-    with show(f"loading {artifact}"):
-        app = create_app(load(artifact, backend=backend, threads=threads, lanes=lanes), settings)
+    engine = load_engine(
+        source, budget, max_length, overrides or (), backend=backend, device=device, threads=threads, lanes=lanes
+    )
+    app = create_app(engine, settings)
     shown = f"[{host}]" if ":" in host else host
     run(app, listener, lambda: print(f"http://{shown}:{listener.getsockname()[1]}", flush=True))
 

@@ -25,7 +25,7 @@ import onnx_ir as ir
 
 from kvexport import backends
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
-from kvexport.cache import CachePlan, cache_geometry, part_plan
+from kvexport.cache import CachePlan, cache_geometry, cache_notes, part_plan
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
 from kvexport.export.graph.graphs import attention_functions, finish_decoder, merge_model, open_slots
@@ -96,7 +96,7 @@ def choose_weights(shape: ModelShape, recipe: Recipe, folder: Path, progress: Sh
     save_importance(specs, folder)
     config = shape.model.config
     notes = [*text_part_notes(config), *length_notes(config, recipe.rotary_length)]
-    for note in [*notes, *weight_notes(shape.checkpoint, shape.model, recipe)]:
+    for note in [*notes, *cache_notes(recipe, shape.plan), *weight_notes(shape.checkpoint, shape.model, recipe)]:
         with progress(f"note: {note}", None):
             pass
     return specs

@@ -1,0 +1,33 @@
+"""The engine that a command runs, from an artifact or from a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvexport.engine.engine import Engine
+
+
+def load_engine(
+    source: str, budget: int | None = None, max_length: int | None = None, overrides: Sequence[str] = (), **options: Any
+) -> Engine:
+    """Load an artifact, or a model that is built into the user's cache folder the first time, and show the progress.
+
+    Args:
+        source: See `kvexport.models.find_artifact`.
+        budget: See `kvexport.models.find_artifact`.
+        max_length: See `kvexport.models.find_artifact`.
+        overrides: See `kvexport.models.find_artifact`.
+        options: Arguments of `kvexport.engine.load.load`.
+
+    Raises:
+        KvexportError: What `find_artifact` and `load` raise.
+    """
+    from kvexport.engine.load import load
+    from kvexport.models import find_artifact
+    from kvexport.terminal import show
+
+    path = find_artifact(source, budget, max_length=max_length, overrides=overrides, progress=show)
+    with show(f"loading {path}"):
+        return load(path, **options)

@@ -32,9 +32,9 @@ def require_device(device: str) -> None:
     """
     reasons = problems(device)
     if reasons:
-        raise EnvironmentProblem(
-            f"nothing can run on {device} here: {'; '.join(problem for problem, _ in reasons)}", reasons[0][1]
-        )
+        # No package helps on a machine without a driver.
+        fix = f"--device cpu, or {A_GPU}" if device == "cuda" and driver_problem() else reasons[0][1]
+        raise EnvironmentProblem(f"nothing can run on {device} here: {'; '.join(text for text, _ in reasons)}", fix)
 
 
 def problems(device: str) -> list[tuple[str, str]]:

@@ -81,7 +81,7 @@ def test_without_a_provider_and_a_driver_both_are_named_and_the_code_is_3(cuda_a
         f"nothing can run on cuda here: onnxruntime {version} has no CUDA provider, only CPUExecutionProvider; "
         "there is no NVIDIA driver (libcuda.so.1 cannot be loaded)"
     )
-    assert caught.value.fix == "pip install 'kvexport[gpu]' && pip install --force-reinstall --no-deps onnxruntime-gpu"
+    assert caught.value.fix.startswith("--device cpu, or a machine with an NVIDIA GPU")
     done = CliRunner().invoke(app, ["generate", str(cuda_artifact), "abc"])
     assert done.exit_code == 3
     assert generated(load(cuda_artifact, device="cpu"), 2), "the graphs are the same"

@@ -77,7 +77,7 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
                 "take a file of type Q4_0, Q4_1, Q4_K_M, Q5_K_M, Q6_K or Q8_0, or the checkpoint it was made of",
             )
         name = f"{f'model.layers.{found[1]}.' if found[1] else ''}{_NAMES[found[2]]}.{found[3]}"
-        heads = 0
+        heads: Any = 0
         if kind == "llama" and found[2] in ("attn_q", "attn_k"):
             heads = meta.get(f"{kind}.attention.head_count")
             heads = meta.get(f"{kind}.attention.head_count_kv", heads) if found[2] == "attn_k" else heads

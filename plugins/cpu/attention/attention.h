@@ -109,8 +109,10 @@ struct Attention {
     if (x.present_value != x.past_value) memcpy(x.present_value, x.past_value, bytes_of<V>(x.used * dv));
     if (x.votes != x.past_votes) memcpy(x.votes, x.past_votes, x.used * sizeof(float));
     if (x.position != x.past_position) memcpy(x.position, x.past_position, x.used * sizeof(int32_t));
-    memcpy(at(x.present_key, x.used * d), x.key, bytes_of<K>(x.n * d));
-    memcpy(at(x.present_value, x.used * dv), x.value, bytes_of<V>(x.n * dv));
+    if (x.n > 0) {  // without tokens the pointers may be null
+      memcpy(at(x.present_key, x.used * d), x.key, bytes_of<K>(x.n * d));
+      memcpy(at(x.present_value, x.used * dv), x.value, bytes_of<V>(x.n * dv));
+    }
     for (int i = 0; i < x.n; ++i) {
       x.votes[x.used + i] = 1.0f;
       x.position[x.used + i] = static_cast<int32_t>(x.first + i);
@@ -135,7 +137,7 @@ struct Attention {
 
   void append_scales(const Head& x, const typename Head::Scales& scale) const {
     if (scale.present != scale.past) memcpy(scale.present, scale.past, a.capacity * sizeof(float));
-    memcpy(scale.present + x.used, scale.added, x.n * sizeof(float));
+    if (x.n > 0) memcpy(scale.present + x.used, scale.added, x.n * sizeof(float));
   }
   // Copies the scales of the slots [from, to) to `out`.
   void scales_of(const Head& x, const typename Head::Scales& scale, int from, int to, float* out) const {
@@ -193,6 +195,7 @@ struct Attention {
   }
 
   void clear_output(const Head& x, int from) const {
+    if (from >= a.tokens) return;  // without tokens the output may be null
     for (int g = 0; g < group; ++g) {
       Query* out = static_cast<Query*>(a.output) +
                    (static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens * a.value_size;

@@ -33,7 +33,8 @@ void keep_queries_of(const KvVoteAttention& a, const KvRing& ring) {
       const size_t query_head = b * a.query_heads + head % a.heads * group + g;
       const Query* const from = static_cast<const Query*>(a.query) + (query_head * a.tokens + t) * d;
       for (int j = 0; j < d; ++j) query[static_cast<size_t>(r) * d + j] = static_cast<float>(from[j]) * a.scale;
-      seen[r] = static_cast<int32_t>(a.position[b * a.tokens + t] + 1);
+      // Unsigned: a hostile position of INT64_MAX wraps to 0.
+      seen[r] = static_cast<int32_t>(static_cast<uint64_t>(a.position[b * a.tokens + t]) + 1);
     }
   }
 }

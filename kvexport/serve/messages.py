@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.engine.request import Request as EngineRequest
+from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import stop_string
 from kvexport.serve.conversation import Conversation, Prepared, text_of
 from kvexport.serve.errors import ApiError
@@ -65,7 +66,22 @@ class MessagesBody(CountBody):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     output_config: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
     session_id: str | None = None
+
+    def template_variables(self, service: Service) -> dict[str, Any]:
+        """Return what the template reads of `thinking`.
+
+        Raises:
+            ApiError: The request asks a model to think whose chat template knows no reasoning.
+        """
+        kind = (self.thinking or {}).get("type")
+        if kind is None:
+            return {}
+        if kind != "disabled" and not (service.settings.reasoning and thinks(service.engine.chat_template)):
+            message = "thinking: this model does none; leave the field out, or send the type disabled"
+            raise ApiError(400, message, param="thinking", code="unsupported_value")
+        return {"enable_thinking": kind != "disabled"}
 
     def sampling(self) -> Sampling:
         """The same in OpenAI's words."""
@@ -79,6 +95,7 @@ async def messages(service: Service, request: Request) -> Response:
     body = await service.read(request, MessagesBody)
     model = service.check_model(body.model)
     conversation = body.conversation()
+    conversation.variables = body.template_variables(service)
     conversation.session = session_name(request, body.session_id)
     conversation.form = response_form((body.output_config or {}).get("format"), "output_config.format")
     asked = await service.prepare(conversation, body.sampling(), body.max_tokens)

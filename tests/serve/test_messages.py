@@ -121,3 +121,10 @@ def test_a_conversation_with_tools_becomes_what_templates_take() -> None:
     function = {"name": "look", "description": "d", "parameters": {"type": "object"}}
     assert asked.tools == [{"type": "function", "function": function}]
     assert asked.tool_choice == {"type": "function", "function": {"name": "look"}}
+
+
+def test_a_model_that_does_not_think_is_not_asked_to(server: Running) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    status, _, body = server.ask("/v1/messages", {**asked, "thinking": {"type": "enabled", "budget_tokens": 1024}})
+    assert status == 400 and "thinking: this model does none" in body["error"]["message"]
+    assert server.ask("/v1/messages", {**asked, "thinking": {"type": "disabled"}})[0] == 200

@@ -28,6 +28,16 @@ def test_it_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> None:
         tab.problems.clear()  # that it was refused without a key
         tab.run("document.getElementById('key').value = 'secret'")
         tab.wait_for("document.querySelectorAll('#lanes tr').length === 4")
+        prompts = "[...document.querySelectorAll('#first button')]"
+        assert tab.run(f"{prompts}.length") == 3
+        tab.run("document.getElementById('tokens').value = 3")
+        tab.run(f"{prompts}[0].click()")
+        tab.wait_for("document.getElementById('said').textContent.includes('first piece')")
+        tab.wait_for("document.getElementById('slotted').textContent.includes('evicted')")
+        assert "full cache takes" in tab.run("document.getElementById('compared').textContent")
+        assert tab.run("document.getElementById('first').hidden")
+        tab.run("document.getElementById('reset').click()")
+        tab.run("document.getElementById('said').textContent = ''")
         tab.run("document.getElementById('tokens').value = 200")
         tab.run("document.getElementById('text').value = 'anna lamp'")
         tab.run("document.getElementById('ask').requestSubmit()")
@@ -43,5 +53,9 @@ def test_it_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> None:
         painted = "[...{}.getContext('2d').getImageData(0, 0, {}.width, {}.height).data].some(x => x)"
         for name in ("rates", "memory", "slots"):
             tab.wait_for(painted.replace("{}", f"document.getElementById('{name}')"))
+        for width in (320, 400, 1280):  # of a phone, and of a window
+            screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 800}
+            tab.call("Emulation.setDeviceMetricsOverride", **screen)
+            assert tab.run("document.documentElement.scrollWidth") <= width
         tab.screenshot(tmp_path / "page.png")
         assert tab.problems == []

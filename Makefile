@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint docs setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
+.PHONY: fuzz audit demo test lint docs setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
@@ -73,6 +73,22 @@ demo: setup
 # The documentation as a site, in build-cache/site. Warnings are errors.
 docs: setup
 	$(BIN)/sphinx-build --fail-on-warning --quiet -b html docs build-cache/site
+
+# Random calls of the kernels under the address and undefined-behaviour sanitizers, then changed snapshots and requests.
+# A failure prints its seed. For a long run: make fuzz FUZZ_CASES=10000000 FUZZ_SEED=1
+FUZZ_CASES ?= 20000
+FUZZ_SEED ?= $(shell date +%s)
+fuzz: setup
+	cmake -S plugins -B build-cache/native-fuzz -DKV_SANITIZE=address,undefined >/dev/null
+	cmake --build build-cache/native-fuzz --target kv_fuzz >/dev/null
+	build-cache/native-fuzz/kv_fuzz $(FUZZ_SEED) $(FUZZ_CASES)
+	$(BIN)/python -m pytest tests/state/test_snapshot.py tests/serve/test_fuzz.py tests/serve/test_attacks.py
+
+# Known vulnerabilities of the pinned packages. Needs a network and installs pip-audit beside the environment.
+audit: setup
+	@$(PYTHON) -m venv build-cache/audit && build-cache/audit/bin/python -m pip install --quiet pip-audit 2>/dev/null \
+	  || { echo "audit: pip-audit cannot be installed: no network, or no package index. Nothing was checked."; exit 3; }
+	build-cache/audit/bin/pip-audit --require-hashes --disable-pip --requirement requirements-lock.txt
 
 lint: setup
 	$(BIN)/ruff check .

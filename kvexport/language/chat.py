@@ -1,8 +1,8 @@
-"""The checkpoint's chat template: messages become the text that the model was trained to answer.
+"""The checkpoint's chat template, which turns messages into the text that the model was trained to answer.
 
-The template is Jinja, as transformers' `apply_chat_template` takes it, and is rendered by minijinja: it sees copies of
-plain data, none of their private attributes, and its steps are counted. Not covered: images and other media; Jinja's
-%-formatting; None and whole floats that a template prints one by one (Jinja prints None and 2.0, this nothing and 2).
+The template is Jinja, as transformers' `apply_chat_template` takes it. minijinja renders it: the template sees copies
+of plain data and no private attributes, and its steps and its text are bounded. Not supported are images and other
+media, and None and whole floats that a template prints one by one (Jinja prints None and 2.0, minijinja nothing and 2).
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ _MEND = "correct the messages, or --no-chat for a prompt without the template"
 # A conversation of a thousand messages takes some 100,000 steps.
 _STEPS = 5_000_000  # 0.15 s, during which no other thread of the process runs
 _LONGEST = 1 << 25  # characters: twice the largest body that a server takes
-# The names under which messages bring what a model thought before it answered. Templates read one of the first two.
+# The names under which messages bring the reasoning before an answer. Templates read one of the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """sources: by name, "default" and perhaps "tool_use", which is for messages with tools. tokens: the special tokens
-    by the names that templates know ("bos_token"). where: the file, for messages."""
+    """A chat template.
+
+    Attributes:
+        sources: The templates by name: "default" and perhaps "tool_use", for messages with tools.
+        tokens: The special tokens by the names that templates use ("bos_token").
+        where: The file, for messages.
+    """
 
     sources: Mapping[str, str]
     tokens: Mapping[str, str]
@@ -47,11 +52,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of a conversation, special tokens included: to be encoded with none added.
+        """Return the text of a conversation with its special tokens. Encode it without adding any.
 
-        messages: each a mapping with "role" and "content" (and what else the template reads). tools: JSON schemas.
-        add_generation_prompt: end with the beginning of an answer. variables: the template's own (`enable_thinking`).
-        Raises UsageError for messages that are none, and with the template's own line where it fails or refuses them.
+        Args:
+            messages: Mappings with "role" and "content", and further keys that the template reads.
+            tools: JSON schemas of tools.
+            add_generation_prompt: Whether the text ends with the beginning of an answer.
+            **variables: The template's own variables (`enable_thinking`).
+
+        Raises:
+            UsageError: The messages are malformed, or the template fails or refuses them. The message names the line.
         """
         source = (self.sources.get("tool_use") if tools else None) or self.sources.get("default")
         if source is None:
@@ -59,18 +69,21 @@ class ChatTemplate:
                 f"{self.where} has the chat templates {', '.join(self.sources)}, none of them the default",
                 f"name one of them {TEMPLATE} in the checkpoint, and build again",
             )
-        given = {
+        values = {
             "messages": _checked(messages),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return _render(source, self.where, _plain({**given, **self.tokens, **variables}))
+        return _render(source, self.where, _plain({**values, **self.tokens, **variables}))
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """The template of an artifact's folder, None where its checkpoint has none. Raises ArtifactError for files that
-    cannot be read."""
+    """Return the chat template of an artifact's folder, None if its checkpoint has none.
+
+    Raises:
+        ArtifactError: A file cannot be read.
+    """
     config = read_json(folder / CONFIG)
     template = config.get("chat_template")
     sources = {}
@@ -87,7 +100,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens of a configuration, each a text or a mapping with its `content`."""
+    """Return the special tokens of a configuration, each a text or a mapping with its `content`."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     extra = config.get("extra_special_tokens")
     named |= extra if isinstance(extra, dict) else {}
@@ -96,7 +109,7 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Without keys whose value is None, and with the reasoning under the names that templates read."""
+    """Return the messages without keys of value None, and with the reasoning under the names that templates read."""
     if isinstance(messages, str | Mapping) or not messages:
         raise UsageError(
             f"a conversation is a list of messages, found {'none' if not messages else type(messages).__name__}",
@@ -118,8 +131,10 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy in JSON's types. Templates may call public methods of what they are given, so nothing else may reach them:
-    its type's name stands for it."""
+    """Return a copy in JSON's types.
+
+    Templates may call public methods of their values, so a value of another type is replaced by the name of its type.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -152,7 +167,7 @@ def _render(source: str, where: str, variables: dict[str, Any]) -> str:
         tests={"iterable": _is_iterable, "sequence": _is_iterable},
         globals={"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)},
     )
-    # {% generation %} marks what an assistant said, for training; rendered it is a block of its own.
+    # {% generation %} marks the text of an assistant, for training. It is rendered as a plain block.
     source = _GENERATION.sub(lambda m: f"{{%{m[1]} {'endwith' if m[2] else 'with'} {m[3]}%}}", source)
     try:
         text = str(environment.render_str(source, "chat", **variables))
@@ -162,10 +177,10 @@ def _render(source: str, where: str, variables: dict[str, Any]) -> str:
     except _Refused as error:
         raise UsageError(f"the chat template refuses these messages: {error}", "") from error
     except minijinja.TemplateError as error:
-        said = f"{error.kind}: {error.detail}" if error.detail else error.message
+        reason = f"{error.kind}: {error.detail}" if error.detail else error.message
         line = f", line {error.line}" if error.line else ""
         raise UsageError(
-            f"the chat template cannot be rendered: {said} ({where}{line})",
+            f"the chat template cannot be rendered: {reason} ({where}{line})",
             _MEND,
         ) from error
     except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
@@ -190,19 +205,23 @@ def _to_json(
 
 
 def _is_iterable(value: Any) -> bool:
-    """Jinja's tests `iterable` and `sequence` on what a template can hold: text and mappings too, None is neither."""
+    """Return whether Jinja's tests `iterable` and `sequence` hold: for texts and mappings they do, for None not."""
     return isinstance(value, str | Sequence | Mapping)
 
 
 def _as_python(value: Any) -> Any:
-    """What Jinja prints for a value: Python's `str` of it; nothing for an undefined one, which comes as None."""
+    """Return the text that Jinja prints: Python's `str`. An undefined value arrives as None and prints nothing."""
     if value is None:
         return ""
     return str(value) if isinstance(value, bool | float | list | tuple | dict) else value
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of an artifact's JSON file, empty where there is none. Raises ArtifactError for anything else."""
+    """Return the object in an artifact's JSON file, empty if there is no file.
+
+    Raises:
+        ArtifactError: The file holds anything else.
+    """
     if not path.is_file():
         return {}
     try:

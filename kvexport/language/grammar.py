@@ -1,8 +1,7 @@
-"""Answers that keep to a form: a JSON schema, a regular expression or a grammar says before every token which tokens
-may come next, through llguidance.
+"""Answers that keep to a form. A JSON schema, a regular expression or a grammar decides which tokens may come next.
 
-A grammar comes from the user and is not trusted: its size is bounded, it is compiled in a process of its own first
-(`grammar_trial.py`), and a sequence whose grammar takes long for its tokens ends by an error.
+llguidance computes the masks. A grammar comes from a client and is not trusted: its size is bounded, it is compiled in
+a process of its own first (`grammar_trial.py`), and a sequence whose grammar takes too long ends with an error.
 """
 
 from __future__ import annotations
@@ -49,14 +48,23 @@ _INSTALL = "pip install 'kvexport[serve]'"
 
 @dataclass(frozen=True)
 class Grammar:
-    """The form of an answer. source: of a JSON schema its JSON; of a regular expression, which holds for the whole
-    answer, Rust's syntax (no look-around, no back references); of a grammar llguidance's dialect of Lark."""
+    """The form of an answer.
+
+    Attributes:
+        kind: The language of `source`.
+        source: The JSON of a schema; a regular expression in Rust's syntax (no look-around, no back references), which
+            the whole answer must match; or a grammar in llguidance's dialect of Lark.
+    """
 
     kind: Kind
     source: str
 
     def __post_init__(self) -> None:
-        """Refuse what is no grammar whatever it says; UsageError."""
+        """Check the size of the grammar and its characters.
+
+        Raises:
+            UsageError: No grammar can be like this.
+        """
         if self.kind not in get_args(Kind) or not isinstance(self.source, str):
             raise UsageError(f"a grammar of the kind {self.kind!r}", f"use one of: {', '.join(get_args(Kind))}")
         if not self.source.strip() or len(self.source) > MOST_CHARACTERS:
@@ -67,19 +75,28 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, lenient: bool = False) -> Grammar:
-        """JSON that a schema allows. lenient: keywords that cannot be kept to are ignored in place of refused."""
+        """Return the form of JSON that a schema allows.
+
+        Args:
+            schema: The schema.
+            lenient: Whether unsupported keywords are ignored instead of refused.
+        """
         if not isinstance(schema, Mapping):
             raise UsageError(f"a JSON schema is an object, found {type(schema).__name__}", 'pass {"type": ...}')
         return cls("json_schema", json_text({**schema, "x-guidance": json_options(lenient=lenient)}))
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Return the form of any JSON object."""
         return cls.json_schema({"type": "object"})
 
 
 def json_text(value: Any) -> str:
-    """JSON of a value that a user gave. Raises UsageError for one that JSON cannot say, or that is nested too deep."""
+    """Return a client's value as JSON.
+
+    Raises:
+        UsageError: JSON cannot express the value, or it is nested too deep.
+    """
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -87,12 +104,12 @@ def json_text(value: Any) -> str:
 
 
 def json_options(*, lenient: bool) -> dict[str, Any]:
-    """What a schema says to llguidance, as its `x-guidance`."""
+    """Return the options for llguidance that go into a schema as `x-guidance`."""
     return {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
 
 
 class Constraint:
-    """What the grammar of one sequence allows next."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher
@@ -102,12 +119,19 @@ class Constraint:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing may follow: the answer is complete."""
+        """Whether the answer is complete, so that no token may follow."""
         return bool(self._matcher.is_stopped())
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Of every token of the vocabulary whether it may come next: an eos where the answer may end. Raises
-        KvexportError where nothing may, UsageError for a grammar that takes too long."""
+        """Return which tokens may come next.
+
+        Returns:
+            One entry a token of the vocabulary. An eos token may come where the answer may end.
+
+        Raises:
+            KvexportError: No token may come.
+            UsageError: The grammar takes too long.
+        """
         if self._mask is None:
             start = time.thread_time()
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -118,7 +142,11 @@ class Constraint:
         return self._mask
 
     def accept(self, token: int) -> None:
-        """Take note of the token that came. Raises UsageError for one that the mask does not hold."""
+        """Advance by the token that came.
+
+        Raises:
+            UsageError: The mask does not allow this token.
+        """
         self._mask = None
         if not self._matcher.consume_token(token):
             raise UsageError(
@@ -139,7 +167,7 @@ class Constraint:
 
 
 class _Tokens:
-    """A tokenizer as llguidance takes it: not every decoder of a tokenizer.json is one that it reads."""
+    """A tokenizer in the form that llguidance takes. llguidance cannot read every decoder of a tokenizer.json."""
 
     def __init__(self, tokenizer: Tokenizer, eos: tuple[int, ...], size: int) -> None:
         special = tokenizer.special_ids
@@ -154,10 +182,13 @@ class _Tokens:
 
 
 class Grammars:
-    """The grammars of one model's requests, each compiled once. Several threads may use it at once, so that a server
-    can compile a grammar beside the steps of its engine.
+    """The grammars of one model's requests, each compiled once.
 
-    tokenizer: None where the artifact has none, and no grammar can be used. vocabulary: length of the logits.
+    Several threads may use it at once, so a server can compile a grammar while its engine steps.
+
+    Args:
+        tokenizer: The tokenizer. Without one no grammar can be used.
+        vocabulary: The length of the logits.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocabulary: int) -> None:
@@ -168,8 +199,12 @@ class Grammars:
         self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], llguidance.LLMatcher] = OrderedDict()
 
     def start(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> Constraint:
-        """For a new sequence, which any of the eos tokens may end. Raises UsageError for a grammar that cannot be
-        compiled within the limits, EnvironmentProblem where llguidance is missing."""
+        """Return the state of a new sequence, which any of the eos tokens may end.
+
+        Raises:
+            UsageError: The grammar cannot be compiled within the limits.
+            EnvironmentProblem: llguidance is not installed.
+        """
         key = grammar, tuple(i for i in eos_token_ids if i < self.vocabulary)
         with self._lock:
             matcher = self._compiled.get(key)
@@ -183,7 +218,7 @@ class Grammars:
 
     @property
     def _size(self) -> int:
-        """Tokens that there are, at least."""
+        """Return a lower bound of the number of tokens."""
         return max(self.vocabulary, self.tokenizer.vocab_size if self.tokenizer else 0)
 
     def _compile(self, grammar: Grammar, eos: tuple[int, ...]) -> llguidance.LLMatcher:
@@ -208,7 +243,7 @@ class Grammars:
         return matcher
 
     def _wrap(self, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
-        """The tokenizer as llguidance reads it, with the tokens that end a sequence."""
+        """Return the tokenizer in llguidance's form, with the tokens that end a sequence."""
         if eos not in self._wrapped and self.tokenizer is not None:
             self._wrapped.clear()  # one is enough: requests seldom have eos tokens of their own
             wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, eos, self._size))
@@ -217,7 +252,7 @@ class Grammars:
 
 
 def _try(text: str, size: int) -> str:
-    """Why llguidance does not compile a grammar, "" where it does."""
+    """Return why llguidance does not compile a grammar, "" if it does."""
     wanted = {
         "path": sys.path,
         "grammar": text,

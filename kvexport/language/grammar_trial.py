@@ -1,8 +1,10 @@
-"""Compiles a grammar in a process of its own, run by path: one that makes the compiler crash or run on without end
-then ends no other request.
+"""Compile a grammar in a process of its own.
 
-Reads a line of JSON (`path`: where to import from, `grammar`, `vocabulary`: so many tokens, `limits`: of llguidance,
-`seconds` of processor time, `bytes` of memory) and writes the error, or nothing. Takes no part of kvexport's own.
+The script is run by its path. A grammar that makes the compiler crash, or run without end, then ends no other request.
+
+It reads a line of JSON: `path` (where to import from), `grammar`, `vocabulary` (the number of tokens), `limits` (of
+llguidance), `seconds` (of processor time) and `bytes` (of memory). It writes the error, or nothing. It imports nothing
+of kvexport.
 """
 
 import json
@@ -13,7 +15,7 @@ _STACK = 2 << 20  # a quarter of a thread's: what passes here does not overflow 
 
 
 class _Bytes:
-    """A token for every byte, and as many without any as the model has more: quick to build."""
+    """A tokenizer with a token for every byte, and tokens without text for the rest. It is quick to build."""
 
     eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
 

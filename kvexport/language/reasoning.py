@@ -1,5 +1,7 @@
-"""The reasoning of an answer, apart from what it says: models that think first write <think> ... </think>, where their
-chat template has not opened it already."""
+"""The reasoning of an answer, apart from its text.
+
+Models that reason first write <think> ... </think>. Some chat templates write the opening marker themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +16,41 @@ from kvexport.language.token import Token
 from kvexport.language.tool_calls import Piece
 
 OPENING, CLOSING = "<think>", "</think>"
-_TAIL = 8  # tokens at the end of a prompt, in which an opening is looked for
+_TAIL = 8  # tokens at the end of a prompt that may hold the opening marker
 
 
 class Reader(Protocol):
-    """Reads the text behind the reasoning."""
+    """A reader of the text behind the reasoning."""
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """The pieces that are final with more text. last: there is no more."""
+        """Return the pieces that are final with more text. last: whether the answer ends here."""
         ...
 
 
 def thinks(template: ChatTemplate | None) -> bool:
-    """Whether a chat template knows of reasoning."""
+    """Return whether a chat template knows reasoning."""
     return template is not None and any(CLOSING in source for source in template.sources.values())
 
 
 def is_open(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> bool:
-    """Whether a prompt [n] ends within reasoning, which the answer goes on with."""
+    """Return whether a prompt [n] ends within reasoning, which the answer continues."""
     end = tokenizer.decode([int(i) for i in ids[-_TAIL:]], skip_special_tokens=False)
     return end.rstrip().endswith(OPENING)
 
 
 def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The markers that are special tokens, which texts leave out otherwise (`GenerationSettings.shown_ids`)."""
-    found = (tokenizer.token_id(marker) for marker in (OPENING, CLOSING))
-    return tuple(token for token in found if token is not None and token in tokenizer.special_ids)
+    """Return the markers that are special tokens, which texts leave out by default (`GenerationSettings.shown_ids`)."""
+    ids = (tokenizer.token_id(marker) for marker in (OPENING, CLOSING))
+    return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
 
 
 def reasoning_tokens(tokens: Sequence[Token], opened: bool) -> int:
-    """How many tokens of an answer are reasoning, its markers included. opened: the prompt ended within."""
+    """Return how many tokens of an answer are reasoning, its markers included.
+
+    Args:
+        tokens: The tokens of the answer.
+        opened: Whether the prompt ends within reasoning.
+    """
     text = OPENING if opened else ""
     for count, token in enumerate(tokens, 1):
         text = (text + token.text).lstrip()
@@ -57,17 +64,23 @@ def reasoning_tokens(tokens: Sequence[Token], opened: bool) -> int:
 
 
 class ReasoningReader:
-    """Of one answer. opened: it begins within reasoning. then: reads what follows. White space around the reasoning,
-    and before what follows it, is not shown."""
+    """The reader of one answer, which splits off the reasoning.
+
+    White space around the reasoning, and before the text that follows it, is dropped.
+
+    Args:
+        opened: Whether the answer begins within reasoning.
+        then: The reader of the text behind the reasoning.
+    """
 
     def __init__(self, opened: bool, then: Reader) -> None:
         self._then = then
         self._at: Literal["start", "within", "gap", "behind"] = "within" if opened else "start"
         self._waiting = ""
-        self._begun = False  # whether any of the reasoning was shown
+        self._begun = False  # whether some reasoning was shown
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """The pieces that are final with more text. last: there is no more."""
+        """Return the pieces that are final with more text. last: whether the answer ends here."""
         self._waiting += text
         pieces: list[Piece] = []
         if self._at == "start":

@@ -1,9 +1,9 @@
-"""The next token of one sequence from its logits, in numpy, with the meanings of transformers 5.23's GenerationConfig.
+"""The next token of one sequence from its logits, in NumPy, as transformers 5.23's GenerationConfig defines it.
 
 The processors and their order are those of `GenerationMixin._get_logits_processor`: bias, repetition penalty, minimum
-of new tokens, then, where sampling, temperature, top_k, top_p, min_p. The tokens kept and their probabilities are
-transformers'; the draw is not (numpy's generator in place of torch's). OpenAI's penalties come after the repetition
-penalty, as in vLLM.
+of new tokens, then, with sampling, temperature, top_k, top_p and min_p. The kept tokens and their probabilities are
+equal to those of transformers. The draw is not: NumPy's generator replaces torch's. OpenAI's penalties come after the
+repetition penalty, as in vLLM.
 """
 
 from __future__ import annotations
@@ -34,20 +34,28 @@ _SORTED_AT_ONCE = 256
 
 
 class Logprobs(NamedTuple):
-    """Of the token that was chosen: the logarithm of its probability. top: the likeliest tokens of that step, each with
-    its own, descending, of equal ones the lowest id first."""
+    """Log probabilities of one step.
+
+    Attributes:
+        chosen: The log probability of the chosen token.
+        top: The likeliest tokens and their log probabilities, descending. Of equal tokens the lowest id comes first.
+    """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
 
 
 class Sampler:
-    """Chooses the tokens of one sequence and remembers them. Its draws depend on its settings, prompt and logits alone,
-    never on the batch the sequence is in.
+    """The sampler of one sequence, which chooses tokens and remembers them.
 
-    prompt_ids: the prompt's token ids; they count for the repetition penalty only. vocab_size: the length of the
-        logits. constraint: of the settings' grammar, for this sequence alone. processors: the user's own changes of the
-        logits, called in this order with prompt and answer.
+    Its draws depend only on its settings, its prompt and the logits, never on the batch.
+
+    Args:
+        settings: The settings of the sequence.
+        prompt_ids: The token ids of the prompt. They count only for the repetition penalty.
+        vocab_size: The length of the logits.
+        constraint: The state in the settings' grammar, of this sequence alone.
+        processors: The user's own changes of the logits, called in this order with prompt and answer.
     """
 
     def __init__(
@@ -58,14 +66,18 @@ class Sampler:
         constraint: Constraint | None = None,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """Start a sequence of which nothing is generated yet; UsageError for a token id that cannot be."""
+        """Start a sequence without generated tokens.
+
+        Raises:
+            UsageError: A token id of the prompt is out of range.
+        """
         self.settings = settings
         self.vocab_size = vocab_size
         self._constraint = constraint
         self._processors = tuple(processors)
         self._prompt_ids = np.asarray(prompt_ids, dtype=np.int64) if processors else None
         self.generated: list[int] = []
-        self.logprobs: Logprobs | None = None  # of the token last chosen, where the settings ask for them
+        self.logprobs: Logprobs | None = None  # of the token chosen last, if the settings ask for them
         # Ids beyond the logits (an embedding larger than the head) cannot come out, so they carry no penalty.
         self._ends = () if settings.ignore_eos else settings.eos_token_ids
         self._eos_ids = np.array([i for i in self._ends if i < vocab_size], dtype=np.int64)
@@ -83,9 +95,12 @@ class Sampler:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Why the sequence ends with the token last chosen: "stop" = an eos token, or the end of the grammar, "length"
-        = max_new_tokens; None = it goes on.
-        Stop strings are found in the text: `kvexport.language.text.TextStream`."""
+        """Return why the sequence ends with the token chosen last.
+
+        Returns:
+            "stop" for an eos token or the end of the grammar, "length" for max_new_tokens, None if the sequence goes
+            on. Stop strings are found in the text, see `kvexport.language.text.TextStream`.
+        """
         if self.generated and self.generated[-1] in self._ends:
             return "stop"
         if self._constraint is not None and self._constraint.finished:
@@ -93,10 +108,17 @@ class Sampler:
         return "length" if len(self.generated) >= self.settings.max_new_tokens else None
 
     def next(self, logits: npt.ArrayLike) -> int:
-        """Choose and remember the next token. logits: [vocab_size], float32 (float16 is widened); left as it is.
+        """Choose and remember the next token.
 
-        Greedy takes the lowest id among equal maxima, as torch.argmax on CPU does. Raises KvexportError where the
-        logits hold NaN or +inf, or leave no token possible; UsageError for another shape.
+        Args:
+            logits: [vocab_size] float32 or float16, not changed.
+
+        Returns:
+            The token id. Greedy decoding takes the lowest id among equal maxima, as torch.argmax does on the CPU.
+
+        Raises:
+            KvexportError: The logits hold NaN or +inf, or leave no token possible.
+            UsageError: The logits have another shape.
         """
         scores = self._scores(logits)
         if self._random is None:
@@ -109,8 +131,11 @@ class Sampler:
         return self._remember(token)
 
     def next_of(self, top: TopLogits) -> int | None:
-        """As `next`, from the row's largest logits alone; None, and nothing is chosen, where they do not prove what
-        `next` would do: it then needs the row."""
+        """Choose as `next` does, from the row's largest logits alone.
+
+        Returns:
+            The token id. None, and no token is chosen, if the largest logits do not determine it.
+        """
         if self._processors:
             return None
         if top.ids.size == self.vocab_size:
@@ -147,7 +172,7 @@ class Sampler:
         return not self._processors and may_settle(self.settings, count, self.vocab_size)
 
     def twin(self) -> Sampler:
-        """A sampler that goes on from here by itself, with the same draws, but no grammar or log-probabilities."""
+        """Return a copy that goes on with the same draws, without grammar and log probabilities."""
         other = copy.copy(self)
         other.settings = dataclasses.replace(self.settings, logprobs=None)
         other.generated, other._constraint, other._processors = list(self.generated), None, ()
@@ -156,8 +181,10 @@ class Sampler:
         return other
 
     def state(self) -> dict[str, list[int]]:
-        """What `restore` needs to go on from here: the tokens chosen so far, and where the generator of draws is (its
-        state and increment; nothing where greedy)."""
+        """Return the state that `restore` takes: the chosen tokens, and the state and increment of the generator.
+
+        The generator's state is empty for greedy decoding.
+        """
         drawn: list[int] = []
         if self._random is not None:
             inner: Any = self._random.bit_generator.state["state"]
@@ -165,8 +192,11 @@ class Sampler:
         return {"generated": list(self.generated), "random": drawn}
 
     def restore(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Go on where the sampler of a `state` was, with its settings and prompt: the tokens that it would have chosen.
-        Raises UsageError for a state of other settings, and for one that is damaged."""
+        """Go on from a `state` of a sampler with equal settings and prompt. The same tokens follow.
+
+        Raises:
+            UsageError: The state is damaged, or belongs to other settings.
+        """
         try:
             generated, random = [int(i) for i in state["generated"]], [int(i) for i in state["random"]]
         except (KeyError, TypeError, ValueError) as error:
@@ -189,16 +219,22 @@ class Sampler:
             }
 
     def distribution(self, logits: npt.ArrayLike) -> tuple[Ids, npt.NDArray[np.float64]]:
-        """The tokens `next` could choose, ids ascending [n], and their probabilities [n], sum 1; one token where
-        greedy.
-        Chooses and remembers nothing. Errors: those of `next`."""
+        """Return the tokens that `next` could choose, without choosing one.
+
+        Returns:
+            Token ids [n], ascending, and their probabilities [n], whose sum is 1; one token for greedy decoding.
+
+        Raises:
+            KvexportError: See `next`.
+            UsageError: See `next`.
+        """
         scores = self._scores(logits)
         if self._random is None:
             return np.array([scores.argmax()], dtype=np.int64), np.ones(1)
         return _distribution(scores, self.settings, len(self.generated))
 
     def _scores(self, logits: npt.ArrayLike) -> Floats:
-        """A row of logits as `_changed` gives it, checked."""
+        """Return a row of logits after `_changed`, checked for NaN and +inf."""
         scores = np.asarray(logits, dtype=np.float32)
         if scores.shape != (self.vocab_size,):
             raise UsageError(
@@ -209,8 +245,10 @@ class Sampler:
         return scores
 
     def _changed(self, logits: Floats, ids: npt.NDArray[np.integer[Any]] | None) -> Floats:
-        """The logits of `ids` (None: of all) after bias, penalties, eos suppression and the grammar; the caller's own
-        array where none of them applies."""
+        """Return the logits of `ids` (None: of all tokens) after bias, penalties, eos suppression and grammar.
+
+        The caller's own array is returned if none of them applies.
+        """
         suppresses = self._suppresses()
         changes = (self._bias, self._is_seen, self._counts, self._constraint, self._processors or None)
         if all(change is None for change in changes) and not suppresses:
@@ -257,8 +295,11 @@ class Sampler:
 
 
 def may_settle(settings: GenerationSettings, count: int, vocabulary: int) -> bool:
-    """Whether the `count` largest logits can ever settle a token. Some penalties and biases raise other tokens; without
-    top_k, top_p and min_p every token of the vocabulary may be drawn; logprobs take the sum over the whole row."""
+    """Return whether the `count` largest logits can ever determine a token.
+
+    They cannot if a penalty or a bias can raise other tokens; if neither top_k, top_p nor min_p excludes tokens; or if
+    log probabilities need the sum over the whole row.
+    """
     if count >= vocabulary:
         return True
     if settings.may_raise or settings.logprobs is not None:
@@ -275,7 +316,7 @@ def _dense(bias: Mapping[int, float], vocabulary: int) -> Floats:
 
 
 def _logprobs(logits: Floats, token: int, count: int) -> Logprobs:
-    """log(softmax(logits)) of the token and of the `count` largest."""
+    """Return log(softmax(logits)) of the token and of the `count` largest logits."""
     _check_maximum(logits, 0)
     largest = float(logits.max())
     log_sum = largest + math.log(float(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
@@ -285,7 +326,11 @@ def _logprobs(logits: Floats, token: int, count: int) -> Logprobs:
 
 
 def _distribution(scores: Floats, settings: GenerationSettings, step: int) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Temperature, top_k, top_p and min_p in transformers' order: ids that stay, ascending, and their probabilities."""
+    """Apply temperature, top_k, top_p and min_p in transformers' order.
+
+    Returns:
+        The kept token ids, ascending, and their probabilities.
+    """
     if settings.temperature != 1.0:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             scores = scores / settings.temperature
@@ -297,7 +342,7 @@ def _distribution(scores: Floats, settings: GenerationSettings, step: int) -> tu
 
 
 def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """top_p and min_p of the finite scores `values` of `ids`."""
+    """Apply top_p and min_p to the finite scores `values` of `ids`."""
     if top_p < 1.0:
         kept = _top_p_indices(values, top_p)
         ids, values = ids[kept], values[kept]
@@ -312,8 +357,10 @@ def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids
 def _distribution_of(
     scores: Scores, settings: GenerationSettings, vocabulary: int
 ) -> tuple[Ids, npt.NDArray[np.float64]] | None:
-    """`_distribution` from the largest logits; None where they leave it open. The first of the three that applies is
-    settled by them, and those after it see what that one kept."""
+    """Return `_distribution` from the largest logits, None if they do not determine it.
+
+    The largest logits settle the first of the three filters that applies. The later filters see what it kept.
+    """
     top_p, min_p = settings.top_p, settings.min_p
     if 0 < settings.top_k < vocabulary:
         kept = scores.top_k(settings.top_k)
@@ -327,8 +374,7 @@ def _distribution_of(
 
 
 def _top_ids(scores: Floats, k: int) -> Ids:
-    """The ids, ascending, of every finite score that is not below the k-th largest (so ties can make it more than
-    k)."""
+    """Return the ids, ascending, of all finite scores not below the k-th largest. Ties can make them more than k."""
     # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it touches each score once:
     # what passes it is a few times k scores, where a partition of the whole vocabulary would cost ten times this.
     width = min(_BLOCK, scores.size // (4 * k))
@@ -342,9 +388,11 @@ def _top_ids(scores: Floats, k: int) -> Ids:
 
 
 def _top_p_indices(values: Floats, top_p: float) -> Ids:
-    """Where, ascending, the finite `values` [n] stay: all but those whose cumulative probability, from the least, is
-    within 1 - top_p. Of equal values the higher indices stay (transformers leaves it to torch.sort, which is not
-    stable)."""
+    """Return the indices, ascending, of the finite `values` [n] that top_p keeps.
+
+    It drops values whose cumulative probability, from the least, is within 1 - top_p. Of equal values the higher
+    indices are kept; transformers leaves the order to torch.sort, which is not stable.
+    """
     probabilities, bound = _softmax(values), np.float32(1.0 - top_p)
     stays = np.zeros(values.size, dtype=bool)
     undecided, fallen = np.arange(values.size), 0.0
@@ -379,7 +427,10 @@ def _softmax(values: Floats) -> Floats:
 
 
 def _draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
-    """The index whose share of the cumulated probabilities holds `uniform` in [0, 1); never one of probability 0."""
+    """Return the index whose share of the cumulated probabilities contains `uniform` in [0, 1).
+
+    An index of probability 0 is never returned.
+    """
     cumulative = np.cumsum(probabilities)
     last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
     return min(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")), last)

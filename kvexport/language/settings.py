@@ -1,7 +1,7 @@
-"""How a sequence is continued: the settings of a request, with the meanings of transformers 5.23's GenerationConfig.
+"""The generation settings of a request, as transformers 5.23's GenerationConfig defines them.
 
-What of GenerationConfig would change the tokens and is not covered (beams, n-gram bans, the rest of `UNSUPPORTED`) is
-refused.
+Settings of GenerationConfig that would change the tokens and are not supported (beams, n-gram bans, the rest of
+`UNSUPPORTED`) are refused.
 """
 
 from __future__ import annotations
@@ -64,25 +64,39 @@ _SHARED_KEYS = (
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How a sequence is continued; names, meanings and defaults are GenerationConfig's, or for what that has not,
-    OpenAI's, but where said otherwise.
+    """The generation settings of one sequence.
 
-    temperature, top_k (0 = off, 50 where unset, as in transformers), top_p (1 = off), min_p (0 = off) count only with
-    do_sample. repetition_penalty counts always, over prompt and generated tokens. min_new_tokens: no eos before so many
-    tokens.
-    max_new_tokens: 256 where unset, because transformers' 20 tokens of prompt and output together serve nobody.
-    seed: of the sequence's own generator; null = from the operating system. eos_token_ids: any of them ends the
-    sequence.
+    Names, meanings and defaults are those of GenerationConfig, or of OpenAI's API for settings that GenerationConfig
+    lacks, except where noted.
 
-    presence_penalty, frequency_penalty: taken once, and once for each time, from the logit of every token that was
-    generated, the prompt not counted, in [-2, 2]. logit_bias: {token id: what is added to its logit, in [-100, 100]};
-    -100 as good as bans a token. logprobs: None, or how many of the likeliest tokens (0 to 20) are told with every
-    token, and the logarithm of its own probability: of the model's distribution, before penalties, bias, grammar and
-    temperature, as vLLM does by default. Those of the prompt cannot be had, because the decoder gives the logits after
-    its last token alone. ignore_eos: an eos token is one like any other.
-    grammar: the form that the answer keeps to. It ends with the form, and an eos comes only where the form may end.
-    shown_ids: special tokens that are part of the text by their names, others are not: markers of tool calls.
-    Raises UsageError naming the field that cannot be used.
+    Attributes:
+        max_new_tokens: Tokens of the answer at most. The default is 256, because transformers' default of 20 tokens,
+            prompt included, is too few for any use.
+        min_new_tokens: No eos token comes before this many tokens.
+        do_sample: Whether tokens are drawn. Otherwise the likeliest token is taken.
+        temperature: Divides the logits. Used only with do_sample, as are top_k, top_p and min_p.
+        top_k: The number of likeliest tokens that stay, 0 = off. The default is 50, as in transformers.
+        top_p: The probability mass that stays, 1 = off.
+        min_p: The probability, relative to the likeliest token, below which tokens are dropped, 0 = off.
+        repetition_penalty: Applies always, over prompt and generated tokens.
+        presence_penalty: Subtracted once from the logit of every generated token, in [-2, 2]. The prompt does not
+            count.
+        frequency_penalty: Subtracted once for each time that a token was generated, in [-2, 2].
+        logit_bias: {token id: number added to its logit, in [-100, 100]}. -100 practically bans a token.
+        logprobs: None, or how many of the likeliest tokens (0 to 20) come with every token, beside its own log
+            probability. They are of the model's distribution before penalties, bias, grammar and temperature, as in
+            vLLM by default. The prompt's log probabilities are not available, because the decoder returns only the
+            logits after its last token.
+        ignore_eos: Whether an eos token is a token like any other.
+        grammar: The form of the answer. The answer ends with the form, and an eos token comes only where the form may
+            end.
+        seed: The seed of the sequence's own generator, None = from the operating system.
+        eos_token_ids: Any of these tokens ends the sequence.
+        stop_strings: Any of these texts ends the sequence.
+        shown_ids: Special tokens whose names are part of the text, for example markers of tool calls.
+
+    Raises:
+        UsageError: A value is out of range. The message names the field.
     """
 
     max_new_tokens: int = 256
@@ -105,7 +119,7 @@ class GenerationSettings:
     shown_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what transformers would refuse, or run into, at generation time."""
+        """Refuse values that transformers refuses, or on which its generation fails."""
         for name in ("do_sample", "ignore_eos"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("top_k", 0)):
@@ -145,19 +159,19 @@ class GenerationSettings:
         _require(filled, "stop_strings", strings, "a tuple of strings, none of them empty")
 
     def _check_logits(self) -> None:
-        """What changes logits beside transformers' own settings, and what is told of them."""
+        """Check the settings that change logits and are not transformers' own, and those of log probabilities."""
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2], 0 = off")
-        bias, told = self.logit_bias, self.logprobs
+        bias, count = self.logit_bias, self.logprobs
         _require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token ids to numbers")
         for token, value in bias.items():
             whole = _is_integer(token) and token >= 0 and _is_number(value) and -100 <= value <= 100
             _require(whole, "logit_bias", {token: value}, "token ids of at least 0, each with a number in [-100, 100]")
-        whole = told is None or (_is_integer(told) and 0 <= told <= MOST_LOGPROBS)
+        whole = count is None or (_is_integer(count) and 0 <= count <= MOST_LOGPROBS)
         kind = self.grammar
         _require(kind is None or isinstance(kind, Grammar), "grammar", kind, "a kvexport.language.grammar.Grammar")
-        _require(whole, "logprobs", told, f"an integer from 0 to {MOST_LOGPROBS}, or null")
+        _require(whole, "logprobs", count, f"an integer from 0 to {MOST_LOGPROBS}, or null")
 
     @property
     def may_raise(self) -> bool:
@@ -167,14 +181,20 @@ class GenerationSettings:
 
     @classmethod
     def from_generation_config(cls, data: Mapping[str, Any], **overrides: Any) -> GenerationSettings:
-        """Settings from the content of a generation_config.json, with `overrides` (this class's fields; None = not
-        given) on top, by their names here or by those of `ALIASES`. A temperature without do_sample samples, a
-        temperature of 0 takes the likeliest token, as in vLLM.
+        """Return settings from the content of a generation_config.json.
 
-        A null counts as unset. Keys that change nothing here are ignored, as are max_length (it counts the prompt; the
-        recipe's limits.max_length bounds prompt and output together) and, without do_sample, everything that only
-        sampling reads. Raises UsageError for a key of `UNSUPPORTED` with an effect, for an unknown override and for a
-        value out of range.
+        Null counts as unset. Ignored are keys without effect here; max_length, which counts the prompt (the recipe's
+        limits.max_length bounds prompt and output together); and, without do_sample, all settings that only sampling
+        reads.
+
+        Args:
+            data: The content of the file.
+            **overrides: Fields of this class, by their names here or by those of `ALIASES`, that replace those of the
+                file. None counts as missing. A temperature without do_sample samples, and a temperature of 0 takes the
+                likeliest token, as in vLLM.
+
+        Raises:
+            UsageError: A key of `UNSUPPORTED` has an effect, an override is unknown, or a value is out of range.
         """
         overrides = _renamed(overrides)
         unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
@@ -212,10 +232,10 @@ def _refuse_unsupported(data: Mapping[str, Any], settings: GenerationSettings, m
     neutral = {**UNSUPPORTED, **(UNSUPPORTED_WHEN_SAMPLING if settings.do_sample else {})}
     if not min_new_tokens_given:
         neutral["min_length"] = 0
-    for key, nothing in neutral.items():
+    for key, default in neutral.items():
         value = data.get(key)
-        if value is not None and value != nothing and value not in ([], {}):
-            fix = f"set {key} to {'null' if nothing is None else str(nothing).lower()} in generation_config.json"
+        if value is not None and value != default and value not in ([], {}):
+            fix = f"set {key} to {'null' if default is None else str(default).lower()} in generation_config.json"
             raise UsageError(f"the generation config asks for {key} = {value!r}, which this runtime does not do", fix)
 
 

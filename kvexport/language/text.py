@@ -1,7 +1,7 @@
 """Text to token ids and back, and text that grows token by token while a sequence is generated.
 
-A tokenizer is the artifact's tokenizer.json, run by the `tokenizers` package. Not covered: the
-clean_up_tokenization_spaces of older checkpoints, which transformers 5 leaves off too.
+A tokenizer is the artifact's tokenizer.json, run by the `tokenizers` package. The setting clean_up_tokenization_spaces
+of older checkpoints is not supported; transformers 5 ignores it too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FILE_NAME = "tokenizer.json"
 
 _REPLACEMENT = "\ufffd"
-# A character is at most 4 bytes, so among this many tokens without a whole one there are bytes that are no UTF-8.
+# A character has at most 4 bytes, so this many tokens without a whole character include bytes that are no UTF-8.
 _LONGEST_WAIT = 8
 _LONGEST_CONTEXT = 8
 _SHORT_TEXT = 4096  # characters, which are encoded within a few milliseconds
@@ -30,11 +30,13 @@ CONTEXT = 4 * _LONGEST_CONTEXT  # tokens before a text that a TextStream looks a
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` without truncation and padding (both belong to training). Safe to share between
-    sequences."""
+    """A `tokenizers.Tokenizer` without truncation and padding, which belong to training.
+
+    Several sequences can share it.
+    """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        """Wrap a loaded tokenizer; its truncation and padding are switched off."""
+        """Wrap a loaded tokenizer and switch its truncation and padding off."""
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
@@ -45,8 +47,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of an artifact's folder. Raises ArtifactError where tokenizer.json is missing or cannot be
-        read, EnvironmentProblem where the `tokenizers` package cannot be imported."""
+        """Return the tokenizer of an artifact's folder.
+
+        Raises:
+            ArtifactError: tokenizer.json is missing or cannot be read.
+            EnvironmentProblem: The `tokenizers` package cannot be imported.
+        """
         try:
             import tokenizers
         except ImportError as error:
@@ -69,42 +75,52 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens known, added ones included. A model's logits may be longer (padding of the embedding)."""
+        """The number of known tokens, added ones included. Logits may be longer (padding of the embedding)."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that stand for no text, which `decode` skips."""
+        """The tokens without text, which `decode` skips."""
         return self._special_ids
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """Of every id below `vocab_size` the bytes that it adds to a text in which it is not the first token (so the
-        space that begins many words is there); a special token's are its name's, those of an id without a token none.
-        Not covered: decoders that look at the next token (BPE with a suffix that ends words)."""
+        """The bytes that each id below `vocab_size` adds to a text in which it is not the first token.
+
+        The space that begins many words is therefore included. A special token has the bytes of its name, an id without
+        a token has none. Decoders that look at the next token (BPE with a suffix that ends words) are not supported.
+        """
         added = {i: token.content for i, token in self._inner.get_added_tokens_decoder().items()}
         names = [self._inner.id_to_token(i) for i in range(self.vocab_size)]
         plain = [i for i, name in enumerate(names) if name is not None and i not in added]
-        found = {i: bytes([value]) for i, value in self._fallback_bytes.items()}
+        content = {i: bytes([value]) for i, value in self._fallback_bytes.items()}
         if '"ByteLevel"' in str(json.loads(self._inner.to_str())["decoder"]).replace("'", '"'):
-            found |= {i: _unmap(names[i] or "") for i in plain}
+            content |= {i: _unmap(names[i] or "") for i in plain}
         else:
-            anchor = next((i for i in plain if i not in found and self.decode([i]).strip()), None)
+            anchor = next((i for i in plain if i not in content and self.decode([i]).strip()), None)
             before = [] if anchor is None else [anchor]
-            rest = [i for i in plain if i not in found]
+            rest = [i for i in plain if i not in content]
             texts = self._inner.decode_batch([[*before, i] for i in rest], skip_special_tokens=False)
             start = len(self.decode(before))
-            found |= {i: text[start:].encode() for i, text in zip(rest, texts, strict=True)}
-        found |= {i: content.encode() for i, content in added.items()}
-        return [found.get(i, b"") for i in range(self.vocab_size)]
+            content |= {i: text[start:].encode() for i, text in zip(rest, texts, strict=True)}
+        content |= {i: name.encode() for i, name in added.items()}
+        return [content.get(i, b"") for i in range(self.vocab_size)]
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it ("<|im_end|>"), or None."""
+        """Return the id of a token as the vocabulary spells it ("<|im_end|>"), None if there is none."""
         return self._inner.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens the tokenizer's post-processor adds (not wanted where a chat
-        template has written them). Raises UsageError for text that is no Unicode (a lone surrogate)."""
+        """Return the token ids of a text.
+
+        Args:
+            text: The text.
+            add_special_tokens: Whether the tokenizer's post-processor adds its special tokens. A chat template writes
+                them itself.
+
+        Raises:
+            UsageError: The text is no Unicode (a lone surrogate), or the tokenizer fails on it.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -130,43 +146,51 @@ class Tokenizer:
         return -(-len(text) // self._longest_token)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`. Ids without a token have no text; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids.
+
+        Ids without a token have no text. Bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            UsageError: The tokenizer fails on these ids.
+        """
         with _panics("decode these ids"):
             return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` looks at this id at all: it has a token, and not a special one that is skipped."""
+        """Return whether `decode` reads this id: it has a token, which is no skipped special token."""
         return (
             not (skip_special_tokens and token_id in self._special_ids)
             and self._inner.id_to_token(token_id) is not None
         )
 
     def fallback_byte(self, token_id: int) -> int | None:
-        """The byte 0..255 that this token stands for in a tokenizer with byte fallback ("<0xE5>"); None for all
-        others."""
+        """Return the byte 0..255 of a byte-fallback token ("<0xE5>"), None for all other tokens."""
         return self._fallback_bytes.get(token_id)
 
 
 class TextStream:
     """The text of one sequence while its tokens arrive.
 
-    `push` returns only text that no later token changes: it keeps back bytes of a character that is not complete and
-    whatever may be the beginning of a stop string. The pieces joined are `decode` of all the tokens, up to the stop
-    string. They differ only where the bytes of a byte-fallback tokenizer are no UTF-8: `decode` then gives up the valid
-    characters beside them too.
+    `push` returns only text that no later token changes. It keeps back the bytes of an incomplete character and any
+    text that may begin a stop string. All returned pieces joined equal `decode` of all tokens, up to the stop string.
+    They differ only if a byte-fallback tokenizer's bytes are no UTF-8: `decode` then drops the valid characters next to
+    them too.
 
-    Of several stop strings the one whose end comes first counts, and of those that end together the longest, so the
-    result does not depend on how the text is cut into tokens. The stop string and what follows are not emitted, which
-    is what users of a server expect; transformers' `stop_strings` keeps it and the rest of its token. A stop string
-    that spells a special token is
-    never found while special tokens are skipped: use eos_token_ids.
+    Of several stop strings the one that ends first counts, and of those that end together the longest, so the result
+    does not depend on how the text is cut into tokens. Neither the stop string nor the text after it is returned, as
+    users of a server expect; transformers' `stop_strings` keeps the stop string and the rest of its token. A stop
+    string that spells a special token is never found while special tokens are skipped: use eos_token_ids.
 
-    The cost of a token does not depend on the tokens before it: a window of the last few is decoded with and without
+    A token costs the same however many tokens came before: a window of the last few tokens is decoded with and without
     the new one.
 
-    stop_strings: none of them empty. context_ids: the tokens before the first one (the prompt), so that the first keeps
-    the space in front of it; without them the text begins as `decode` begins, which drops that space for most
-    sentencepiece models. shown_ids: special tokens whose names are part of the text while others are skipped.
+    Args:
+        tokenizer: The tokenizer.
+        stop_strings: Texts that end the sequence, none of them empty.
+        skip_special_tokens: Whether special tokens have no text.
+        context_ids: The tokens before the first one (the prompt), so that the first token keeps the space before it.
+            Without them the text begins as `decode` begins, which drops that space for most sentencepiece models.
+        shown_ids: Special tokens whose names are part of the text while others are skipped.
     """
 
     def __init__(
@@ -178,7 +202,11 @@ class TextStream:
         context_ids: Sequence[int] = (),
         shown_ids: Sequence[int] = (),
     ) -> None:
-        """Begin a text; UsageError for an empty stop string."""
+        """Begin a text.
+
+        Raises:
+            UsageError: A stop string is empty.
+        """
         if isinstance(stop_strings, str) or not all(stop_strings):
             raise UsageError(f"stop strings are {stop_strings!r}", "give a list of strings, none of them empty")
         self._tokenizer = tokenizer
@@ -186,19 +214,19 @@ class TextStream:
         self._skips_special = skip_special_tokens
         self._shown = frozenset(shown_ids) & tokenizer.special_ids if skip_special_tokens else frozenset()
         last = [i for i in context_ids[-CONTEXT:] if tokenizer.has_text(i, skip_special_tokens)]
-        # Tokens whose text is out, kept for their effect on the next ones; then those that still wait, and how much of
-        # them is out.
+        # The tokens whose text was returned, kept because the next token's text depends on them; then the tokens that
+        # wait, and how many of their characters were returned.
         self._context = last[-_LONGEST_CONTEXT:]
         self._waiting: list[int] = []
         self._decoded = 0
         self._bytes = b""
-        self._held = ""
+        self._kept_back = ""
         self._stop_string: str | None = None
         self._flushed = False
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has appeared; from then on `push` and `flush` return nothing."""
+        """Whether a stop string has appeared. From then on `push` and `flush` return no text."""
         return self._stop_string is not None
 
     @property
@@ -207,7 +235,7 @@ class TextStream:
         return self._stop_string
 
     def state(self) -> dict[str, Any] | None:
-        """What `restore` needs to go on from here, as JSON has it; None where the text has ended."""
+        """Return the state that `restore` takes, in JSON's types. None if the text has ended."""
         if self._flushed or self.stopped:
             return None
         return {
@@ -215,24 +243,37 @@ class TextStream:
             "waiting": list(self._waiting),
             "decoded": self._decoded,
             "bytes": list(self._bytes),
-            "held": self._held,
+            "held": self._kept_back,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where the text of a `state` was, with its tokenizer and stop strings. Raises UsageError for a state
-        that is damaged."""
+        """Go on from a `state` of a text with the same tokenizer and stop strings.
+
+        Raises:
+            UsageError: The state is damaged.
+        """
         try:
             context, waiting = ([_whole(i) for i in state[name]] for name in ("context", "waiting"))
-            decoded, held = _whole(state["decoded"]), str(state["held"])
+            decoded, kept_back = _whole(state["decoded"]), str(state["held"])
             data = bytes(_whole(i) for i in state["bytes"])
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"no state of a text: {error!r}", "pass what TextStream.state gave") from error
+            raise UsageError(f"this is no state of a text: {error!r}", "pass what TextStream.state gave") from error
         if max(len(context), len(waiting), len(data)) > CONTEXT:
             raise UsageError("the state of a text holds more than any text keeps", "pass what TextStream.state gave")
-        self._context, self._waiting, self._decoded, self._bytes, self._held = context, waiting, decoded, data, held
+        self._context, self._waiting, self._decoded, self._bytes, self._kept_back = (
+            context,
+            waiting,
+            decoded,
+            data,
+            kept_back,
+        )
 
     def push(self, token_id: int) -> str:
-        """Take the next token, return the text that is final with it (often ""). Raises KvexportError after `flush`."""
+        """Take the next token and return the text that is final with it, which is often empty.
+
+        Raises:
+            KvexportError: The text has ended by `flush`.
+        """
         if self._flushed:
             raise KvexportError("a token came after the end of its text", "begin a new TextStream for a new sequence")
         if token_id in self._shown and not self.stopped:
@@ -248,19 +289,22 @@ class TextStream:
         return self._emit(broken + self._decode_new())
 
     def flush(self) -> str:
-        """End the text, return what was kept back: incomplete bytes become U+FFFD. A second call returns ""."""
+        """End the text and return the text that was kept back.
+
+        Incomplete bytes become U+FFFD. A second call returns "".
+        """
         if self._flushed or self.stopped:
             return ""
         self._flushed = True
         out = self._emit(self._end_waiting() + _REPLACEMENT * len(self._bytes))
-        return out if self.stopped else out + self._held
+        return out if self.stopped else out + self._kept_back
 
     def _text(self, context: list[int], ids: list[int]) -> str:
-        """What `ids` add to the text after `context`."""
+        """Return the text that `ids` add after `context`."""
         before, whole = self._decode(context), self._decode(context + ids)
         if whole.startswith(before):
             return whole[len(before) :]
-        # The prompt ends inside a character which these tokens complete: what is new begins where the two texts part.
+        # The prompt ends inside a character that these tokens complete: the new text begins where the two texts differ.
         return whole[
             next((i for i, (old, new) in enumerate(zip(before, whole, strict=False)) if old != new), len(whole)) :
         ]
@@ -269,15 +313,14 @@ class TextStream:
         return self._tokenizer.decode(ids, self._skips_special)
 
     def _take_byte(self, byte: int, token_id: int) -> str:
-        # A byte-fallback decoder gives up a whole run of bytes for one that is missing or wrong, so runs are not left
-        # to it.
+        # A byte-fallback decoder drops a whole run of bytes if one is missing or wrong, so runs are decoded here.
         before = self._end_waiting()
         text, self._bytes = _decode_utf8(self._bytes + bytes([byte]))
         self._context = [token_id]
         return before + text
 
     def _end_waiting(self) -> str:
-        """The text of the waiting tokens that is not yet out, whatever it ends with; nothing waits any more."""
+        """Return the rest of the waiting tokens' text, complete or not. No token waits afterwards."""
         if not self._waiting:
             return ""
         out = self._text(self._context, self._waiting)[self._decoded :]
@@ -285,7 +328,7 @@ class TextStream:
         return out
 
     def _decode_new(self) -> str:
-        """The text of the waiting tokens that is final and not yet out."""
+        """Return the final text of the waiting tokens that was not returned before."""
         text = self._text(self._context, self._waiting)
         final = text.rstrip(_REPLACEMENT)
         out = final[self._decoded :]
@@ -297,8 +340,7 @@ class TextStream:
         return out
 
     def _give_up_bytes(self) -> str:
-        """Let go of waiting tokens whose bytes can become no character: all before the last place where the text can be
-        cut."""
+        """Drop waiting tokens whose bytes can become no character: all before the last possible cut."""
         for cut in range(len(self._waiting) - 1, len(self._waiting) - 5, -1):
             left, right = self._waiting[:cut], self._waiting[cut:]
             first, second = self._text(self._context, left), self._text(left, right)
@@ -314,17 +356,17 @@ class TextStream:
         return ""
 
     def _emit(self, text: str) -> str:
-        """Append final text; return what can be no part of a stop string any more."""
+        """Append final text and return the text that can belong to no stop string."""
         if not text:
             return ""
-        text = self._held + text
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop_strings if stop in text]
-        if found:
-            end, negative_length, self._stop_string = min(found)
-            self._held = ""
+        text = self._kept_back + text
+        ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop_strings if stop in text]
+        if ends:
+            end, negative_length, self._stop_string = min(ends)
+            self._kept_back = ""
             return text[: end + negative_length]
         kept = max((overlap(text, stop) for stop in self._stop_strings), default=0)
-        self._held = text[len(text) - kept :]
+        self._kept_back = text[len(text) - kept :]
         return text[: len(text) - kept]
 
 
@@ -350,13 +392,16 @@ def _whole(value: Any) -> int:
 
 
 def _unmap(name: str) -> bytes:
-    """The bytes for which a byte-level vocabulary writes one visible character each."""
+    """Return the bytes of a token's name, in which each byte is one visible character."""
     return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in name)
 
 
 def _visible_bytes() -> dict[str, int]:
-    """GPT-2's alphabet: a byte that is a visible character of Latin-1 stands for itself, the others, in their order,
-    for the characters from U+0100."""
+    """Return GPT-2's alphabet, from characters to bytes.
+
+    A byte that is a visible character of Latin-1 stands for itself. The other bytes, in order, have the characters from
+    U+0100.
+    """
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(256) if value not in visible]
     return {chr(v): v for v in visible} | {chr(256 + i): v for i, v in enumerate(others)}
@@ -366,7 +411,7 @@ _BYTES = _visible_bytes()
 
 
 def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, not the whole of it."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -374,8 +419,10 @@ def overlap(text: str, stop: str) -> int:
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """The characters of `data` with U+FFFD for every byte that can be part of none, and the incomplete bytes at its
-    end."""
+    """Return the characters of `data`, and the incomplete bytes at its end.
+
+    A byte that can belong to no character becomes U+FFFD.
+    """
     text = ""
     while data:
         try:

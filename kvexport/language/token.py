@@ -6,10 +6,16 @@ from typing import Literal, NamedTuple
 
 
 class Token(NamedTuple):
-    """One generated token. sequence: which prompt of its call. text: what is final with it (may be empty while a
-    character or a stop string is incomplete). finish_reason: set on the last token of a sequence: "stop" (eos or stop
-    string) or "length". logprob, top_logprobs: see `GenerationSettings.logprobs`; None and nothing where not asked
-    for."""
+    """One generated token.
+
+    Attributes:
+        sequence: The number of the prompt within its call.
+        id: The token id.
+        text: The text that is final with this token. It is empty while a character or a stop string is incomplete.
+        finish_reason: Set on the last token of a sequence: "stop" (eos or stop string) or "length".
+        logprob: Its log probability, None if the settings do not ask for it (`GenerationSettings.logprobs`).
+        top_logprobs: The likeliest tokens and their log probabilities.
+    """
 
     sequence: int
     id: int

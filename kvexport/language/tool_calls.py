@@ -1,8 +1,8 @@
-"""The calls of tools in an answer, found while its text arrives.
+"""The tool calls in an answer, found while its text arrives.
 
-A call is a JSON object with a name and arguments, behind the marker of the model's form (`kvexport.language.tools`).
-Nothing of a marker is shown as text, nothing of a call before its name is known to be a tool's; its arguments come out
-as they are made. What looks like a call and is none is text.
+A call is a JSON object with a name and arguments, behind the marker of the model's form (`kvexport.language.tools`). No
+piece of a marker is shown as text, and no piece of a call before its name is known to be a tool's. Arguments are shown
+as they are generated. Text that looks like a call and is none is shown as text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from typing import Literal, NamedTuple
 from kvexport.language.text import overlap
 
 _SPACE = " \t\r\n"
-_BETWEEN = _SPACE + "[],;"  # what may stand around the objects of several calls
+_BETWEEN = _SPACE + "[],;"  # the characters that may stand around the objects of several calls
 
 
 class Piece(NamedTuple):
-    """What is new of an answer: text; a call of the tool `name`; text of the JSON of that call's arguments; text of its
-    reasoning."""
+    """A new piece of an answer.
+
+    Attributes:
+        kind: "text" and "reasoning" bring more text; "call" begins a call of the tool `name`; "arguments" brings more
+            of the JSON of its arguments.
+    """
 
     kind: Literal["text", "call", "arguments", "reasoning"]
     text: str = ""
@@ -27,23 +31,27 @@ class Piece(NamedTuple):
 
 
 class CallReader:
-    """Of one answer.
+    """The reader of one answer, which splits its text into text and calls.
 
-    names: of the tools. opening: what goes before calls, "" where none do. closing: what may stand behind each.
-    first: calls may also begin the answer without anything before them. keys: the names of their arguments.
+    Args:
+        names: The names of the tools.
+        opening: The marker before calls, "" if there is none.
+        closing: The marker that may follow each call.
+        first: Whether calls may also begin the answer without a marker.
+        keys: The names under which calls have their arguments.
     """
 
     def __init__(self, names: Collection[str], opening: str, closing: str, first: bool, keys: Collection[str]) -> None:
         self._names, self._opening, self._closing, self._keys = frozenset(names), opening, closing, keys
         self._may_call = first  # whether an object that comes next is a call
         self._waiting = ""  # text that may become a marker, or the white space before one
-        self._raw = ""  # since the marker: text, should it be no call
+        self._raw = ""  # everything since the marker, which is text if no call follows
         self._object: _Object | None = None
         self._announced = False
-        self._after_call = False  # no text has come since
+        self._after_call = False  # whether no text has come since the last call
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """The pieces that are final with more text. last: there is no more."""
+        """Return the pieces that are final with more text. last: whether the answer ends here."""
         pieces: list[Piece] = []
         self._waiting += text
         while self._waiting:
@@ -62,7 +70,7 @@ class CallReader:
         return pieces
 
     def _unread(self, skipped: str) -> str:
-        """What is text now that no call follows. Behind a call, brackets and commas are none."""
+        """Return the waiting text as text, because no call follows. Behind a call, brackets and commas are dropped."""
         return skipped.lstrip(_BETWEEN) if self._after_call and not self._raw else self._raw + skipped
 
     def _show(self, pieces: list[Piece], text: str) -> None:
@@ -73,7 +81,7 @@ class CallReader:
             pieces.append(Piece("text", text))
 
     def _read_text(self, pieces: list[Piece], last: bool) -> None:
-        """Show text up to the opening."""
+        """Show the text before the opening marker."""
         waiting, opening = self._waiting, self._opening
         at = waiting.find(opening) if opening else -1
         if at >= 0:
@@ -89,7 +97,7 @@ class CallReader:
         self._waiting = waiting[len(final) :]
 
     def _read_between(self, pieces: list[Piece]) -> None:
-        """Look for the next object behind an opening, or behind another call."""
+        """Look for the next object behind an opening marker or behind another call."""
         bare = self._waiting.lstrip(_BETWEEN)
         skipped = self._waiting[: len(self._waiting) - len(bare)]
         for marker in (self._opening, self._closing):
@@ -129,8 +137,11 @@ class CallReader:
 
 
 class _Object:
-    """A JSON object that is read character by character: its `name`, and the JSON of its arguments as it comes. What is
-    inside other values is passed over by its quotes and brackets alone."""
+    """A JSON object that is read character by character.
+
+    It keeps the object's `name` and passes on the JSON of its arguments. Other values are skipped by their quotes and
+    brackets alone.
+    """
 
     def __init__(self, keys: Collection[str]) -> None:
         self._keys = keys
@@ -145,13 +156,13 @@ class _Object:
         self._arguments: list[str] = []
 
     def take(self) -> str:
-        """More of the arguments."""
+        """Return the new JSON of the arguments."""
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
 
     def feed(self, text: str) -> int:
-        """Read on; how many characters it took. All, but where the object ends or is none."""
+        """Read text and return how many characters were read: all, unless the object ends or is no call."""
         for i, character in enumerate(text):
             if self._string is not None:
                 self._read_string(character)
@@ -176,7 +187,7 @@ class _Object:
                 self._take_string(whole)
 
     def _take_string(self, literal: str) -> None:
-        """A string of the object itself: a key, or the value of one."""
+        """Take a string of the object itself: a key, or the value of one."""
         try:
             value = json.loads(literal, strict=False)
         except ValueError:
@@ -218,6 +229,6 @@ class _Object:
             self.broken = True
 
     def _pass(self, text: str) -> None:
-        """Something of a value."""
+        """Take a character of a value."""
         if self._in_value and self._key in self._keys:
             self._arguments.append(text)

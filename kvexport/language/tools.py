@@ -1,8 +1,7 @@
-"""Tools that a model may call: what a request says of them, the form of calls that its chat template knows, and the
-grammar that makes it call one.
+"""Tools that a model may call: their descriptions, the form in which a model writes calls, and the grammar of a call.
 
 A tool is described as OpenAI does: {"type": "function", "function": {"name", "description", "parameters": JSON schema,
-"strict"}}. Templates get the descriptions as they are.
+"strict"}}. Chat templates get the descriptions unchanged.
 """
 
 from __future__ import annotations
@@ -30,9 +29,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes calls. opening, closing: around each call, or around a list of them. key: the name of its
-    arguments. first: without anything before it, as the whole of an answer. listed: calls stand in a JSON list.
-    id_length: of the ids that the template takes."""
+    """How a model writes calls.
+
+    Attributes:
+        name: The name of the form.
+        opening: The marker before each call, or before a list of calls.
+        closing: The marker behind it.
+        key: The name under which a call has its arguments.
+        first: Whether a call may be the whole answer without a marker.
+        listed: Whether calls stand in a JSON list.
+        id_length: The length of the ids that the template accepts.
+    """
 
     name: str
     opening: str
@@ -43,17 +50,17 @@ class CallForm:
     id_length: int = 24
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
-        """Of one answer's text, in which special tokens of `opening` are shown."""
+        """Return the reader of one answer's text, in which special tokens of `opening` are shown."""
         keys = ("arguments", "parameters") if self.first else (self.key,)
         return CallReader([_name(tool) for tool in tools], self.opening, self.closing, self.first, keys)
 
     def shown_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The marker where it is a special token, which texts leave out otherwise (`GenerationSettings.shown_ids`)."""
+        """Return the id of the marker if it is a special token, which texts leave out by default."""
         token = tokenizer.token_id(self.opening)
         return (token,) if token is not None and token in tokenizer.special_ids else ()
 
     def new_id(self) -> str:
-        """A call's id."""
+        """Return an id for a new call."""
         letters = string.ascii_letters + string.digits
         drawn = "".join(secrets.choice(letters) for _ in range(self.id_length))
         return drawn if self.id_length < 24 else f"call_{drawn}"
@@ -66,7 +73,11 @@ MISTRAL = CallForm("mistral", "[TOOL_CALLS]", "", "arguments", listed=True, id_l
 
 
 def form_of(template: ChatTemplate | None) -> CallForm:
-    """The form that the words of a chat template show. Raises UsageError where it takes no tools."""
+    """Return the form of calls, which the text of a chat template shows.
+
+    Raises:
+        UsageError: The template takes no tools.
+    """
     sources = {} if template is None else template.sources
     source = sources.get("tool_use") or sources.get("default") or ""
     if not re.search(r"\btools\b", source):
@@ -84,7 +95,11 @@ def form_of(template: ChatTemplate | None) -> CallForm:
 
 
 def check_tools(tools: Sequence[Any]) -> list[Tool]:
-    """Descriptions of tools, as they are. Raises UsageError that names the one which is none."""
+    """Check descriptions of tools and return them.
+
+    Raises:
+        UsageError: A description is malformed. The message names it.
+    """
     if len(tools) > MOST_TOOLS:
         raise UsageError(f"there are {len(tools)} tools", f"give at most {MOST_TOOLS}")
     seen: set[str] = set()
@@ -106,8 +121,15 @@ def check_tools(tools: Sequence[Any]) -> list[Tool]:
 
 
 def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
-    """The tools that may be called, and whether one must be: of `tool_choice`, "none", "auto" or "required" (null is
-    "auto"), or {"type": "function", "function": {"name": ...}}. Raises UsageError for others."""
+    """Return the tools that may be called, and whether one must be called.
+
+    Args:
+        tools: All tools.
+        choice: "none", "auto" or "required" (None is "auto"), or {"type": "function", "function": {"name": ...}}.
+
+    Raises:
+        UsageError: The choice is another value, or names no tool.
+    """
     if choice is None or choice == "auto":
         return list(tools), False
     if choice == "none":
@@ -128,8 +150,11 @@ def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
 
 
 def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *, parallel: bool = True) -> Grammar:
-    """An answer that is a call of one of the tools with arguments that its schema allows, or where parallel several of
-    them. Keywords of a schema that cannot be kept to are ignored unless the tool is strict."""
+    """Return the grammar of an answer that is a call of one of the tools.
+
+    The arguments keep to the tool's schema. With `parallel` the answer may have several calls. Keywords of a schema
+    that are not supported are ignored, unless the tool is strict.
+    """
     special = form.shown_ids(tokenizer)
     opening = f"<[{special[0]}]>" if special else _literal(form.opening)
     calls = {
@@ -155,7 +180,7 @@ def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *
 
 
 def _literal(text: str) -> str:
-    """As Lark writes it."""
+    """Return a text as a literal of Lark."""
     return json.dumps(text)
 
 

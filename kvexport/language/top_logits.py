@@ -1,8 +1,7 @@
-"""The next token from the largest logits of a row alone, where they prove it: what lets the others stay on the device
-that computed them.
+"""The next token from the largest logits of a row alone, if they determine it.
 
-`kvexport.language.sampling` says which token it is to be; what is settled here is settled to the same bits. A graph of
-its own finds the largest logits on the device.
+The other logits then stay on the device that computed them. `kvexport.language.sampling` defines the token; the result
+here has the same bits. An ONNX graph of its own finds the largest logits on the device.
 """
 
 from __future__ import annotations
@@ -20,8 +19,14 @@ ROUNDING = 1e-5  # of a probability, in sums of float32 numbers
 
 @dataclass(frozen=True)
 class Scores:
-    """The largest logits after everything that changes logits. ids, values: [n] int64, float32. floor: no other token
-    of the row is above it. rest: the bounds of the sum of exp(score - largest score) over the other tokens."""
+    """The largest logits after everything that changes logits.
+
+    Attributes:
+        ids: Token ids [n] int64.
+        values: Scores [n] float32.
+        floor: No other token of the row has a higher score.
+        rest: Bounds of the sum of exp(score - largest score) over the other tokens.
+    """
 
     ids: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
@@ -29,7 +34,7 @@ class Scores:
     rest: tuple[float, float]
 
     def top_k(self, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """The tokens not below the k-th largest; None where that may be another token, or be level with others."""
+        """Return the tokens not below the k-th largest, None if others may be equal to it or above."""
         above = self.values > self.floor
         if above.sum() < k:
             return None
@@ -37,8 +42,10 @@ class Scores:
         return self._ascending(kept)
 
     def top_p(self, top_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """The likeliest tokens of this mass: of equal ones those of higher ids first. None where the bounds leave it
-        open."""
+        """Return the likeliest tokens of this mass, None if the bounds do not decide.
+
+        Of equal tokens those with higher ids come first.
+        """
         order = np.lexsort((-self.ids, -self.values))
         weights = np.exp((self.values[order] - self.values.max()).astype(np.float64))
         before = np.cumsum(weights) - weights  # of the tokens that go before each one
@@ -56,8 +63,7 @@ class Scores:
         return self._ascending(order[:count])
 
     def min_p(self, min_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """The tokens at least this likely against the likeliest; None where rounding decides, or others may be among
-        them."""
+        """Return the tokens at least this likely relative to the likeliest; None if rounding or others decide."""
         ratios = np.exp((np.append(self.values, self.floor) - self.values.max()).astype(np.float64)) / min_p
         if min_p < 1e-30 or (np.abs(ratios - 1) < ROUNDING).any() or ratios[-1] > 1:
             return None
@@ -69,8 +75,13 @@ class Scores:
 
 
 def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: float) -> Scores | None:
-    """The largest logits over the temperature, after penalties made them `values`, none higher than before (nor would
-    those of other tokens be). None where the row cannot be sampled from: the whole of it will say why."""
+    """Return the largest logits divided by the temperature.
+
+    The penalties made them `values`, none of them higher than before. The penalties raise no other token either.
+
+    Returns:
+        The scores, or None if the row cannot be sampled from. The whole row then gives the error.
+    """
     ids, floor = top.ids.astype(np.int64), top.values[-1:]
     if not (math.isfinite(top.mass) and math.isfinite(top.values[0])):
         return None
@@ -91,19 +102,21 @@ def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: floa
 
 
 def _rest(top: TopLogits, power: float) -> tuple[float, float]:
-    """Bounds of the sum of x**power over the other tokens, x = exp(logit - largest): known are the sum of x, how many
-    there are, and that each is at most the last of the largest."""
+    """Return bounds of the sum of x**power over the other tokens, where x = exp(logit - largest logit).
+
+    Known are the sum of x, the number of tokens, and that no x is above the last of the largest.
+    """
     others = top.vocabulary - top.ids.size
     x = np.exp((top.values - top.values[0]).astype(np.float64))
     least, most = (max(top.mass * (1 + sign * MASS_ERROR) - float(x.sum()), 0.0) for sign in (-1, 1))
     largest = max(float(x[-1]), 1e-300)
 
     def as_one(mass: float) -> float:
-        """Were they all alike: the least sum for a power above 1, the most for one below (Jensen)."""
+        """Return the sum of equal terms: the least for a power above 1, the largest for one below (Jensen)."""
         return float(others * (mass / others) ** power)
 
     def as_few(mass: float) -> float:
-        """Were they all as large as they may be."""
+        """Return the sum if as many as possible were as large as possible."""
         return float(mass * largest ** (power - 1))
 
     return (as_one(least), as_few(most)) if power >= 1 else (as_few(least), as_one(most))

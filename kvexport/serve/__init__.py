@@ -1,2 +1,1 @@
-"""An engine behind HTTP: the APIs that clients already speak. Needs the extra `serve`; neither torch nor
-transformers."""
+"""An engine behind HTTP, with the APIs that clients already use. Needs the extra `serve`, not torch or transformers."""

@@ -1,4 +1,4 @@
-"""What is told of answers, in the parts that several APIs share."""
+"""The fields of an answer that several APIs share: its text, its token counts, and its log probabilities."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from kvexport.language.token import Token
 if TYPE_CHECKING:
     from kvexport.language.text import Tokenizer
 
-# JSON has no infinity; vLLM and OpenAI give this for a token that cannot come.
+# JSON has no infinity. vLLM and OpenAI send this number for a token of probability 0.
 _NEVER = -9999.0
 
 
 def text_of(tokens: Sequence[Token]) -> str:
-    """What the tokens added to the text."""
+    """Return the text that the tokens added to an answer."""
     return "".join(token.text for token in tokens)
 
 
 def stop_string(request: Request) -> str | None:
-    """The stop string that ended an answer."""
+    """Return the stop string that ended an answer, None if none did."""
     return None if request.text is None else request.text.stop_string
 
 
 def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
-    """Tokens read and written. answers: so many requests, one after the other, share a prompt."""
+    """Return the token counts of a response.
+
+    Args:
+        requests: The finished requests.
+        answers: How many consecutive requests share one prompt, which counts once.
+
+    Returns:
+        The object `usage` as OpenAI defines it.
+    """
     prompts = requests[::answers]
     read, generated = sum(len(request.ids) for request in prompts), sum(len(request.tokens) for request in requests)
     return {
@@ -38,17 +46,17 @@ def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """Tokens as logprobs show them: each by itself, special ones too."""
+    """The text of single tokens, special tokens included, for log probabilities."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def text(self, token: int) -> str:
-        """What a token spells alone; U+FFFD for a part of a character."""
+        """Return the text of one token. A token that is half a character has the text U+FFFD."""
         return str(token) if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """As chat completions give them."""
+        """Return the object `logprobs` of a chat completion."""
         entries = []
         for token in tokens:
             top = [self._entry(other, value) for other, value in token.top_logprobs]
@@ -56,7 +64,7 @@ class TokenTexts:
         return {"content": entries, "refusal": None}
 
     def completion(self, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-        """As completions give them. offset: characters of the text before these tokens."""
+        """Return the object `logprobs` of a completion. offset: characters of the text before these tokens."""
         offsets = []
         for token in tokens:
             offsets.append(offset)
@@ -72,5 +80,5 @@ class TokenTexts:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.text(token)
-        whole = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, _NEVER), "bytes": whole}
+        encoded = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, _NEVER), "bytes": encoded}

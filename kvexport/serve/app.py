@@ -36,8 +36,18 @@ log = logging.getLogger("kvexport.serve")
 
 
 def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlette:
-    """The application; `app.state.service` is its `Service`. From its start to its end the engine is its alone.
-    Raises UsageError for an engine whose checkpoint asks for what the sampler does not do."""
+    """Return the ASGI application of a server. While it runs, nothing else may use the engine.
+
+    Args:
+        engine: The engine that answers.
+        settings: The limits. None takes the defaults.
+
+    Returns:
+        The application; `app.state.service` is its `Service`.
+
+    Raises:
+        UsageError: The checkpoint's generation settings ask for something that the sampler does not do.
+    """
     engine.settings()
     service = Service(engine, settings or ServeSettings())
     measure(service)
@@ -93,11 +103,11 @@ def _cors(settings: ServeSettings) -> list[Middleware]:
 
 async def _answer(service: Service, handler: Handler, request: Request) -> Response:
     if service.tracing is not None:
-        service.tracing.heard(request.headers)
+        service.tracing.enter(request.headers)
     try:
         return await handler(service, request)
     except ClientGone:
-        return Response(status_code=499)  # which nobody reads
+        return Response(status_code=499)  # the client has gone, so nobody reads it
     except Exception as error:
         known = api_error(error)
         if known.code == "internal_error":
@@ -111,8 +121,8 @@ def _error(request: Request, error: ApiError) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
-    known = ApiError(error.status_code, said.get(error.status_code, error.detail))
+    messages = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
+    known = ApiError(error.status_code, messages.get(error.status_code, error.detail))
     known.headers.update(error.headers or {})
     return _error(request, known)
 
@@ -122,30 +132,30 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def health(service: Service, _: Request) -> Response:
-    """200 as long as the server can answer, 500 where only a restart helps."""
+    """Answer 200 while the server works, 500 if only a restart helps."""
     failed = service.worker.failed
     return JSONResponse({"status": "failed" if failed else "ok"}, 500 if failed else 200)
 
 
 async def ready(service: Service, _: Request) -> Response:
-    """200 where requests are taken, 503 where they are not yet or no longer."""
+    """Answer 200 while the server takes requests, 503 before and after that."""
     alive = service.worker.alive
     return JSONResponse({"status": "ready" if alive else "not ready"}, 200 if alive else 503)
 
 
 async def metrics(service: Service, _: Request) -> Response:
-    """Prometheus' text."""
+    """Answer the metrics in Prometheus' text format."""
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 async def models(service: Service, _: Request) -> Response:
-    """The one model, under each of its names."""
+    """List the one model under each of its names."""
     names = [service.model, *(n for n in service.settings.names if n not in (service.model, "*"))]
     return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
 
 async def model(service: Service, request: Request) -> Response:
-    """The model by a name."""
+    """Describe the model under one of its names."""
     return JSONResponse(_model(service, service.check_model(request.path_params["name"])))
 
 

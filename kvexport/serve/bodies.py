@@ -1,4 +1,4 @@
-"""The bodies of requests, as they come from clients."""
+"""Reading the bodies of requests, within a size and a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from starlette.requests import ClientDisconnect, Request
 from kvexport.serve.errors import ApiError
 from kvexport.serve.streams import ClientGone
 
-_SECONDS = 60  # for a client to send its body
+_SECONDS = 60  # a client has for its whole body
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
-    """The body as it is. Raises ApiError where it is longer than `limit`, or too slow; ClientGone."""
+    """Return the body of a request.
+
+    Args:
+        request: The request.
+        limit: Bytes that the body may have.
+
+    Raises:
+        ApiError: The body is longer (413), or did not arrive within 60 seconds (408).
+        ClientGone: The client closed the connection.
+    """
     chunks, size = [], 0
     try:
         with anyio.fail_after(_SECONDS):

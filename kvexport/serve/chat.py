@@ -1,4 +1,4 @@
-"""/v1/chat/completions, as OpenAI's clients speak it and with vLLM's additions."""
+"""The route /v1/chat/completions, with the fields of OpenAI and the additions of vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvexport.serve.worker import Update
 
 
 class ChatBody(Sampling):
-    """Of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -40,12 +40,16 @@ class ChatBody(Sampling):
     parallel_tool_calls: bool | None = None
 
     def conversation(self, request: Request) -> Conversation:
-        """In the words of chat templates. Raises ApiError for what cannot be followed."""
+        """Return the conversation in the form that chat templates read.
+
+        Raises:
+            ApiError: A field asks for something that the server does not do.
+        """
         refuse(self, "modalities", (["text"],), "answers are text")
         refuse(self, "audio", (), "answers are text")
         refuse(self, "functions", ([],), "send tools")
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs: they are told with logprobs = true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
         variables = template_variables(self.chat_template_kwargs, self.add_generation_prompt)
         session = session_name(request, self.session_id, self.n or 1)
         messages = template_messages(self.messages)
@@ -54,27 +58,27 @@ class ChatBody(Sampling):
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
-    """Answer a conversation, whole or as a stream."""
+    """Answer a conversation, as one JSON object or as a stream."""
     body = await service.read(request, ChatBody)
     model = service.check_model(body.model)
-    told = (body.top_logprobs or 0) if body.logprobs else None
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = body.max_completion_tokens or body.max_tokens
-    asked = await service.prepare(body.conversation(request), body, limit, logprobs=told)
+    prepared = await service.prepare(body.conversation(request), body, limit, logprobs=logprobs)
     texts = TokenTexts(service.engine.tokenizer) if body.logprobs else None
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
     if body.stream:
         options = body.stream_options
-        rendering = ChatStream(head, asked, texts, usage=bool(options and options.include_usage))
-        return await service.stream(asked, rendering)
-    await service.whole(request, asked)
-    choices = [_choice(i, made, asked.requests[i], texts) for i, made in enumerate(asked.finished())]
+        rendering = ChatStream(head, prepared, texts, usage=bool(options and options.include_usage))
+        return await service.stream(prepared, rendering)
+    await service.whole(request, prepared)
+    choices = [_choice(i, finished, prepared.requests[i], texts) for i, finished in enumerate(prepared.finished())]
     return JSONResponse(
-        {**head, "object": "chat.completion", "choices": choices, "usage": asked.usage()}, headers=asked.headers
+        {**head, "object": "chat.completion", "choices": choices, "usage": prepared.usage()}, headers=prepared.headers
     )
 
 
 def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenTexts | None) -> dict[str, Any]:
-    """One finished answer."""
+    """Return a finished answer as an entry of `choices`."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -84,46 +88,52 @@ def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenText
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in answer.calls
         ]
-    told = texts and texts.chat(request.tokens)
-    return {"index": index, "message": message, "logprobs": told, "finish_reason": answer.finish_reason}
+    logprobs = texts and texts.chat(request.tokens)
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
 
 class ChatStream:
-    """The chunks of a chat completion. texts: where logprobs are told. usage: a last chunk says how many tokens there
-    were."""
+    """The events of a chat completion.
 
-    def __init__(self, head: dict[str, Any], asked: Prepared, texts: TokenTexts | None, *, usage: bool) -> None:
+    Args:
+        head: The fields that all chunks share.
+        prepared: The requests of the answers.
+        texts: Gives log probabilities their texts; None leaves log probabilities out.
+        usage: Whether a last chunk has the token counts.
+    """
+
+    def __init__(self, head: dict[str, Any], prepared: Prepared, texts: TokenTexts | None, *, usage: bool) -> None:
         self._head = {**head, "object": "chat.completion.chunk"}
-        self._asked, self._answers = asked, asked.answers()
+        self._prepared, self._answers = prepared, prepared.answers()
         self._texts, self._usage = texts, usage
 
     def begin(self) -> bytes:
-        """The role of each answer."""
+        """Return the events that begin every answer with its role."""
         first = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, first) for index in range(len(self._answers)))
 
     def add(self, update: Update) -> bytes:
-        """The new text of one of them."""
+        """Return the events for the new text of one answer."""
         i, answer = update.choice, self._answers[update.choice]
-        told = self._texts.chat(update.tokens) if self._texts is not None and update.tokens else None
+        logprobs = self._texts.chat(update.tokens) if self._texts is not None and update.tokens else None
         chunks = []
         for part in answer.update(update):
-            chunks.append(self._chunk(i, _delta(part), told))
-            told = None
-        if told:  # the text is behind, while a character or a stop string is incomplete
-            chunks.append(self._chunk(i, {}, told))
+            chunks.append(self._chunk(i, _delta(part), logprobs))
+            logprobs = None
+        if logprobs:  # the text waits while a character or a stop string is incomplete
+            chunks.append(self._chunk(i, {}, logprobs))
         if update.finish_reason:
             chunks.append(self._chunk(i, {}, None, answer.finish_reason))
         return b"".join(chunks)
 
     def end(self) -> bytes:
-        """The usage, and that nothing follows."""
+        """Return the token counts, and the event that ends the stream."""
         if not self._usage:
             return DONE
-        return event({**self._head, "choices": [], "usage": self._asked.usage()}) + DONE
+        return event({**self._head, "choices": [], "usage": self._prepared.usage()}) + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        """The error; nothing follows."""
+        """Return the error, which ends the stream."""
         return error_event(error, "")
 
     def _chunk(

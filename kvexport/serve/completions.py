@@ -1,4 +1,4 @@
-"""/v1/completions: a prompt is continued as it is."""
+"""The route /v1/completions, which continues a prompt without a chat template."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvexport.serve.sessions import Start, session_name
 from kvexport.serve.streams import DONE, error_event, event
 from kvexport.serve.worker import Update
 
-_TOKENS = 16  # of an answer where nothing is said, as OpenAI has it
+_TOKENS = 16  # of an answer without max_tokens, as in OpenAI's API
 
 
 class CompletionBody(Sampling):
-    """Of /v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
     max_tokens: int | None = Field(None, ge=1)
@@ -35,16 +35,20 @@ class CompletionBody(Sampling):
     best_of: int | None = None
 
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """Each of them. Raises ApiError where there is none, and for what cannot be followed."""
-        refuse(self, "suffix", ("",), "the model continues prompts, it fills no gaps")
-        refuse(self, "best_of", (1, self.n or 1), "all n answers are given")
+        """Return all prompts.
+
+        Raises:
+            ApiError: A prompt is empty, or a field asks for something that the server does not do.
+        """
+        refuse(self, "suffix", ("",), "the model continues a prompt and fills no gap in it")
+        refuse(self, "best_of", (1, self.n or 1), "the server returns all n answers")
         if self.echo and self.logprobs is not None:
-            said = "echo with logprobs: those of a prompt's tokens are not computed"
-            raise ApiError(400, said, param="logprobs", code="unsupported_value")
-        given: Any = [self.prompt] if isinstance(self.prompt, str) or not _is_nested(self.prompt) else self.prompt
-        if not all(map(len, given)):
+            message = "echo with logprobs: log probabilities of the prompt's tokens are not computed"
+            raise ApiError(400, message, param="logprobs", code="unsupported_value")
+        prompts: Any = [self.prompt] if isinstance(self.prompt, str) or not _is_nested(self.prompt) else self.prompt
+        if not all(map(len, prompts)):
             raise ApiError(400, "prompt: it is empty", param="prompt")
-        return list(given)
+        return list(prompts)
 
 
 def _is_nested(prompt: list[Any]) -> bool:
@@ -52,7 +56,7 @@ def _is_nested(prompt: list[Any]) -> bool:
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Continue prompts, whole or as a stream."""
+    """Continue prompts, as one JSON object or as a stream."""
     body = await service.read(request, CompletionBody)
     model = service.check_model(body.model)
     texts = TokenTexts(service.engine.tokenizer)
@@ -61,33 +65,40 @@ async def completions(service: Service, request: Request) -> Response:
     session = session_name(request, body.session_id, answers * len(prompts))
     # The prompt does not bring what stood before it, so a lost state ends the request.
     start = Start() if session is None else await service.sessions.start(session, required=True)
-    asked, echoes = Prepared([], session, start), []
+    prepared, echoes = Prepared([], session, start), []
     for prompt in prompts:
         ids = await service.encode(prompt, special=start.snapshot is None)
-        made = await service.follow(
+        one = await service.follow(
             ids, start, session, body, body.max_tokens, _TOKENS, form=form, logprobs=body.logprobs
         )
-        asked.requests = [*asked.requests, *made.requests]
+        prepared.requests = [*prepared.requests, *one.requests]
         echoes.append(await service.text_of_prompt(prompt) if body.echo else "")
-    requests = asked.requests
+    requests = prepared.requests
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
     if body.stream:
-        shown = [echoes[i // answers] for i in range(len(requests))]
-        told = texts if body.logprobs is not None else None
+        before = [echoes[i // answers] for i in range(len(requests))]
+        shown = texts if body.logprobs is not None else None
         usage = answers if body.stream_options and body.stream_options.include_usage else 0
-        return await service.stream(asked, CompletionStream(head, requests, shown, told, usage))
-    await service.whole(request, asked)
+        return await service.stream(prepared, CompletionStream(head, requests, before, shown, usage))
+    await service.whole(request, prepared)
     choices = []
     for i, answer in enumerate(requests):
         logprobs = None if body.logprobs is None else texts.completion(answer.tokens, 0)
         text = echoes[i // answers] + text_of(answer.tokens)
         choices.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason})
-    return JSONResponse({**head, "choices": choices, "usage": usage_of(requests, answers)}, headers=asked.headers)
+    return JSONResponse({**head, "choices": choices, "usage": usage_of(requests, answers)}, headers=prepared.headers)
 
 
 class CompletionStream:
-    """The chunks of a completion. echoes: of each answer what stands before it. texts: where logprobs are told. usage:
-    0, or how many answers share a prompt: a last chunk says how many tokens there were."""
+    """The events of a completion.
+
+    Args:
+        head: The fields that all chunks share.
+        requests: One request for each answer.
+        echoes: The text before each answer.
+        texts: Gives log probabilities their texts; None leaves log probabilities out.
+        usage: How many answers share a prompt, for a last chunk with the token counts; 0 for no such chunk.
+    """
 
     def __init__(
         self,
@@ -101,25 +112,25 @@ class CompletionStream:
         self._written = [0] * len(requests)
 
     def begin(self) -> bytes:
-        """The prompts, where they are wanted."""
+        """Return the events with the echoed prompts."""
         return b"".join(self._chunk(i, echo, None, None) for i, echo in enumerate(self._echoes) if echo)
 
     def add(self, update: Update) -> bytes:
-        """The new text of an answer."""
-        i, text, told = update.choice, text_of(update.tokens), None
+        """Return the events for the new text of one answer."""
+        i, text, logprobs = update.choice, text_of(update.tokens), None
         if self._texts is not None and update.tokens:
-            told = self._texts.completion(update.tokens, self._written[i])
+            logprobs = self._texts.completion(update.tokens, self._written[i])
         self._written[i] += len(text)
-        return self._chunk(i, text, told, update.finish_reason) if text or told or update.finish_reason else b""
+        return self._chunk(i, text, logprobs, update.finish_reason) if text or logprobs or update.finish_reason else b""
 
     def end(self) -> bytes:
-        """The usage, and that nothing follows."""
+        """Return the token counts, and the event that ends the stream."""
         if not self._usage:
             return DONE
         return event({**self._head, "choices": [], "usage": usage_of(self._requests, self._usage)}) + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        """The error; nothing follows."""
+        """Return the error, which ends the stream."""
         return error_event(error, "")
 
     def _chunk(self, index: int, text: str, logprobs: Any, finish_reason: str | None) -> bytes:

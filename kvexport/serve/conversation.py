@@ -1,4 +1,4 @@
-"""Messages as OpenAI's clients send them, and as chat templates take them."""
+"""Conversations: messages as OpenAI's clients send them, turned into the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ from kvexport.serve.sessions import RESTARTED, Start
 
 @dataclass
 class Conversation:
-    """What every chat API's body comes to. messages: as chat templates take them. tools, tool_choice: as OpenAI has
-    them. parallel: whether an answer may have several calls. variables: the template's own. form: what the answer keeps
-    to. session: where its state stays."""
+    """A conversation to be answered, the same for every chat API.
+
+    Attributes:
+        messages: The messages in the form that chat templates read.
+        tools: The tools, as OpenAI defines them.
+        tool_choice: The choice of tools, as OpenAI defines it.
+        parallel: Whether an answer may have several calls.
+        variables: The template's own variables.
+        form: The grammar of the answer, None for free text.
+        session: The session that keeps the state.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -35,9 +43,15 @@ class Conversation:
 
 @dataclass
 class Prepared:
-    """What can be answered. requests: one for each answer. session: where the state of the only one stays. tools: that
-    may be called, in the form `calls`. reasoning: whether the prompt ended within reasoning; None where the model does
-    none.
+    """Requests that are ready for the engine.
+
+    Attributes:
+        requests: One request for each answer.
+        session: The session that keeps the state of the only request.
+        start: The state that the request begins from.
+        tools: The tools that the answer may call.
+        calls: How the model writes calls.
+        reasoning: Whether the prompt ends within reasoning; None for a model without reasoning.
     """
 
     requests: Sequence[Request]
@@ -53,7 +67,7 @@ class Prepared:
         return {RESTARTED: self.start.lost} if self.start.lost else {}
 
     def answers(self) -> list[Answer]:
-        """One for each request, nothing made yet."""
+        """Return an empty answer for each request."""
         return [Answer(self._reader(), str if self.calls is None else self.calls.new_id) for _ in self.requests]
 
     def _reader(self) -> Reader:
@@ -61,7 +75,7 @@ class Prepared:
         return reader if self.reasoning is None else ReasoningReader(self.reasoning, reader)
 
     def usage(self) -> dict[str, Any]:
-        """Tokens read and written, of all answers to the one prompt."""
+        """Return the token counts of all answers to the one prompt, as OpenAI defines `usage`."""
         usage = usage_of(self.requests, len(self.requests))
         if self.reasoning is not None:
             count = sum(reasoning_tokens(request.tokens, self.reasoning) for request in self.requests)
@@ -69,7 +83,7 @@ class Prepared:
         return usage
 
     def finished(self) -> list[Answer]:
-        """Of requests that have finished."""
+        """Return the answers of finished requests."""
         answers = self.answers()
         for answer, request in zip(answers, self.requests, strict=True):
             answer.add(text_of_tokens(request.tokens), request.finish_reason)
@@ -78,42 +92,53 @@ class Prepared:
 
 _TEXT = ("text", "input_text", "output_text")
 _TAKEN = {"self", "engine", "snapshot", "messages", "tools"}
-_ROLES = {"developer": "system"}  # OpenAI's newer word; templates know the older one
+_ROLES = {"developer": "system"}  # the newer name in OpenAI's API; templates know the older one
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Contents are text, the arguments of tool calls are objects. Raises ApiError for media and for what is no
-    message."""
-    result = []
+    """Return messages whose contents are texts and whose tool calls have objects as arguments.
+
+    Raises:
+        ApiError: A message has no role, brings media, or is malformed.
+    """
+    converted = []
     for i, message in enumerate(messages):
         where = f"messages.{i}"
         role = message.get("role")
         if not isinstance(role, str):
             raise ApiError(400, f"{where}.role: a message needs a role", param=f"{where}.role")
-        made = {**message, "role": _ROLES.get(role, role)}
+        entry = {**message, "role": _ROLES.get(role, role)}
         if "content" in message:
-            made["content"] = text_of(message["content"], f"{where}.content")
+            entry["content"] = text_of(message["content"], f"{where}.content")
         if message.get("tool_calls"):
-            made["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
-        result.append(made)
-    return result
+            entry["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+        converted.append(entry)
+    return converted
 
 
-def template_variables(given: Mapping[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
-    """A template's own variables. Raises ApiError for names that mean something else."""
-    if taken := _TAKEN & (given or {}).keys():
-        said = f"chat_template_kwargs.{min(taken)}: no variable of a template's own"
-        raise ApiError(400, said, param="chat_template_kwargs")
+def template_variables(variables: Mapping[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
+    """Return a template's own variables.
+
+    Raises:
+        ApiError: A variable has a name that the server itself sets.
+    """
+    if taken := _TAKEN & (variables or {}).keys():
+        message = f"chat_template_kwargs.{min(taken)}: the server itself sets this variable"
+        raise ApiError(400, message, param="chat_template_kwargs")
     more = {} if add_generation_prompt is None else {"add_generation_prompt": add_generation_prompt}
-    return {**(given or {}), **more}
+    return {**(variables or {}), **more}
 
 
 def text_of(content: Any, where: str) -> str | None:
-    """The text of a content: text already, or parts of it, one a line."""
+    """Return the text of a message's content. Several parts become one line each.
+
+    Raises:
+        ApiError: The content is neither text nor a list of texts.
+    """
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(400, f"{where}: neither text nor a list of parts", param=where)
+        raise ApiError(400, f"{where}: expected a text or a list of parts", param=where)
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -122,15 +147,15 @@ def text_of(content: Any, where: str) -> str | None:
         elif kind in _TEXT and isinstance(part.get("text"), str):
             texts.append(part["text"])
         elif kind in _TEXT or not isinstance(kind, str):
-            raise ApiError(400, f"{where}.{i}: no part of a text", param=f"{where}.{i}")
+            raise ApiError(400, f"{where}.{i}: expected a text, or a part with a text", param=f"{where}.{i}")
         else:
-            said = f"{where}.{i}: a part of type {kind[:40]!r}, but this model reads text alone"
-            raise ApiError(400, said, param=f"{where}.{i}", code="unsupported_value")
+            message = f"{where}.{i}: a part of type {kind[:40]!r}, but this model reads only text"
+            raise ApiError(400, message, param=f"{where}.{i}", code="unsupported_value")
     return "\n".join(texts)
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    made = []
+    converted = []
     for i, call in enumerate(calls if isinstance(calls, list) else [None]):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -140,7 +165,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
             try:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
-                said = f"{where}.{i}.function.arguments: not JSON"
-                raise ApiError(400, said, param=f"{where}.{i}.function.arguments") from None
-        made.append({**call, "function": {**function, "arguments": arguments}})
-    return made
+                message = f"{where}.{i}.function.arguments: not JSON"
+                raise ApiError(400, message, param=f"{where}.{i}.function.arguments") from None
+        converted.append({**call, "function": {**function, "arguments": arguments}})
+    return converted

@@ -1,4 +1,4 @@
-"""Errors of the API, in the form that each API gives them. No traceback and no path of this machine goes out."""
+"""Errors that clients see, in the form of each API. They hold no traceback and no path of this machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ _ANTHROPIC = {**_OPENAI, 413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(Exception):
-    """An answer of `status` and why. code: a word that programs match. param: the field it is about. retry_after:
-    seconds."""
+    """An error that is answered with an HTTP status.
+
+    Args:
+        status: The HTTP status.
+        message: The reason, for a person.
+        code: The reason as a word that programs compare.
+        param: The field of the body that is wrong.
+        retry_after: Seconds after which a client may try again, 0 for none.
+    """
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0
@@ -22,7 +29,7 @@ class ApiError(Exception):
         self.headers = {"Retry-After": str(retry_after)} if retry_after else {}
 
     def body(self, path: str) -> dict[str, Any]:
-        """As the API that has this path gives it."""
+        """Return the JSON body of the error, in the form of the API at `path`."""
         if path.startswith("/v1/messages"):
             return {"type": "error", "error": {"type": self._kind(_ANTHROPIC, "api_error"), "message": self.message}}
         error = {"message": self.message, "type": self._kind(_OPENAI, "server_error"), "param": self.param}
@@ -33,12 +40,12 @@ class ApiError(Exception):
 
 
 def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """There is no room now, or no server soon."""
+    """Return the error for a server that has no room now, or is shutting down."""
     return ApiError(503, message, code="overloaded", retry_after=retry_after)
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told of any error."""
+    """Return the error that a client sees for any exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):

@@ -1,7 +1,7 @@
-"""What every API's body may say of the answer, and the generation settings that come of it.
+"""The fields of request bodies that all APIs share, their bounds, and the generation settings that follow from them.
 
-Fields of a wrong type or out of range are refused, fields that nobody knows are passed over, as vLLM does: clients send
-many that are somebody else's. Fields that are known, would change the answer and cannot be followed are refused.
+A field of a wrong type or out of range is refused. An unknown field is ignored, as in vLLM, because clients send fields
+of other servers. A known field that would change the answer and is not supported is refused.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ MOST_VALUES = 250_000  # JSON values and keys of a body; parsing as many takes a
 MOST_STOPS, MOST_STOP_IDS, MOST_BIASES, LONGEST_STOP = 64, 1024, 4096, 1024
 StopString = Annotated[str, Field(max_length=LONGEST_STOP)]
 _SEEDS = 1 << 64
-_LEAST_TEMPERATURE = 0.01  # as vLLM has it: logits divided by less may overflow
-_TYPE = re.compile(r"str|int|float|bool|\w+\[.*\]")  # of a union, as pydantic names it in the place of an error
+_LEAST_TEMPERATURE = 0.01  # as in vLLM: logits divided by less may overflow
+_TYPE = re.compile(
+    r"str|int|float|bool|\w+\[.*\]"
+)  # a member of a union, as pydantic names it in the location of an error
 
 
 class Body(BaseModel):
-    """Of a request. Types are exact (no "1" for 1), NaN and infinities are no numbers."""
+    """The body of a request. Types are exact ("1" is no number); NaN and infinity are refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
@@ -45,7 +47,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """OpenAI's."""
+    """The object `stream_options` of OpenAI."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -53,7 +55,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(Body):
-    """What is the same in OpenAI's two bodies, and vLLM's additions to them."""
+    """The fields that OpenAI's two bodies share, and the additions of vLLM."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -79,12 +81,26 @@ class Sampling(Body):
     min_tokens: int | None = Field(None, ge=0)
 
     def form(self) -> Grammar | None:
-        """What the answer keeps to. Raises ApiError and UsageError for what is no form."""
+        """Return the grammar of the answer, None for free text.
+
+        Raises:
+            ApiError: The field that names the form is malformed.
+            UsageError: The grammar itself is wrong.
+        """
         return structured_form(self.structured_outputs) or response_form(self.response_format)
 
     def settings(self, engine: Engine, tokens: int, **more: Any) -> list[GenerationSettings]:
-        """Of each of the `n` answers, of at most so many tokens; they differ in their seed. more: further fields of
-        GenerationSettings. Raises UsageError as these do."""
+        """Return the generation settings of each of the `n` answers, which differ in their seed.
+
+        Args:
+            engine: The engine whose defaults hold for fields that are missing.
+            tokens: Tokens of each answer at most.
+            **more: Further fields of GenerationSettings.
+
+        Raises:
+            ApiError: `logit_bias` names a token that does not exist.
+            UsageError: A value is out of range.
+        """
         drawn = [self.top_p, self.top_k, self.min_p, self.seed]
         sample = self.temperature > 0 if self.temperature is not None else None
         if sample is None and any(value is not None for value in drawn):
@@ -117,12 +133,12 @@ class Sampling(Body):
             return None
         for token in self.logit_bias:
             if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < engine.vocabulary):
-                said = f"logit_bias.{token[:40]}: no token id; they are 0 to {engine.vocabulary - 1}"
-                raise ApiError(400, said, param="logit_bias")
+                message = f"logit_bias.{token[:40]} is no token id: they are 0 to {engine.vocabulary - 1}"
+                raise ApiError(400, message, param="logit_bias")
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
     def _top_k(self, engine: Engine) -> int | None:
-        """Off where neither the request nor the checkpoint says: transformers' 50 is nothing that clients expect."""
+        """Return top_k. It is off if neither request nor checkpoint sets it: clients do not expect transformers' 50."""
         if self.top_k is not None:
             return max(self.top_k, 0)
         return None if engine.generation_config.get("top_k") is not None else 0
@@ -154,7 +170,7 @@ def parse(kind: type[B], data: bytes) -> B:
         field = problems[0]["loc"][:1]
         first = max(problems, key=lambda one: len(one["loc"]) if one["loc"][:1] == field else 0)
         where = ".".join(step for step in map(str, first["loc"]) if not _TYPE.fullmatch(step))
-        message = f"{where}: {first['msg']}" if where else f"the body is not what it should be: {first['msg']}"
+        message = f"{where}: {first['msg']}" if where else f"the body cannot be used: {first['msg']}"
         raise ApiError(400, message[:500], param=where or None, code="invalid_value") from None
 
 
@@ -201,9 +217,19 @@ def _finite(value: Any) -> bool:
     return all(map(_finite, value)) if isinstance(value, list) else True
 
 
-def refuse(given: BaseModel, name: str, allowed: Sequence[Any], why: str) -> None:
-    """Raises ApiError where a field asks for something else than `allowed` (or nothing)."""
-    value = getattr(given, name)
+def refuse(body: BaseModel, name: str, allowed: Sequence[Any], reason: str) -> None:
+    """Refuse a field that the server does not support.
+
+    Args:
+        body: The body of the request.
+        name: The field.
+        allowed: The values that change nothing. A missing field is allowed too.
+        reason: The reason, for the message.
+
+    Raises:
+        ApiError: The field has another value.
+    """
+    value = getattr(body, name)
     if value is not None and value not in allowed:
         shown = json.dumps(value, default=str)[:80]
-        raise ApiError(400, f"{name} = {shown} is not supported: {why}", param=name, code="unsupported_value")
+        raise ApiError(400, f"{name} = {shown} is not supported: {reason}", param=name, code="unsupported_value")

@@ -1,4 +1,4 @@
-"""The form that a request wants its answer in, in the several ways in which clients say it."""
+"""The forms of answers (JSON, a regular expression, a grammar), in the spellings of several APIs."""
 
 from __future__ import annotations
 
@@ -13,38 +13,55 @@ from kvexport.serve.errors import ApiError
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def response_form(given: Mapping[str, Any] | None, where: str = "response_format") -> Grammar | None:
-    """Of OpenAI's response_format ({"type": "json_schema", "json_schema": {"schema": {...}}}), of the flat one of
-    responses and of Anthropic ({"type": "json_schema", "schema": {...}}); besides, the types `regex` with a `pattern`,
-    and `grammar` with a `grammar`. None where the answer is free. Raises ApiError, and UsageError as `Grammar`."""
-    kind = (given or {"type": "text"}).get("type")
-    if given is None or kind == "text":
+def response_form(fields: Mapping[str, Any] | None, where: str = "response_format") -> Grammar | None:
+    """Return the grammar that a response format asks for, None for free text.
+
+    Args:
+        fields: OpenAI's {"type": "json_schema", "json_schema": {"schema": {...}}}, or the flat
+            {"type": "json_schema", "schema": {...}} of responses and of Anthropic. Two more types are `regex` with a
+            `pattern` and `grammar` with a `grammar`.
+        where: The field, for messages.
+
+    Raises:
+        ApiError: The object is malformed.
+        UsageError: The grammar itself is wrong, see `Grammar`.
+    """
+    kind = (fields or {"type": "text"}).get("type")
+    if fields is None or kind == "text":
         return None
     if kind == "json_object":
         return Grammar.json_object()
     if kind == "json_schema":
-        inner = given.get("json_schema", given)
+        inner = fields.get("json_schema", fields)
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping):
             raise ApiError(400, f"{where}: a json_schema needs a schema, which is an object", param=where)
         return Grammar.json_schema(schema)
-    if kind == "regex" and isinstance(given.get("pattern"), str):
-        return Grammar("regex", given["pattern"])
-    if kind == "grammar" and isinstance(given.get("grammar"), str):
-        return Grammar("lark", given["grammar"])
-    said = f"{where}.type: it is text, json_object, json_schema, regex with a pattern, or grammar with a grammar"
-    raise ApiError(400, said, param=f"{where}.type")
+    if kind == "regex" and isinstance(fields.get("pattern"), str):
+        return Grammar("regex", fields["pattern"])
+    if kind == "grammar" and isinstance(fields.get("grammar"), str):
+        return Grammar("lark", fields["grammar"])
+    message = f"{where}.type: expected text, json_object, json_schema, regex with a pattern, or grammar with a grammar"
+    raise ApiError(400, message, param=f"{where}.type")
 
 
-def structured_form(given: Mapping[str, Any] | None) -> Grammar | None:
-    """Of vLLM's structured_outputs: one of `json` (a schema, or its JSON), `regex`, `choice` (a list of texts),
-    `grammar` and `json_object`. Raises as `response_form`."""
-    found = {key: given[key] for key in _STRUCTURED if given.get(key) is not None} if given else {}
-    if not found:
+def structured_form(fields: Mapping[str, Any] | None) -> Grammar | None:
+    """Return the grammar that vLLM's `structured_outputs` asks for, None for free text.
+
+    Args:
+        fields: One of the keys `json` (a schema, or its JSON text), `regex`, `choice` (a list of texts), `grammar` and
+            `json_object`.
+
+    Raises:
+        ApiError: The object is malformed.
+        UsageError: The grammar itself is wrong, see `Grammar`.
+    """
+    values = {key: fields[key] for key in _STRUCTURED if fields.get(key) is not None} if fields else {}
+    if not values:
         return None
-    if len(found) > 1:
-        raise ApiError(400, f"structured_outputs: {' and '.join(found)} at once", param="structured_outputs")
-    (key, value), *_ = found.items()
+    if len(values) > 1:
+        raise ApiError(400, f"structured_outputs: {' and '.join(values)} at once", param="structured_outputs")
+    (key, value), *_ = values.items()
     if key == "json" and isinstance(value, str):
         try:
             value = json.loads(value)
@@ -62,5 +79,5 @@ def structured_form(given: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def _quoted(text: str) -> str:
-    """A regular expression, in Rust's syntax, that is this text."""
+    """Return a regular expression, in Rust's syntax, that matches exactly this text."""
     return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)

@@ -1,4 +1,4 @@
-"""Who may ask: keys, and which names and web pages may call a server that has none."""
+"""Access control: API keys, and the host names and web pages from which a server without keys is called."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvexport.serve.errors import ApiError
 from kvexport.serve.settings import ServeSettings
 
-OPEN = ("/", "/health", "/ready")  # say nothing of anybody
+OPEN = ("/", "/health", "/ready")  # answers to these paths show nothing of any client
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Guard:
-    """Lets requests through to `app`, or answers them with an error."""
+    """An ASGI application that passes allowed requests to `app` and answers others with an error."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self.app = app
@@ -27,7 +27,7 @@ class Guard:
         self._origins = {origin.rstrip("/").lower() for origin in settings.origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on or refuse."""
+        """Pass the request on, or refuse it."""
         if scope["type"] == "http" and (error := self._refusal(scope)):
             response = JSONResponse(error.body(scope["path"]), error.status, headers=error.headers)
             await response(scope, receive, send)
@@ -42,10 +42,11 @@ class Guard:
             error.headers["Connection"] = "close"
             return error
         host = headers.get("host", "")
-        # A page elsewhere can make a name of its own point here; the browser then calls that page's own origin.
+        # A foreign page can let its own host name resolve to this machine: the browser then sees its own origin.
         if not self._keys and _name(host) not in self._hosts:
-            said = f"this server has no API key and answers to {', '.join(sorted(self._hosts))}, not to {host[:80]!r}"
-            return ApiError(403, said, code="host_not_allowed")
+            names = ", ".join(sorted(self._hosts))
+            message = f"this server has no API key and answers to {names}, not to {host[:80]!r}"
+            return ApiError(403, message, code="host_not_allowed")
         origin = headers.get("origin")
         if origin and origin.lower() not in self._origins and _netloc(origin) != host.lower():
             return ApiError(403, f"pages of {origin[:80]} may not call this server", code="origin_not_allowed")
@@ -60,13 +61,13 @@ class Guard:
         return _matches([key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")], self._keys)
 
 
-def _matches(given: Sequence[str], keys: Sequence[str]) -> bool:
-    """Whether one of them is a key, in a time that does not depend on how much of it is right."""
-    found = False
+def _matches(candidates: Sequence[str], keys: Sequence[str]) -> bool:
+    """Return whether a candidate is a key. The time does not depend on how many characters agree."""
+    matches = False
     for key in keys:
-        for one in given:
-            found |= hmac.compare_digest(one.encode("latin-1"), key.encode())
-    return found
+        for one in candidates:
+            matches |= hmac.compare_digest(one.encode("latin-1"), key.encode())
+    return matches
 
 
 def _netloc(origin: str) -> str | None:
@@ -78,7 +79,7 @@ def _netloc(origin: str) -> str | None:
 
 
 def _name(host: str) -> str:
-    """A Host header's, without the port."""
+    """Return the name in a Host header without its port, "" if it is no address."""
     try:
         return (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:

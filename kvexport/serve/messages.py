@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak them."""
+"""The routes /v1/messages and /v1/messages/count_tokens, with the fields of Anthropic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CountBody(Body):
-    """Of /v1/messages/count_tokens."""
+    """The body of /v1/messages/count_tokens."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
@@ -37,7 +37,11 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
 
     def conversation(self) -> Conversation:
-        """In the words of chat templates. Raises ApiError for what cannot be followed."""
+        """Return the conversation in the form that chat templates read.
+
+        Raises:
+            ApiError: A field asks for something that the server does not do.
+        """
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": text_of(self.system, "system")})
@@ -48,16 +52,16 @@ class CountBody(Body):
         return Conversation(messages, tools, self._choice(), parallel)
 
     def _choice(self) -> str | dict[str, Any]:
-        given = self.tool_choice or {"type": "auto"}
-        if given.get("type") == "tool" and isinstance(given.get("name"), str):
-            return {"type": "function", "function": {"name": given["name"]}}
-        if given.get("type") not in _CHOICES:
+        choice = self.tool_choice or {"type": "auto"}
+        if choice.get("type") == "tool" and isinstance(choice.get("name"), str):
+            return {"type": "function", "function": {"name": choice["name"]}}
+        if choice.get("type") not in _CHOICES:
             raise ApiError(400, "tool_choice: its type is auto, any, none, or tool with a name", param="tool_choice")
-        return _CHOICES[given["type"]]
+        return _CHOICES[choice["type"]]
 
 
 class MessagesBody(CountBody):
-    """Of /v1/messages."""
+    """The body of /v1/messages."""
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
@@ -84,27 +88,27 @@ class MessagesBody(CountBody):
         return {"enable_thinking": kind != "disabled"}
 
     def sampling(self) -> Sampling:
-        """The same in OpenAI's words."""
+        """Return the same settings as OpenAI's fields."""
         return Sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences or None
         )
 
 
 async def messages(service: Service, request: Request) -> Response:
-    """Answer a conversation, whole or as a stream."""
+    """Answer a conversation, as one JSON object or as a stream."""
     body = await service.read(request, MessagesBody)
     model = service.check_model(body.model)
     conversation = body.conversation()
     conversation.variables = body.template_variables(service)
     conversation.session = session_name(request, body.session_id)
     conversation.form = response_form((body.output_config or {}).get("format"), "output_config.format")
-    asked = await service.prepare(conversation, body.sampling(), body.max_tokens)
-    stream = MessageStream({"id": f"msg_{uuid.uuid4().hex}", "model": model}, asked)
+    prepared = await service.prepare(conversation, body.sampling(), body.max_tokens)
+    stream = MessageStream({"id": f"msg_{uuid.uuid4().hex}", "model": model}, prepared)
     if body.stream:
-        return await service.stream(asked, stream)
-    await service.whole(request, asked)
-    made = asked.requests[0]
-    (answer,) = asked.finished()
+        return await service.stream(prepared, stream)
+    await service.whole(request, prepared)
+    finished = prepared.requests[0]
+    (answer,) = prepared.finished()
     content: list[dict[str, Any]] = []
     if answer.reasoning:
         content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -112,40 +116,43 @@ async def messages(service: Service, request: Request) -> Response:
         content.append({"type": "text", "text": answer.text})
     for call in answer.calls:
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
-    ended = _ended(made, answer.finish_reason)
-    return JSONResponse({**stream.message(), "content": content, **ended, "usage": _usage(made)}, headers=asked.headers)
+    ended = _ended(finished, answer.finish_reason)
+    return JSONResponse(
+        {**stream.message(), "content": content, **ended, "usage": _usage(finished)}, headers=prepared.headers
+    )
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """How many tokens a conversation has."""
+    """Answer how many tokens a conversation has."""
     body = await service.read(request, CountBody)
     service.check_model(body.model)
-    asked = body.conversation()
-    ids = await service.encode_chat(asked.messages, asked.tools or None, asked.variables, fits=False)
+    conversation = body.conversation()
+    tools = conversation.tools or None
+    ids = await service.encode_chat(conversation.messages, tools, conversation.variables, fits=False)
     return JSONResponse({"input_tokens": len(ids)})
 
 
 class MessageStream:
-    """The events of one message: its content is blocks, one after the other."""
+    """The events of one message, whose content is a sequence of blocks."""
 
-    def __init__(self, head: Mapping[str, Any], asked: Prepared) -> None:
+    def __init__(self, head: Mapping[str, Any], prepared: Prepared) -> None:
         self._head = head
-        self._request = asked.requests[0]
-        self._answer = asked.answers()[0]
-        self._block, self._open = -1, ""  # of the block that is being written its number and kind
+        self._request = prepared.requests[0]
+        self._answer = prepared.answers()[0]
+        self._block, self._open = -1, ""  # the number and the kind of the block that is being written
 
     def message(self) -> dict[str, Any]:
-        """The message without an answer."""
+        """Return the message without content."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         return {"type": "message", "role": "assistant", **self._head, **empty}
 
     def begin(self) -> bytes:
-        """The message, empty."""
+        """Return the events that begin the message."""
         usage = {**_usage(self._request), "output_tokens": 0}
         return _event("message_start", message={**self.message(), "usage": usage}) + _event("ping")
 
     def add(self, update: Update) -> bytes:
-        """The new parts of its blocks."""
+        """Return the events for new text."""
         return b"".join(map(self._part, self._answer.update(update)))
 
     def _part(self, part: Part) -> bytes:
@@ -177,14 +184,14 @@ class MessageStream:
         return _event("content_block_stop", index=self._block)
 
     def end(self) -> bytes:
-        """Why it ended, and the usage."""
+        """Return the events that end the message, with its reason and the token counts."""
         delta = _ended(self._request, self._answer.finish_reason)
         return (
             self._close() + _event("message_delta", delta=delta, usage=_usage(self._request)) + _event("message_stop")
         )
 
     def fail(self, error: ApiError) -> bytes:
-        """The error; nothing follows."""
+        """Return the error, which ends the stream."""
         return error_event(error, "/v1/messages")
 
 
@@ -208,7 +215,7 @@ def _usage(request: EngineRequest) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments of a call; of one that was cut short as much as there is, as text."""
+    """Return the arguments of a call as an object. Arguments that were cut short are returned as text."""
     try:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -217,21 +224,21 @@ def _input(arguments: str) -> Any:
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
-        said = f"{where}: a tool has a name and an input_schema; tools that a server runs are not there"
-        raise ApiError(400, said, param=where, code="unsupported_value")
+        message = f"{where}: a tool needs a name and an input_schema; this server runs no tools itself"
+        raise ApiError(400, message, param=where, code="unsupported_value")
     schema = tool.get("input_schema") or {"type": "object", "properties": {}}
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
     return {"type": "function", "function": function}
 
 
 def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """One message as templates take it: results of tools are messages by themselves, before what the user says."""
+    """Return one message in the form that templates read. Tool results become messages before the user's text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise ApiError(400, f"{where}.role: it is user or assistant", param=f"{where}.role")
+        raise ApiError(400, f"{where}.role: expected user or assistant", param=f"{where}.role")
     if not isinstance(content, list):
         return [{"role": role, "content": text_of(content, f"{where}.content") or ""}]
-    made: dict[str, Any] = {"role": role}
+    converted: dict[str, Any] = {"role": role}
     results, texts, calls = [], [], []
     for i, block in enumerate(content):
         place = f"{where}.content.{i}"
@@ -243,11 +250,11 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             text = text_of(block.get("content"), f"{place}.content") or ""
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "thinking":
-            made["reasoning_content"] = str(block.get("thinking") or "")
+            converted["reasoning_content"] = str(block.get("thinking") or "")
         elif kind != "redacted_thinking":
             texts.append(text_of([block], place) or "")
     if calls:
-        made["tool_calls"] = calls
+        converted["tool_calls"] = calls
     if texts or calls or not results:
-        results.append({**made, "content": "\n".join(texts)})
+        results.append({**converted, "content": "\n".join(texts)})
     return results

@@ -1,5 +1,4 @@
-"""What /metrics shows: under the names that dashboards know from vLLM, and what only this cache has under
-`kvexport:`."""
+"""Metrics at /metrics. Those that vLLM's dashboards read begin with `vllm:`, those of the cache with `kvexport:`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,10 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """Of one server. Counters and histograms are written by the engine's thread; gauges ask when they are read."""
+    """The metrics of one server.
+
+    The engine's thread writes counters and histograms. A gauge calls its function when /metrics is read.
+    """
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -37,20 +39,26 @@ class Metrics:
         self._generated_sizes = tokens("vllm:request_generation_tokens", "Tokens of a request's answer.")
 
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """One that is `value()` whenever /metrics is read."""
+        """Register a gauge whose value is `value()` when /metrics is read."""
         Gauge(name, text, ("model_name",), registry=self.registry).labels(self._model).set_function(value)
 
     def counter(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """One that only grows, and is `value()` whenever /metrics is read."""
+        """Register a counter whose value is `value()` when /metrics is read."""
         self.registry.register(_Counted(name, text, self._model, value))
 
     def added(self, request: Request) -> None:
-        """A request waits for a lane."""
+        """Count a request that begins to wait for a lane."""
         self._prompt.inc(len(request.ids))
         self._prompt_sizes.observe(len(request.ids))
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
-        """A request got tokens, so long after those before, or after its arrival."""
+        """Count new tokens of a request.
+
+        Args:
+            count: The new tokens.
+            seconds: Time since the tokens before, or since the request's arrival for the first ones.
+            first: Whether these are the request's first tokens.
+        """
         self._generated.inc(count)
         if first:
             self._first.observe(seconds)
@@ -59,13 +67,13 @@ class Metrics:
                 self._between.observe(seconds / count)
 
     def finished(self, request: Request, seconds: float) -> None:
-        """A request has finished, so long after its arrival."""
+        """Count a finished request. seconds: time since its arrival."""
         self._whole.observe(seconds)
         self._generated_sizes.observe(len(request.tokens))
         self._succeeded.labels(self._model, request.finish_reason or "").inc()
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -1,4 +1,4 @@
-"""The page at /: one file, which loads nothing and may run nothing but itself."""
+"""The page at /: one HTML file. Its security policy lets it load nothing else and run only its own script."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from kvexport.serve.service import Service
 
 
 async def page(service: Service, _: Request) -> Response:
-    """A chat, and beside it what the lanes hold."""
+    """Answer the page: a chat, and beside it the state of the lanes."""
     return Response(text(), media_type="text/html", headers=headers())
 
 
 @cache
 def text() -> str:
-    """The file."""
+    """Return the HTML of the page."""
     return (resources.files("kvexport.serve") / "page.html").read_text(encoding="utf-8")
 
 
 @cache
 def headers() -> dict[str, str]:
-    """The Content-Security-Policy allows the page's own script and style by their digests, and requests to its own
-    server."""
+    """Return the security headers of the page.
+
+    The Content-Security-Policy allows the page's own script and style by their digests, and requests to its own server.
+    """
     policy = {
         "default-src": "'none'",
         "script-src": _digests("script"),
@@ -47,5 +49,5 @@ def headers() -> dict[str, str]:
 
 
 def _digests(tag: str) -> str:
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", text(), re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'" for x in found)
+    blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", text(), re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'" for x in blocks)

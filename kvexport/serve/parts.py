@@ -1,4 +1,4 @@
-"""An answer as clients see it: text, and calls of tools, in the order in which the model wrote them."""
+"""An answer as clients see it: text, reasoning and tool calls, in the order in which the model wrote them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from kvexport.serve.worker import Update
 
 
 class Part(NamedTuple):
-    """What is new of an answer. text, reasoning: more of its text, or of its reasoning. call: a call begins, of the
-    tool `name`, known by `id`. arguments: more of the JSON `text` of that call's arguments. nth: which call of the
-    answer."""
+    """A new piece of an answer.
+
+    Attributes:
+        kind: "text" and "reasoning" bring more text; "call" begins a call; "arguments" brings more of its arguments.
+        text: The new text, or new JSON of the arguments.
+        id: The id of the call.
+        name: The tool that is called.
+        nth: The number of the call within the answer, from 0.
+    """
 
     kind: Literal["text", "call", "arguments", "reasoning"]
     text: str = ""
@@ -27,7 +33,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Call:
-    """Of a tool. arguments: JSON."""
+    """A call of a tool. arguments: JSON text."""
 
     id: str
     name: str
@@ -35,16 +41,25 @@ class Call:
 
 
 class PlainReader:
-    """Of answers that call no tools."""
+    """A reader for answers that call no tools."""
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """The text as it is."""
+        """Return the text unchanged, as one piece."""
         return [Piece("text", text)] if text else []
 
 
 @dataclass
 class Answer:
-    """One answer as far as it is made. new_id: for calls. finish_reason: in OpenAI's words."""
+    """One answer as far as it has been generated.
+
+    Attributes:
+        reader: Splits the text into pieces.
+        new_id: Returns an id for a new call.
+        text: The text so far.
+        reasoning: The reasoning so far.
+        calls: The calls so far.
+        finish_reason: The reason in OpenAI's words, None while the answer runs.
+    """
 
     reader: Reader
     new_id: Callable[[], str]
@@ -54,7 +69,7 @@ class Answer:
     finish_reason: str | None = None
 
     def add(self, text: str, finish_reason: FinishReason | None) -> list[Part]:
-        """A further piece; what is new with it."""
+        """Take more text and return the new pieces."""
         parts = []
         for piece in self.reader.read(text, finish_reason is not None):
             if piece.kind == "text":
@@ -72,5 +87,5 @@ class Answer:
         return parts
 
     def update(self, update: Update) -> list[Part]:
-        """What a step made."""
+        """Take what a step generated and return the new pieces."""
         return self.add(text_of(update.tokens), update.finish_reason)

@@ -1,4 +1,4 @@
-"""Responses that later ones may follow on, in memory and bounded: what is not used for longest is forgotten first."""
+"""Stored responses, on which later requests may build. Memory is bounded: the one used longest ago is dropped first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ _RESPONSES, _CHARACTERS = 4096, 64 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """body: the response. messages: the conversation that it ends, as chat templates take it. size: characters."""
+    """A response and its conversation.
+
+    Attributes:
+        body: The response as JSON.
+        messages: The conversation up to the answer, in the form that chat templates read.
+        size: Characters of both as JSON.
+    """
 
     body: Mapping[str, Any]
     messages: Sequence[dict[str, Any]]
@@ -23,29 +29,33 @@ class Stored:
 
 
 class ResponseStore:
-    """Of one server."""
+    """The stored responses of one server."""
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._size = 0
 
     def put(self, body: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Keep a response, as long as there is room."""
-        made = Stored(body, messages, len(json.dumps(body)) + len(json.dumps(messages)))
-        self._stored[body["id"]] = made
-        self._size += made.size
+        """Store a response. The ones used longest ago make room for it."""
+        entry = Stored(body, messages, len(json.dumps(body)) + len(json.dumps(messages)))
+        self._stored[body["id"]] = entry
+        self._size += entry.size
         while self._size > _CHARACTERS or len(self._stored) > _RESPONSES:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, param: str | None = None) -> Stored:
-        """One by its id. Raises ApiError where it is not here any more."""
+        """Return a stored response.
+
+        Raises:
+            ApiError: No response has this id, or it was dropped (404).
+        """
         if name not in self._stored:
-            said = f"there is no response {name[:80]!r}, or no longer"
-            raise ApiError(404, said, param=param, code="previous_response_not_found" if param else None)
+            message = f"there is no response {name[:80]!r}, or no longer"
+            raise ApiError(404, message, param=param, code="previous_response_not_found" if param else None)
         self._stored.move_to_end(name)
         return self._stored[name]
 
     def remove(self, name: str) -> None:
-        """Forget one. Raises ApiError as `get`."""
+        """Delete a stored response. Errors are those of `get`."""
         self._size -= self.get(name).size
         del self._stored[name]

@@ -1,4 +1,4 @@
-"""/v1/responses, as OpenAI's clients speak it: text and calls of functions. A response may follow on an earlier one."""
+"""The route /v1/responses, with OpenAI's fields: text and function calls. A response may continue an earlier one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvexport.serve.worker import Update
 
 
 class ResponsesBody(Body):
-    """Of /v1/responses."""
+    """The body of /v1/responses."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -41,10 +41,16 @@ class ResponsesBody(Body):
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
 
-    def asked(self, service: Service) -> tuple[Conversation, list[dict[str, Any]]]:
-        """In the words of chat templates, and without the instructions, which hold for this response alone. Raises
-        ApiError for what cannot be followed."""
-        refuse(self, "background", (False,), "an answer is given to the client that waits for it")
+    def to_conversation(self, service: Service) -> tuple[Conversation, list[dict[str, Any]]]:
+        """Return the conversation in the form that chat templates read.
+
+        Returns:
+            The conversation, and its messages without the instructions, which hold for this response alone.
+
+        Raises:
+            ApiError: A field asks for something that the server does not do, or the earlier response is gone.
+        """
+        refuse(self, "background", (False,), "the client waits for its answer")
         refuse(self, "conversation", (), "send previous_response_id")
         earlier: list[dict[str, Any]] = []
         if self.previous_response_id is not None:
@@ -60,58 +66,64 @@ class ResponsesBody(Body):
 
 
 async def create_response(service: Service, request: Request) -> Response:
-    """Answer, whole or as a stream."""
+    """Answer a conversation, as one JSON object or as a stream."""
     body = await service.read(request, ResponsesBody)
     model = service.check_model(body.model)
-    conversation, messages = body.asked(service)
+    conversation, messages = body.to_conversation(service)
     conversation.session = session_name(request, None)
     conversation.form = response_form((body.text or {}).get("format"), "text.format")
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p)
-    asked = await service.prepare(conversation, sampling, body.max_output_tokens)
-    made = Making(service, _head(body, model), asked, messages if body.store is not False else None)
+    prepared = await service.prepare(conversation, sampling, body.max_output_tokens)
+    response = OpenResponse(service, _head(body, model), prepared, messages if body.store is not False else None)
     if body.stream:
-        return await service.stream(asked, ResponseStream(made))
-    await service.whole(request, asked)
-    (answer,) = asked.finished()
+        return await service.stream(prepared, ResponseStream(response))
+    await service.whole(request, prepared)
+    (answer,) = prepared.finished()
     items = [Item("reasoning", text=answer.reasoning)] if answer.reasoning else []
     if answer.text or not (items or answer.calls):
         items.append(Item("message", text=answer.text))
     items += [Item("function_call", call.id, call.name, call.arguments) for call in answer.calls]
-    return JSONResponse(made.ended(answer, items), headers=asked.headers)
+    return JSONResponse(response.finish(answer, items), headers=prepared.headers)
 
 
 async def get_response(service: Service, request: Request) -> Response:
-    """A response that was stored."""
+    """Answer a stored response."""
     return JSONResponse(service.responses.get(request.path_params["name"]).body)
 
 
 async def delete_response(service: Service, request: Request) -> Response:
-    """Forget one."""
+    """Delete a stored response."""
     name = request.path_params["name"]
     service.responses.remove(name)
     return JSONResponse({"id": name, "object": "response", "deleted": True})
 
 
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_KINDS = {"text": "message", "reasoning": "reasoning"}  # of items, by those of parts
+_KINDS = {"text": "message", "reasoning": "reasoning"}  # the kind of item for each kind of part
 
 
 class Item:
-    """One of an output: reasoning, a message, or a call of a function with its name and the JSON of its arguments as
-    `text`."""
+    """One item of an output: reasoning, a message, or a function call.
+
+    Args:
+        kind: "reasoning", "message" or "function_call".
+        call_id: The id of the call.
+        name: The function that is called.
+        text: The text, or the JSON of the call's arguments.
+    """
 
     def __init__(self, kind: str, call_id: str = "", name: str = "", text: str = "") -> None:
         self.kind, self.call_id, self.name, self.text = kind, call_id, name, text
         self.id = f"{_IDS[kind]}_{uuid.uuid4().hex}"
 
     def content(self) -> dict[str, Any]:
-        """The only part of a message, or of reasoning."""
+        """Return the only part of a message, or of reasoning."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def data(self, status: str) -> dict[str, Any]:
-        """As clients see it. An item in progress shows nothing of its text."""
+        """Return the item as JSON. An item in progress shows no text."""
         common = {"id": self.id, "type": self.kind, "status": status}
         begun = status != "in_progress"
         if self.kind == "message":
@@ -122,22 +134,29 @@ class Item:
         return {**common, "call_id": self.call_id, "name": self.name, "arguments": arguments}
 
 
-class Making:
-    """A response that is being made. messages: what it answers, where it is to be stored."""
+class OpenResponse:
+    """A response whose answer is not complete.
+
+    Args:
+        service: The server.
+        head: The fields that are known before the answer.
+        prepared: The request.
+        messages: The conversation before the answer, if the response is to be stored.
+    """
 
     def __init__(
-        self, service: Service, head: dict[str, Any], asked: Prepared, messages: list[dict[str, Any]] | None
+        self, service: Service, head: dict[str, Any], prepared: Prepared, messages: list[dict[str, Any]] | None
     ) -> None:
-        self._service, self.head, self.asked, self._messages = service, head, asked, messages
+        self._service, self.head, self.prepared, self._messages = service, head, prepared, messages
 
-    def ended(self, answer: Answer, items: list[Item]) -> dict[str, Any]:
-        """The response at its end, which is stored."""
+    def finish(self, answer: Answer, items: list[Item]) -> dict[str, Any]:
+        """Store the finished response and return it."""
         cut = answer.finish_reason == "length"
         status = "incomplete" if cut else "completed"
-        why = {"reason": "max_output_tokens"} if cut else None
+        details = {"reason": "max_output_tokens"} if cut else None
         output = [item.data(status if item is items[-1] else "completed") for item in items]
-        usage = _usage(self.asked.usage())
-        body = {**self.head, "status": status, "incomplete_details": why, "output": output, "usage": usage}
+        usage = _usage(self.prepared.usage())
+        body = {**self.head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
         if self._messages is not None:
             answered: dict[str, Any] = {"role": "assistant", "content": answer.text}
             if answer.reasoning:
@@ -154,34 +173,34 @@ class Making:
 class ResponseStream:
     """The events of a response."""
 
-    def __init__(self, made: Making) -> None:
-        self._made = made
-        self._answer = made.asked.answers()[0]
+    def __init__(self, response: OpenResponse) -> None:
+        self._response = response
+        self._answer = response.prepared.answers()[0]
         self._items: list[Item] = []
         self._open = False
         self._number = -1
 
     def begin(self) -> bytes:
-        """That it is being made."""
-        response = {**self._made.head, "status": "in_progress"}
+        """Return the events that begin the response."""
+        response = {**self._response.head, "status": "in_progress"}
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def add(self, update: Update) -> bytes:
-        """The new parts of its items."""
+        """Return the events for new text."""
         return b"".join(map(self._part, self._answer.update(update)))
 
     def end(self) -> bytes:
-        """The whole of it."""
+        """Return the events that end the response, with its whole content."""
         cut = self._answer.finish_reason == "length"
         start = b"" if self._items else self._begin(Item("message"))
         last = self._close("incomplete" if cut else "completed")
-        body = self._made.ended(self._answer, self._items)
+        body = self._response.finish(self._answer, self._items)
         return start + last + self._event(body["status"], response=body)
 
     def fail(self, error: ApiError) -> bytes:
-        """The error; nothing follows."""
-        why = {"code": "server_error", "message": error.message}
-        return self._event("failed", response={**self._made.head, "status": "failed", "error": why})
+        """Return the error, which ends the stream."""
+        details = {"code": "server_error", "message": error.message}
+        return self._event("failed", response={**self._response.head, "status": "failed", "error": details})
 
     def _part(self, part: Part) -> bytes:
         if part.kind == "call":
@@ -193,10 +212,10 @@ class ResponseStream:
         item = self._items[-1]
         item.text += part.text
         if part.kind == "arguments":
-            return start + self._of_item("function_call_arguments.delta", delta=part.text)
+            return start + self._item_event("function_call_arguments.delta", delta=part.text)
         if part.kind == "reasoning":
-            return start + self._of_item("reasoning_text.delta", content_index=0, delta=part.text)
-        return start + self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=[])
+            return start + self._item_event("reasoning_text.delta", content_index=0, delta=part.text)
+        return start + self._item_event("output_text.delta", content_index=0, delta=part.text, logprobs=[])
 
     def _begin(self, item: Item) -> bytes:
         self._items.append(item)
@@ -204,26 +223,26 @@ class ResponseStream:
         index = len(self._items) - 1
         begun = self._event("output_item.added", output_index=index, item=item.data("in_progress"))
         if item.kind != "function_call":
-            begun += self._of_item("content_part.added", content_index=0, part=item.content())
+            begun += self._item_event("content_part.added", content_index=0, part=item.content())
         return begun
 
     def _close(self, status: str = "completed") -> bytes:
-        """End the item that is being made."""
+        """Return the events that end the open item."""
         if not self._open:
             return b""
         self._open = False
         item, index = self._items[-1], len(self._items) - 1
         if item.kind == "message":
-            done = self._of_item("output_text.done", content_index=0, text=item.text, logprobs=[])
-            done += self._of_item("content_part.done", content_index=0, part=item.content())
+            done = self._item_event("output_text.done", content_index=0, text=item.text, logprobs=[])
+            done += self._item_event("content_part.done", content_index=0, part=item.content())
         elif item.kind == "reasoning":
-            done = self._of_item("reasoning_text.done", content_index=0, text=item.text)
-            done += self._of_item("content_part.done", content_index=0, part=item.content())
+            done = self._item_event("reasoning_text.done", content_index=0, text=item.text)
+            done += self._item_event("content_part.done", content_index=0, part=item.content())
         else:
-            done = self._of_item("function_call_arguments.done", name=item.name, arguments=item.text)
+            done = self._item_event("function_call_arguments.done", name=item.name, arguments=item.text)
         return done + self._event("output_item.done", output_index=index, item=item.data(status))
 
-    def _of_item(self, kind: str, **data: Any) -> bytes:
+    def _item_event(self, kind: str, **data: Any) -> bytes:
         return self._event(kind, item_id=self._items[-1].id, output_index=len(self._items) - 1, **data)
 
     def _event(self, kind: str, **data: Any) -> bytes:
@@ -233,7 +252,7 @@ class ResponseStream:
 
 
 def _head(body: ResponsesBody, model: str) -> dict[str, Any]:
-    """What is known of a response before it is answered."""
+    """Return the fields of a response that are known before its answer."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -272,13 +291,13 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        said = f"{where}: tools are functions with a name and parameters; those that a server runs are not there"
-        raise ApiError(400, said, param=where, code="unsupported_value")
+        message = f"{where}: a tool is a function with a name and parameters; this server runs no tools itself"
+        raise ApiError(400, message, param=where, code="unsupported_value")
     return {"type": "function", "function": {k: tool[k] for k in ("name", "description", "parameters") if k in tool}}
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items of an input as chat completions have them. Calls that follow one another are one message's."""
+    """Return the items of an input as messages of a chat. Consecutive calls become one message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind = item.get("type", "message")
@@ -294,6 +313,6 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind != "reasoning":
-            said = f"input.{i}: an item of type {str(kind)[:40]!r} is not supported"
-            raise ApiError(400, said, param=f"input.{i}", code="unsupported_value")
+            message = f"input.{i}: an item of type {str(kind)[:40]!r} is not supported"
+            raise ApiError(400, message, param=f"input.{i}", code="unsupported_value")
     return messages

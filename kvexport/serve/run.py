@@ -1,4 +1,4 @@
-"""A server in this process: `app` on a socket until a signal ends it."""
+"""A server in this process: an application on a socket, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,16 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 
 def listen(host: str, port: int, stall: float) -> socket.socket:
-    """A socket that listens. Raises EnvironmentProblem where the address cannot be had. stall: seconds after which the
-    system itself closes a connection whose other end takes nothing (Linux)."""
+    """Return a listening socket.
+
+    Args:
+        host: The address or name to listen on.
+        port: The port, 0 for any free one.
+        stall: Seconds after which the system closes a connection whose other end takes no data (Linux).
+
+    Raises:
+        EnvironmentProblem: The address is in use or not allowed.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -38,7 +46,12 @@ def listen(host: str, port: int, stall: float) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, which on the first signal lets running requests end, and on the second ends itself."""
+    """A uvicorn server. The first signal lets running requests end; the second one ends the server at once.
+
+    Args:
+        app: The application of `create_app`.
+        on_ready: Called once when the server takes requests.
+    """
 
     def __init__(self, app: Starlette, on_ready: Callable[[], None] = lambda: None) -> None:
         self._service: Service = app.state.service
@@ -62,13 +75,13 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Uvicorn's, and then `on_ready`."""
+        """Start as uvicorn does, then call `on_ready`."""
         self._logged.attach()
         await super().startup(sockets)
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections and no more requests; running ones end, or are ended."""
+        """Take no more connections and requests. Running requests have `drain` seconds to end."""
         draining = asyncio.ensure_future(self._service.worker.drain(self._service.settings.drain))
         await super().shutdown(sockets)
         draining.cancel()
@@ -76,15 +89,15 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals end the server and nothing else. In another thread than the main one it hears of none."""
+        """End the server, and nothing else, on a signal. Only the main thread gets signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -94,8 +107,8 @@ class Server(uvicorn.Server):
 
 
 def run(app: Starlette, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serve until a signal says otherwise."""
-    # The event loop needs little time but needs it soon: between two tokens it hands them out.
+    """Serve until a signal comes."""
+    # The event loop needs little time, but soon: it sends every token as it comes.
     sys.setswitchinterval(0.001)
     with listener:
         asyncio.run(Server(app, on_ready).serve([listener]))

@@ -1,4 +1,4 @@
-"""What every route needs of the engine: bodies read, prompts encoded, requests answered whole or as a stream."""
+"""The service behind every route: it reads bodies, encodes prompts, and answers requests whole or as a stream."""
 
 from __future__ import annotations
 
@@ -50,27 +50,32 @@ _LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
 class Rendering(Protocol):
-    """An API's words for an answer that streams. Each gives events, or b""."""
+    """The events of a stream in the form of one API. Every method returns events, or b"" for none."""
 
     def begin(self) -> bytes:
-        """What comes first."""
+        """Return the events before the answer."""
         ...
 
     def add(self, update: Update) -> bytes:
-        """What a step made."""
+        """Return the events for the tokens of one step."""
         ...
 
     def end(self) -> bytes:
-        """When all requests have finished."""
+        """Return the events after all requests have finished."""
         ...
 
     def fail(self, error: ApiError) -> bytes:
-        """In place of the end."""
+        """Return the events that end the stream with an error."""
         ...
 
 
 class Service:
-    """One server's: the engine behind its worker, what is allowed, and the metrics."""
+    """The state of one server: the engine behind its worker, the limits, the sessions and the metrics.
+
+    Args:
+        engine: The engine. From here on only the worker's thread uses it.
+        settings: The limits.
+    """
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         options = replace(
@@ -85,38 +90,54 @@ class Service:
         self.metrics = Metrics(self.model)
         self.sessions = Sessions(engine.manifest, settings)
         self.session_bytes = session_bytes(engine.manifest)
-        self.lanes = engine.reserve()  # the memory of the state is taken now, and no more later
+        self.lanes = engine.reserve()  # takes all memory of the state now
         self.responses = ResponseStore()
         self.tracing = tracing.start(self.model)
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)
-        # Prompts are encoded beside the event loop, one at a time: the cores are the model's.
+        # Prompts are encoded in another thread than the event loop's, one at a time: the cores belong to the model.
         self._encoders = anyio.CapacityLimiter(1)
 
     async def read(self, request: Request, kind: type[B]) -> B:
-        """The body of a request. Raises ApiError where it is too long, too slow, no JSON or not of the kind."""
-        sort = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if sort != "application/json" and not sort.endswith("+json"):
-            raise ApiError(415, f"the body is {sort[:80]}: send JSON, with Content-Type: application/json")
+        """Return the body of a request as a model.
+
+        Raises:
+            ApiError: The body is too long, too slow, no JSON, or has a wrong field.
+        """
+        media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise ApiError(415, f"the body is {media_type[:80]}: send JSON, with Content-Type: application/json")
         data = await read_bytes(request, self.settings.body)
         return await self.beside(lambda: parse(kind, data)) if len(data) > 100_000 else parse(kind, data)
 
     def check_model(self, name: str | None) -> str:
-        """The model's name in the answer. Raises ApiError for one that is not here."""
+        """Return the model's name for the answer.
+
+        Raises:
+            ApiError: The server has no model of this name.
+        """
         if name is None or name in self.settings.names or "*" in self.settings.names:
             return name or self.model
-        there = ", ".join(sorted({self.model, *self.settings.names} - {"*"}))
-        said = f"there is no model {name[:200]!r} here, but {there}"
-        raise ApiError(404, said, code="model_not_found", param="model")
+        names = ", ".join(sorted({self.model, *self.settings.names} - {"*"}))
+        message = f"there is no model {name[:200]!r} here, but {names}"
+        raise ApiError(404, message, code="model_not_found", param="model")
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """`work`, in a thread beside the event loop."""
+        """Return the result of `work`, which runs in another thread than the event loop's."""
         return await anyio.to_thread.run_sync(work, limiter=self._encoders)
 
     async def encode(
         self, prompt: str | Sequence[int], *, special: bool = True, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Token ids of a prompt, as the engine takes them. special: with the tokenizer's special tokens, of a text.
-        fits: refuse what is too long."""
+        """Return the token ids of a prompt.
+
+        Args:
+            prompt: A text, or token ids.
+            special: Whether a text gets the tokenizer's special tokens.
+            fits: Whether a prompt that fills the context is refused.
+
+        Raises:
+            ApiError: The prompt is too long.
+        """
 
         def work() -> Sequence[int] | NDArray[Any]:
             tokenizer = self.engine.tokenizer
@@ -130,12 +151,12 @@ class Service:
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Token ids of a conversation, in the words of the chat template. variables: the template's own."""
+        """Return the token ids of a conversation, as the chat template writes it. variables: the template's own."""
         engine = self.engine
 
         def work() -> Sequence[int] | NDArray[Any]:
             if engine.chat_template is None or engine.tokenizer is None:
-                return engine.encode_chat(messages)  # which says what is missing
+                return engine.encode_chat(messages)  # raises an error that names the missing file
             text = engine.chat_template.render(messages, tools, **variables)
             ids = self._encoded(engine.tokenizer, text, special=False)
             return self._fitting(ids) if fits else ids
@@ -159,7 +180,11 @@ class Service:
                 give_back_memory()
 
     async def text_of_prompt(self, prompt: str | Sequence[int]) -> str:
-        """A prompt as text. Raises ApiError where it cannot be."""
+        """Return a prompt as text.
+
+        Raises:
+            ApiError: A token id is out of range, or the artifact has no tokenizer.
+        """
         tokenizer = self.engine.tokenizer
         if isinstance(prompt, str):
             return prompt
@@ -191,37 +216,51 @@ class Service:
             raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
 
     def requests(self, ids: Any, settings: Sequence[GenerationSettings], priority: int = 0) -> list[EngineRequest]:
-        """Of one prompt, which is read once for all of them."""
+        """Return a request for each of the settings. The prompt is read once for all of them."""
         deadline = time.monotonic() + self.settings.timeout
         first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline)
         return [first, *(first.fork(other) for other in settings[1:])]
 
-    async def prepare(self, asked: Conversation, sampling: Sampling, tokens: int | None, **settings: Any) -> Prepared:
-        """Requests that answer a conversation. tokens: of an answer, None = what fits. settings: further generation
-        settings."""
-        tools, form = check_tools(asked.tools), asked.form
-        callable_, must = choose(tools, asked.tool_choice)
+    async def prepare(
+        self, conversation: Conversation, sampling: Sampling, tokens: int | None, **settings: Any
+    ) -> Prepared:
+        """Return requests that answer a conversation.
+
+        Args:
+            conversation: The conversation.
+            sampling: The fields that all APIs share.
+            tokens: Tokens of an answer at most. None allows what fits.
+            **settings: Further generation settings.
+
+        Raises:
+            ApiError: The conversation is too long, or a field cannot be used.
+            UsageError: The template, a tool or a setting cannot be used.
+        """
+        tools, form = check_tools(conversation.tools), conversation.form
+        callable_, must = choose(tools, conversation.tool_choice)
         calls = form_of(self.engine.chat_template) if callable_ else None
         shown = tools if callable_ else None
-        start = Start() if asked.session is None else await self.sessions.start(asked.session)
+        start = Start() if conversation.session is None else await self.sessions.start(conversation.session)
         new = None
         if (known := start.snapshot) is not None:
-            new = await self.beside(lambda: self._next_turn(known, asked.messages, shown, asked.variables))
+            new = await self.beside(
+                lambda: self._next_turn(known, conversation.messages, shown, conversation.variables)
+            )
         if new is None:
             start = replace(start, snapshot=None)
-        ids = await self.encode_chat(asked.messages, shown, asked.variables) if new is None else new
+        ids = await self.encode_chat(conversation.messages, shown, conversation.variables) if new is None else new
         tokenizer = self.engine.tokenizer
         if calls is not None and tokenizer is not None:
             settings["shown_ids"] = calls.shown_ids(tokenizer) or None
             if must:
-                form = calls_grammar(calls, callable_, tokenizer, parallel=asked.parallel)
+                form = calls_grammar(calls, callable_, tokenizer, parallel=conversation.parallel)
         reasoning = None
         if self.settings.reasoning and tokenizer is not None and thinks(self.engine.chat_template):
             settings["shown_ids"] = (*(settings.get("shown_ids") or ()), *shown_ids(tokenizer)) or None
-            reasoning = form is None and is_open(ids, tokenizer)  # a form holds from the first token on
+            reasoning = form is None and is_open(ids, tokenizer)  # a form constrains the first token already
         default = self.engine.generation_config.get("max_new_tokens")
-        prepared = await self.follow(ids, start, asked.session, sampling, tokens, default, form=form, **settings)
-        return Prepared(prepared.requests, asked.session, start, callable_, calls, reasoning)
+        prepared = await self.follow(ids, start, conversation.session, sampling, tokens, default, form=form, **settings)
+        return Prepared(prepared.requests, conversation.session, start, callable_, calls, reasoning)
 
     async def follow(
         self,
@@ -235,13 +274,24 @@ class Service:
         form: Grammar | None = None,
         **settings: Any,
     ) -> Prepared:
-        """Requests for answers to token ids, after the state `start` where there is one."""
+        """Return requests for answers to token ids.
+
+        Args:
+            ids: The new token ids [n].
+            start: The state before them.
+            session: The session that keeps the state after the answer.
+            sampling: The fields that all APIs share.
+            tokens: Tokens of an answer at most, None for `default`.
+            default: Tokens of an answer without a bound in the request, None for what fits.
+            form: The grammar of the answer.
+            **settings: Further generation settings.
+        """
         self.check_choices(sampling.n or 1)
         length = len(ids) + (0 if start.snapshot is None else len(start.snapshot.ids))
         self.check_length(length)
         longest = self.longest(length, tokens, default)
         chosen = sampling.settings(self.engine, longest, grammar=form, **settings)
-        if form is not None:  # compiled beside the engine's steps, which then find it
+        if form is not None:  # compiled here, so that the engine's steps do not wait for it
             await self.beside(lambda: self.engine.grammars.start(form, chosen[0].eos_token_ids))
         requests = self.requests(ids, chosen, sampling.priority or 0)
         if session is not None:
@@ -249,18 +299,26 @@ class Service:
         return Prepared(requests, session, start)
 
     def check_choices(self, answers: int) -> None:
-        """Raises ApiError where so many are too many for one request."""
-        if answers > self.settings.choices:
-            said = f"{answers} answers are asked for in one request, and {self.settings.choices} are allowed"
-            raise ApiError(400, said[:200], param="n")
+        """Check the number of answers of one request.
 
-    def longest(self, prompt_tokens: int, wanted: int | None, default: int | None = None) -> int:
-        """Tokens of an answer, at most: those wanted, else `default`, else all that fit."""
+        Raises:
+            ApiError: The server allows fewer.
+        """
+        if answers > self.settings.choices:
+            message = f"the request asks for {answers} answers, and {self.settings.choices} are allowed"
+            raise ApiError(400, message[:200], param="n")
+
+    def longest(self, prompt_tokens: int, limit: int | None, default: int | None = None) -> int:
+        """Return the tokens of an answer at most: `limit`, or else `default`, or else all that fit."""
         room = self.engine.max_length - prompt_tokens
-        return min(x for x in (wanted or default or room, room, self.settings.max_tokens) if x is not None)
+        return min(x for x in (limit or default or room, room, self.settings.max_tokens) if x is not None)
 
     async def submit(self, requests: Sequence[EngineRequest], *, streams: bool) -> Job:
-        """Let them wait for lanes; `end` must follow. Raises ApiError where too many wait."""
+        """Queue requests for lanes. `end` must follow.
+
+        Raises:
+            ApiError: The queue is full, or the server is shutting down.
+        """
         job = Job(requests, streams=streams, buffer=self.settings.buffer)
         job.parent = None if self.tracing is None else self.tracing.parent()
         job.timer = asyncio.get_running_loop().call_later(self.settings.timeout, self._expire, job)
@@ -272,7 +330,7 @@ class Service:
         return job
 
     def end(self, job: Job) -> None:
-        """What still runs of it is cancelled."""
+        """End a job. Requests of it that still run are cancelled."""
         if job.timer is not None:
             job.timer.cancel()
         self.worker.cancel(job)
@@ -281,32 +339,37 @@ class Service:
         job.fail(overloaded(f"the answer took longer than {self.settings.timeout:g} seconds", 5))
         self.worker.cancel(job)
 
-    async def whole(self, request: Request, asked: Prepared) -> None:
-        """Let the engine answer. Raises what ended one of them; ClientGone where nobody waits any more."""
+    async def whole(self, request: Request, prepared: Prepared) -> None:
+        """Wait until the engine has answered all requests.
+
+        Raises:
+            Exception: The error that ended a request.
+            ClientGone: The client went away.
+        """
 
         async def work() -> None:
-            job = await self.submit(asked.requests, streams=False)
+            job = await self.submit(prepared.requests, streams=False)
             try:
                 async for update in job.updates(self.settings.keep_alive):
                     if update is not None and update.error is not None:
                         raise update.error
             finally:
                 self.end(job)
-            await self._keep(asked)
+            await self._keep(prepared)
 
         await unless_gone(request.receive, work())
 
-    async def _keep(self, asked: Prepared) -> None:
-        if asked.session is not None and (snapshot := asked.requests[0].snapshot) is not None:
-            await self.sessions.keep(asked.session, snapshot, asked.start)
+    async def _keep(self, prepared: Prepared) -> None:
+        if prepared.session is not None and (snapshot := prepared.requests[0].snapshot) is not None:
+            await self.sessions.keep(prepared.session, snapshot, prepared.start)
 
-    async def stream(self, asked: Prepared, rendering: Rendering) -> Response:
-        """The answers as a stream of events."""
-        job = await self.submit(asked.requests, streams=True)
-        events = self._events(job, asked, rendering)
-        return EventStream(events, self.settings.stall, on_end=lambda: self.end(job), headers=asked.headers)
+    async def stream(self, prepared: Prepared, rendering: Rendering) -> Response:
+        """Return a response that streams the answers as events."""
+        job = await self.submit(prepared.requests, streams=True)
+        events = self._events(job, prepared, rendering)
+        return EventStream(events, self.settings.stall, on_end=lambda: self.end(job), headers=prepared.headers)
 
-    async def _events(self, job: Job, asked: Prepared, rendering: Rendering) -> AsyncGenerator[bytes]:
+    async def _events(self, job: Job, prepared: Prepared, rendering: Rendering) -> AsyncGenerator[bytes]:
         try:
             yield rendering.begin()
             async for update in job.updates(self.settings.keep_alive):
@@ -317,7 +380,7 @@ class Service:
                     raise update.error
                 if chunk := rendering.add(update):
                     yield chunk
-            await self._keep(asked)  # before the client can know that its next turn may come
+            await self._keep(prepared)  # before the client sees the end and may send its next turn
             yield rendering.end()
         except Exception as error:
             known = api_error(error)
@@ -333,5 +396,5 @@ def give_back_memory() -> None:
 
 
 def session_bytes(manifest: Manifest) -> int:
-    """Of one session, at most."""
+    """Return the bytes that one session can have at most."""
     return state_bytes(manifest.recipe, manifest.cache) + 16 * manifest.limits.max_length + (1 << 20)

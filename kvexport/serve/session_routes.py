@@ -1,4 +1,4 @@
-"""/v1/sessions/NAME: a session goes from one server to another, or is forgotten."""
+"""The routes /v1/sessions/NAME: read a session as bytes, write it on another server, delete it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvexport.serve.sessions import session_name
 
 
 async def get_session(service: Service, request: Request) -> Response:
-    """A session as bytes, which another server of the same artifact takes."""
+    """Answer a session as bytes, which another server of the same artifact can take."""
     name = _path_name(request)
     snapshot = await service.sessions.get(name)
     if snapshot is None:
@@ -22,7 +22,7 @@ async def get_session(service: Service, request: Request) -> Response:
 
 
 async def put_session(service: Service, request: Request) -> Response:
-    """Take over a session."""
+    """Keep a session whose bytes came from another server."""
     name = _path_name(request)
     data = await read_bytes(request, service.session_bytes)
     try:
@@ -30,12 +30,12 @@ async def put_session(service: Service, request: Request) -> Response:
     except SnapshotError as error:
         raise ApiError(400, error.problem, code="invalid_session") from error
     except EnvironmentProblem as error:
-        raise overloaded(error.problem, 5) from error
+        raise ApiError(507, error.problem, code="session_not_kept") from error
     return JSONResponse({"id": name, "object": "session"})
 
 
 async def delete_session(service: Service, request: Request) -> Response:
-    """Forget a session."""
+    """Delete a session."""
     name = _path_name(request)
     try:
         known = await service.sessions.delete(name)

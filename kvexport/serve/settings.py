@@ -1,4 +1,4 @@
-"""What a server allows."""
+"""The limits and options of a server."""
 
 from __future__ import annotations
 
@@ -13,23 +13,32 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """names: of the model in requests, the first as /v1/models gives it; "*" among them: any name will do. api_keys:
-    none = every client that reaches the server may use it. hosts: further names by which a server without keys may be
-    called. origins: of web pages that may call it, besides its own.
+    """The limits and options of a server.
 
-    preempts: a request of a better priority takes the lane of one of a worse, which goes on later. reasoning: told
-    apart from answers, of models whose chat template knows it.
-
-    queue: requests that may wait for a lane. choices: answers of one HTTP request (n times its prompts). body: bytes.
-    max_tokens: of one answer; None = what the artifact's length leaves. Seconds: timeout (of one HTTP request in all),
-    keep_alive (between comments in a silent stream), stall (a reader that takes nothing for so long is given up),
-    drain (for running requests when the server ends). buffer: tokens of a stream that its reader has not taken; one
-    that falls further behind is given up.
-
-    Bytes: prefix_memory (for the states of what prompts begin with; 0 = none are kept), session_memory (for sessions;
-    beyond it they go to session_folder, where there is one), session_disk (in that folder). session_shared: other
-    servers of the artifact use the folder too, and every turn is written at once. latency_budget: seconds that a call
-    of several prompts may take, for which others wait; None = any, see `EngineOptions.latency_budget`.
+    Attributes:
+        names: Names of the model in requests. /v1/models lists the first one. "*" accepts any name.
+        api_keys: Keys of which every client needs one. Without keys every client that reaches the server may use it.
+        hosts: Further host names under which a server without keys answers.
+        origins: Origins of web pages that may call the server, besides its own page.
+        preempts: Whether a request of better priority takes the lane of a request of worse priority, which goes on
+            later.
+        reasoning: Whether answers are split into reasoning and text, for models whose chat template knows reasoning.
+        queue: Requests that may wait for a lane.
+        choices: Answers of one HTTP request: `n` times its prompts.
+        body: Bytes of one request body.
+        max_tokens: Tokens of one answer. None allows what the artifact's length leaves.
+        timeout: Seconds that one HTTP request may take in all.
+        keep_alive: Seconds between two comments in a silent stream.
+        stall: Seconds after which a reader that takes no data counts as gone.
+        drain: Seconds that running requests have when the server ends.
+        buffer: Tokens of a stream that its reader has not taken. A reader that falls further behind is given up.
+        prefix_memory: Bytes for the states of prefixes. 0 keeps none.
+        session_memory: Bytes for sessions in memory. More sessions go to `session_folder`, if there is one.
+        session_folder: The folder for sessions.
+        session_disk: Bytes of all files in that folder.
+        session_shared: Whether other servers of the artifact use the folder too. Every turn is then written at once.
+        latency_budget: Seconds that a call of several prompts may take while others wait. None sets no bound, see
+            `EngineOptions.latency_budget`.
     """
 
     names: tuple[str, ...] = ("kvexport",)

@@ -1,4 +1,4 @@
-"""What the lanes hold at a moment: for the page, for /metrics, and for /stats."""
+"""The state of the lanes at a moment, for the page, /metrics and /stats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvexport.serve.service import Service
 
 
 async def stats(service: Service, _: Request) -> Response:
-    """The lanes, the memory of their state, and how many tokens were made."""
+    """Answer the lanes, the memory of their state, and how many tokens were generated."""
     worker = service.worker
     seen = await worker.call(lambda: lanes_now(service.engine, service.lanes))
     plan = service.engine.plan
@@ -42,71 +42,86 @@ async def stats(service: Service, _: Request) -> Response:
 
 
 def measure(service: Service) -> None:
-    """Let /metrics show it too."""
+    """Register the figures of the lanes, the prefixes and the sessions at /metrics."""
     engine, worker, lanes, metrics = service.engine, service.worker, service.lanes, service.metrics
 
     def running() -> int:
         return len(engine.running())
 
-    metrics.gauge("vllm:num_requests_running", "Requests that hold a lane.", running)
-    metrics.gauge("vllm:num_requests_waiting", "Requests without one.", lambda: max(0, worker.pending - running()))
-    metrics.gauge("vllm:kv_cache_usage_perc", "Share of the lanes that are held.", lambda: running() / lanes.count)
+    metrics.gauge("vllm:num_requests_running", "Requests that have a lane.", running)
+    metrics.gauge("vllm:num_requests_waiting", "Requests without a lane.", lambda: max(0, worker.pending - running()))
+    metrics.gauge("vllm:kv_cache_usage_perc", "Share of the lanes in use.", lambda: running() / lanes.count)
     metrics.gauge("kvexport:lanes", "Sequences that can run at once.", lambda: lanes.count)
     taken = state_bytes(engine.manifest.recipe, engine.plan, lanes.count)
     metrics.gauge("kvexport:state_bytes", "Memory of the state of all lanes.", lambda: taken)
     metrics.gauge(
         "kvexport:tokens_per_slot",
-        "Tokens that a slot of a held lane stands for.",
+        "Tokens per occupied slot of the lanes in use.",
         lambda: tokens_per_slot(engine, lanes),
     )
     if (prefixes := engine.prefixes) is not None:
         known = prefixes
-        metrics.counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked for.", lambda: known.queries)
-        metrics.counter("vllm:prefix_cache_hits", "Tokens of prompts that were not read again.", lambda: known.hits)
-        metrics.gauge("kvexport:prefix_bytes", "States of what prompts begin with.", lambda: known.nbytes)
+        metrics.counter(
+            "vllm:prefix_cache_queries",
+            "Tokens of prompts that were looked up among the prefixes.",
+            lambda: known.queries,
+        )
+        metrics.counter(
+            "vllm:prefix_cache_hits", "Tokens of prompts that were found among the prefixes.", lambda: known.hits
+        )
+        metrics.gauge("kvexport:prefix_bytes", "Bytes of the states of prefixes.", lambda: known.nbytes)
     sessions = service.sessions
-    metrics.gauge("kvexport:session_bytes", "Sessions in memory.", lambda: sessions.memory_bytes)
-    metrics.gauge("kvexport:session_disk_bytes", "Sessions in the folder.", lambda: sessions.disk_bytes)
-    metrics.counter("vllm:num_preemptions", "How often a lane went to a better priority.", lambda: engine.preemptions)
-    metrics.counter("kvexport:merges", "How often a lane's cache was brought back to its budget.", lambda: lanes.merges)
+    metrics.gauge("kvexport:session_bytes", "Bytes of the sessions in memory.", lambda: sessions.memory_bytes)
+    metrics.gauge("kvexport:session_disk_bytes", "Bytes of the session files.", lambda: sessions.disk_bytes)
+    metrics.counter(
+        "vllm:num_preemptions", "Requests that lost their lane to a better priority.", lambda: engine.preemptions
+    )
+    metrics.counter("kvexport:merges", "Merges, which bring a lane's cache back to its budget.", lambda: lanes.merges)
 
 
 def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
-    """Each lane. tokens: seen by it. slots: that are taken, the mean over its layers. A lane that is idle still shows
-    the request that it held last."""
+    """Return the state of each lane.
+
+    Returns:
+        One entry a lane: `state`, `tokens` that its cache has seen, and occupied `slots`, the mean over its layers. An
+        idle lane shows its last request. A lane in use also has the tokens of the prompt, of the prompt that are read,
+        and generated.
+    """
     holders = {request.lane: request for request in engine.running()}
-    seen = []
+    entries = []
     for lane in range(lanes.count):
         request = holders.get(lane)
         entry: dict[str, Any] = {"state": request.state.value if request else "idle", "tokens": lanes.length[lane]}
         entry["slots"] = occupied(engine.plan, lanes, lane)
         if request is not None:
             entry |= {"prompt": len(request.ids), "read": request.done, "generated": len(request.tokens)}
-        seen.append(entry)
-    return seen
+        entries.append(entry)
+    return entries
 
 
 def occupied(plan: CachePlan, lanes: Lanes, lane: int) -> float:
-    """The slots that a lane's entries take, the mean over its layers."""
+    """Return how many slots a lane's entries occupy, the mean over its layers."""
     counters = lanes.counters(lane)
     return math.fsum(counters.held) / len(plan.caches) + counters.added
 
 
 def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
-    """How many tokens a slot stands for, over the lanes that are held; 0 where none is."""
-    held = [request.lane for request in engine.running()]
-    slots = sum(occupied(engine.plan, lanes, lane) for lane in held)
-    return sum(lanes.length[lane] for lane in held) / slots if slots else 0.0
+    """Return the tokens per occupied slot, over all lanes in use; 0 if none is in use."""
+    used = [request.lane for request in engine.running()]
+    slots = sum(occupied(engine.plan, lanes, lane) for lane in used)
+    return sum(lanes.length[lane] for lane in used) / slots if slots else 0.0
 
 
 def full_bytes_per_token(plan: CachePlan) -> int:
-    """What every further token takes in a cache that keeps all keys and values."""
+    """Return the bytes that each token takes in a full cache."""
     return sum(layer.slot_bytes() for layer in plan.caches)
 
 
 async def slots(service: Service, request: Request) -> Response:
-    """The entries of one head of one lane, in order of position: the position of the latest token that each stands
-    for, and for how many it stands."""
+    """Answer the entries of one head of one lane, in order of position.
+
+    An entry has the position of the latest token that it stands for, and its votes: how many tokens it stands for.
+    """
     layers = service.engine.plan.caches
     lane = _number(request, "lane", service.lanes.count)
     layer = _number(request, "layer", len(layers))
@@ -116,7 +131,7 @@ async def slots(service: Service, request: Request) -> Response:
 
 
 def entries(lanes: Lanes, lane: int, layer: int, head: int) -> tuple[Sequence[float], Sequence[int]]:
-    """Votes and positions of the slots that are taken, oldest position first."""
+    """Return votes and positions of the occupied slots, oldest position first."""
     names = [tensor.past(layer) for tensor in STATE if tensor.name in ("votes", "position")]
     state = lanes.read(lane, names)
     votes, position = (state[name][head] for name in names)
@@ -128,5 +143,5 @@ def entries(lanes: Lanes, lane: int, layer: int, head: int) -> tuple[Sequence[fl
 def _number(request: Request, name: str, end: int) -> int:
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) < end):
-        raise ApiError(400, f"{name}: a number from 0 to {end - 1}", param=name)
+        raise ApiError(400, f"{name}: expected a number from 0 to {end - 1}", param=name)
     return int(text)

@@ -1,4 +1,4 @@
-"""Answers that are sent while they are made, as server-sent events, and clients that go away."""
+"""Answers as server-sent events, sent while they are generated, and clients that go away."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
-    """Nobody is there to hear the answer."""
+    """The client closed the connection before its answer."""
 
 
 def event(data: Any, name: str = "") -> bytes:
-    """One server-sent event with JSON."""
+    """Return one server-sent event with JSON data. name: the event's name, "" for none."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def error_event(error: ApiError, path: str) -> bytes:
-    """In place of what would have followed, as the API that has this path gives it."""
+    """Return the event that ends a stream with an error, in the form of the API at `path`."""
     if path.startswith("/v1/messages"):
         return event(error.body(path), "error")
     return event(error.body(path)) + DONE
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; it is cancelled, and ClientGone raised, where the client goes away before."""
+    """Return the result of `work`, unless the client goes away before.
+
+    Raises:
+        ClientGone: The client went away. `work` was cancelled.
+    """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -48,8 +52,14 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends the events as they come, and calls `on_end` whatever happens. stall: a client that takes nothing for so
-    many seconds counts as gone."""
+    """A response that sends events as they come.
+
+    Args:
+        events: The bytes of the events.
+        stall: Seconds after which a client that takes no data counts as gone.
+        on_end: Called when the stream ends, for whatever reason.
+        headers: Further headers of the response.
+    """
 
     media_type = "text/event-stream"
 
@@ -62,7 +72,7 @@ class EventStream(Response):
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the events end or the client has gone."""
+        """Send until the events end or the client has gone."""
         tasks = [asyncio.ensure_future(work) for work in (self._send(send), _gone(receive), self._watch())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +93,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _watch(self) -> None:
-        """Until a single event has been on its way for too long."""
+        """Return when a single event has been on its way for longer than `stall` seconds."""
         loop = asyncio.get_running_loop()
         while self._sending_since is None or loop.time() - self._sending_since < self._stall:
             await asyncio.sleep(self._stall / 4)

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shape."""
+"""The routes /tokenize and /detokenize, with the fields of vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvexport.serve.service import Service
 
 
 class TokenizeBody(Body):
-    """A prompt, or messages."""
+    """The body of /tokenize: a prompt, or messages."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -27,13 +27,13 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Token ids."""
+    """The body of /detokenize: token ids."""
 
     tokens: TokenIds
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """The token ids of a prompt or of messages."""
+    """Answer the token ids of a prompt or of messages."""
     body = await service.read(request, TokenizeBody)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -44,14 +44,14 @@ async def tokenize(service: Service, request: Request) -> Response:
         variables = template_variables(body.chat_template_kwargs, body.add_generation_prompt)
         ids = await service.encode_chat(template_messages(body.messages or []), body.tools, variables, fits=False)
     texts = TokenTexts(service.engine.tokenizer)
-    found = [int(i) for i in ids]
-    strings = [texts.text(i) for i in found] if body.return_token_strs else None
+    tokens = [int(i) for i in ids]
+    strings = [texts.text(i) for i in tokens] if body.return_token_strs else None
     limit = service.engine.max_length
-    return JSONResponse({"count": len(found), "max_model_len": limit, "tokens": found, "token_strs": strings})
+    return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Answer the text of token ids, special tokens included."""
     body = await service.read(request, DetokenizeBody)
     service.check_model(body.model)
     return JSONResponse({"prompt": await service.text_of_prompt(body.tokens)})

@@ -1,8 +1,8 @@
-"""Spans of requests by OpenTelemetry: where it waits, how long its prompt was read and its answer made.
+"""OpenTelemetry spans of requests: the time in the queue, in prefill and in decode.
 
-Off unless the standard environment variables ask for it: OTEL_TRACES_EXPORTER (`otlp` or `console`), or
-OTEL_EXPORTER_OTLP_ENDPOINT; or unless the process has a tracer provider already (`opentelemetry-instrument`). A span
-follows on that of the client's `traceparent` header.
+Tracing is on if OTEL_TRACES_EXPORTER (`otlp` or `console`) or OTEL_EXPORTER_OTLP_ENDPOINT is set, or if the process has
+a tracer provider already (`opentelemetry-instrument`). A span is a child of the span in the client's `traceparent`
+header.
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ _parent: ContextVar[Any] = ContextVar("kvexport_trace_parent", default=None)
 
 
 class Times(NamedTuple):
-    """Of one request, by time.perf_counter(); 0 where it did not come so far. begun: it got its lane. first: its first
-    token."""
+    """The times of one request by time.perf_counter(), 0 for a state that it did not reach.
+
+    Attributes:
+        added: It was queued.
+        begun: It got its lane.
+        first: It got its first token.
+        ended: It finished.
+    """
 
     added: float
     begun: float
@@ -40,23 +46,28 @@ class Times(NamedTuple):
 
 
 class Tracing:
-    """Of one server. provider: a tracer provider of OpenTelemetry's."""
+    """The tracing of one server.
+
+    Args:
+        model: The name of the model.
+        provider: A tracer provider of OpenTelemetry.
+    """
 
     def __init__(self, model: str, provider: Any) -> None:
         self._api = importlib.import_module("opentelemetry.trace")
         self._model, self._provider = model, provider
         self._tracer = provider.get_tracer("kvexport", __version__)
 
-    def heard(self, headers: Mapping[str, str]) -> None:
-        """What is answered now, in this task, is a request with these headers."""
+    def enter(self, headers: Mapping[str, str]) -> None:
+        """Take the parent span from the headers of the request that the current task answers."""
         _parent.set(importlib.import_module("opentelemetry.propagate").extract(dict(headers)))
 
     def parent(self) -> Any:
-        """What spans of the request that is answered now, in this task, follow on."""
+        """Return the parent span of the request that the current task answers."""
         return _parent.get()
 
     def finished(self, request: Request, times: Times, parent: Any) -> None:
-        """The spans of a request."""
+        """Export the spans of a finished request."""
         offset = time.time_ns() - int(time.perf_counter() * 1e9)
 
         def at(seconds: float) -> int:
@@ -81,28 +92,36 @@ class Tracing:
         span.end(at(times.ended))
 
     def close(self) -> None:
-        """Give away what has not been exported yet."""
+        """Export the spans that wait."""
         if hasattr(self._provider, "force_flush"):
             self._provider.force_flush()
 
 
 def start(model: str) -> Tracing | None:
-    """As the environment asks for it; None where it does not. Raises UsageError for an exporter that is not known,
-    EnvironmentProblem where OpenTelemetry is asked for and not installed."""
+    """Return the tracing that the environment variables ask for, None if they ask for none.
+
+    Raises:
+        UsageError: The exporter is unknown.
+        EnvironmentProblem: OpenTelemetry is not installed.
+    """
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     if is_there("opentelemetry.trace"):
-        there = importlib.import_module("opentelemetry.trace").get_tracer_provider()
-        if type(there).__name__ != "ProxyTracerProvider":  # which stands for none
-            return Tracing(model, there)
-    asked = os.environ.get("OTEL_TRACES_EXPORTER") or ("otlp" if any(map(os.environ.get, _ENDPOINTS)) else "none")
-    if asked == "none":
+        provider = importlib.import_module("opentelemetry.trace").get_tracer_provider()
+        if type(provider).__name__ != "ProxyTracerProvider":  # a placeholder, if nobody has set one
+            return Tracing(model, provider)
+    exporter_name = os.environ.get("OTEL_TRACES_EXPORTER") or (
+        "otlp" if any(map(os.environ.get, _ENDPOINTS)) else "none"
+    )
+    if exporter_name == "none":
         return None
-    if asked not in _EXPORTERS:
-        raise UsageError(f"OTEL_TRACES_EXPORTER is {asked[:40]!r}", f"one of {', '.join(_EXPORTERS)}, none")
-    module, name = _EXPORTERS[asked]
+    if exporter_name not in _EXPORTERS:
+        raise UsageError(f"OTEL_TRACES_EXPORTER is {exporter_name[:40]!r}", f"one of {', '.join(_EXPORTERS)}, none")
+    module, name = _EXPORTERS[exporter_name]
     if not (is_there("opentelemetry.sdk.trace") and is_there(module)):
-        raise EnvironmentProblem(f"OTEL_TRACES_EXPORTER={asked} needs OpenTelemetry, which is not installed", _INSTALL)
+        raise EnvironmentProblem(
+            f"OTEL_TRACES_EXPORTER={exporter_name} needs OpenTelemetry, which is not installed", _INSTALL
+        )
     sdk = importlib.import_module("opentelemetry.sdk.trace")
     exporter = getattr(importlib.import_module(module), name)()
     named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")

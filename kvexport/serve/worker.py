@@ -1,5 +1,8 @@
-"""The thread that owns an engine. Nothing else touches the engine: the event loop hands it calls, which it makes
-between two steps, and it hands back what the steps made, one message a step."""
+"""The thread that owns an engine. No other thread uses the engine.
+
+The event loop queues calls, which this thread makes between two steps. After each step the thread posts the new tokens
+to the event loop, one message a step.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,14 @@ log = logging.getLogger("kvexport.serve")
 
 
 class Update(NamedTuple):
-    """What a step made of one request of a job, `choice` counting from 0. error: why it ended, where finish_reason is
-    "error"."""
+    """The result of one step for one request of a job.
+
+    Attributes:
+        choice: The number of the request within its job, from 0.
+        tokens: The new tokens.
+        finish_reason: The reason if the request has finished, else None.
+        error: The error if finish_reason is "error".
+    """
 
     choice: int
     tokens: Sequence[Token]
@@ -36,11 +45,14 @@ class Update(NamedTuple):
 
 
 class Job:
-    """The requests of one client, and the updates that it has not taken yet. Of the event loop, but for `requests`,
-    which are the worker's until they finish.
+    """The requests of one client, and the updates that the client has not taken.
 
-    streams: False where nothing is wanted before the end, and updates bring no tokens. buffer: tokens that may wait to
-    be taken; with one more the job is given up.
+    Only the event loop uses a job. Its requests belong to the worker's thread until they finish.
+
+    Args:
+        requests: The requests.
+        streams: Whether updates bring tokens. Without a stream the only update of a request is its end.
+        buffer: Tokens that may wait to be taken. A job with more is given up.
     """
 
     def __init__(self, requests: Sequence[Request], *, streams: bool, buffer: int = 0) -> None:
@@ -48,14 +60,14 @@ class Job:
         self.streams = streams
         self.open = len(requests)  # requests that have not finished
         self.timer: asyncio.TimerHandle | None = None
-        self.parent: Any = None  # of its spans
+        self.parent: Any = None  # the parent span of its spans
         self._buffer, self._behind = buffer, 0
         self._updates: deque[Update] = deque()
         self._ready = asyncio.Event()
         self._error: ApiError | None = None
 
     def put(self, update: Update) -> bool:
-        """Give it an update; False where its reader is too far behind."""
+        """Add an update and return whether the reader keeps up."""
         self._updates.append(update)
         self._behind += len(update.tokens)
         self.open -= update.finish_reason is not None
@@ -63,13 +75,19 @@ class Job:
         return self._behind <= self._buffer or not self.streams
 
     def fail(self, error: ApiError) -> None:
-        """End it for its reader."""
+        """End the job for its reader with an error."""
         self._error = self._error or error
         self._ready.set()
 
     async def updates(self, every: float) -> AsyncIterator[Update | None]:
-        """Until all requests have finished; None about every so many seconds, where nothing else is there. Raises what
-        `fail` gave."""
+        """Yield updates until all requests have finished.
+
+        Args:
+            every: Seconds of silence after which None is yielded.
+
+        Raises:
+            ApiError: The error that `fail` was called with.
+        """
         loop, quiet = asyncio.get_running_loop(), False
         timer: asyncio.TimerHandle
 
@@ -104,8 +122,16 @@ class Job:
 
 @dataclass
 class _Entry:
-    """A request that has not finished. sent: tokens that its job has been given. Times of time.perf_counter(): added,
-    first (of its first token), last (of its last one)."""
+    """A request that has not finished. Times are of time.perf_counter().
+
+    Attributes:
+        job: The job of the request.
+        choice: The number of the request within the job.
+        added: The time at which it was queued.
+        sent: Tokens that were posted to the job.
+        first: The time of its first token.
+        last: The time of its last token so far.
+    """
 
     job: Job
     choice: int
@@ -116,17 +142,24 @@ class _Entry:
 
 
 class Worker:
-    """Drives `engine`. room: requests that may run and wait together. tracing: hears of every request that finished."""
+    """The engine's thread and its queue of calls.
+
+    Args:
+        engine: The engine. Only the thread uses it once `start` was called.
+        metrics: Counts requests and tokens.
+        room: Requests that may run and wait together.
+        tracing: Exports the spans of finished requests.
+    """
 
     def __init__(self, engine: Engine, metrics: Metrics, room: int, tracing: Tracing | None = None) -> None:
         self.engine = engine
         self.metrics = metrics
         self.tracing = tracing
         self.room = room
-        self.pending = 0  # requests that have not finished, or are on their way here
+        self.pending = 0  # requests that have not finished, or are about to be queued
         self.generated = 0  # tokens, of all requests
         self.draining = False
-        self.failed = False  # its thread has ended by itself: nothing will be answered any more
+        self.failed = False  # the thread has ended by an error: no request will be answered any more
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None]] = queue.SimpleQueue()
@@ -134,21 +167,28 @@ class Worker:
         self._jobs: set[Job] = set()
         self._ending = False
 
-    # Of the event loop's thread.
+    # The methods below run in the event loop's thread.
 
     def start(self) -> None:
-        """Begin; in the event loop that hears of it."""
+        """Start the thread. Its messages go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="kvexport-engine", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the worker takes requests."""
         return self._thread is not None and self._thread.is_alive() and not (self.draining or self.failed)
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """What `function` returns in the engine's thread, between two steps. Raises ApiError where that has ended."""
+        """Run `function` in the engine's thread, between two steps.
+
+        Returns:
+            A future of its result.
+
+        Raises:
+            ApiError: The thread has ended.
+        """
         assert self._loop is not None
         if self.failed:
             raise _failed()
@@ -157,8 +197,12 @@ class Worker:
         return future
 
     async def submit(self, job: Job) -> None:
-        """Let the requests of a job wait for lanes. `cancel` must follow, whatever happens. Raises ApiError where there
-        is no room, UsageError for a request that cannot be answered."""
+        """Queue the requests of a job for lanes. `cancel` must follow, whatever happens.
+
+        Raises:
+            ApiError: The queue is full, the server is shutting down, or the thread has ended.
+            UsageError: The engine cannot answer a request.
+        """
         if self.failed:
             raise _failed()
         if self.draining:
@@ -171,19 +215,19 @@ class Worker:
         self._jobs.add(job)
         added = self.call(lambda: self._add(job))
         added.add_done_callback(lambda future: self._rejected(job) if future.exception() else None)
-        await asyncio.shield(added)  # a client that is gone by now does not keep `_rejected` from being called
+        await asyncio.shield(added)  # `_rejected` is called even if the client goes away now
 
     def _rejected(self, job: Job) -> None:
         self.pending -= len(job.requests)
         self._jobs.discard(job)
 
     def cancel(self, job: Job) -> None:
-        """End what still runs of a job; its lanes are free at the next step."""
+        """Cancel requests of a job that still run. Their lanes are free at the next step."""
         if job.open and job in self._jobs:
             self._calls.put((lambda: self._cancel(job), None))
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, and wait for those that are here; after so many seconds they are ended."""
+        """Take no more requests, and wait for the running ones. After `seconds` they are cancelled."""
         self.draining = True
         end = time.monotonic() + seconds
         while self._jobs and time.monotonic() < end:
@@ -193,7 +237,7 @@ class Worker:
             self.cancel(job)
 
     async def close(self) -> None:
-        """End the thread. What still runs is cancelled."""
+        """End the thread. Requests that still run are cancelled."""
         self.draining = self._ending = True
         self._calls.put((lambda: None, None))
         if self._thread is not None:
@@ -218,7 +262,7 @@ class Worker:
             if not job.open:
                 self._jobs.discard(job)
 
-    # Of the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -235,7 +279,7 @@ class Worker:
         self._make_calls(wait=False)
 
     def _make_calls(self, wait: bool = True) -> None:
-        """All that are there; where the engine has nothing to do, the next one too."""
+        """Make all queued calls. If the engine is idle, wait for the next call."""
         with suppress(queue.Empty):
             while True:
                 function, future = self._calls.get(block=wait and not self.engine.busy and not self._ending)
@@ -253,7 +297,7 @@ class Worker:
         try:
             advanced = self.engine.step()
         except Exception as error:
-            # The requests that took part have the error; the others go on.
+            # The requests of the step carry the error; the others go on.
             log.error("a step of the engine failed", exc_info=error)
             advanced = [r for e in self._entries.values() if (r := e.job.requests[e.choice]).state is FINISHED]
         self._deliver(advanced)
@@ -278,8 +322,8 @@ class Worker:
                     times = Times(entry.added, request.begun, entry.first, now)
                     self.tracing.finished(request, times, entry.job.parent)
             if finished or entry.job.streams:
-                given = tokens if entry.job.streams else ()
-                updates.append((entry.job, Update(entry.choice, given, request.finish_reason, request.error)))
+                new = tokens if entry.job.streams else ()
+                updates.append((entry.job, Update(entry.choice, new, request.finish_reason, request.error)))
         if updates:
             self._to_loop(self._post, updates)
 
@@ -301,7 +345,7 @@ class Worker:
 
     def _to_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody is there to hear it
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits for the message
             self._loop.call_soon_threadsafe(function, *arguments)
 
 

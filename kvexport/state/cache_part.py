@@ -1,8 +1,8 @@
-"""A part of the entries of a full cache, in a cache of its own under the same ONNX graph and the same weights: what
-drafts (`kvexport.engine.cache_drafter`), and what decode steps read (`kvexport.state.periodic`).
+"""A small cache with some entries of a full cache, for the same ONNX graph and the same weights.
 
-Its entries are copied: sinks, the latest ones, and of the others those of the highest score where the full cache's
-method keeps one. So they are what the model computed over the cache that they come from.
+Drafts (`kvexport.engine.cache_drafter`) and periodic decode steps (`kvexport.state.periodic`) read it. Its entries are
+copies: the sinks, the latest entries, and those between with the highest scores if the full cache's method keeps
+scores. So every entry is what the model computed over the full cache.
 """
 
 from __future__ import annotations
@@ -19,14 +19,24 @@ from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
 from kvexport.schema.state import SCALES, StateTensor
 
-Slots = NDArray[np.int64]  # of a layer [KV heads, n], or [1, n] of all its heads
-LaneTensors = Mapping[str, NDArray[Any]]  # of one lane, by their input names, with all their slots
-ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # what an entry is, beside its votes
+Slots = NDArray[np.int64]  # slots of a layer [KV heads, n], or [1, n] for all its heads
+LaneTensors = Mapping[str, NDArray[Any]]  # the tensors of one lane by their input names, with all slots
+ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the tensors of an entry, besides its votes
 
 
 class CachePart:
-    """Lanes of such caches, one to begin with; `plan` is theirs (`kvexport.cache.part_plan`). what, fix: of the
-    UsageError where state is not in the host's memory."""
+    """The lanes of such a cache, one to begin with.
+
+    Args:
+        manifest: The manifest of the artifact.
+        model: The loaded model.
+        plan: The plan of the small cache (`kvexport.cache.part_plan`).
+        what: The subject of the error message.
+        fix: The fix in the error message.
+
+    Raises:
+        UsageError: State is not in the host's memory.
+    """
 
     def __init__(self, manifest: Manifest, model: LoadedModel, plan: CachePlan, what: str, fix: str) -> None:
         self.plan = plan
@@ -36,20 +46,28 @@ class CachePart:
             raise UsageError(f"{what} copies entries in the host's memory, and the cache is on a device", fix)
 
     def make(self, lanes: int) -> None:
-        """Make sure that so many lanes are there."""
+        """Make the cache have at least `lanes` lanes."""
         if lanes > self.lanes:
             self.state, self.lanes = self.state.grown(lanes), lanes
 
     def view(self, lane: int) -> LaneTensors:
-        """A lane's tensors where they are."""
-        found = self.state.view(lane)
-        assert found is not None
-        return found
+        """Return the tensors of a lane, without a copy."""
+        tensors = self.state.view(lane)
+        assert tensors is not None
+        return tensors
 
     def chosen(self, i: int, score: NDArray[np.float32] | None, used: int) -> Slots:
-        """The slots of layer i of a full cache that belong into the part, ascending. score: by which those between
-        sinks and the latest are chosen [KV heads, at least used]; None where the latest are. used: slots of the full
-        cache."""
+        """Return the slots of a layer of the full cache that the small cache takes, ascending.
+
+        Args:
+            i: The layer.
+            score: Scores of the slots [KV heads, at least used], which decide between sinks and latest slots. None
+                takes the latest slots.
+            used: Occupied slots of the full cache.
+
+        Returns:
+            Slots [KV heads, n], or [1, n] if all heads take the same.
+        """
         layer = self.plan.caches[i]
         if used <= layer.budget:
             return np.arange(used)[None]
@@ -63,16 +81,16 @@ class CachePart:
         return np.concatenate([np.tile(first, (heads, 1)), highest, np.tile(latest, (heads, 1))], axis=1)
 
     def entry(self, i: int) -> Iterable[StateTensor]:
-        """The state tensors of layer i that an entry is copied with."""
+        """Return the state tensors of layer i that belong to an entry."""
         return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
 
     def copy(self, i: int, source: LaneTensors, target: LaneTensors, chosen: Slots, start: int) -> None:
-        """Copy a layer's slots to those of another cache from `start` on, and empty the ones after them."""
+        """Copy slots of a layer to another cache from slot `start` on, and empty the slots behind them."""
         end = start + chosen.shape[1]
         for tensor in self.entry(i):
-            given, taken = source[tensor.past(i)], target[tensor.past(i)]
-            for head in range(len(given)):
-                # By a mode that never raises, or numpy would copy by way of a buffer.
-                np.take(given[head], chosen[head % len(chosen)], axis=0, out=taken[head, start:end], mode="clip")
+            old, new = source[tensor.past(i)], target[tensor.past(i)]
+            for head in range(len(old)):
+                # With a mode that may raise, NumPy would copy through a buffer.
+                np.take(old[head], chosen[head % len(chosen)], axis=0, out=new[head, start:end], mode="clip")
         votes = target[f"past_key_values.{i}.votes"]
         votes[:, start:end], votes[:, end:] = 1, 0

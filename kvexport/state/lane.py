@@ -9,8 +9,14 @@ from numpy.typing import NDArray
 
 
 class Counters(NamedTuple):
-    """What is counted of a lane. held: slots of each layer that were taken when it last merged (at most: a window may
-    have dropped more). added: tokens since. length: tokens seen."""
+    """Counters of one lane.
+
+    Attributes:
+        held: Slots of each layer that were occupied after the last merge. It is an upper bound: a sliding window may
+            have dropped more.
+        added: Tokens added since the last merge.
+        length: Tokens seen in all.
+    """
 
     held: tuple[int, ...]
     added: int

@@ -1,4 +1,4 @@
-"""Memory of a file: a full cache that is larger than the machine's memory lies on its disk."""
+"""Memory that is a file, for a full cache that is larger than the machine's memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from kvexport.units import format_bytes
 
 
 def mapped(size: int, folder: str, limit: int | None) -> NDArray[np.uint8]:
-    """So many bytes of zeros of a file in `folder`, mapped into memory (see `kvexport.backends.base.Memory`).
+    """Return zeros in a file that is mapped into memory (see `kvexport.backends.base.Memory`).
 
-    The file has no name from the moment that it is open, so that the system frees it with the array, or with the
-    process however that ends. All of its blocks are taken at once: a disk that is full is found here, not by a signal
-    in the middle of a step. Raises EnvironmentProblem for a folder that is missing or cannot be written, a disk without
-    room, and a size above `limit` bytes.
+    The file has no name from the moment that it is open, so the system frees it with the array, or with the process
+    however that ends. All blocks are allocated at once: a full disk is an error here, and no signal in the middle of a
+    step.
+
+    Args:
+        size: Bytes of the file.
+        folder: The folder of the file.
+        limit: Bytes that the file may have, None for any.
+
+    Returns:
+        Zeros [size] uint8.
+
+    Raises:
+        EnvironmentProblem: The folder is missing or read-only, the disk has no room, or `size` is above `limit`.
     """
     if limit is not None and size > limit:
         raise EnvironmentProblem(

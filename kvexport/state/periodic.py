@@ -1,13 +1,14 @@
-"""Decoding over a part of a full cache that is chosen anew every so many tokens (`cache.periodic`).
+"""Decoding over some entries of a full cache, which are chosen again after a number of tokens (`cache.periodic`).
 
-The full cache evicts nothing: it reads prompts, and gets the entries of decoded tokens. A decode step reads the part.
-Every `every` tokens, counted from the beginning of the sequence, a step reads the full cache instead: so that the
-method's scores of all entries are of the current query too, and by them the part is chosen anew, at once or in a thread
-`delay` steps later, whatever the thread's speed. Between choices the scores of the part's entries go on in the part;
-those of others stay. Until a sequence is longer than the part has slots its steps read the full cache.
+The full cache evicts nothing: it reads prompts and gets the entries of decoded tokens. A decode step reads a small
+cache with chosen entries, called the part. Every `every` tokens, counted from the beginning of the sequence, a step
+reads the full cache instead, so that the method's scores of all entries include the current query. By these scores the
+part is chosen again, at once or in a thread `delay` steps later, however fast the thread is. Between two choices the
+scores of the part's entries are updated in the part, and the scores of other entries stay. Steps read the full cache
+until a sequence is longer than the part has slots.
 
-All of that depends on the length of the sequence alone, and what a lane's part holds is saved with the lane. So no
-answer depends on the batch, on threads, or on where a snapshot was taken.
+The schedule depends only on the length of the sequence, and the part of a lane is saved with the lane. So no answer
+depends on the batch, on threads, or on the moment of a snapshot.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from kvexport.recipe.periodic import PeriodicSection
 from kvexport.state.cache_part import ENTRY, CachePart, LaneTensors, Slots
 from kvexport.state.mapped_file import mapped
 
-READ, NEXT = "read_positions", "next_positions"  # tensors of a saved lane: entries of the part, and of the next one
-# Of each layer: slots of the full cache, and copies of what they hold.
+READ, NEXT = "read_positions", "next_positions"  # tensors of a saved lane: the entries of the part and of the next part
+# For each layer: slots of the full cache, and copies of their content.
 _Choice = tuple[list[Slots], list[dict[str, NDArray[Any]]]]
 
 
@@ -44,8 +45,11 @@ class _Next:
 
 @dataclass(frozen=True)
 class _Held:
-    """What the part holds of a lane: copies of the full cache's slots of each layer, then the tokens from `start` on.
-    copied: so many tokens are in the full cache; those after them are in the part alone."""
+    """The content of a lane's part: copies of the full cache's slots of each layer, then the tokens from `start` on.
+
+    Attributes:
+        copied: Tokens that are in the full cache. Later tokens are only in the part.
+    """
 
     slots: list[Slots]
     start: int
@@ -54,8 +58,12 @@ class _Held:
 
 
 def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> PeriodicState:
-    """State for `lanes` sequences, all empty. Raises UsageError where state is not in the host's memory,
-    EnvironmentProblem where the recipe's file cannot hold it."""
+    """Return the state of `lanes` empty sequences.
+
+    Raises:
+        UsageError: State is not in the host's memory.
+        EnvironmentProblem: The recipe's file cannot hold the full cache.
+    """
     settings, plan = manifest.recipe.cache.periodic, part_plan(manifest.recipe, manifest.cache)
     assert plan is not None
     fix = "--set cache.periodic.slots=null, or backend.device=cpu"
@@ -68,8 +76,10 @@ def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> Periodic
 
 
 class PeriodicState(ModelState):
-    """A `ModelState` whose `decode` is that of the full cache; `advance` is a decode step. A full cache that evicts
-    nothing never moves an entry: the slot of a token is its number in the sequence."""
+    """A `ModelState` whose `decode` reads the full cache, and whose `advance` is a decode step.
+
+    A full cache that evicts nothing never moves an entry, so the slot of a token is its number in the sequence.
+    """
 
     top_logits: int | None = None
 
@@ -83,7 +93,7 @@ class PeriodicState(ModelState):
     def advance(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """As `decode`, of lanes that are at a decode step; several tokens of a lane are read by the full cache."""
+        """Decode as `decode` does, for lanes at a decode step. The full cache reads several tokens of a lane."""
         if input_ids.shape[1] > 1:
             return self.decode(input_ids, query_length, first)
         small = np.zeros_like(query_length)
@@ -104,7 +114,10 @@ class PeriodicState(ModelState):
         return logits if found is None else np.where(small[:, :, None] > 0, logits, found)
 
     def _reads_part(self, lane: int) -> bool:
-        """Whether a lane's step reads the part, which then holds what it should; otherwise the full cache does."""
+        """Return whether a lane's step reads the part, after bringing the part up to date.
+
+        Otherwise the step reads the full cache.
+        """
         length, held, settings = self._length[lane], self._held.get(lane), self._settings
         assert settings.slots is not None
         if length < settings.slots or length % settings.every == 0:
@@ -120,7 +133,7 @@ class PeriodicState(ModelState):
         return True
 
     def _choose_next(self, lane: int) -> None:
-        """After a step of the full cache: the next part is another."""
+        """Choose the next part after a step of the full cache."""
         held = self._held.get(lane)
         if held is None:
             return
@@ -139,7 +152,7 @@ class PeriodicState(ModelState):
         self._part.state.write(lane, {}, length)
 
     def _prepare(self, full: LaneTensors, scores: list[NDArray[np.float32] | None], length: int) -> _Choice:
-        """A choice, with copies of its entries. In a thread: of the full cache it reads what no step changes."""
+        """Return a choice with copies of its entries. A thread reads only what no step of the full cache changes."""
         slots = self._choose(scores, length)
         return slots, [self._copies(i, full, chosen) for i, chosen in enumerate(slots)]
 
@@ -147,14 +160,17 @@ class PeriodicState(ModelState):
         return [self._part.chosen(i, score, length) for i, score in enumerate(scores)]
 
     def _scores(self, lane: int) -> list[NDArray[np.float32] | None]:
-        """Copies of what each layer's slots are chosen by [KV heads, used]; None where the latest are."""
+        """Return copies of the scores by which each layer's slots are chosen [KV heads, used].
+
+        None takes the latest slots.
+        """
         if not self._part.scored:
             return [None for _ in self._layers]
         full, length = self._view(lane), self._length[lane]
         return [full[f"past_key_values.{i}.score"][:, 0, :length].copy() for i in self._layers]
 
     def _copies(self, i: int, full: LaneTensors, chosen: Slots) -> dict[str, NDArray[Any]]:
-        """Copies of a layer's slots, by the names of its tensors."""
+        """Return copies of a layer's slots, by the names of its tensors."""
         found = {}
         for tensor in self._part.entry(i):
             given = full[tensor.past(i)]
@@ -165,8 +181,10 @@ class PeriodicState(ModelState):
     def _place(
         self, lane: int, slots: list[Slots], start: int, copies: list[dict[str, NDArray[Any]]] | None = None
     ) -> None:
-        """Let a lane's part hold these slots of the full cache, which is up to date, and the tokens from `start` on.
-        copies: of the slots."""
+        """Fill a lane's part with slots of the full cache, and the tokens from `start` on.
+
+        The full cache is up to date. copies: the contents of the slots.
+        """
         full, own, length = self._view(lane), self._part.view(lane), self._length[lane]
         for i, chosen in enumerate(slots):
             count = chosen.shape[1]
@@ -181,7 +199,7 @@ class PeriodicState(ModelState):
         self._part.state.write(lane, {}, length)
 
     def _settle(self, lane: int) -> None:
-        """Bring the full cache up to the part: entries of the tokens that it lacks, and the part's statistics."""
+        """Bring the full cache up to date: add the entries of tokens that it lacks, and the part's statistics."""
         held, length = self._held.get(lane), self._length[lane]
         if held is None:
             return
@@ -195,8 +213,7 @@ class PeriodicState(ModelState):
         self._full.write(lane, {}, length)
 
     def _give_statistics(self, lane: int, *, to_full: bool = False) -> None:
-        """Give the part what the full cache keeps of the attention to its entries, or the other way round: scores and
-        the method's own tensors."""
+        """Copy statistics between full cache and part: scores and the method's own tensors."""
         held, full, own = self._held[lane], self._view(lane), self._part.view(lane)
         late = np.arange(held.start, held.copied)
         for i in self._layers:
@@ -225,7 +242,7 @@ class PeriodicState(ModelState):
         self._held.pop(lane, None)
 
     def _positions(self, lane: int) -> dict[str, NDArray[np.int32]]:
-        """The positions of a lane's part, and of the one that follows, for `write`."""
+        """Return the positions of a lane's part and of the next part, for `write`."""
         held, full, found = self._held[lane], self._view(lane), {}
         given = {READ: [np.append(x, np.tile(np.arange(held.start, held.copied), (len(x), 1)), 1) for x in held.slots]}
         if held.next is not None:
@@ -238,7 +255,7 @@ class PeriodicState(ModelState):
         return found
 
     def _restore(self, lane: int, positions: Mapping[str, NDArray[Any]]) -> None:
-        """Go on with the part whose positions these are, over a full cache that is written."""
+        """Go on with the part at these positions, over a full cache that is written."""
         full, length, found = self._view(lane), self._length[lane], {}
         for name, wanted in positions.items():
             position = full[name.rpartition(".")[0] + ".position"][:, :length]
@@ -255,7 +272,7 @@ class PeriodicState(ModelState):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """See `LaneState.decode`: by the full cache."""
+        """Decode over the full cache, see `LaneState.decode`."""
         for i in np.flatnonzero(query_length[:, 0]).tolist():
             self._settle(first + i)
             self._forget(first + i)
@@ -269,7 +286,7 @@ class PeriodicState(ModelState):
         return self._full.step(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """See `LaneState.merge`: nothing does."""
+        """Merge nothing, see `LaneState.merge`."""
         self._full.merge(first, last)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
@@ -292,7 +309,7 @@ class PeriodicState(ModelState):
         return more
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """See `ModelState.read`; with what the part holds where `names` is None."""
+        """Read a lane, see `ModelState.read`. If `names` is None, the positions of the part are included."""
         self._settle(lane)
         found = self._full.read(lane, names)
         return found | self._positions(lane) if names is None and lane in self._held else found
@@ -303,7 +320,7 @@ class PeriodicState(ModelState):
         self._forget(lane)
         positions = {name: array for name, array in state.items() if name.endswith((f".{READ}", f".{NEXT}"))}
         self._full.write(lane, {name: array for name, array in state.items() if name not in positions}, past_length)
-        # Values that are not finite would stay in empty slots.
+        # Otherwise values that are not finite would stay in empty slots.
         self._part.state.clear(lane, lane + 1, poisoned=True)
         if past_length is not None:
             self._length[lane] = past_length
@@ -311,7 +328,7 @@ class PeriodicState(ModelState):
             self._restore(lane, positions)
 
     def rollback(self, lane: int, count: int) -> None:
-        """See `ModelState.rollback`; the part is chosen anew at the next step."""
+        """Roll tokens back, see `ModelState.rollback`. The next step chooses the part again."""
         self._settle(lane)
         self._forget(lane)
         self._full.rollback(lane, count)

@@ -1,5 +1,7 @@
-"""Sessions: conversations whose state is kept. A session is a snapshot under a name. Its next turn is a request that
-starts from the snapshot, reads only the new tokens, and leaves the next snapshot.
+"""Sessions: conversations whose state is kept.
+
+A session is a snapshot under a name. Its next turn is a request that starts from the snapshot, reads only the new
+tokens, and leaves the next snapshot.
 
 Sessions used last are in memory, others in a folder, one file each. Both places are bounded: a session that is not used
 for longest moves from memory to the folder, and is deleted there. An error of one session loses no other session.

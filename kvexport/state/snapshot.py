@@ -1,9 +1,9 @@
-"""The state of one sequence at a moment, as a value, and as bytes that another process or machine goes on from.
+"""The state of one sequence at a moment, as a value, and as bytes from which another process or machine goes on.
 
-The bytes: `MAGIC`, the format's version and the header's length (4 bytes each, little endian), the header's SHA-256,
-the header (JSON), then the tensors in the order of its list, each held to its own SHA-256. Nothing in them is code. The
-digests find damage, not intent: what is read is checked against the artifact as well, so that no bytes whatever make a
-cache larger than its capacity.
+The bytes are `MAGIC`, the format's version and the header's length (4 bytes each, little endian), the SHA-256 of the
+header, the header (JSON), then the tensors in the order of the header's list, each checked against its own SHA-256. The
+bytes hold no code. The digests find damage, not intent: the content is checked against the artifact as well, so that no
+bytes at all make a cache larger than its capacity.
 """
 
 from __future__ import annotations
@@ -30,19 +30,24 @@ from kvexport.state.lane import Counters, Saved
 from kvexport.state.periodic import NEXT, READ
 
 MAGIC = b"kvexsnap"
-VERSIONS = (1, 2)  # the second has reference queries, which may be fewer than the rows of their ring
+VERSIONS = (1, 2)  # version 2 has reference queries, which may be fewer than the rows of their ring
 _FIXED = struct.Struct("<8sII32s")
-MARK = _FIXED.size  # bytes at the beginning that tell it from every other: they hold the header's digest
+MARK = _FIXED.size  # bytes at the beginning, with the header's digest: they differ between any two snapshots
 _HEADER_LIMIT = 64 << 20
-_ALIGNMENT = 64  # bytes, of the first tensor
+_ALIGNMENT = 64  # bytes; the first tensor is aligned to it
 _AGAIN = "make the snapshot again, with this artifact"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a snapshot belongs to, by digests. model: the checkpoint and its weights. recipe: without what may differ
-    between machines (backend, largest batch, speculation). contract: its version, the cache plan, chunks, merge
-    intervals, and what decode steps read of the cache."""
+    """The model, recipe and contract of a snapshot, as digests.
+
+    Attributes:
+        model: The checkpoint and its weights.
+        recipe: The recipe without the parts that may differ between machines (backend, largest batch, speculation).
+        contract: The contract's version, the cache plan, chunks, merge intervals, and the entries that decode steps
+            read.
+    """
 
     model: str
     recipe: str
@@ -50,7 +55,7 @@ class Origin:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Origin:
-        """Of what an artifact makes."""
+        """Return the origin of the snapshots that an artifact makes."""
         recipe = manifest.recipe.model_dump(
             mode="json", exclude={"backend": True, "limits": {"max_batch"}, "speculate": True, "cache": {"periodic"}}
         )
@@ -68,7 +73,11 @@ class Origin:
         return cls(*(_digest_of(part) for part in ([manifest.model.fingerprint, weights], recipe, contract)))
 
     def check(self, found: Origin) -> None:
-        """Raises SnapshotError, naming what differs, for a snapshot of another origin."""
+        """Check that a snapshot has this origin.
+
+        Raises:
+            SnapshotError: The snapshot has another origin. The message names the difference.
+        """
         for part in fields(self):
             ours, theirs = getattr(self, part.name), getattr(found, part.name)
             if ours != theirs:
@@ -79,12 +88,17 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The state of one sequence.
+    """The state of one sequence. Nothing in it may be changed.
 
-    ids: its tokens, prompt and answer [n] int64, of which the cache has seen the first `counters.length`: the last
-    token of an answer never has been. state: the lane's tensors (see `ModelState.read`). sampler, text: what
-    `Sampler.state` and `TextStream.state` gave; text is None where the answer has ended, or there is no tokenizer.
-    settings: of that answer. Nothing of it may be changed.
+    Attributes:
+        origin: The digests of its artifact.
+        ids: The tokens of prompt and answer [n] int64. The cache has seen the first `counters.length` of them: never
+            the last token of an answer.
+        state: The lane's tensors (see `ModelState.read`).
+        counters: The lane's counters.
+        sampler: The state that `Sampler.state` returned.
+        text: The state that `TextStream.state` returned. None if the answer has ended, or there is no tokenizer.
+        settings: The settings of the answer.
     """
 
     origin: Origin
@@ -97,21 +111,21 @@ class Snapshot:
 
     @property
     def length(self) -> int:
-        """Tokens that the cache has seen."""
+        """The number of tokens that the cache has seen."""
         return self.counters.length
 
     @property
     def saved(self) -> Saved:
-        """The lane."""
+        """The tensors and counters of the lane."""
         return Saved(self.state, self.counters)
 
     @property
     def nbytes(self) -> int:
-        """Of its arrays."""
+        """Bytes of the arrays."""
         return self.ids.nbytes + sum(array.nbytes for array in self.state.values())
 
     def to_bytes(self) -> bytes:
-        """All of it; `from_bytes` reads it."""
+        """Return the snapshot as bytes, which `from_bytes` reads."""
         arrays = {"ids": self.ids, **self.state}
         parts = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
         header = {
@@ -133,8 +147,15 @@ class Snapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, manifest: Manifest) -> Snapshot:
-        """What `to_bytes` wrote, for the artifact of `manifest`; its arrays look at `data`. Raises SnapshotError for
-        everything that is not that."""
+        """Return the snapshot that `to_bytes` wrote.
+
+        Args:
+            data: The bytes. The arrays of the snapshot are views of them.
+            manifest: The artifact that goes on with the snapshot.
+
+        Raises:
+            SnapshotError: The bytes are damaged, or the snapshot belongs to another artifact.
+        """
         header, rest = _read_header(memoryview(data).cast("B"))
         try:
             origin = Origin(*(str(header[part.name]) for part in fields(Origin)))
@@ -156,17 +177,17 @@ class Snapshot:
 
 
 def damaged(problem: str) -> SnapshotError:
-    """The error for bytes that are no snapshot, or no longer one."""
+    """Return the error for bytes that are no snapshot, or are damaged."""
     return SnapshotError(f"the snapshot is damaged: {problem}", _AGAIN)
 
 
 def _read_header(data: memoryview) -> tuple[dict[str, Any], memoryview]:
-    """The header, held to its digest, and what follows it."""
+    """Return the header, checked against its digest, and the bytes behind it."""
     if len(data) < _FIXED.size:
         raise damaged(f"it has {len(data)} bytes, its beginning alone has {_FIXED.size}")
     magic, version, size, digest = _FIXED.unpack_from(data)
     if magic != MAGIC:
-        raise damaged("it does not begin as one")
+        raise damaged("it does not begin with the mark of a snapshot")
     if version not in VERSIONS:
         known = " and ".join(map(str, VERSIONS))
         raise SnapshotError(f"the snapshot has the format {version}, this kvexport reads {known}", _AGAIN)
@@ -174,7 +195,7 @@ def _read_header(data: memoryview) -> tuple[dict[str, Any], memoryview]:
     if size > _HEADER_LIMIT or len(text) != size:
         raise damaged(f"its header should have {size} bytes, {len(text)} are there")
     if hashlib.sha256(text).digest() != digest:
-        raise damaged("its header is not what its digest says")
+        raise damaged("its header does not have its digest")
     try:
         header = json.loads(bytes(text))
     except (ValueError, RecursionError) as error:
@@ -197,7 +218,7 @@ def _read_tensors(entries: Any, data: memoryview) -> dict[str, NDArray[Any]]:
             raise damaged(f"it is cut off: {name[:80]!r} should have {size} bytes, {len(data)} are left")
         array = np.frombuffer(data[:size], dtype=dtype).reshape(shape)
         if _sha256(array) != entry["sha256"]:
-            raise damaged(f"the tensor {name[:80]!r} is not what its digest says")
+            raise damaged(f"the tensor {name[:80]!r} does not have its digest")
         arrays[name], data = array, data[size:]
     if len(data):
         raise damaged(f"{len(data)} bytes follow its last tensor")
@@ -205,8 +226,11 @@ def _read_tensors(entries: Any, data: memoryview) -> dict[str, NDArray[Any]]:
 
 
 def _check(snapshot: Snapshot, manifest: Manifest) -> None:
-    """Hold a snapshot to the artifact: shapes and types to the cache plan, counters to the slots that are used, ids to
-    the vocabulary. Whatever passes can be run, and no cache of it exceeds its capacity."""
+    """Check a snapshot against the artifact.
+
+    Shapes and types must fit the cache plan, counters the occupied slots, and ids the vocabulary. A snapshot that
+    passes can be run, and no cache of it exceeds its capacity.
+    """
     plan, ids, counters = manifest.cache, snapshot.ids, snapshot.counters
     if ids.dtype != np.int64 or ids.ndim != 1 or not 0 <= counters.length <= len(ids):
         raise damaged(f"{counters.length} tokens seen of ids {ids.dtype} {list(ids.shape)}")
@@ -226,7 +250,7 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
 
 
 def _check_part(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
-    """Hold the positions of what decode steps read to the recipe; their names."""
+    """Check the positions of the entries that decode steps read against the recipe, and return their names."""
     periodic, names = manifest.recipe.cache.periodic, dict[str, None]()
     for kind, most in ((READ, periodic.slots or 0), (NEXT, periodic.chosen)):
         of_kind = {f"past_key_values.{i}.{kind}": layer for i, layer in enumerate(manifest.cache.caches)}

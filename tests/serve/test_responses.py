@@ -94,7 +94,7 @@ def test_calls_and_their_outputs_become_what_templates_take(server: Running) -> 
             "tool_choice": {"type": "function", "name": "look"},
         }
     )
-    asked, _ = body.asked(server.service)
+    asked, _ = body.to_conversation(server.service)
     calls = [
         {"id": i, "type": "function", "function": {"name": "look", "arguments": arguments}}
         for i, arguments in (("1", {"at": 1}), ("2", {}))

@@ -84,7 +84,14 @@ class Service:
             preempts=settings.preempts,
             prefix_memory=settings.prefix_memory,
         )
-        self.engine = engine = engine.with_options(options)
+        served = engine.with_options(options)
+        # Their files were read already, and a program may have replaced them.
+        served.tokenizer, served.grammars, served.chat_template = (
+            engine.tokenizer,
+            engine.grammars,
+            engine.chat_template,
+        )
+        self.engine = engine = served
         self.settings = settings
         self.model = next((name for name in settings.names if name != "*"), "kvexport")
         self.metrics = Metrics(self.model)

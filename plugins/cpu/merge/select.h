@@ -99,9 +99,10 @@ struct Select : Nearest<K, V> {
     const int reach = p.pooled / 2;
     const int32_t* position = w.position.get();
     float sum = 0.0f;
-    for (int j = max_of(i - reach, 0); j <= min_of(i + reach, x.used - 1); ++j)
-      if (w.is_unprotected.get()[j] && position[j] - position[i] <= reach && position[i] - position[j] <= reach)
-        sum += score_of(x, w, 0, j);
+    for (int j = max_of(i - reach, 0); j <= min_of(i + reach, x.used - 1); ++j) {
+      const int64_t distance = static_cast<int64_t>(position[j]) - position[i];  // hostile positions overflow an int
+      if (w.is_unprotected.get()[j] && distance <= reach && -distance <= reach) sum += score_of(x, w, 0, j);
+    }
     return sum;
   }
 

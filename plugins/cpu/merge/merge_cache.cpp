@@ -187,7 +187,8 @@ struct Merge : Fit<K, V> {
     widen(key_row(x, w, older), wide, d);
     for (int i = 0; i < d; ++i) rotated[i] = wide[i];
     const int32_t* position = w.position.get();
-    const float steps = static_cast<float>(a.cache_positions ? younger - older : position[younger] - position[older]);
+    const float steps = static_cast<float>(
+        a.cache_positions ? younger - older : static_cast<int64_t>(position[younger]) - position[older]);
     for (int f = 0; f < a.rotary_planes; ++f) {
       const float angle = steps * a.inverse_frequencies[f];
       turn(std::cos(angle), std::sin(angle), &rotated[first_of(f)], &rotated[second_of(f)]);

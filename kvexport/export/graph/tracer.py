@@ -227,13 +227,20 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
     except UsageError:
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise UsageError(
-            f"{decoder.model.config.model_type} cannot be traced: {type(error).__name__}: {reason}"
-        ) from error
+        raise UsageError(f"{decoder.model.config.model_type} cannot be traced: {_reason(error)}") from error
     _optimize(graph, initializer_names(decoder.model).values())
     _shape_experts(graph, decoder.model)
     return graph
+
+
+def _reason(error: Exception) -> str:
+    """Return why a trace failed: the first line of the error that the others were raised from."""
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    if "complex" in str(first).lower() or "complex" in str(error).lower():
+        return "it computes with complex numbers (as some rotary embeddings do), which ONNX operators do not take"
+    return f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
 
 
 def _shape_experts(graph: ir.Model, model: Any) -> None:

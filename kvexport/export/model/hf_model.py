@@ -217,10 +217,14 @@ class _Probe:
             return 0
         widths = set()
         for q in PROBE_POSITIONS:
+            visible: Any
             with unset_fake_temporarily():
                 zero, query, keys = torch.tensor(0), torch.tensor(q), torch.arange(q - PROBE_SPAN, q + 2)
-                visible = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(keys.shape[0])
-                if isinstance(visible, FakeTensor):
+                try:
+                    visible = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(keys.shape[0])
+                except IndexError:  # it looks positions up among the tokens of this call
+                    visible = None
+                if visible is None or isinstance(visible, FakeTensor):
                     raise UsageError(
                         f"{name} has a mask that depends on more than positions (attention in chunks or blocks); it "
                         "cannot be kept in a merging cache"

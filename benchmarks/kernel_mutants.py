@@ -106,12 +106,6 @@ MUTANTS = (
         "few_products(p.weight, column, count, g)",
     ),
     Mutant(
-        "inputs are rounded that should not be",
-        LINEAR,
-        "in_panels(weight) && !a.float_input && !tiled.values",
-        "in_panels(weight) && !tiled.values",
-    ),
-    Mutant(
         "every block of inputs is the first",
         LINEAR,
         "unpack_panel(weight, l, (column + j) / kPanelColumns, first,",

@@ -85,7 +85,7 @@ MUTANTS = (
         "a.query_heads + g % group * a.heads + x.h;",
         "keepkv",
     ),
-    Mutant("stale score", DECODE_SCORES, "load(past + c) * decay + seen", "load(past + c) * decay", "h2o"),
+    Mutant("stale score", DECODE_SCORES, "load(past + c) * decay + received", "load(past + c) * decay", "h2o"),
     Mutant(
         "wrong position",
         ATTENTION,
@@ -94,7 +94,7 @@ MUTANTS = (
         "keepkv",
     ),
     Mutant("missing bias", EPILOGUE, "if (p.bias) add_row(", "if (false) add_row(", "bias"),
-    Mutant("a token does not see itself", PREFILL, "(held <= rows.now[r])", "(held < rows.now[r])", "keepkv"),
+    Mutant("a token does not see itself", PREFILL, "(position <= rows.now[r])", "(position < rows.now[r])", "keepkv"),
     Mutant("transposed rotary", EPILOGUE, "u * c - v * s", "u * c + v * s", "keepkv"),
     Mutant(
         "eviction tie",
@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "a fit does not know targets' merged values",
         FIT,
-        "rest[j] = to[j] - merged[c * kBlock + j]",
-        "rest[j] = 0.0f * merged[c * kBlock + j]",
+        "difference[j] = to[j] - merged[c * kBlock + j]",
+        "difference[j] = 0.0f * merged[c * kBlock + j]",
         "fitted",
     ),
     Mutant("a few tokens see the next one", DECODE, "max_of(from, own + 1)", "max_of(from, own + 2)", "full"),

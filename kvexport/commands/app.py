@@ -48,7 +48,7 @@ app.add_typer(deploy_app, name="deploy")
 
 
 def main() -> None:
-    """The program `kvexport`."""
+    """Run the program `kvexport`."""
     open_standard_streams()
     end_cleanly()
     try:

@@ -13,16 +13,18 @@ from kvexport.errors import UsageError
 
 def bench(
     artifact: ArtifactArgument,
-    batch: Annotated[str, typer.Option(metavar="1,8", help="Numbers of sequences that decode together.")] = "1",
-    context: Annotated[str, typer.Option(metavar="512,4096", help="Numbers of prompt tokens.")] = "512",
+    batch: Annotated[str, typer.Option(metavar="1,8", help="The numbers of sequences that decode together.")] = "1",
+    context: Annotated[str, typer.Option(metavar="512,4096", help="The numbers of prompt tokens.")] = "512",
     chunk: Annotated[
-        str, typer.Option(metavar="0,64", help="Prompt tokens per call; 0 is the artifact's chunk.")
+        str, typer.Option(metavar="0,64", help="The prompt tokens per call; 0 is the artifact's chunk.")
     ] = "0",
-    steps: Annotated[int, typer.Option(min=1, help="Number of decode steps.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each prompt is read.")] = 3,
-    threads: Annotated[int | None, typer.Option(min=0, help="Threads of the model, in place of the recipe's.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="The number of decode steps.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="The number of times that each prompt is read.")] = 3,
+    threads: Annotated[
+        int | None, typer.Option(min=0, help="The threads of the model. [default: the recipe's]")
+    ] = None,
     backend: BackendOption = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the prompts.")] = 0,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:

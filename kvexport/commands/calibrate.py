@@ -1,5 +1,4 @@
-"""`kvexport calibrate`: the layers that recall hangs on, and the recipe's line that keeps them whole; or what
-each layer, or each KV head, needs of the budget for a text."""
+"""`kvexport calibrate`: measured budgets for the layers or KV heads of a recipe's model."""
 
 from __future__ import annotations
 
@@ -19,28 +18,32 @@ def calibrate(
     overrides: SetOption = None,
     of: Annotated[
         Literal["recall", "text", "heads"],
-        typer.Option(
-            help="What is to be kept: answers about a text (whole layers), or how it goes on (text: shares of layers; "
-            "heads: of KV heads)."
-        ),
+        typer.Option(help="The purpose: recall (whole layers), text (shares of layers) or heads (shares of KV heads)."),
     ] = "recall",
     length: Annotated[
-        int | None, typer.Option(min=128, max=2**31 - 1, help="Tokens of a text; default 1000, or what has room.")
+        int | None,
+        typer.Option(
+            min=128, max=2**31 - 1, help="The tokens of a text. [default: about 1000, if the recipe has room]"
+        ),
     ] = None,
-    passages: Annotated[int, typer.Option(min=1, help="Texts; of recall with six questions each.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Of the facts and their places.")] = 0,
+    passages: Annotated[int, typer.Option(min=1, help="The number of texts; for recall with six questions each.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the texts.")] = 0,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Of this text, not of Python's manual (recall) or library (text, heads)."),
+        typer.Option(metavar="FILE", help="Take texts from this file, not from Python's manual or library."),
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Of heads: recall, or tasks of kvexport eval; all count alike. Default text."),
+        typer.Option(metavar="A,B", help="With --of heads: recall, or tasks of kvexport eval. [default: text]"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure which layers find facts in a text again, and which of them the recipe's budget can keep whole; or how the
-    layers, or their KV heads, should share it."""
+    """Measure how layers or KV heads should share the recipe's budget.
+
+    `--of recall` finds the layers on which recall of facts depends, and those that the budget can keep whole. `--of
+    text`
+    and `--of heads` measure the loss that evictions from each layer or KV head cause.
+    """
     from kvexport.packages import require
 
     require("calibrate")

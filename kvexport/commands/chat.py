@@ -37,8 +37,13 @@ HELP = """/save FILE   keep the conversation in a file
 
 @dataclass
 class Chat:
-    """messages: said so far. snapshot: the state after them, None where they are to be read anew. last: the request of
-    the last answer."""
+    """A conversation in the terminal.
+
+    Attributes:
+        messages: The messages so far.
+        snapshot: The state after these messages; None if they have to be read again.
+        last: The request of the last answer.
+    """
 
     engine: Engine
     settings: GenerationSettings
@@ -57,8 +62,7 @@ class Chat:
         self.snapshot = self.last = None
 
     def answer(self, text: str) -> None:
-        """Answer a message, printing every piece as soon as it is final. An interrupt ends the answer
-        alone."""
+        """Answer a message, and print every piece of text as soon as it is final. An interrupt ends the answer only."""
         self.messages.append({"role": "user", "content": text})
         try:
             request = self._request()
@@ -217,7 +221,7 @@ def chat(
 
 
 def _line(interactive: bool) -> str | None:
-    """The next line; None at the end of the input."""
+    """Return the next line of the input; None at its end."""
     if interactive:
         try:
             return input("> ").strip()

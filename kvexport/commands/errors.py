@@ -1,5 +1,7 @@
-"""What the command line makes of an error: one readable message on stderr, the exit code of its class, never a bare
-traceback."""
+"""Errors on the command line: one readable message on stderr, and the exit code of the error's class.
+
+A user never sees a bare traceback.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,12 @@ class Verbs(TyperGroup):
 
 
 def report(error: BaseException, *, debug: bool = False) -> int:
-    """Say on stderr what went wrong and return the exit code. debug: the traceback goes to stderr and not to a log
-    file."""
+    """Print an error on stderr, and return the exit code.
+
+    Args:
+        error: The error.
+        debug: Whether the traceback goes to stderr; otherwise an internal error's traceback goes to a log file.
+    """
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED
     if isinstance(error, Terminated):
@@ -67,7 +73,7 @@ def report(error: BaseException, *, debug: bool = False) -> int:
 
 
 def _known_problem(error: BaseException) -> KvexportError | None:
-    """The error to show where this machine lacks a package, memory or disk space, or no file can have a given path."""
+    """Return the error to show for a missing package, too little memory or disk space, or an impossible path."""
     if isinstance(error, ImportError):
         from kvexport.backends import packages
         from kvexport.packages import missing_package
@@ -95,7 +101,7 @@ def _known_problem(error: BaseException) -> KvexportError | None:
 
 
 def _summary(error: BaseException) -> str:
-    """The class and the first line of the message."""
+    """Return the class of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
@@ -120,7 +126,7 @@ def _say(text: str) -> None:
 
 
 def _flush_or_abandon() -> None:
-    """What cannot be written goes nowhere, so that the interpreter does not trip over it at its end."""
+    """Flush stdout. If it cannot be written, discard its content, so that the interpreter ends without an error."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

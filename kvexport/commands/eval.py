@@ -19,38 +19,44 @@ def evaluate(
     recipe: RecipeOption,
     overrides: SetOption = None,
     methods: Annotated[
-        str, typer.Option(metavar="A,B:KEY=VALUE", help="What to compare; default streaming, h2o, the recipe's.")
+        str,
+        typer.Option(metavar="A,B:KEY=VALUE", help="The methods to compare. [default: streaming, h2o, the recipe's]"),
     ] = "",
-    budgets: Annotated[str, typer.Option(metavar="1/8,64", help="Shares of the length, or slots.")] = "1/8,1/4,1/2",
-    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Default all: needle, ..., text, stability.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Per task and length.")] = 40,
-    length: Annotated[
-        int | None, typer.Option(min=16, max=2**31 - 1, help="Tokens of a prompt; default half of limits.max_length.")
+    budgets: Annotated[
+        str, typer.Option(metavar="1/8,64", help="The budgets, as shares of the length or as slots.")
+    ] = "1/8,1/4,1/2",
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="The tasks. [default: all: needle, ..., text, stability]")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the tasks.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, help="The samples per task and length.")] = 40,
+    length: Annotated[
+        int | None,
+        typer.Option(min=16, max=2**31 - 1, help="The tokens of a prompt. [default: half of limits.max_length]"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the tasks.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="The sequences that run at once.")] = 8,
     training_length: Annotated[
-        int | None, typer.Option(min=1, help="Of stability; default the model's positions.")
+        int | None, typer.Option(min=1, help="The length that `stability` multiplies. [default: the model's positions]")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measure on this text, not on Python's library.")
+        Path | None, typer.Option(metavar="FILE", help="Measure on this text in place of Python's library.")
     ] = None,
     longbench: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="LongBench's data and config, from there.")
+        Path | None, typer.Option(metavar="DIR", help="The folder of LongBench's data and config.")
     ] = None,
-    ruler: Annotated[Path | None, typer.Option(metavar="DIR", help="RULER's prepared tasks, from there.")] = None,
+    ruler: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of RULER's prepared tasks.")] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="A", help="What differences are to; default the recipe's method.")
+        str | None, typer.Option(metavar="A", help="The method to take differences to. [default: the recipe's]")
     ] = None,
     work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep artifacts and results there; a killed run goes on.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep artifacts and results there, so that a killed run can continue."),
     ] = None,
     telemetry: TelemetryOption = False,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
-    """Measure what methods keep of a model at equal bytes: recall, perplexity, distance to the full cache,
-    stability."""
+    """Compare methods at equal bytes: recall, perplexity, distance to the full cache, stability."""
     require_folder(html)
     from kvexport.packages import require
 
@@ -83,8 +89,11 @@ def make_options(
     ruler: Path | None,
     **numbers: Any,
 ) -> Options:
-    """Options of comma-separated words and files. With a suite and no tasks named, the suite alone. Raises
-    UsageError."""
+    """Return options from comma-separated words and files. With a suite and no named task only the suite runs.
+
+    Raises:
+        UsageError: A word or file cannot be used.
+    """
     from kvexport.evaluate.result import ALL_TASKS, Options
     from kvexport.evaluate.settings import parse_budgets
     from kvexport.evaluate.suites import read_longbench, read_ruler

@@ -145,8 +145,11 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) -> str | list[int]:
-    """The one prompt that was given, text or token ids. Raises UsageError where there is none or several, or one cannot
-    be read."""
+    """Return the prompt, which comes from exactly one of three sources, as text or token ids.
+
+    Raises:
+        UsageError: There is no prompt or more than one, or it cannot be read.
+    """
     given = [x for x in (prompt, file, token_ids) if x is not None]
     if len(given) != 1:
         found = "there is no prompt" if not given else f"there are {len(given)} prompts"
@@ -177,8 +180,11 @@ def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) ->
 def _encode(
     engine: Engine, prompt: str | list[int], system: str | None, chat: bool | None, *, plain: bool
 ) -> list[int]:
-    """Token ids of the prompt: as a user's message where a chat is wanted (True), or where nothing was said (None), the
-    prompt stands on the command line (`plain`) and the checkpoint has a template, which is then said on stderr."""
+    """Return the token ids of the prompt, in the chat template if a chat is wanted.
+
+    With `chat` None the template is used if the prompt stands on the command line (`plain`) and the checkpoint has a
+    template. A line on stderr says so.
+    """
     if chat is None and plain and isinstance(prompt, str) and engine.chat_template and engine.tokenizer:
         typer.echo(
             "The prompt is put as a user's message by the checkpoint's chat template (--no-chat: as it is).", err=True

@@ -32,8 +32,13 @@ def inspect(
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX graph. operators: how often each occurs, function bodies not counted. functions: nodes in each
-    model-local body. operators and functions are None where the package `onnx` is not there to read them."""
+    """One ONNX graph.
+
+    Attributes:
+        operators: The number of nodes of each operator, without the bodies of functions; None without the package
+            `onnx`.
+        functions: The number of nodes in the body of each model-local function; None without the package `onnx`.
+    """
 
     name: str
     file: str
@@ -48,9 +53,13 @@ class Graph:
 
 @dataclass(frozen=True)
 class Inspection:
-    """An artifact that has been checked. verified: whether the SHA-256 of every file was, and not only its name and
-    size. described: what the backends say of it. runs_on: the recipe's backend and its device, with what this machine
-    lacks for it."""
+    """A checked artifact.
+
+    Attributes:
+        verified: Whether the SHA-256 of every file was checked, not only its name and size.
+        described: The backends' descriptions of it.
+        runs_on: The recipe's backend and device, with what this machine lacks for it.
+    """
 
     path: Path
     manifest: Manifest

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_result(as_json: bool, data: Callable[[], Any], sections: Callable[[], Sequence[Section]]) -> None:
-    """A result on stdout: `data` as JSON, or `sections` as text."""
+    """Print a result on stdout: `data` as JSON, or `sections` as text."""
     if as_json:
         print_json(data())
         return
@@ -38,7 +38,7 @@ def _finite(value: Any) -> Any:
 
 
 def require_folder(page: Path | None) -> None:
-    """Raises UsageError where the page's folder does not exist: before the work, not after it."""
+    """Raise UsageError if the page's folder does not exist, before any work is done."""
     if page is not None and not page.absolute().parent.is_dir():
         raise UsageError(
             f"{page.parent}, where {page.name} is to be written, does not exist", f"mkdir -p {page.parent}"
@@ -59,7 +59,7 @@ def write_page(path: Path, title: str, subtitle: str, sections: Sequence[Section
 
 
 def read_text(path: Path) -> str:
-    """What `--text FILE` names. Raises UsageError where it cannot be read as text."""
+    """Return the content of the file of `--text`. Raise UsageError if it cannot be read as text."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -14,7 +14,7 @@ def plan(
     recipe: RecipeOption,
     overrides: SetOption = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="How much of it fits, such as 24GB or 24GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Show how many sequences fit this memory, such as 24GB or 24GiB.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -12,8 +12,12 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasatt
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal asked the process to end. Like an interrupt it passes every `except Exception`, so that each `finally`
-    and context manager on its way removes what it made: a build's staging, eval's folder, child processes."""
+    """The end of the process, requested by a signal.
+
+    Like an interrupt it passes every `except Exception`, so each `finally` and context manager removes what it made:
+    the
+    staging folder of a build, the folder of an evaluation, child processes.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -21,8 +25,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def end_cleanly() -> None:
-    """From now on SIGTERM and SIGHUP raise `Terminated`; a signal that the caller ignores (as nohup does) stays
-    ignored."""
+    """Make SIGTERM and SIGHUP raise `Terminated`. A signal that the caller ignores (as nohup does) stays ignored."""
     for number in ENDING:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end)
@@ -35,9 +38,12 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def open_standard_streams() -> None:
-    """Descriptors 0 to 2 that the caller closed are opened on nothing. Else the next files to be opened would get
-    their numbers, and what a library prints would be written into them. A closed stdin stays None in `sys`, so that
-    reading a prompt from it can be refused."""
+    """Open descriptors 0 to 2 on the null device if the caller closed them.
+
+    Otherwise the next opened files would get these numbers, and output of a library would be written into them. A
+    closed
+    stdin stays None in `sys`, so that a prompt from it can be refused.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -39,10 +39,10 @@ def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
 def recipes_show(
     name: Annotated[str | None, typer.Argument(metavar="NAME_OR_FILE", autocompletion=complete_recipe)] = None,
     overrides: SetOption = None,
-    resolved: Annotated[bool, typer.Option("--resolved", help="With everything it extends and every default.")] = False,
-    origin: Annotated[bool, typer.Option("--origin", help="Where every value comes from.")] = False,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Show inherited values and defaults as well.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help="The JSON schema of recipes, for editors; takes no name.")
+        bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors. Takes no name.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

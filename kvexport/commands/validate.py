@@ -24,17 +24,20 @@ Show = Callable[[str, "int | None"], "Progress"]
 def validate(
     artifact: ArtifactArgument,
     length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of the longest sequence; default past the capacity.")
+        int | None, typer.Option(min=2, help="The tokens of the longest sequence. [default: past the capacity]")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences, each shorter than the one before; default 3 or fewer.")
+        int | None,
+        typer.Option(min=1, help="The number of sequences, each shorter than the last. [default: 3 or fewer]"),
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where the weights are now; default the recipe's.")
+        str | None, typer.Option(metavar="DIR", help="The folder of the weights. [default: the recipe's]")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random tokens.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the random tokens.")] = 0,
     telemetry: TelemetryOption = False,
-    layers: Annotated[int | None, typer.Option(metavar="N", help="Hold the first N alone, built for this.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", help="Compare only the first N layers, built for this.")
+    ] = None,
     backend: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(names())}, or all that this machine has.")
     ] = None,
@@ -65,11 +68,21 @@ def validate(
 def validate_backends(
     artifact: Path, backend: str | None, layers: int | None, checkpoint: str | None, progress: Show, **asked: Any
 ) -> tuple[list[ValidationResult], dict[str, str]]:
-    """`validate_artifact(artifact, **asked)` with one backend, or with "all" that there are; and why each other one was
-    not compared.
+    """Validate an artifact on one backend, or on all backends of this machine.
 
-    layers: hold the first so many alone, in an artifact made for this. Errors: those of `validate_artifact`,
-    `first_layers` and, where a backend is asked for by name, `rebuild`.
+    Args:
+        artifact: The artifact.
+        backend: Name of a backend, "all", or None for the recipe's.
+        layers: Compare only this many first layers, in an artifact built for this; None for all.
+        checkpoint: Where the weights are; None for the recipe's path.
+        progress: Shows the stages.
+        **asked: Further arguments of `validate_artifact`.
+
+    Returns:
+        The results, and for each backend that was not compared the reason.
+
+    Raises:
+        UsageError: See `validate_artifact`, `first_layers` and, for a named backend, `rebuild`.
     """
     from kvexport.artifact.reading import load_manifest
     from kvexport.validate.layers import first_layers
@@ -105,8 +118,11 @@ def _compare(
 
 
 def _prepare(held: Path, backend: str, progress: Show) -> dict[str, str]:
-    """Let the backends that are wanted prepare an artifact of ONNX graphs alone; why one cannot, where any backend will
-    do."""
+    """Let the wanted backends prepare an artifact that has only ONNX graphs.
+
+    Returns:
+        For each backend that cannot, the reason, if any backend is allowed.
+    """
     from kvexport import backends
     from kvexport.export.rebuild import rebuild
 

@@ -114,6 +114,8 @@ class Service:
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise ApiError(415, f"the body is {media_type[:80]}: send JSON, with Content-Type: application/json")
         data = await read_bytes(request, self.settings.body)
+        if len(data) > _LARGE_TEXT:  # once the body and its values are freed
+            asyncio.get_running_loop().call_later(0.1, give_back_memory)
         return await self.beside(lambda: parse(kind, data)) if len(data) > 100_000 else parse(kind, data)
 
     def check_model(self, name: str | None) -> str:

@@ -14,17 +14,29 @@ _NUMBER = re.compile(r"\d+")
 
 
 def check_width(value: Any) -> None:
-    """Check a width or a count of a template.
+    """Check a width or a count that a template passes to a filter.
+
+    Args:
+        value: A number, or a text that is repeated. Values of other types pass.
 
     Raises:
-        ValueError: It is above 1000.
+        ValueError: The number, or the length of the text in characters, is above 1000.
     """
     if (isinstance(value, int) and value > MOST) or (isinstance(value, str) and len(value) > MOST):
         raise ValueError(f"a width or count of {str(value)[:40]} is larger than {MOST}")
 
 
 def format_text(value: Any, *arguments: Any, **named: Any) -> str:
-    """Return `value % arguments` as Jinja's filter `format` does."""
+    """Return `value % arguments`, as Jinja's filter `format` does.
+
+    Args:
+        value: The text with %-fields.
+        *arguments: The values of the fields.
+        **named: The values by name. They replace `arguments`.
+
+    Raises:
+        ValueError: A number in the text is above 1000, or a width is an argument (`*`).
+    """
     text = str(value)
     for number in _NUMBER.findall(text):
         if len(number) > 4 or int(number) > MOST:
@@ -35,7 +47,17 @@ def format_text(value: Any, *arguments: Any, **named: Any) -> str:
 
 
 def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Return a text with its lines indented. first: the first line too. blank: empty lines too."""
+    """Return a text with indented lines.
+
+    Args:
+        value: The text.
+        width: The number of spaces, or the text before each line.
+        first: Whether the first line is indented too.
+        blank: Whether empty lines are indented too.
+
+    Raises:
+        ValueError: The width is above 1000.
+    """
     check_width(width)
     space = width if isinstance(width, str) else " " * width
     lines = str(value).split("\n")
@@ -44,7 +66,16 @@ def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = 
 
 
 def batch(value: Any, linecount: int, fill_with: Any = None) -> list[list[Any]]:
-    """Return the items in lists of `linecount`, the last one filled up with `fill_with`."""
+    """Return the items in lists of equal length.
+
+    Args:
+        value: The items.
+        linecount: The length of each list.
+        fill_with: The item that fills up the last list. None leaves the last list shorter.
+
+    Raises:
+        ValueError: The length is above 1000.
+    """
     check_width(linecount)
     items, rows = list(value), []
     for start in range(0, len(items), max(1, linecount)):
@@ -54,11 +85,20 @@ def batch(value: Any, linecount: int, fill_with: Any = None) -> list[list[Any]]:
 
 
 def slices(value: Any, count: int, fill_with: Any = None) -> list[list[Any]]:
-    """Return the items in `count` lists, the first ones longer by one where they do not divide evenly."""
+    """Return the items in a number of lists. The first lists are longer by one if the items do not divide evenly.
+
+    Args:
+        value: The items.
+        count: The number of lists.
+        fill_with: The item that fills up the shorter lists. None leaves them shorter.
+
+    Raises:
+        ValueError: The count is below 1 or above 1000.
+    """
     check_width(count)
     items = list(value)
     if count < 1:
-        raise ValueError("slice: a count of at least 1")
+        raise ValueError(f"slice: the count is {count}, expected at least 1")
     each, longer = divmod(len(items), count)
     rows, start = [], 0
     for i in range(count):

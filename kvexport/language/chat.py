@@ -52,7 +52,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation with its special tokens. Encode it without adding any.
+        """Return the text of a conversation with its special tokens. Encode this text without further special tokens.
 
         Args:
             messages: Mappings with "role" and "content", and further keys that the template reads.
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Refused(Exception):
-    """The template called raise_exception."""
+    """The error of a template that calls raise_exception."""
 
 
 def _render(source: str, where: str, variables: dict[str, Any]) -> str:
@@ -188,7 +188,7 @@ def _render(source: str, where: str, variables: dict[str, Any]) -> str:
     except BaseException as error:
         if not is_panic(error):
             raise
-        raise UsageError(f"the chat template made its renderer fail: {error} ({where})", _MEND) from None
+        raise UsageError(f"the renderer of the chat template failed: {error} ({where})", _MEND) from None
 
 
 def _refuse(message: str) -> None:
@@ -205,7 +205,7 @@ def _to_json(
 
 
 def _is_iterable(value: Any) -> bool:
-    """Return whether Jinja's tests `iterable` and `sequence` hold: for texts and mappings they do, for None not."""
+    """Return whether Jinja's tests `iterable` and `sequence` are true: for texts, lists and mappings, not for None."""
     return isinstance(value, str | Sequence | Mapping)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "regex", "lark"]
 
 MOST_CHARACTERS = 256 * 1024
-# llguidance's own limits are of seconds a token; these are of some hundred milliseconds, once, before it gives up.
+# llguidance's own limits allow seconds a token. These limits allow some hundred milliseconds, once, before it gives up.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
@@ -60,13 +60,13 @@ class Grammar:
     source: str
 
     def __post_init__(self) -> None:
-        """Check the size of the grammar and its characters.
+        """Check the kind and the size of the grammar.
 
         Raises:
-            UsageError: No grammar can be like this.
+            UsageError: The kind is unknown, or the source is empty, too long or no text.
         """
         if self.kind not in get_args(Kind) or not isinstance(self.source, str):
-            raise UsageError(f"a grammar of the kind {self.kind!r}", f"use one of: {', '.join(get_args(Kind))}")
+            raise UsageError(f"the kind of the grammar is {self.kind!r}", f"use one of: {', '.join(get_args(Kind))}")
         if not self.source.strip() or len(self.source) > MOST_CHARACTERS:
             raise UsageError(
                 f"the {self.kind} has {len(self.source)} characters",
@@ -126,7 +126,7 @@ class Constraint:
         """Return which tokens may come next.
 
         Returns:
-            One entry a token of the vocabulary. An eos token may come where the answer may end.
+            [vocabulary] bool. An eos token may come where the answer may end.
 
         Raises:
             KvexportError: No token may come.
@@ -245,7 +245,7 @@ class Grammars:
     def _wrap(self, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
         """Return the tokenizer in llguidance's form, with the tokens that end a sequence."""
         if eos not in self._wrapped and self.tokenizer is not None:
-            self._wrapped.clear()  # one is enough: requests seldom have eos tokens of their own
+            self._wrapped.clear()  # one entry is enough, because requests seldom have eos tokens of their own
             wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, eos, self._size))
             self._wrapped[eos] = _import().LLTokenizer(wrapper, n_vocab=self._size, eos_token=list(eos) or None)
         return self._wrapped[eos]
@@ -253,7 +253,7 @@ class Grammars:
 
 def _try(text: str, size: int) -> str:
     """Return why llguidance does not compile a grammar, "" if it does."""
-    wanted = {
+    request = {
         "path": sys.path,
         "grammar": text,
         "vocabulary": size,
@@ -263,18 +263,18 @@ def _try(text: str, size: int) -> str:
     }
     program = Path(__file__).with_name("grammar_trial.py")
     try:
-        done = subprocess.run(
+        trial = subprocess.run(
             [sys.executable, "-I", str(program)],
-            input=json.dumps(wanted) + "\n",
+            input=json.dumps(request) + "\n",
             capture_output=True,
             text=True,
             timeout=20 * _COMPILE_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return "it takes too long to compile"
-    if done.returncode:
+    if trial.returncode:
         return "it takes too long, or too much memory, to compile, or is nested too deep"
-    return done.stdout
+    return trial.stdout
 
 
 def _refused(grammar: Grammar, problem: str) -> UsageError:

@@ -11,7 +11,7 @@ import json
 import sys
 import threading
 
-_STACK = 2 << 20  # a quarter of a thread's: what passes here does not overflow there
+_STACK = 2 << 20  # bytes, a quarter of a thread's stack: a grammar that passes here overflows no thread
 
 
 class _Bytes:
@@ -27,24 +27,24 @@ class _Bytes:
 
 
 def _main() -> None:
-    wanted = json.loads(sys.stdin.readline())
-    sys.path[:] = wanted["path"]
+    request = json.loads(sys.stdin.readline())
+    sys.path[:] = request["path"]
     try:
         import resource
     except ImportError:  # Windows: the caller's clock bounds it alone
         pass
     else:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (wanted["seconds"], wanted["seconds"]))
-        resource.setrlimit(resource.RLIMIT_AS, (wanted["bytes"], wanted["bytes"]))
+        resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"], request["seconds"]))
+        resource.setrlimit(resource.RLIMIT_AS, (request["bytes"], request["bytes"]))
     import llguidance
 
-    limits = llguidance.LLParserLimits(**wanted["limits"])
-    size = max(wanted["vocabulary"], 257)
+    limits = llguidance.LLParserLimits(**request["limits"])
+    size = max(request["vocabulary"], 257)
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(size)), n_vocab=size)
 
     def compile_it() -> None:
-        matcher = llguidance.LLMatcher(tokenizer, wanted["grammar"], log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(tokenizer, request["grammar"], log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         sys.stdout.write(matcher.get_error())

@@ -23,7 +23,12 @@ class Reader(Protocol):
     """A reader of the text behind the reasoning."""
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Return the pieces that are final with more text. last: whether the answer ends here."""
+        """Return the pieces that more text makes final.
+
+        Args:
+            text: The text that follows the earlier text.
+            last: Whether the answer ends here.
+        """
         ...
 
 
@@ -80,7 +85,12 @@ class ReasoningReader:
         self._begun = False  # whether some reasoning was shown
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Return the pieces that are final with more text. last: whether the answer ends here."""
+        """Return the pieces that more text makes final.
+
+        Args:
+            text: The text that follows the earlier text.
+            last: Whether the answer ends here.
+        """
         self._waiting += text
         pieces: list[Piece] = []
         if self._at == "start":

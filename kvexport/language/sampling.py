@@ -99,7 +99,8 @@ class Sampler:
 
         Returns:
             "stop" for an eos token or the end of the grammar, "length" for max_new_tokens, None if the sequence goes
-            on. Stop strings are found in the text, see `kvexport.language.text.TextStream`.
+            on.
+            `kvexport.language.text.TextStream` finds stop strings in the text.
         """
         if self.generated and self.generated[-1] in self._ends:
             return "stop"
@@ -200,9 +201,9 @@ class Sampler:
         try:
             generated, random = [int(i) for i in state["generated"]], [int(i) for i in state["random"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"no state of a sampler: {error!r}", "pass what Sampler.state gave") from error
+            raise UsageError(f"this is no state of a sampler: {error!r}", "pass the value of Sampler.state") from error
         if any(not 0 <= i < self.vocab_size for i in generated) or any(not 0 <= i < 2**128 for i in random):
-            raise UsageError("the state of a sampler holds numbers out of range", "pass what Sampler.state gave")
+            raise UsageError("the state of a sampler holds numbers out of range", "pass the value of Sampler.state")
         if len(random) != (0 if self._random is None else 2):
             was = "sampling" if random else "greedy"
             raise UsageError(f"the state is that of a {was} sequence", f"set do_sample to {str(bool(random)).lower()}")
@@ -221,12 +222,15 @@ class Sampler:
     def distribution(self, logits: npt.ArrayLike) -> tuple[Ids, npt.NDArray[np.float64]]:
         """Return the tokens that `next` could choose, without choosing one.
 
+        Args:
+            logits: [vocab_size] float32 or float16, not changed.
+
         Returns:
             Token ids [n], ascending, and their probabilities [n], whose sum is 1; one token for greedy decoding.
 
         Raises:
-            KvexportError: See `next`.
-            UsageError: See `next`.
+            KvexportError: The logits hold NaN or +inf, or leave no token possible.
+            UsageError: The logits have another shape.
         """
         scores = self._scores(logits)
         if self._random is None:
@@ -375,8 +379,8 @@ def _distribution_of(
 
 def _top_ids(scores: Floats, k: int) -> Ids:
     """Return the ids, ascending, of all finite scores not below the k-th largest. Ties can make them more than k."""
-    # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it touches each score once:
-    # what passes it is a few times k scores, where a partition of the whole vocabulary would cost ten times this.
+    # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it reads each score once. A
+    # few times k scores pass this bound. A partition of the whole vocabulary would cost ten times as much.
     width = min(_BLOCK, scores.size // (4 * k))
     ids = np.arange(scores.size)
     if width > 4:
@@ -396,15 +400,15 @@ def _top_p_indices(values: Floats, top_p: float) -> Ids:
     probabilities, bound = _softmax(values), np.float32(1.0 - top_p)
     stays = np.zeros(values.size, dtype=bool)
     undecided, fallen = np.arange(values.size), 0.0
-    # A quickselect by mass: each round decides the part above or below a pivot, so that only the values at the boundary
-    # are sorted.
+    # A quickselect by mass: each round decides the values above or below a pivot, so that only the values at the
+    # boundary are sorted.
     while undecided.size > _SORTED_AT_ONCE:
         rest = values[undecided]
         pivot = np.median(rest[:: rest.size // 64])
         is_low = rest < pivot
         if not is_low.any():
             break
-        # Indices from flatnonzero cost a fifth of what indexing with an unpredictable mask does.
+        # Indices from flatnonzero cost a fifth of indexing with an unpredictable mask.
         low, high = undecided[np.flatnonzero(is_low)], undecided[np.flatnonzero(~is_low)]
         mass = float(probabilities[low].sum(dtype=np.float64))
         if np.float32(fallen + mass) <= bound:

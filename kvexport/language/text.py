@@ -257,9 +257,9 @@ class TextStream:
             decoded, kept_back = _whole(state["decoded"]), str(state["held"])
             data = bytes(_whole(i) for i in state["bytes"])
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"this is no state of a text: {error!r}", "pass what TextStream.state gave") from error
+            raise UsageError(f"this is no state of a text: {error!r}", "pass the value of TextStream.state") from error
         if max(len(context), len(waiting), len(data)) > CONTEXT:
-            raise UsageError("the state of a text holds more than any text keeps", "pass what TextStream.state gave")
+            raise UsageError("the state of a text holds more than any text keeps", "pass the value of TextStream.state")
         self._context, self._waiting, self._decoded, self._bytes, self._kept_back = (
             context,
             waiting,

@@ -1,8 +1,8 @@
-"""The tool calls in an answer, found while its text arrives.
+"""The tool calls in an answer, which are recognised while the text arrives.
 
 A call is a JSON object with a name and arguments, behind the marker of the model's form (`kvexport.language.tools`). No
 piece of a marker is shown as text, and no piece of a call before its name is known to be a tool's. Arguments are shown
-as they are generated. Text that looks like a call and is none is shown as text.
+as they are generated. Text that resembles a call but is not one is shown as text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ class CallReader:
         self._after_call = False  # whether no text has come since the last call
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Return the pieces that are final with more text. last: whether the answer ends here."""
+        """Return the pieces that more text makes final.
+
+        Args:
+            text: The text that follows the earlier text.
+            last: Whether the answer ends here.
+        """
         pieces: list[Piece] = []
         self._waiting += text
         while self._waiting:
@@ -114,24 +119,24 @@ class CallReader:
             self._show(pieces, self._unread(skipped))
             self._raw, self._waiting = "", bare
 
-    def _read_call(self, found: _Object, pieces: list[Piece]) -> None:
-        used = found.feed(self._waiting)
+    def _read_call(self, call: _Object, pieces: list[Piece]) -> None:
+        used = call.feed(self._waiting)
         if not self._announced:
             self._raw += self._waiting[:used]
         self._waiting = self._waiting[used:]
-        # Behind a marker a call may do without arguments.
-        ready = found.has_arguments or (found.complete and self._opening != "" and self._opening in self._raw)
-        if not self._announced and found.name in self._names and ready:
-            pieces.append(Piece("call", name=found.name or ""))
+        # After a marker, a call may lack arguments.
+        ready = call.has_arguments or (call.complete and self._opening != "" and self._opening in self._raw)
+        if not self._announced and call.name in self._names and ready:
+            pieces.append(Piece("call", name=call.name or ""))
             self._announced, self._raw, self._after_call = True, "", True
-        if self._announced and (text := found.take()):
+        if self._announced and (text := call.take()):
             pieces.append(Piece("arguments", text))
-        strange = found.name is not None and found.name not in self._names
-        if not self._announced and (strange or found.broken or found.complete):
+        strange = call.name is not None and call.name not in self._names
+        if not self._announced and (strange or call.broken or call.complete):
             self._show(pieces, self._raw)
             self._object, self._raw, self._may_call = None, "", False
-        elif found.complete or found.broken:
-            if not found.has_arguments:
+        elif call.complete or call.broken:
+            if not call.has_arguments:
                 pieces.append(Piece("arguments", "{}"))
             self._object, self._announced = None, False
 

@@ -73,10 +73,10 @@ MISTRAL = CallForm("mistral", "[TOOL_CALLS]", "", "arguments", listed=True, id_l
 
 
 def form_of(template: ChatTemplate | None) -> CallForm:
-    """Return the form of calls, which the text of a chat template shows.
+    """Return the form of calls that the text of a chat template shows.
 
     Raises:
-        UsageError: The template takes no tools.
+        UsageError: The template takes no tools, or its form of calls is unknown.
     """
     sources = {} if template is None else template.sources
     source = sources.get("tool_use") or sources.get("default") or ""
@@ -139,9 +139,9 @@ def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
     if choice == "required":
         return list(tools), True
     function = choice.get("function") if isinstance(choice, Mapping) else None
-    wanted = function.get("name") if isinstance(function, Mapping) else None
-    named = [tool for tool in tools if _name(tool) == wanted]
-    if wanted is None or not named:
+    name = function.get("name") if isinstance(function, Mapping) else None
+    named = [tool for tool in tools if _name(tool) == name]
+    if name is None or not named:
         raise UsageError(
             f"tool_choice is {str(choice)[:80]!r}",
             f"use none, auto, required, or name one of: {', '.join(map(_name, tools))}",
@@ -152,8 +152,13 @@ def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
 def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *, parallel: bool = True) -> Grammar:
     """Return the grammar of an answer that is a call of one of the tools.
 
-    The arguments keep to the tool's schema. With `parallel` the answer may have several calls. Keywords of a schema
-    that are not supported are ignored, unless the tool is strict.
+    Keywords of a schema that are not supported are ignored, unless the tool is strict.
+
+    Args:
+        form: The form of calls.
+        tools: The tools. The arguments of a call match the schema of its tool.
+        tokenizer: The tokenizer, which decides whether the marker is a special token.
+        parallel: Whether the answer may have several calls.
     """
     special = form.shown_ids(tokenizer)
     opening = f"<[{special[0]}]>" if special else _literal(form.opening)

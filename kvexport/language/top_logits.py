@@ -48,12 +48,12 @@ class Scores:
         """
         order = np.lexsort((-self.ids, -self.values))
         weights = np.exp((self.values[order] - self.values.max()).astype(np.float64))
-        before = np.cumsum(weights) - weights  # of the tokens that go before each one
+        before = np.cumsum(weights) - weights  # the sum of the weights before each token
         low, high = (weights.sum() + rest for rest in self.rest)
         stays = before / low < top_p - ROUNDING
         stays[0] = True
         count = int(stays.sum())
-        # What is level with the floor is level with tokens that are not here.
+        # A score equal to the floor may be equal to scores of tokens that are not among the largest.
         if (
             count == order.size
             or before[count] / high <= top_p + ROUNDING
@@ -77,7 +77,12 @@ class Scores:
 def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: float) -> Scores | None:
     """Return the largest logits divided by the temperature.
 
-    The penalties made them `values`, none of them higher than before. The penalties raise no other token either.
+    Args:
+        top: The largest logits of the row, and the mass of the whole row.
+        values: The largest logits after penalties [n] float32, none above its logit in `top`. The penalties raise no
+            other
+            token either.
+        temperature: The divisor, above 0.
 
     Returns:
         The scores, or None if the row cannot be sampled from. The whole row then gives the error.

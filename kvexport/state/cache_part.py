@@ -25,7 +25,7 @@ ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the
 
 
 class CachePart:
-    """The lanes of such a cache, one to begin with.
+    """The lanes of a small cache with some entries of a full cache. There is one lane at first.
 
     Args:
         manifest: The manifest of the artifact.
@@ -46,7 +46,7 @@ class CachePart:
             raise UsageError(f"{what} copies entries in the host's memory, and the cache is on a device", fix)
 
     def make(self, lanes: int) -> None:
-        """Make the cache have at least `lanes` lanes."""
+        """Extend the cache to at least `lanes` lanes."""
         if lanes > self.lanes:
             self.state, self.lanes = self.state.grown(lanes), lanes
 
@@ -85,7 +85,15 @@ class CachePart:
         return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
 
     def copy(self, i: int, source: LaneTensors, target: LaneTensors, chosen: Slots, start: int) -> None:
-        """Copy slots of a layer to another cache from slot `start` on, and empty the slots behind them."""
+        """Copy slots of a layer to another cache, and empty the slots after them.
+
+        Args:
+            i: The layer.
+            source: The tensors of the lane that is read.
+            target: The tensors of the lane that is written.
+            chosen: The slots of `source` [KV heads, n], or [1, n] for all heads.
+            start: The first slot in `target` that is written.
+        """
         end = start + chosen.shape[1]
         for tensor in self.entry(i):
             old, new = source[tensor.past(i)], target[tensor.past(i)]

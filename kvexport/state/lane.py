@@ -24,7 +24,7 @@ class Counters(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A lane at a moment: its state tensors (see `ModelState.read`), which nobody may change, and its counters."""
+    """The state tensors (see `ModelState.read`) and the counters of a lane at a moment. Nobody may change them."""
 
     state: Mapping[str, NDArray[Any]]
     counters: Counters

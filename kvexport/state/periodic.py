@@ -37,18 +37,26 @@ _Choice = tuple[list[Slots], list[dict[str, NDArray[Any]]]]
 
 @dataclass(frozen=True)
 class _Next:
-    """A choice that no step reads yet. start: tokens that the full cache had seen."""
+    """A choice of slots that no step reads yet.
+
+    Attributes:
+        choice: The slots, and copies of their content.
+        start: The number of tokens in the full cache when the slots were chosen.
+    """
 
     choice: Future[_Choice]
     start: int
 
 
 @dataclass(frozen=True)
-class _Held:
+class _PartContent:
     """The content of a lane's part: copies of the full cache's slots of each layer, then the tokens from `start` on.
 
     Attributes:
-        copied: Tokens that are in the full cache. Later tokens are only in the part.
+        slots: The copied slots of the full cache, for each layer.
+        start: The number of the first token behind the copied slots.
+        copied: The number of tokens that are in the full cache. Later tokens are only in the part.
+        next: The next choice, if one was started.
     """
 
     slots: list[Slots]
@@ -86,68 +94,68 @@ class PeriodicState(ModelState):
     def __init__(self, full: ModelState, part: CachePart, settings: PeriodicSection) -> None:
         self._full, self._part, self._settings = full, part, settings
         self._layers = range(len(part.plan.caches))
-        self._held: dict[int, _Held] = {}
+        self._contents: dict[int, _PartContent] = {}
         self._length = [0] * part.lanes
         self._thread: ThreadPoolExecutor | None = None
 
     def advance(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Decode as `decode` does, for lanes at a decode step. The full cache reads several tokens of a lane."""
+        """Decode as `decode` does, for lanes at a decode step. Several tokens of a lane go to the full cache."""
         if input_ids.shape[1] > 1:
             return self.decode(input_ids, query_length, first)
-        small = np.zeros_like(query_length)
+        part_length = np.zeros_like(query_length)
         for i in np.flatnonzero(query_length[:, 0]).tolist():
-            small[i] = self._reads_part(first + i)
-        whole, found = query_length - small, None
-        if whole.any():
-            found = self._full.decode(input_ids, whole, first)
-            for i in np.flatnonzero(whole[:, 0]).tolist():
+            part_length[i] = self._reads_part(first + i)
+        full_length, full_logits = query_length - part_length, None
+        if full_length.any():
+            full_logits = self._full.decode(input_ids, full_length, first)
+            for i in np.flatnonzero(full_length[:, 0]).tolist():
                 self._length[first + i] += 1
                 self._choose_next(first + i)
-        if not small.any():
-            assert found is not None
-            return found
-        logits = self._part.state.decode(input_ids, small, first)
-        for i in np.flatnonzero(small[:, 0]).tolist():
+        if not part_length.any():
+            assert full_logits is not None
+            return full_logits
+        logits = self._part.state.decode(input_ids, part_length, first)
+        for i in np.flatnonzero(part_length[:, 0]).tolist():
             self._length[first + i] += 1
-        return logits if found is None else np.where(small[:, :, None] > 0, logits, found)
+        return logits if full_logits is None else np.where(part_length[:, :, None] > 0, logits, full_logits)
 
     def _reads_part(self, lane: int) -> bool:
         """Return whether a lane's step reads the part, after bringing the part up to date.
 
         Otherwise the step reads the full cache.
         """
-        length, held, settings = self._length[lane], self._held.get(lane), self._settings
+        length, content, settings = self._length[lane], self._contents.get(lane), self._settings
         assert settings.slots is not None
         if length < settings.slots or length % settings.every == 0:
             self._settle(lane)
             return False
-        if held is not None and held.next is not None and length >= held.next.start + settings.delay:
+        if content is not None and content.next is not None and length >= content.next.start + settings.delay:
             self._settle(lane)
-            slots, copies = held.next.choice.result()
-            self._place(lane, slots, held.next.start, copies)
-        elif held is None or held.slots[0].shape[1] + length - held.start >= settings.slots:
+            slots, copies = content.next.choice.result()
+            self._place(lane, slots, content.next.start, copies)
+        elif content is None or content.slots[0].shape[1] + length - content.start >= settings.slots:
             self._settle(lane)
             self._place(lane, self._choose(self._scores(lane), length), length)
         return True
 
     def _choose_next(self, lane: int) -> None:
         """Choose the next part after a step of the full cache."""
-        held = self._held.get(lane)
-        if held is None:
+        content = self._contents.get(lane)
+        if content is None:
             return
         if not self._settings.delay:
             self._forget(lane)
             return
         length, full = self._length[lane], self._view(lane)
         for i in self._layers:
-            used = held.slots[i].shape[1] + held.copied - held.start
-            self._part.copy(i, full, self._part.view(lane), np.arange(held.copied, length)[None], used)
+            used = content.slots[i].shape[1] + content.copied - content.start
+            self._part.copy(i, full, self._part.view(lane), np.arange(content.copied, length)[None], used)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "choice")
         choice = self._thread.submit(self._prepare, full, self._scores(lane), length)
-        self._held[lane] = replace(held, copied=length, next=_Next(choice, length))
+        self._contents[lane] = replace(content, copied=length, next=_Next(choice, length))
         self._give_statistics(lane)
         self._part.state.write(lane, {}, length)
 
@@ -171,19 +179,25 @@ class PeriodicState(ModelState):
 
     def _copies(self, i: int, full: LaneTensors, chosen: Slots) -> dict[str, NDArray[Any]]:
         """Return copies of a layer's slots, by the names of its tensors."""
-        found = {}
+        copies = {}
         for tensor in self._part.entry(i):
-            given = full[tensor.past(i)]
-            rows = [np.take(given[h], chosen[h % len(chosen)], axis=0, mode="clip") for h in range(len(given))]
-            found[tensor.past(i)] = np.stack(rows)
-        return found
+            source = full[tensor.past(i)]
+            rows = [np.take(source[h], chosen[h % len(chosen)], axis=0, mode="clip") for h in range(len(source))]
+            copies[tensor.past(i)] = np.stack(rows)
+        return copies
 
     def _place(
         self, lane: int, slots: list[Slots], start: int, copies: list[dict[str, NDArray[Any]]] | None = None
     ) -> None:
         """Fill a lane's part with slots of the full cache, and the tokens from `start` on.
 
-        The full cache is up to date. copies: the contents of the slots.
+        The full cache must be up to date.
+
+        Args:
+            lane: The lane.
+            slots: The slots of each layer.
+            start: The first token after the slots.
+            copies: The content of the slots for each layer. None reads it from the full cache.
         """
         full, own, length = self._view(lane), self._part.view(lane), self._length[lane]
         for i, chosen in enumerate(slots):
@@ -194,30 +208,30 @@ class PeriodicState(ModelState):
                 self._part.copy(i, copies[i], own, np.arange(count)[None], 0)
             if length > start:
                 self._part.copy(i, full, own, np.arange(start, length)[None], count)
-        self._held[lane] = _Held(slots, start, length)
+        self._contents[lane] = _PartContent(slots, start, length)
         self._give_statistics(lane)
         self._part.state.write(lane, {}, length)
 
     def _settle(self, lane: int) -> None:
         """Bring the full cache up to date: add the entries of tokens that it lacks, and the part's statistics."""
-        held, length = self._held.get(lane), self._length[lane]
-        if held is None:
+        content, length = self._contents.get(lane), self._length[lane]
+        if content is None:
             return
         full, own = self._view(lane), self._part.view(lane)
         for i in self._layers:
-            used = held.slots[i].shape[1] + held.copied - held.start
-            if new := length - held.copied:
-                self._part.copy(i, own, full, np.arange(used, used + new)[None], held.copied)
-        self._held[lane] = held = replace(held, copied=length)
+            used = content.slots[i].shape[1] + content.copied - content.start
+            if new := length - content.copied:
+                self._part.copy(i, own, full, np.arange(used, used + new)[None], content.copied)
+        self._contents[lane] = content = replace(content, copied=length)
         self._give_statistics(lane, to_full=True)
         self._full.write(lane, {}, length)
 
     def _give_statistics(self, lane: int, *, to_full: bool = False) -> None:
         """Copy statistics between full cache and part: scores and the method's own tensors."""
-        held, full, own = self._held[lane], self._view(lane), self._part.view(lane)
-        late = np.arange(held.start, held.copied)
+        content, full, own = self._contents[lane], self._view(lane), self._part.view(lane)
+        late = np.arange(content.start, content.copied)
         for i in self._layers:
-            slots = [np.concatenate([head, late]) for head in held.slots[i]]
+            slots = [np.concatenate([head, late]) for head in content.slots[i]]
             for tensor in self._part.plan.caches[i].state:
                 if tensor.name in ENTRY or tensor.name == "votes":
                     continue
@@ -234,45 +248,46 @@ class PeriodicState(ModelState):
                         of_part[: len(chosen)] = of_full[chosen]
 
     def _view(self, lane: int) -> LaneTensors:
-        found = self._full.view(lane)
-        assert found is not None
-        return found
+        tensors = self._full.view(lane)
+        assert tensors is not None
+        return tensors
 
     def _forget(self, lane: int) -> None:
-        self._held.pop(lane, None)
+        self._contents.pop(lane, None)
 
     def _positions(self, lane: int) -> dict[str, NDArray[np.int32]]:
         """Return the positions of a lane's part and of the next part, for `write`."""
-        held, full, found = self._held[lane], self._view(lane), {}
-        given = {READ: [np.append(x, np.tile(np.arange(held.start, held.copied), (len(x), 1)), 1) for x in held.slots]}
-        if held.next is not None:
-            given[NEXT] = held.next.choice.result()[0]
-        for kind, slots in given.items():
+        content, full, positions = self._contents[lane], self._view(lane), {}
+        late = np.arange(content.start, content.copied)
+        slots_by_kind = {READ: [np.append(x, np.tile(late, (len(x), 1)), 1) for x in content.slots]}
+        if content.next is not None:
+            slots_by_kind[NEXT] = content.next.choice.result()[0]
+        for kind, slots in slots_by_kind.items():
             for i, chosen in enumerate(slots):
                 position = full[f"past_key_values.{i}.position"]
                 every = np.broadcast_to(chosen, (len(position), chosen.shape[1]))
-                found[_named(i, kind)] = np.take_along_axis(position, every, axis=1)
-        return found
+                positions[_named(i, kind)] = np.take_along_axis(position, every, axis=1)
+        return positions
 
     def _restore(self, lane: int, positions: Mapping[str, NDArray[Any]]) -> None:
         """Go on with the part at these positions, over a full cache that is written."""
-        full, length, found = self._view(lane), self._length[lane], {}
-        for name, wanted in positions.items():
+        full, length, slots_by_name = self._view(lane), self._length[lane], {}
+        for name, saved in positions.items():
             position = full[name.rpartition(".")[0] + ".position"][:, :length]
             order = np.argsort(position, axis=1, kind="stable")
-            inside = [np.searchsorted(p[o], w) for p, o, w in zip(position, order, wanted, strict=True)]
-            found[name] = np.take_along_axis(order, np.clip(np.stack(inside), 0, length - 1), axis=1)
-        self._place(lane, [found[_named(i, READ)] for i in self._layers], length)
-        if _named(0, NEXT) in found:
-            slots, choice = [found[_named(i, NEXT)] for i in self._layers], Future[_Choice]()
+            inside = [np.searchsorted(p[o], w) for p, o, w in zip(position, order, saved, strict=True)]
+            slots_by_name[name] = np.take_along_axis(order, np.clip(np.stack(inside), 0, length - 1), axis=1)
+        self._place(lane, [slots_by_name[_named(i, READ)] for i in self._layers], length)
+        if _named(0, NEXT) in slots_by_name:
+            slots, choice = [slots_by_name[_named(i, NEXT)] for i in self._layers], Future[_Choice]()
             choice.set_result((slots, [self._copies(i, full, chosen) for i, chosen in enumerate(slots)]))
             start = (length - 1) // self._settings.every * self._settings.every + 1
-            self._held[lane] = replace(self._held[lane], next=_Next(choice, start))
+            self._contents[lane] = replace(self._contents[lane], next=_Next(choice, start))
 
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Decode over the full cache, see `LaneState.decode`."""
+        """Decode over the full cache, as `LaneState.decode` describes."""
         for i in np.flatnonzero(query_length[:, 0]).tolist():
             self._settle(first + i)
             self._forget(first + i)
@@ -282,15 +297,15 @@ class PeriodicState(ModelState):
         return logits
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """See `ModelState.step`: logits are on the host, where there is none."""
+        """Decode over the full cache and return logits on the host, as `ModelState.step` describes."""
         return self._full.step(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """Merge nothing, see `LaneState.merge`."""
+        """Run the full cache's merge, which evicts nothing."""
         self._full.merge(first, last)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """See `LaneState.clear`."""
+        """Empty lanes `first` to `last` - 1 of both caches, as `LaneState.clear` describes."""
         for each in (self._full, self._part.state):
             each.clear(first, last, poisoned=poisoned)
         for lane in range(first, last):
@@ -298,24 +313,27 @@ class PeriodicState(ModelState):
             self._length[lane] = 0
 
     def grown(self, lanes: int) -> PeriodicState:
-        """See `ModelState.grown`."""
-        for lane in self._held:
+        """Return the state with more lanes, as `ModelState.grown` describes."""
+        for lane in self._contents:
             self._settle(lane)
         full = self._full.grown(lanes)
         self._part.make(lanes)
         more = PeriodicState(full, self._part, self._settings)
-        more._held, more._thread = self._held, self._thread
+        more._contents, more._thread = self._contents, self._thread
         more._length[: len(self._length)] = self._length
         return more
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Read a lane, see `ModelState.read`. If `names` is None, the positions of the part are included."""
+        """Return tensors of a lane, as `ModelState.read` describes.
+
+        If `names` is None, the positions of the part are included.
+        """
         self._settle(lane)
-        found = self._full.read(lane, names)
-        return found | self._positions(lane) if names is None and lane in self._held else found
+        tensors = self._full.read(lane, names)
+        return tensors | self._positions(lane) if names is None and lane in self._contents else tensors
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """See `ModelState.write`."""
+        """Write tensors of a lane, as `ModelState.write` describes, and restore the part at saved positions."""
         self._settle(lane)
         self._forget(lane)
         positions = {name: array for name, array in state.items() if name.endswith((f".{READ}", f".{NEXT}"))}
@@ -328,36 +346,36 @@ class PeriodicState(ModelState):
             self._restore(lane, positions)
 
     def rollback(self, lane: int, count: int) -> None:
-        """Roll tokens back, see `ModelState.rollback`. The next step chooses the part again."""
+        """Drop the last `count` tokens, as `ModelState.rollback` describes. The next step chooses the part again."""
         self._settle(lane)
         self._forget(lane)
         self._full.rollback(lane, count)
         self._length[lane] -= count
 
     def copy(self, source: int, target: int) -> None:
-        """See `ModelState.copy`."""
+        """Copy a lane to another lane, as `ModelState.copy` describes."""
         self._settle(source)
         self._full.copy(source, target)
         self._part.state.copy(source, target)
         self._forget(target)
-        if source in self._held:
-            self._held[target] = self._held[source]
+        if source in self._contents:
+            self._contents[target] = self._contents[source]
         self._length[target] = self._length[source]
 
     def view(self, lane: int) -> LaneTensors:
-        """See `ModelState.view`."""
+        """Return the full cache's tensors of a lane without a copy, as `ModelState.view` describes."""
         self._settle(lane)
         return self._view(lane)
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """See `ModelState.get_state`."""
-        for lane in self._held:
+        """Return the tensors of all lanes, as `ModelState.get_state` describes."""
+        for lane in self._contents:
             self._settle(lane)
         return self._full.get_state()
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """See `ModelState.set_state`."""
-        self._held.clear()
+        """Replace the tensors of all lanes, as `ModelState.set_state` describes."""
+        self._contents.clear()
         self._full.set_state(state, past_length)
         self._length[: len(past_length)] = past_length[:, 0].tolist()
 

@@ -92,7 +92,10 @@ def _read(path: Path, size: int = -1) -> bytes:
 
 @contextlib.contextmanager
 def temporary(path: Path, data: bytes) -> Iterator[Path]:
-    """Write a file beside `path` and yield it, to be renamed to `path`. It is deleted if it was not renamed."""
+    """Write a file beside `path` and yield the path of the new file, for a rename to `path`.
+
+    A file that was not renamed is deleted.
+    """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -136,7 +139,7 @@ def locked(folder: Path) -> Iterator[None]:
 class KnownNames:
     """The names of all sessions that have been kept and not deleted, whether or not their state is still there.
 
-    They tell a session whose state is lost from one that is new. The 10,000 names used last are kept.
+    The names tell a session whose state is lost from a new session. The 10,000 names used last are kept.
 
     Args:
         folder: The folder of sessions. None keeps the names in memory.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvexport.engine.engine import Engine
 
-ANY = b""  # no state has this mark: `put` then replaces whatever state there is
+ANY = b""  # No state has this mark. `put` with ANY replaces any state.
 
 
 class SessionStore:
@@ -101,7 +101,7 @@ class SessionStore:
         snapshot = read_session(name, self._path(name), self._manifest)
         self._load(name, snapshot)
         self._files.move_to_end(name)
-        with contextlib.suppress(EnvironmentProblem):  # then more sessions stay in memory than may
+        with contextlib.suppress(EnvironmentProblem):  # on an error more sessions stay in memory than the bound allows
             self._make_room(0, name)
         return snapshot
 
@@ -211,7 +211,7 @@ def next_turn(
 ) -> NDArray[np.int64] | None:
     """Return the token ids that a conversation adds to a snapshot of its beginning.
 
-    They are the end of the last answer, and everything after it.
+    The ids are the end of the last answer, and everything after it.
 
     Args:
         engine: The engine whose chat template and tokenizer write the conversation.
@@ -222,10 +222,11 @@ def next_turn(
 
     Returns:
         Token ids [n] int64. None if the snapshot is not the beginning of the conversation, or the template writes
-        earlier messages in another way than the model did.
+        earlier
+        messages in another way than the model did.
 
     Raises:
-        UsageError: See `Engine.encode_chat`.
+        UsageError: The conversation cannot be encoded, see `Engine.encode_chat`.
     """
     if engine.chat_template is None or engine.tokenizer is None:
         return None

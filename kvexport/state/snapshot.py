@@ -72,17 +72,21 @@ class Origin:
             contract.append([periodic.slots, periodic.every, periodic.delay])
         return cls(*(_digest_of(part) for part in ([manifest.model.fingerprint, weights], recipe, contract)))
 
-    def check(self, found: Origin) -> None:
+    def check(self, origin: Origin) -> None:
         """Check that a snapshot has this origin.
+
+        Args:
+            origin: The origin of the snapshot.
 
         Raises:
             SnapshotError: The snapshot has another origin. The message names the difference.
         """
-        for part in fields(self):
-            ours, theirs = getattr(self, part.name), getattr(found, part.name)
-            if ours != theirs:
+        for field in fields(self):
+            digest, expected = getattr(origin, field.name), getattr(self, field.name)
+            if digest != expected:
                 raise SnapshotError(
-                    f"the snapshot is of another {part.name} ({theirs[:12]}) than the artifact ({ours[:12]})", _AGAIN
+                    f"the snapshot is of another {field.name} ({digest[:12]}) than the artifact ({expected[:12]})",
+                    _AGAIN,
                 )
 
 
@@ -129,7 +133,7 @@ class Snapshot:
         arrays = {"ids": self.ids, **self.state}
         parts = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
         header = {
-            **{part.name: getattr(self.origin, part.name) for part in fields(self.origin)},
+            **{field.name: getattr(self.origin, field.name) for field in fields(self.origin)},
             "counters": self.counters._asdict(),
             "sampler": self.sampler,
             "text": self.text,
@@ -158,16 +162,16 @@ class Snapshot:
         """
         header, rest = _read_header(memoryview(data).cast("B"))
         try:
-            origin = Origin(*(str(header[part.name]) for part in fields(Origin)))
+            origin = Origin(*(str(header[field.name]) for field in fields(Origin)))
             Origin.of(manifest).check(origin)
             arrays = _read_tensors(header["tensors"], rest)
             counts = header["counters"]
             counters = Counters(tuple(map(_count, counts["held"])), _count(counts["added"]), _count(counts["length"]))
             settings = header["settings"]
             chosen = None if settings is None else _settings().validate_python(settings)
-            found = cls(origin, arrays.pop("ids"), arrays, counters, header["sampler"], header["text"], chosen)
-            _check(found, manifest)
-            return found
+            snapshot = cls(origin, arrays.pop("ids"), arrays, counters, header["sampler"], header["text"], chosen)
+            _check(snapshot, manifest)
+            return snapshot
         except (KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:
             raise damaged(f"its header cannot be used ({type(error).__name__}: {error})"[:300]) from error
         except SnapshotError:

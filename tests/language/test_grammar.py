@@ -171,7 +171,7 @@ HOSTILE = {
     "elsewhere": (lambda: Grammar.json_schema({"$ref": "http://127.0.0.1:1/s.json"}), "does not fetch"),
     "no schema": (lambda: Grammar.json_schema([1]), "found list"),  # type: ignore[arg-type]
     "no number": (lambda: Grammar.json_schema({"const": float("nan")}), "no JSON"),
-    "no kind": (lambda: Grammar("bnf", "a"), "kind 'bnf'"),  # type: ignore[arg-type]
+    "no kind": (lambda: Grammar("bnf", "a"), "kind of the grammar is 'bnf'"),  # type: ignore[arg-type]
 }  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def test_a_step_reads_what_was_chosen_and_the_tokens_since(opened: Any, method: 
             for head in range(2):
                 at = held(own, 1, head)
                 np.testing.assert_array_equal(copy[head, : len(at)], whole[head, at])
-        since = length - state._held[0].start + 1
+        since = length - state._contents[0].start + 1
         chosen.append(tuple(of_part[: len(of_part) - since]))
         assert len(chosen[-1]) == budget and 1 <= since <= EVERY + delay
     view = lanes.view(0)

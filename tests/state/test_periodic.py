@@ -407,7 +407,7 @@ def test_one_onnx_graph_and_tensorrt_are_refused(waiting: Engine, tmp_path: Path
     with pytest.raises(UsageError, match="Triton calls one ONNX graph, which reads all of it") as caught:
         write_repository(waiting.path, tmp_path / "out", "state")
     assert "--kind python" in caught.value.fix and not (tmp_path / "out").exists()
-    with pytest.raises(UsageError, match="TensorRT has the cache on the GPU"):
+    with pytest.raises(UsageError, match="TensorRT keeps the cache on the GPU"):
         backends.get("tensorrt").preparation(waiting.manifest.recipe)
 
 

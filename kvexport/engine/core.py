@@ -238,7 +238,8 @@ class EngineCore:
             self._require_open()
             work = self._schedule()
             try:
-                return [*work.expired, *self._run(work)]
+                advanced = self._run(work)
+                return [*work.expired, *advanced] if work.expired else advanced
             finally:
                 self._finish(work)
 
@@ -250,7 +251,8 @@ class EngineCore:
         self._scheduler.rows = self._rows()
         if self.options.preempts and (displaced := self._scheduler.displaced()) is not None:
             self._park(displaced)
-        return self._scheduler.next()._replace(expired=expired)
+        work = self._scheduler.next()
+        return work._replace(expired=expired) if expired else work
 
     def _run(self, work: Schedule) -> list[Request]:
         """Do a step's calls of the model, and return the requests that got a token or failed."""

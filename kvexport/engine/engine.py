@@ -29,8 +29,14 @@ class Engine(EngineCore):
     """
 
     def with_options(self, options: EngineOptions) -> Engine:
-        """Return another engine over the same loaded model, without requests. The weights are in memory once."""
-        return Engine(self.path, self.manifest, self.model, options)
+        """Return another engine over the same loaded model, without requests.
+
+        Weights, tokenizer, compiled grammars and chat template are in memory once.
+        """
+        other = Engine(self.path, self.manifest, self.model, options)
+        other.tokenizer, other.grammars = self.tokenizer, self.grammars
+        other.generation_config, other.chat_template = self.generation_config, self.chat_template
+        return other
 
     def __enter__(self) -> Engine:
         """Return the engine itself."""

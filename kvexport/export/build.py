@@ -134,8 +134,12 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector. A trace consists of millions of objects that live as long as the trace; searching
-    them for garbage takes a sixth of the time."""
+    """Pause the garbage collector.
+
+    A trace consists of millions of objects that live as long as the trace. Searching them for garbage takes a sixth of
+    the
+    time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

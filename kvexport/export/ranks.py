@@ -1,10 +1,9 @@
-"""One model as several ranks (docs/tasks/tensor-parallel.md): which dimension of which weight is split, the model of
-one rank, and its weights.
+"""One model as several ranks (docs/tasks/tensor-parallel.md): the split weights, the model of one rank, its weights.
 
-What is split is what transformers says of the model, its `base_model_tp_plan`: projections by their outputs (queries,
-keys and values by heads, the MLP's first ones by features), and those that read what these made by their inputs, whose
-products the ranks add up. Everything else, embeddings and head among it, every rank has whole. All ranks have the same
-shapes, so one trace serves them all; their ONNX graphs differ in where the weights lie.
+transformers' `base_model_tp_plan` says how to split. Some projections are split by outputs (queries, keys and values by
+heads, the first ones of the MLP by features). The projections that read these are split by inputs, and the ranks add up
+their products. Every rank has all other weights whole, embeddings and head included. All ranks have the same shapes, so
+one trace serves them all; their ONNX graphs differ in the places of the weights.
 """
 
 from __future__ import annotations
@@ -187,8 +186,11 @@ def _part(spec: Spec, dimension: int, rank: int, ranks: int) -> Spec:
 
 
 def rank_weight_bytes(shape: ModelShape, recipe: Recipe) -> int:
-    """Return the bytes of one rank's weights (see `weight_bytes`). The model of `shape` becomes that of a
-    rank. Raises what `split_model` and `rank_specs` raise."""
+    """Return the bytes of one rank's weights (see `weight_bytes`). The model of `shape` becomes that of a rank.
+
+    Raises:
+        UsageError: See `split_model` and `rank_specs`.
+    """
     ranks = recipe.backend.tensor_parallel
     if shape.checkpoint is None:
         return weight_bytes(None, split_model(shape, ranks)[0].model, recipe)
@@ -212,7 +214,7 @@ class Columns:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]"""
+        """The shape [outputs, inputs]."""
         return self.entry.shape[0], self.end - self.begin
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
@@ -242,7 +244,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]"""
+        """The shape [outputs, inputs]."""
         n, k = self.whole.shape
         size = self.end - self.begin
         return (size, k) if self.dimension == 0 else (n, size)

@@ -1,5 +1,7 @@
-"""`kvexport build --from`: what a backend prepares for this machine, such as engines, from an artifact whose ONNX
-graphs were made on another."""
+"""`kvexport build --from`: files that a backend prepares for this machine, such as engines.
+
+They are made from an artifact whose ONNX graphs come from another machine.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,13 @@ def rebuild(
     *,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
-    """Let the recipe's backend prepare a copy of the artifact `source` for this machine; its ONNX graphs stay
-    unchanged.
+    """Let the recipe's backend prepare a copy of an artifact for this machine. Its ONNX graphs stay unchanged.
 
     This needs onnx, and neither torch nor the checkpoint.
 
     Args:
         source: The artifact.
-        out: The directory of the copy; None: `source` itself.
+        out: The directory of the copy; None for `source` itself.
         overrides: Settings of the form "backend.key=value".
         progress: Shows each stage.
 
@@ -90,8 +91,10 @@ def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _take_over(source: Path, target: Path) -> None:
-    """Link a file into the stage, or copy it if the file system cannot link. Artifacts are not changed, so two may
-    share a file."""
+    """Link a file into the stage, or copy it if the file system cannot link.
+
+    Artifacts never change, so two may share a file.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)

@@ -1,8 +1,8 @@
-"""The stages of a build: read the checkpoint, share it out over ranks, trace it while its weights are written, write
-the graphs, describe the artifact.
+"""The stages of a build, which `kvexport.export.build` runs.
 
-`kvexport.export.build` runs them. This module imports torch and transformers, which the commands that only read an
-artifact do without.
+They read the checkpoint, split it over ranks, trace it while its weights are written, write the graphs, and describe
+the
+artifact. This module imports torch and transformers, which commands that only read an artifact do without.
 """
 
 from __future__ import annotations
@@ -90,8 +90,13 @@ def vocabulary_of(shape: ModelShape) -> int:
 
 
 def choose_weights(shape: ModelShape, recipe: Recipe, folder: Path, progress: ShowProgress) -> list[Spec]:
-    """Return the weights of an artifact, with the importance of their inputs where the recipe asks for it; importance
-    is saved in `folder`. Shows the notes that a user should read. Raises UsageError as `weight_specs` does."""
+    """Return the weights of an artifact, with the importance of their inputs if the recipe asks for it.
+
+    Importance is saved in `folder`. Notes that a user should read are shown.
+
+    Raises:
+        UsageError: See `weight_specs`.
+    """
     specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe, progress)
     save_importance(specs, folder)
     config = shape.model.config
@@ -143,8 +148,11 @@ def trace_and_write(
 
 
 def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> Graphs:
-    """Finish the graphs, check them and write them into `folder`; return their names. Raises KvexportError where a
-    check of a finished graph fails."""
+    """Finish the graphs, check them, write them into `folder`, and return their names.
+
+    Raises:
+        KvexportError: A check of a finished graph fails.
+    """
     shape, count = ranks.shape, len(ranks.specs)
     decoders = [
         finish_decoder(
@@ -215,8 +223,10 @@ def describe(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, specs
 
 @contextmanager
 def in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[[int], None]) -> Iterator[Future[T]]:
-    """Run ``work(advance)`` in a thread and yield its future. If the block raises, the next call of `advance` in the
-    thread raises too, so that the thread ends."""
+    """Run ``work(advance)`` in a thread, and yield its future.
+
+    If the block raises, the next call of `advance` in the thread raises too, so that the thread ends.
+    """
     ended, interval = Event(), sys.getswitchinterval()
 
     def advance_or_end(amount: int) -> None:

@@ -20,8 +20,7 @@ GENERATION = "generation_config.json"
 
 
 def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
-    """Copy the tokenizer's files, the chat template and the JSON files of a checkpoint into the stage `folder`, and
-    try them.
+    """Copy tokenizer files, chat template and JSON files of a checkpoint into the stage `folder`, and try them.
 
     Raises:
         UsageError: A link leads out of the checkpoint, a tokenizer or chat template cannot be read, or the generation

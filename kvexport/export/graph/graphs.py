@@ -41,8 +41,14 @@ PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 def attention_functions(
     plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
 ) -> list[onnx.FunctionProto]:
-    """Return the function of every cache's VoteAttention; caches for which it means the same share one. dtype: the
-    type of queries."""
+    """Return the ONNX function of each cache's VoteAttention. Caches with equal attributes share one function.
+
+    Args:
+        plan: The cache plan.
+        method: The compression method.
+        geometry: The attention geometry of every layer.
+        dtype: The type of queries.
+    """
     return [
         vote_attention_function(
             layer_attributes(method, layer),
@@ -68,9 +74,22 @@ def finish_decoder(
     *,
     float_input: bool,
 ) -> onnx.ModelProto:
-    """The traced decoder with its weights as external data in `folder` (initializer name -> location), those of
-    `packings` packed, the caches of `plan`, and every VoteAttention node with its attributes and the function of its
-    cache. float_input: whether packed weights are multiplied with inputs as they are."""
+    """Complete a traced decoder: weights as external data, caches, attributes and functions of VoteAttention.
+
+    Args:
+        model: The trace.
+        locations: The place of every initializer's bytes.
+        folder: The folder of the weights.
+        method: The compression method.
+        geometry: The attention geometry of every layer.
+        plan: The cache plan.
+        functions: The VoteAttention function of each cache.
+        packings: The formats of packed weights, by initializer.
+        float_input: Whether packed weights are multiplied with inputs that are not rounded.
+
+    Returns:
+        The ONNX model.
+    """
     renamed = put_packed(model, packings, lambda a, b: locations[a] == locations[b])
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
@@ -103,8 +122,10 @@ def finish_decoder(
 
 
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
-    """Let the decoder take state of any number of slots, so that caches of several sizes share it and its weights. What
-    it computes knows none: capacities stand in the shapes of inputs and outputs alone."""
+    """Let the decoder take state with any number of slots, so that caches of several sizes can share it.
+
+    Only the shapes of inputs and outputs name a capacity; the computation does not depend on it.
+    """
     axes = {
         name: x.slot_axis
         for i, layer in enumerate(plan.caches)

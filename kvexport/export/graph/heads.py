@@ -68,7 +68,7 @@ def _split(graph: ir.Graph, node: ir.Node, caches: range, plan: CachePlan, opera
 def _parts(
     graph: ir.Graph, node: ir.Node, value: ir.Value | None, name: str, caches: range
 ) -> Sequence[ir.Value | None]:
-    """The heads of each cache, of the node's input `name`."""
+    """Return the heads of each cache in the node's input `name`."""
     if value is None:
         return [None] * len(caches)
     attributes = [ir.AttrInt64("axis", HEADS[name]), ir.AttrInt64("num_outputs", len(caches))]

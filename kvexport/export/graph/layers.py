@@ -41,8 +41,7 @@ class Layers:
     first: tuple[int, ...]
 
     def traced(self) -> tuple[int, ...]:
-        """Return the layers that a trace needs: of each kind the first layer, and the second, against which copies of
-        the first are checked."""
+        """Return the layers to trace: the first two layers of each kind. The second checks the copies of the first."""
         return tuple(i for i, first in enumerate(self.first) if self.first[:i].count(first) < 2)
 
 
@@ -107,8 +106,7 @@ class _PassesOn(nn.Module):
 
 
 def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
-    """Return the list of decoder layers: its name in the model, and the layers; no layers if several lists may be
-    it."""
+    """Return the name of the list of decoder layers, and the layers; no layers if several lists qualify."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(lists) > 1 and hasattr(model, "get_decoder"):  # an image encoder may have as many layers
@@ -118,8 +116,11 @@ def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operations of each layer. `regular` becomes False when a layer reads or changes a tensor that is
-    neither its own nor shared."""
+    """A recorder of the operations of each layer.
+
+    Attributes:
+        regular: False once a layer reads or changes a tensor that is neither its own nor shared.
+    """
 
     def __init__(self, model: Any, name: str, count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

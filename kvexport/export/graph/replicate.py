@@ -23,8 +23,7 @@ BORDER = "LayerBorder"
 
 @dataclass
 class _Layer:
-    """A traced layer: its number, the borders where the hidden state enters and leaves it, and the nodes between in
-    order."""
+    """A traced layer: its number, the borders where the hidden state enters and leaves, and its nodes in order."""
 
     number: int
     entry: ir.Node
@@ -33,11 +32,15 @@ class _Layer:
 
 
 def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
-    """Complete the trace `model` of the layers `layers.traced()`: every other layer becomes a copy of the first that
-    does the same, with parameters and state of its own, and the borders are removed.
+    """Complete a trace of the layers `layers.traced()`.
 
-    Returns False where the graph does not bear out what `layers` says: two traced layers of a kind differ, or something
-    other than one hidden state goes from layer to layer. The trace is then of no use.
+    Every other layer becomes a copy of the first layer of its kind, with parameters and state of its own. The borders
+    are
+    removed.
+
+    Returns:
+        False if the graph contradicts `layers`: two traced layers of a kind differ, or something other than one hidden
+        state passes from layer to layer. The trace is then useless.
     """
     graph = model.graph
     prefix = f"model.{layers.name}."
@@ -108,8 +111,10 @@ def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
 
 
 def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
-    """Return whether two layers compute the same from their hidden state, parameters and state, followed back from
-    their outputs."""
+    """Return whether two layers compute the same function of hidden state, parameters and state.
+
+    The comparison starts at their outputs and goes back.
+    """
     if first is other:
         return True
     pending = [(first.exit.inputs[0], other.exit.inputs[0])]
@@ -163,8 +168,10 @@ def _bytes(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
 def _copy(
     graph: ir.Graph, layer: _Layer, j: int, hidden: ir.Value | None, prefix: str, plan: CachePlan
 ) -> ir.Value | None:
-    """Copy `layer` as layer j, which reads the hidden state `hidden`, and return the hidden state after it. The copy's
-    parameters have no data."""
+    """Copy a layer as layer j, which reads `hidden`, and return the hidden state after it.
+
+    The parameters of the copy have no data.
+    """
     shapes, copies = plan.caches[j].shapes(1), {layer.entry.outputs[0]: hidden}
 
     def copied(value: ir.Value) -> ir.Value:
@@ -203,8 +210,10 @@ def _copy(
 
 
 def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
-    """Return the sort key of an input or output: layers by number, the state of a layer in the order of the ABI.
-    Sorting is stable: values that are no state stay in front."""
+    """Return the sort key of a graph input or output: layers by number, their state in the order of the ABI.
+
+    Values that are not state stay in front, because sorting is stable.
+    """
     match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
     if not match:
         return (-1, 0)

@@ -1,5 +1,7 @@
-"""top_logits.onnx: the top logits of every row, found on the device that computed the row, so that no whole row need
-be copied off it."""
+"""top_logits.onnx: the largest logits of every row.
+
+They are found on the device that computed the row, so no whole row has to be copied to the host.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The decoder graph: a Hugging Face decoder traced without its weights, its attention replaced by VoteAttention
-nodes."""
+"""The decoder graph: a Hugging Face decoder traced without its weights, with VoteAttention nodes as its attention."""
 
 from __future__ import annotations
 
@@ -47,8 +46,10 @@ def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttri
 
 
 def used_slots(votes: Tensor) -> Tensor:
-    """[B, 1] int64 of votes [B, H, C], of which every head holds as many: with positions in the cache the place of the
-    next token."""
+    """Return the used slots [B, 1] int64 from votes [B, H, C].
+
+    All heads use equally many. With cache.positions: cache this is the next token's place.
+    """
     return (votes[:, 0] > 0).to(torch.int64).sum(-1, keepdim=True)
 
 
@@ -70,8 +71,7 @@ def _attention_placeholder(operator: Operator) -> Any:
 
 @cache
 def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...]) -> Any:
-    """Return the PyTorch operator by the names of its inputs and outputs alone: sizes, such as those of a ring of
-    reference queries, are no part of it."""
+    """Return a PyTorch operator that depends on the names of its inputs and outputs alone, not on sizes."""
     # PyTorch knows one operator of a name: inputs that are not everybody's are part of it.
     names = [name for name, _ in inputs]
     name = "_".join(["kvexport::vote_attention", *names[len(VOTE_ATTENTION.inputs) :]])
@@ -119,8 +119,7 @@ class _Tracing:
 
 
 class _Decoder(nn.Module):
-    """(input_ids, query_length, past_length, past state...) -> (logits, present_length, present state...), the state
-    that of `layers`."""
+    """The traced module, from (input_ids, query_length, past_length, state) to (logits, present_length, state)."""
 
     def __init__(self, model: Any, plan: CachePlan, last_logits: bool) -> None:
         super().__init__()
@@ -160,9 +159,15 @@ def initializer_names(model: Any) -> dict[str, str]:
 
 
 def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_logits: bool) -> ir.Model:
-    """`decoder.onnx` as an optimized ONNX IR model with one VoteAttention node per layer, carrying only its layer's
-    number. Initializers without data are those of `initializer_names`. Layers that do the same are traced once, and
-    once more to be sure. Raises UsageError where the model cannot be traced."""
+    """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node per layer.
+
+    The nodes carry only the numbers of their layers. Initializers without data are those of `initializer_names`. Layers
+    of
+    one kind are traced once, and once more as a check.
+
+    Raises:
+        UsageError: The model cannot be traced.
+    """
     decoder = _Decoder(model, plan, last_logits).eval()
     layers = find_layers(model, mode)
     if layers and len(layers.traced()) < len(plan.caches):
@@ -272,8 +277,17 @@ def _operator(
     attributes: Sequence[str] | Mapping[str, str],
     optional: Sequence[str] = (),
 ) -> Any:
-    """Return the translation of a placeholder to a node of domain kvexport. Every input and output has a type variable
-    of its own. attributes: their names, all integers, or their types (int, float, str) by names."""
+    """Return the translation of a placeholder to a node of domain kvexport.
+
+    Every input and output has a type variable of its own.
+
+    Args:
+        name: Name of the operator.
+        inputs: Names of its inputs.
+        outputs: Names of its outputs.
+        attributes: Names of its attributes, all integers; or their types (int, float, str) by name.
+        optional: Names of inputs that may be missing.
+    """
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
     typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")
     kinds = ["tensor(float)", "tensor(float16)", "tensor(int32)", "tensor(int64)"]

@@ -1,7 +1,6 @@
-"""How a Hugging Face decoder's attention becomes VoteAttention: one attention function, one mask function and one cache
-object.
+"""The attention hook: one attention function, one mask function and one cache object for every decoder.
 
-transformers hands every attention layer to a registered function with everything it needs (query, key, value, scale,
+transformers calls a registered function for every attention layer, with everything it needs (query, key, value, scale,
 window, softcap, sink logits). That function calls the `Attending` object of the current context: a probe, the tracer,
 or the PyTorch reference.
 """

@@ -38,12 +38,13 @@ EXPERTS: Any = torch.ops.kvexport.experts.default
 
 @dataclass(frozen=True)
 class Layout:
-    """How a module of transformers holds a tensor of its experts, where Experts takes [E, outputs, inputs] with the
-    gate's rows before the ups'.
+    """The layout of an experts tensor in a module of transformers.
+
+    Experts takes [E, outputs, inputs], with the rows of the gate before those of the up projection.
 
     Attributes:
         transposed: The module has [E, inputs, outputs].
-        interleaved: Gate and up rows take turns, as gpt-oss has them.
+        interleaved: Gate and up rows alternate, as in gpt-oss.
     """
 
     transposed: bool
@@ -88,8 +89,7 @@ def expert_layouts(model: nn.Module) -> dict[str, Layout]:
 
 
 def find_forms(model: nn.Module) -> None:
-    """Find the form of all experts of `model`, which a probe and a trace of it need; raises what `experts_form`
-    raises."""
+    """Find the form of all experts of a model, for its probe and its trace. Raise what `experts_form` raises."""
     for _, module in expert_modules(model):
         _forms[module] = experts_form(module)
 

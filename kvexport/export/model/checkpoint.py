@@ -31,14 +31,18 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A validated checkpoint. path: the folder of its texts, which also holds the weights unless they are in a GGUF
-    file. config, generation_config: the JSON files, the latter empty where there is none. tensors:
-    by name. computed: weights that are no tensor as it lies there, by the names that they would have (packed ones).
-    notes: what of it is not kept as it is.
+    """A validated checkpoint.
 
-    fingerprint: sha256 (hex) over the bytes of config.json and, in the order of their names, every shard's name, size
-    and header. It is cheap because it reads no weight: it tells architectures and file layouts apart, not two trainings
-    of the same layout.
+    Attributes:
+        path: The folder of its texts, which also holds the weights unless they are in a GGUF file.
+        config: The content of config.json.
+        generation_config: The content of generation_config.json; empty if there is none.
+        tensors: Its tensors by name.
+        computed: Weights that are computed from tensors, such as packed ones, by the name that the weight would have.
+        notes: Notes on content that is not kept unchanged.
+        fingerprint: sha256 (hex) over the bytes of config.json and, in the order of names, every shard's name, size and
+            header. No weight is read, so it distinguishes architectures and file layouts, not two trainings of one
+            layout.
     """
 
     path: Path
@@ -50,8 +54,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
     def require_folder(self, purpose: str) -> None:
-        """Raise UsageError where the weights are in a GGUF file: `purpose` takes a checkpoint whose config can be
-        changed."""
+        """Raise UsageError if the weights are in a GGUF file, because `purpose` needs a config that can be changed."""
         if any(entry.file.suffix == GGUF for entry in self.tensors.values()):
             raise UsageError(
                 f"{purpose} takes a checkpoint of safetensors, and the weights are in a GGUF file",
@@ -104,13 +107,19 @@ def is_gguf(path: str) -> bool:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read config.json and the headers of the safetensors shards under `path`, and check that they fit each other and
-    their files; or the header of the GGUF file `path`.
+    """Read the headers of a checkpoint, and check that they fit each other and their files.
 
-    As in transformers, `model.safetensors` goes before the index. Of the shards of an index only the tensors it names
-    count; what else lies in a shard is ignored, but one name in two shards is refused. Raises UsageError for everything
-    else that is missing, damaged, pickled, quantized in a way that is not read here, or in need of the checkpoint's own
-    code. Read whole are no files but the .json, and small tensors that say how others are packed.
+    Args:
+        path: A folder with config.json and safetensors shards, or a GGUF file. As in transformers, `model.safetensors`
+            has
+            precedence over an index. Only the tensors that an index names count, and a name in two shards is refused.
+
+    Returns:
+        The checkpoint. No weights are read, except small tensors that describe how others are packed.
+
+    Raises:
+        UsageError: A file is missing, damaged, pickled, quantized in an unsupported way, or needs the checkpoint's
+            code.
     """
     if path.suffix == GGUF and path.is_file():
         return _from_gguf(path)
@@ -168,9 +177,12 @@ def _from_gguf(path: Path) -> Checkpoint:
 
 
 def refuse_link(file: Path) -> None:
-    """Raise UsageError where a file of a checkpoint is a link to one elsewhere: any file of this machine could come
-    into an artifact so. Links within the checkpoint are its own, and so are those of the hub's cache, from
-    snapshots/COMMIT to blobs."""
+    """Raise UsageError if a file of a checkpoint is a link that leads elsewhere.
+
+    Such a link could copy any file of this machine into an artifact. Links within the checkpoint are allowed, and so
+    are
+    those of the hub's cache, from snapshots/COMMIT to blobs.
+    """
     folder, real = file.parent.resolve(), file.resolve()
     hub = folder.parent.parent if folder.parent.name == "snapshots" else None
     if not any(real.is_relative_to(own) for own in (folder, *([hub / "blobs"] if hub else []))):
@@ -181,9 +193,16 @@ def refuse_link(file: Path) -> None:
 
 
 def refuse_remote_code(config: Mapping[str, Any]) -> None:
-    """Raise UsageError where config.json needs the checkpoint's own Python: it has an `auto_map` and transformers has
-    no class of its own for the `model_type`. Imports transformers only for a config with an `auto_map` (official
-    checkpoints of supported models often keep one). Raises EnvironmentProblem where transformers is not installed."""
+    """Raise UsageError if config.json needs Python code of the checkpoint.
+
+    This is so if it has an `auto_map` and transformers has no class for its `model_type`. transformers is imported only
+    for
+    a config with an `auto_map`, which official checkpoints of supported models often keep.
+
+    Raises:
+        UsageError: See above.
+        EnvironmentProblem: transformers is not installed.
+    """
     if not config.get("auto_map"):
         return
     try:

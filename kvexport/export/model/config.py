@@ -1,5 +1,4 @@
-"""A config.json as transformers' config: fields of a wrong type or size are named, and models that it alone shows to be
-impossible are refused."""
+"""config.json as a config of transformers. Fields of a wrong type or size are named, and so are impossible models."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def load_config(source: str, recipe: Recipe) -> Any:
 
 
 def says_quantized(source: str, revision: str | None) -> bool:
-    """Return whether the config.json of a directory or hub id speaks of quantized weights; False if it cannot be
-    read."""
+    """Return whether the config.json of a folder or hub id declares quantized weights; False if it cannot be read."""
     try:
         raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     except Exception:  # load_config says what is wrong with it

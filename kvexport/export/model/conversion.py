@@ -68,7 +68,7 @@ class Assembled:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[rows of all experts, columns]"""
+        """The shape [rows of all experts, columns]."""
         columns = self.full_shape[-1]
         return math.prod(self.full_shape) // max(columns, 1), columns
 

@@ -1,8 +1,7 @@
-"""A GGUF file as a checkpoint: its tensors under transformers' names, and config, tokenizer and chat template of its
-metadata as the files that a Hugging Face checkpoint has.
+"""A GGUF file as a checkpoint: tensors under transformers' names, and its metadata as Hugging Face files.
 
-Architectures: Llama (Mistral files are of that too), Qwen 2 and 3. Tokenizers: byte-level BPE whose splitting is known,
-and SentencePiece's BPE, both as transformers reads them.
+Architectures: Llama (which includes Mistral files), Qwen 2 and 3. Tokenizers: byte-level BPE with a known splitting
+rule, and SentencePiece's BPE, both as transformers reads them.
 """
 
 from __future__ import annotations
@@ -57,8 +56,11 @@ _SET_APART = "smollm"  # digits set apart first
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
-    """(tensors as they lie there, those that are computed), by transformers' names. Raises UsageError for a type or a
-    name that is not known."""
+    """Return the stored tensors and the computed weights, by transformers' names.
+
+    Raises:
+        UsageError: A type or a name is unknown.
+    """
     plain: dict[str, TensorEntry] = {}
     computed: dict[str, Source] = {}
     kind, meta = _architecture(gguf), gguf.metadata
@@ -107,16 +109,23 @@ def _architecture(gguf: Gguf) -> str:
 
 
 def cached_texts(gguf: Gguf) -> Path:
-    """The folder in the user's cache with config.json and the tokenizer's files, written where they are not there
-    yet. Raises what `write_texts` raises, and EnvironmentProblem where the cache cannot be written."""
+    """Return the folder in the user's cache with config.json and the tokenizer's files, and write it if needed.
+
+    Raises:
+        UsageError: See `write_texts`.
+        EnvironmentProblem: The cache cannot be written.
+    """
     folder = cache_folder("gguf") / gguf.digest[:32]
     what = f"the tokenizer of {gguf.file}"
     return write_once(folder, what, lambda staged, _: write_texts(gguf, staged), "some megabytes")
 
 
 def write_texts(gguf: Gguf, folder: Path) -> None:
-    """config.json, generation_config.json and the tokenizer's files, config.json last. Raises UsageError for metadata
-    that is missing or of another kind."""
+    """Write config.json, generation_config.json and the tokenizer's files, config.json last.
+
+    Raises:
+        UsageError: Metadata is missing or has a wrong type.
+    """
     meta = gguf.metadata
     try:
         _write_tokenizer(gguf, folder)
@@ -162,7 +171,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
 
 
 def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, Any]:
-    """What transformers calls the scaling of rotary frequencies; empty where there is none."""
+    """Return the scaling of rotary frequencies in transformers' form; empty if there is none."""
     meta = gguf.metadata
     named = meta.get(f"{kind}.rope.scaling.type", "none")
     if _ROPE_FACTORS in gguf.tensors and size:

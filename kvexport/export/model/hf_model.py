@@ -31,9 +31,18 @@ PROBE_SPAN = 1 << 18
 
 
 def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, FakeTensorMode]:
-    """The model in eval mode without its weights: parameters are fake tensors of the returned mode (shape and type, no
-    memory), buffers that no checkpoint holds (rotary frequencies) are real, and those that it holds are parameters.
-    Raises UsageError where transformers cannot make the model, or the model does not use its attention interface."""
+    """Make a model in eval mode without its weights.
+
+    Parameters are fake tensors (shape and type, no memory). Buffers that no checkpoint stores, such as rotary
+    frequencies,
+    are real. Buffers that checkpoints store become parameters.
+
+    Returns:
+        The model, and the mode of its fake tensors.
+
+    Raises:
+        UsageError: transformers cannot make the model, or the model does not use its attention interface.
+    """
     _refuse_own_attention(config)
     try:
         model = on_meta(config, dtype, max_length)
@@ -61,8 +70,14 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
 
 
 def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = IMPLEMENTATION) -> Any:
-    """Return the model with parameters on the meta device and buffers that hold their values. attention: transformers'
-    name of an attention implementation."""
+    """Return the model with parameters on the meta device and real buffers.
+
+    Args:
+        config: The config.
+        dtype: The type of parameters.
+        max_length: The longest sequence, for rotary frequencies that depend on the length.
+        attention: Name of an attention implementation of transformers.
+    """
     with torch.device("meta"):
         experts = EXPERTS if attention == IMPLEMENTATION else "eager"
         model = auto_class(config).from_config(
@@ -92,8 +107,7 @@ def decoder_class(config: Any) -> Any:
 
 
 def _initialize_buffers(module: Any, owner: Any) -> None:
-    """Give the buffers in `module` their values on the CPU, as the nearest pretrained module around them computes
-    them."""
+    """Compute the buffers of a module on the CPU, as the nearest pretrained module around it initializes them."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
         _initialize_buffers(child, owner)
@@ -104,8 +118,12 @@ def _initialize_buffers(module: Any, owner: Any) -> None:
 
 
 def buffers_as_parameters(model: Any) -> None:
-    """Persistent buffers, which a checkpoint holds as it holds parameters (Apertus' activation, Gemma 4's layer
-    scalars), become parameters: what transformers computed for them is only where training began."""
+    """Turn persistent buffers into parameters.
+
+    Checkpoints store them (Apertus' activation, Gemma 4's layer scalars), so the values that transformers computes are
+    only
+    their initial ones.
+    """
     for prefix, module in model.named_modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is None or name in module._non_persistent_buffers_set:
@@ -134,8 +152,10 @@ def _refuse_own_attention(config: Any) -> None:
 
 
 def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
-    """Fix rotary frequencies that depend on the length seen so far (dynamic, longrope) at those of the longest
-    sequence. An ONNX graph has one set of frequencies, and keys that are already rotated cannot be rotated again."""
+    """Fix rotary frequencies that depend on the length so far (dynamic, longrope) at those of the longest sequence.
+
+    An ONNX graph has one set of frequencies, and rotated keys cannot be rotated again.
+    """
     last = torch.full((1, 1), max_length - 1)
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -155,8 +175,10 @@ def _depends_on_length(rope_type: str) -> bool:
 
 
 def length_notes(config: Any, max_length: int) -> list[str]:
-    """Return notes on rotary frequencies that depend on the length (see `fix_rotary_frequencies`): shorter sequences
-    do not get the frequencies that transformers would give them."""
+    """Return notes on rotary frequencies that depend on the length (see `fix_rotary_frequencies`).
+
+    Shorter sequences do not get the frequencies that transformers would give them.
+    """
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     notes = []
     for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
@@ -211,8 +233,11 @@ class _Probe:
         return mask_function
 
     def _window(self, name: str, mask_function: Any) -> int:
-        """Return how many positions a query sees, its own included; 0: all. Raises UsageError for a mask that is
-        neither causal nor a plain window."""
+        """Return the number of positions that a query sees, its own included; 0 for all.
+
+        Raises:
+            UsageError: The mask is neither causal nor a plain window.
+        """
         if mask_function is None:
             return 0
         widths = set()
@@ -245,8 +270,11 @@ class _Probe:
 
 
 def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
-    """Return the geometry of every layer's attention. Raises UsageError that names a layer without attention
-    (state-space, linear attention) or with an unusual one."""
+    """Return the geometry of every layer's attention.
+
+    Raises:
+        UsageError: A layer has no attention (state-space, linear attention), or an unusual one; the error names it.
+    """
     probe, reads = _Probe(model), _Reads()
     kind = model.config.model_type
     failure: Exception | None = None
@@ -322,8 +350,7 @@ def _refuse_own_positions(model: Any) -> None:
 
 
 def _refuse_experts(model: Any) -> None:
-    """Raise UsageError for experts that transformers computes in a model's own code: which weights a token reads
-    depends on its values there, and no registered function takes its place."""
+    """Raise UsageError for experts in a model's own code, which no registered function can replace."""
     known = {name for name, _ in expert_modules(model)}
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Experts") and name not in known:
@@ -335,11 +362,9 @@ def _refuse_experts(model: Any) -> None:
 
 
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
-    """{parameter of `model`: tensor of the checkpoint}, by transformers' own renaming rules; tied parameters share a
-    tensor.
+    """Return the checkpoint tensor of each parameter, by transformers' renaming rules. Tied parameters share a tensor.
 
-    Tensors that transformers would have to assemble (experts stored one by one) are left out: their parameter stays
-    without a source.
+    Parameters that transformers would assemble from several tensors (experts stored one by one) are left out.
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

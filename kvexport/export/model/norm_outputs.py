@@ -1,5 +1,7 @@
-"""Which projections read the output of a norm: where nothing else does, a factor of its channels can be moved from the
-norm's weight into theirs."""
+"""The projections that read the output of a norm.
+
+If nothing else reads it, a factor of each channel can move from the norm's weight into the weights of the projections.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class NormOutputs(TorchFunctionMode):
     """While a model runs in it: what its norms return, and what else than projections reads that.
 
     offsets: of each norm, by its tensor's name, c where it multiplies with (c + weight): 0, or 1 as Gemma's do. others:
-    norms whose output something else reads."""
+    norms whose output something else reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()

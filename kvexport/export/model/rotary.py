@@ -1,5 +1,7 @@
-"""A decoder's rotary embedding as frequencies, for methods that rotate keys and for positions in the cache: read off
-the model's own functions, or refused by name."""
+"""A decoder's rotary embedding as frequencies, for methods that rotate keys and for positions in the cache.
+
+The frequencies are measured on the model's own functions; unusual embeddings are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ class _NotRotary(Exception):
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a model's rotary function: the function, the module that computed its cosines, and the other
-    arguments of both."""
+    """One call of a model's rotary function.
+
+    It consists of the function, the module that computed its cosines, and the other arguments of both.
+    """
 
     apply: Any
     module: nn.Module
@@ -67,7 +71,7 @@ class _Probe:
         return None
 
     def note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """A rotary module made cosines (a forward hook)."""
+        """Store the cosines that a rotary module computed (a forward hook)."""
         extra = (
             {"layer_type": arguments[2]}
             if len(arguments) > 2

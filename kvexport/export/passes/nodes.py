@@ -51,8 +51,12 @@ def show(shape: Sequence[int | str | None]) -> str:
 
 
 def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] | None = None) -> None:
-    """Put `new` after the last of `nodes` and give it that node's name. The outputs of `new` take the place of
-    `outputs` (None: the outputs of the last node). Nodes of `nodes` that no other node reads are removed."""
+    """Insert `new` after the last of `nodes` with that node's name.
+
+    The outputs of `new` replace `outputs` (None: the outputs of the last node). Nodes of `nodes` that no other node
+    reads
+    are removed.
+    """
     last = nodes[-1]
     new.name = last.name
     graph = last.graph

@@ -16,8 +16,13 @@ def remove_unused(model: ir.Model) -> PassReport:
 
 
 def sort_nodes(model: ir.Model) -> PassReport:
-    """Put every node after the nodes whose outputs it reads. A Linear of several products takes the place of the last
-    of them, which may come after a reader of the first. `applied` counts nodes that moved."""
+    """Sort the nodes so that each comes after the nodes whose outputs it reads.
+
+    A Linear of several products stands at the place of the last of them, which may come after a reader of the first.
+
+    Returns:
+        The report; `applied` is the number of moved nodes.
+    """
     before = list(model.graph)
     model.graph.sort()
     return PassReport("order", applied=sum(one is not other for one, other in zip(before, model.graph, strict=True)))

@@ -52,8 +52,7 @@ class Packed(NamedTuple):
 
 
 def packed_of(value: ir.Value | None) -> Packed | None:
-    """The packed weight whose dequantized form, in the order of the stored columns, `value` is; None of another
-    value."""
+    """Return the packed weight whose dequantized form, in the order of the stored columns, is `value`; None if none."""
     node, minimum = value.producer() if value is not None else None, None
     if node is not None and is_op(node, "Cast"):
         node = producer(node, 0, "Reshape")
@@ -75,12 +74,18 @@ def packed_of(value: ir.Value | None) -> Packed | None:
 def put_packed(
     model: ir.Model, packings: Mapping[str, PackedFormat], same: Callable[[str, str], bool]
 ) -> dict[str, str]:
-    """The initializers of these names become packed ones without data, wherever they are read; names that the graph
-    does not have are left out.
+    """Replace initializers by packed ones without data, wherever they are read.
 
-    same: whether two initializers hold the same bytes. Returns {initializer of the graph: the part whose bytes it
-    holds}, where the two are not called the same. Raises UsageError for an ordered weight that no product reads as its
-    second factor.
+    Args:
+        model: The model.
+        packings: The packed format of each initializer; names that the graph lacks are ignored.
+        same: Returns whether two initializers hold the same bytes.
+
+    Returns:
+        For each initializer whose name differs from the tensor of a packed weight that it holds: that tensor.
+
+    Raises:
+        UsageError: A weight with ordered columns is not read by a product as its second factor.
     """
     renamed: dict[str, str] = {}
     ordered: dict[ir.Value, list[tuple[ir.Value, ir.Value]]] = {}  # a product's input: orders, and it in each
@@ -113,8 +118,10 @@ def _order_input(
     known: dict[ir.Value, list[tuple[ir.Value, ir.Value]]],
     same: Callable[[str, str], bool],
 ) -> None:
-    """The products that read a Transpose take their input in the order of the columns; those of one input and the same
-    order share it."""
+    """Reorder the input of products that read a Transpose to the order of the weight's columns.
+
+    Products with one input and one order share the reordered input.
+    """
     products = [(use, i) for use, i in node.outputs[0].uses()] if permutes(node, [1, 0]) else []
     if not products or any(not is_op(use, "MatMul") or i != 1 for use, i in products):
         raise UsageError(
@@ -146,7 +153,7 @@ class _Putter:
         self.made = 0
 
     def part(self, part: str, shape: Sequence[int] | None = None, dtype: str = "") -> ir.Value:
-        """The initializer of a part, made where there is none yet."""
+        """Return the initializer of a tensor of the packed weight, and make it if needed."""
         name = part_name(self.name, part)
         if name not in self.graph.initializers:
             kind, sizes = (dtype, shape) if shape is not None else self.parts[part]
@@ -177,7 +184,7 @@ class _Putter:
         return value if stored == wanted else self.node("Cast", [value], to=int(wanted))
 
     def dense(self) -> ir.Value:
-        """The whole weight dequantized, at the beginning of the graph."""
+        """Return the whole dequantized weight, computed at the beginning of the graph."""
         self.before = self.graph[0]
         packing, (n, k) = self.packing, self.shape
         least = packing.offset == "minimum"
@@ -195,7 +202,7 @@ class _Putter:
         return value
 
     def embedding(self, gather: ir.Node) -> None:
-        """The rows that a Gather picks, dequantized, in its place."""
+        """Replace a Gather by the dequantized rows that it picks."""
         self.before = gather
         packing, k = self.packing, self.shape[1]
         ids, computed = gather.inputs[1], ir.DataType.FLOAT

@@ -1,11 +1,13 @@
-"""AWQ's scales (arXiv 2306.00978): channels that matter are multiplied with s_j before they are rounded, and the norm
-that they come from is divided by it, so that their relative errors are smaller and nothing else changes.
+"""AWQ's scales (arXiv 2306.00978): important channels are scaled up before rounding.
+
+Channel j of a weight is multiplied by s_j before it is rounded, and the norm that produces the channel is divided by
+s_j. The channel's relative rounding error gets smaller and nothing else changes.
 
     x W^T = (x / s) (W diag(s))^T        s_j = mean |x_j|^alpha / root of the largest times the smallest
 
-alpha is the one, of a few, with the least squared error of the products on a text, for all projections of a norm; 0 is
-none. Errors within a group still count by importance, which is that of the inputs as they are then. Scales of inputs
-that come of anything but a norm would have to be folded into other projections; they bring little more
+alpha is the one of a few candidates with the least squared error of the products on a text, for all projections of a
+norm; 0 means no scaling. Errors within a group still count by importance, which is that of the scaled inputs. Scales of
+inputs that do not come from a norm would have to be folded into other projections; they bring little more
 (`benchmarks/awq_scales.py`).
 """
 
@@ -32,8 +34,12 @@ factor of its weight and what is added."""
 
 @dataclass(frozen=True)
 class ScaledNorm:
-    """The weight of a norm, `entry` [inputs], in an artifact whose projections have AWQ's scales. factors: the bytes of
-    [2, inputs] float32, what it is multiplied with and what is added."""
+    """The weight of a norm whose projections have AWQ's scales.
+
+    Attributes:
+        entry: The norm's weight [inputs] in the checkpoint.
+        factors: The bytes of [2, inputs] float32: the factor and the addend of each channel.
+    """
 
     entry: TensorEntry
     factors: bytes
@@ -46,7 +52,7 @@ class ScaledNorm:
 
     @property
     def shape(self) -> Any:
-        """[inputs]"""
+        """The shape [inputs]."""
         return self.entry.shape
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
@@ -70,8 +76,15 @@ class Search:
         self._unfit: set[str] = set()
 
     def note(self, norm: str, tensor: str, x: Floats, weight: Floats | None, importance: Floats | None) -> None:
-        """A projection [outputs, inputs] reads x [tokens, inputs], which the norm returned. weight, importance: None
-        where it is not rounded."""
+        """Note that a projection reads the output of a norm.
+
+        Args:
+            norm: The norm's tensor.
+            tensor: The projection's tensor.
+            x: The output of the norm [tokens, inputs].
+            weight: The projection's weight [outputs, inputs]; None if it is not rounded.
+            importance: The importance of its inputs; None if it is not rounded.
+        """
         if weight is None or importance is None:
             self._unfit.add(norm)
             return
@@ -87,8 +100,15 @@ class Search:
         self._tensors.setdefault(norm, []).append(tensor)
 
     def scales(self, offsets: Mapping[str, float], others: set[str]) -> dict[str, Floats]:
-        """By the names of the file: of every norm that nothing but rounded projections reads, and of these. offsets,
-        others: of `NormOutputs`."""
+        """Return the scales of every norm that only rounded projections read, and of these projections.
+
+        Args:
+            offsets: See `NormOutputs.offsets`.
+            others: See `NormOutputs.others`.
+
+        Returns:
+            The scales by their names in the file of importance.
+        """
         found: dict[str, Floats] = {}
         for norm in [norm for norm in self._tensors if norm in offsets and norm not in self._unfit | others]:
             scale = _scale(self._sizes[norm], ALPHAS[int(self._errors[norm].argmin())])

@@ -41,8 +41,11 @@ def require_float(entry: TensorEntry) -> None:
 
 
 def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
-    """Return one tensor in memory, of `entry.shape`, cast as `cast_blocks` casts. Meant for small tensors. Raises what
-    `cast_blocks` and `require_float` raise."""
+    """Return a small tensor in memory, of `entry.shape`, cast as `cast_blocks` casts.
+
+    Raises:
+        UsageError: See `cast_blocks` and `require_float`.
+    """
     require_float(entry)
     tensor = np.empty(entry.shape, WANTED[dtype])
     flat, begin = tensor.reshape(-1).view(np.uint8), 0
@@ -53,8 +56,11 @@ def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
 
 
 def cast_blocks(entry: TensorEntry, wanted: Dtype) -> Iterator[bytes | memoryview]:
-    """Yield the tensor's bytes in the wanted dtype, a few MiB at a time. Raises UsageError after the last block if
-    values overflowed."""
+    """Yield the tensor's bytes in the wanted dtype, a few MiB at a time.
+
+    Raises:
+        UsageError: Values overflowed; raised after the last block.
+    """
     lost = at = 0
     for block in read_blocks(entry):
         require_finite(entry, block, at)
@@ -109,8 +115,10 @@ def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> No
 
 
 def _cast(block: bytes, stored: str, wanted: Dtype) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the values of a block, all finite, in the wanted dtype, and how many became infinite. All values pass
-    through float32, as in PyTorch."""
+    """Return the values of a block in the wanted dtype, all finite, and the number of values that became infinite.
+
+    All values pass through float32, as in PyTorch.
+    """
     values = np.frombuffer(block, STORED[stored])
     # Looked up where it can be: four times as fast as NumPy's own rounding to float16.
     lookup = stored == "BF16" and wanted == "float16"

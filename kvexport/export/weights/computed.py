@@ -1,5 +1,7 @@
-"""Weights that are no copy of a checkpoint's tensor: packed ones, as a quantized checkpoint holds them or as a build
-quantizes them, and those that have to be computed. All are made a block of rows at a time, when they are written.
+"""Weights that are not copies of a checkpoint's tensor.
+
+They are packed weights of a quantized checkpoint, weights that the build quantizes, or weights that have to be
+computed. All are made block by block of rows when they are written.
 """
 
 from __future__ import annotations
@@ -55,8 +57,13 @@ def part_name(initializer: str, part: str) -> str:
 
 
 def parts_of(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Yield (part, its bytes block by block) in the order of `spec.parts`; each part is read to its end before the
-    next. Raises UsageError for scales that are infinite or NaN, and for floats that the dtype cannot hold."""
+    """Yield (tensor of the packed weight, its bytes block by block) in the order of `spec.parts`.
+
+    Each tensor is read to its end before the next.
+
+    Raises:
+        UsageError: A scale is infinite or NaN, or the dtype cannot represent a float.
+    """
     packing, source = spec.source.packing, spec.source
     if packing is None:
         yield "weight", _floats(spec)

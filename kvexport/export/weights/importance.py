@@ -40,9 +40,15 @@ def weigh(
     recipe: Recipe,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> list[Spec]:
-    """`specs` whose rounded weights have the importance of their inputs where the recipe asks for it: read from the
-    file that it names, or of what the model reads. Raises UsageError where there is no tokenizer, the text is too short
-    or none, the file is not of this checkpoint, or the model cannot be run a layer at a time."""
+    """Return weight specs with the importance of their inputs, if the recipe asks for it.
+
+    Importance is read from the recipe's file, or measured on a text.
+
+    Raises:
+        UsageError: There is no tokenizer, the text is missing or too short, the file belongs to another checkpoint, or
+            the
+            model cannot be run layer by layer.
+    """
     rounded, method = _rounded(specs), recipe.weights.method
     if method == "rtn" or not rounded:
         return list(specs)
@@ -83,7 +89,7 @@ def save(specs: Sequence[Spec], folder: Path) -> None:
 
 
 def as_built(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe, its weights rounded by the importance that lies in `folder`, an artifact's, if by any."""
+    """Return the recipe with the importance file of an artifact's `folder`, if there is one."""
     if recipe.weights.method == "rtn":
         return recipe
     weights = recipe.weights.model_copy(update={"calibration": str(folder / FILE)})

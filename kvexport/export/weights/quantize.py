@@ -36,10 +36,17 @@ _LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds a
 
 @dataclass(frozen=True)
 class Rounded:
-    """The weight `entry` [outputs, inputs], a tensor or a source of floats, rounded to the numbers of `packing` as it
-    is read. importance: the bytes of [inputs] float32, by which squared errors count, none below 0; empty: all
-    alike. positive: whether all scales are above 0. channels: the bytes of [inputs] float32, what inputs' weights are
-    multiplied with before (`kvexport.export.weights.awq`); empty: nothing."""
+    """A weight that is rounded while it is read.
+
+    Attributes:
+        entry: The weight [outputs, inputs]: a tensor, or a source of floats.
+        packing: The format of the rounded numbers.
+        importance: The bytes of [inputs] float32 of at least 0, the weights of squared errors; empty for equal weights.
+        positive: Whether all scales are above 0.
+        channels: The bytes of [inputs] float32, factors of the inputs' weights (`kvexport.export.weights.awq`); empty
+            for
+            none.
+    """
 
     entry: TensorEntry | Source
     packing: PackedFormat
@@ -97,9 +104,18 @@ def fitting_group(wanted: int, inputs: int) -> int | None:
 def round_groups(
     groups: Floats, packing: PackedFormat, importance: Floats | None = None, *, positive: bool = False
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-    """Numbers of the shape of `groups` [rows, groups of a row, group], int8 or uint8, and scale and zero [rows, groups
-    of a row]. importance: [groups of a row, group], by which squared errors count; None: all alike. positive: whether
-    scales have to be above 0, so that a largest number above 0 goes to the highest of the range or is cut off."""
+    """Round groups of weights.
+
+    Args:
+        groups: [rows, groups of a row, group].
+        packing: The format of the rounded numbers.
+        importance: [groups of a row, group], the weights of squared errors; None for equal weights.
+        positive: Whether scales have to be above 0. A largest number above 0 then maps to the top of the range or is
+            clipped.
+
+    Returns:
+        Numbers of the shape of `groups`, int8 or uint8, and scale and zero [rows, groups of a row].
+    """
     low, high = packing.lowest, packing.lowest + (1 << packing.bits) - 1
     # Groups are columns here: sums over the first dimension are of whole vectors.
     columns = np.ascontiguousarray(groups.reshape(-1, packing.group).T)
@@ -121,8 +137,7 @@ def round_groups(
 
 
 def rounded_values(rows: Floats, packing: PackedFormat, importance: Floats, *, positive: bool) -> Floats:
-    """Return the values [rows, inputs] that rounding gives rows. importance: [inputs], by which squared errors
-    count."""
+    """Return the values [rows, inputs] of rows after rounding. `importance` [inputs] weights squared errors."""
     groups = rows.reshape(len(rows), -1, packing.group)
     matter = importance.reshape(-1, packing.group)
     numbers, parts = round_groups(groups, packing, matter, positive=positive)
@@ -180,8 +195,10 @@ def _best(
 
 
 def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Return for each column the candidate with the smaller error, which is the third array of both. `kept` is written
-    to; at first it is empty."""
+    """Return for each column the candidate with the smaller error, which is the third array of both.
+
+    The result is written into `kept`, which is empty at first.
+    """
     if not kept:
         return tried
     better = tried[2] < kept[2]

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 
 def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spec]:
-    """Return what the checkpoint gives for every initializer. Raises UsageError that names missing parameters and
-    parameters of another dtype or shape, and for a rounding that the recipe's backend does not take."""
+    """Return the source of every initializer's bytes in the checkpoint.
+
+    Raises:
+        UsageError: Parameters are missing or have another dtype or shape, or the backend does not take the rounding.
+    """
     section, positive = recipe.weights, backends.get(recipe.backend.name).positive_scales
     tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}
     if section.bits and any(source.packing for source in checkpoint.computed.values()):
@@ -79,8 +82,13 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
 
 
 def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFormat | str]]:
-    """Yield (parameter, its format, or why it stays in floats) of every projection, the head, the embeddings and the
-    experts, if the recipe rounds. Raises UsageError if its backend does not take the format of the projections."""
+    """Yield (parameter, its format, or the reason why it stays in floats) if the recipe rounds weights.
+
+    The parameters are projections, the head, the embeddings and the experts.
+
+    Raises:
+        UsageError: The backend does not take the format of the projections.
+    """
     section = recipe.weights
     if section.bits is None:
         return
@@ -121,8 +129,13 @@ def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> 
 
 
 def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> int:
-    """Return the bytes of the weights in an artifact, tied weights once. checkpoint: None if only the config was read,
-    which then does not say that weights are quantized."""
+    """Return the bytes of the weights in an artifact; tied weights count once.
+
+    Args:
+        checkpoint: The checkpoint; None if only its config was read, which then declares no quantized weights.
+        model: The model without its weights.
+        recipe: The recipe.
+    """
     if checkpoint is not None:
         return total_bytes(weight_specs(checkpoint, model, recipe))
     formats = _packed_only(rounded_formats(model, recipe))
@@ -147,8 +160,12 @@ def _embeddings(model: Any) -> set[str]:
 
 
 def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
-    """Return why a packed weight of the checkpoint becomes floats; empty if it stays packed. Rows of an embedding are
-    picked one by one: its columns have to be in order, and no row of zero points may begin within a byte."""
+    """Return why a packed weight of the checkpoint becomes floats; "" if it stays packed.
+
+    If `picked`, rows of an embedding are read one by one. Its columns then have to be in order, and no row of zero
+    points
+    may begin within a byte.
+    """
     packing = source.packing
     assert packing is not None
     halves = packing.offset == "zero" and packing.bits == 4 and source.shape[1] // packing.group % 2 == 1
@@ -165,8 +182,7 @@ def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
 
 
 def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
-    """Return notes for the user: weights that are not kept as the checkpoint has them, or not rounded as the recipe
-    says."""
+    """Return notes for the user on weights that are changed, or not rounded as the recipe says."""
     notes, section = list(checkpoint.notes), recipe.weights
     formats = dict(rounded_formats(model, recipe))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}

@@ -1,7 +1,7 @@
-"""Put a checkpoint's tensors into an artifact as ONNX external data, block by block: memory does not grow with the
-model.
+"""Writes a checkpoint's tensors into an artifact as ONNX external data, block by block.
 
-Not covered: the manifest, syncing, and cleaning up a stage whose build failed; all three belong to the artifact.
+Memory does not grow with the model. Not covered: the manifest, syncing, and cleaning up a stage whose build failed.
+These belong to the artifact.
 """
 
 from __future__ import annotations
@@ -80,9 +80,13 @@ Key: TypeAlias = "tuple[TensorEntry | Source, Dtype]"
 
 
 class WrittenWeights(NamedTuple):
-    """locations: by initializer, of a packed one by those of its parts (`part_name`). digests: sha256 (hex) by file
-    relative to the stage, of every file whose bytes passed through here; a hard-linked file has none, since it was not
-    read."""
+    """The result of writing weights.
+
+    Attributes:
+        locations: The place of each initializer; for packed weights of each of their tensors.
+        digests: sha256 (hex) of every written file, by its path in the stage. Hard-linked files have none, because they
+            were not read.
+    """
 
     locations: dict[str, Location]
     digests: dict[str, str]
@@ -98,8 +102,7 @@ class SharedWeights:
 
 
 def total_bytes(specs: Sequence[Spec]) -> int:
-    """Return the sum of the arguments of `progress` over one `write_weights` of the same specs; tied tensors count
-    once."""
+    """Return the sum of all arguments of `progress` in one `write_weights` of these specs; tied tensors count once."""
     return sum(spec.nbytes for spec in _distinct(specs))
 
 
@@ -171,8 +174,11 @@ def write_weights(
 
 
 def linked_digests(specs: Sequence[Spec], stage: Path, written: WrittenWeights) -> Iterator[tuple[str, str]]:
-    """(file, sha256) of what was hard-linked, whose values are looked at as they are read. Raises UsageError for values
-    that are infinite or NaN."""
+    """Yield (file, sha256) of hard-linked files, and check their values.
+
+    Raises:
+        UsageError: A value is infinite or NaN.
+    """
     linked: dict[str, list[TensorEntry]] = {}
     for spec in _distinct(specs):
         file = written.locations[spec.name].file
@@ -183,8 +189,10 @@ def linked_digests(specs: Sequence[Spec], stage: Path, written: WrittenWeights) 
 
 
 def link_shared(shared: SharedWeights, stage: Path, progress: Callable[[int], None]) -> WrittenWeights:
-    """Hard links to the files of `shared` in the directory `stage`, copies where the file system cannot link.
-    `progress` as in `write_weights`; OSError passes through."""
+    """Hard-link the files of `shared` into the directory `stage`, or copy them if the file system cannot link.
+
+    `progress` is called as in `write_weights`. An OSError passes through.
+    """
     for name in shared.written.digests:
         target = stage / name
         target.parent.mkdir(exist_ok=True)
@@ -304,8 +312,15 @@ def _link_files(
 def _copy_file(
     source: Path, target: Path, counted: int, progress: Callable[[int], None], seen: Callable[[int, memoryview], None]
 ) -> tuple[str, int]:
-    """Copy a whole shard; of its bytes `counted` belong to initializers and are reported. seen: as `file_digests` calls
-    it. Returns its sha256 and size."""
+    """Copy a whole shard, and return its sha256 and size.
+
+    Args:
+        source: The shard.
+        target: The copy.
+        counted: The number of its bytes that belong to initializers, for `progress`.
+        progress: Called with copied bytes.
+        seen: Called as by `file_digests`.
+    """
     digest, left, size = hashlib.sha256(), counted, 0
     with source.open("rb") as reader, target.open("xb") as writer:
         while block := reader.read(BLOCK_BYTES):
@@ -319,8 +334,10 @@ def _copy_file(
 
 
 def _finite(entries: Sequence[TensorEntry]) -> Callable[[int, memoryview], None]:
-    """Takes the blocks of a file, and raises UsageError where one of these tensors is not finite. No block begins or
-    ends within a value: both lie at multiples of its size."""
+    """Return a function that takes the blocks of a file and raises UsageError if one of these tensors is not finite.
+
+    No block begins or ends within a value, because both lie at multiples of its size.
+    """
 
     def look(offset: int, block: memoryview) -> None:
         for entry in entries:

@@ -1,2 +1,1 @@
-"""Checkpoints whose weights are quantized, layout by layout: which tensors are a packed weight, and what its numbers
-are."""
+"""Quantized checkpoints, layout by layout: the tensors that form a packed weight, and its numbers."""

@@ -56,13 +56,17 @@ class ColumnPacked:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]"""
+        """The shape [outputs, inputs]."""
         rows, columns = self.qweight.shape
         numbers = 32 // self.packing.bits
         return (columns * numbers, rows) if self.layout == "awq" else (columns, rows * numbers)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Outputs in turn. Raises UsageError for scales that are 0, and where the file ends early."""
+        """Yield blocks of outputs in order.
+
+        Raises:
+            UsageError: A scale is 0, or the file ends early.
+        """
         n, k = self.shape
         bits = self.packing.bits
         step = max(8, _BLOCK_BYTES * 8 // (k * bits) // 8 * 8)
@@ -93,7 +97,7 @@ class ColumnPacked:
         return packed.reshape(len(outputs), -1)
 
     def order(self) -> NDArray[np.int64]:
-        """[inputs]: columns in the order of their groups."""
+        """Return the columns in the order of their groups, [inputs]."""
         assert self.g_idx is not None
         order = groups_in_order(self.g_idx, self.packing.group)
         assert order is not None
@@ -108,7 +112,7 @@ def _awq_numbers(words: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _zeros(entry: TensorEntry, bits: int, layout: Layout) -> NDArray[np.uint8]:
-    """[groups, outputs]"""
+    """Return the zero points [groups, outputs]."""
     words = whole(entry).view(np.uint8)
     if layout == "awq":
         return _awq_numbers(words)
@@ -119,8 +123,11 @@ def _zeros(entry: TensorEntry, bits: int, layout: Layout) -> NDArray[np.uint8]:
 
 
 def read_columns(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """The packed weights of a checkpoint by GPTQ or AWQ. Raises UsageError for widths and versions that are not read
-    here, and tensors that do not fit each other."""
+    """Return the packed weights of a GPTQ or AWQ checkpoint.
+
+    Raises:
+        UsageError: The number of bits or the version is unsupported, or tensors do not fit each other.
+    """
     method = str(config.get("quant_method")).lower()
     layout = _layout(method, config)
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size", -1))

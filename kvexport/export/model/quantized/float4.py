@@ -59,7 +59,7 @@ class Float4:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]"""
+        """The shape [outputs, inputs]."""
         n, half = self.weight.shape
         return n, 2 * half
 
@@ -73,7 +73,7 @@ class Float4:
             yield {"weight": _DOUBLED[halves(stored)].view(np.uint8), "scale": scale[rows.start : rows.stop]}
 
     def _scales(self) -> NDArray[np.float32]:
-        """[outputs, groups]"""
+        """Return the scales [outputs, groups]."""
         stored = np.frombuffer(b"".join(read_blocks(self.scale)), np.uint8).reshape(self.scale.shape)
         if self.scale.dtype != _FP8:
             powers = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
@@ -92,8 +92,13 @@ class Float4:
 
 
 def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: str, *, divides: bool) -> Float4:
-    """The weight of a module whose numbers are `entry`: by MXFP4 where its scales are whole numbers, else by NVFP4 with
-    the tensor's own scale named `total`. Raises UsageError for tensors that do not fit each other."""
+    """Return the weight of a module whose numbers are the tensor `entry`.
+
+    It is MXFP4 if its scales are integers, else NVFP4 with a scale for the whole tensor, named `total`.
+
+    Raises:
+        UsageError: Tensors do not fit each other.
+    """
     scale = require(tensors, f"{prefix}.weight_scale", name)
     if entry.dtype != "U8" or len(entry.shape) != 2:
         raise wrong(entry, "U8, a matrix")
@@ -110,7 +115,11 @@ def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: 
 
 
 def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
-    """The weights of a checkpoint by ModelOpt's NVFP4. Raises UsageError for tensors that do not fit each other."""
+    """Return the weights of a checkpoint in ModelOpt's NVFP4.
+
+    Raises:
+        UsageError: Tensors do not fit each other.
+    """
     found: dict[str, Source] = {}
     used: set[str] = set()
     for name, entry in tensors.items():
@@ -171,8 +180,11 @@ class TableOf16:
 
 
 def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """The 4-bit weights of a checkpoint by bitsandbytes, which become floats. Raises UsageError for 8 bits, and tensors
-    that do not fit each other."""
+    """Return the 4-bit weights of a bitsandbytes checkpoint, which become floats.
+
+    Raises:
+        UsageError: The weights have 8 bits, or tensors do not fit each other.
+    """
     if not config.get("load_in_4bit"):
         raise refused("bitsandbytes of 8 bits")
     found: dict[str, Source] = {}

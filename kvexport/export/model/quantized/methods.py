@@ -26,8 +26,14 @@ _READERS = {
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What config.json (or its text_config), or ModelOpt's file beside it, says of the weights; None where they are
-    floats. Raises UsageError where no such layout is read here."""
+    """Return the description of quantized weights in config.json, its text_config, or ModelOpt's file beside it.
+
+    Returns:
+        The description; None for float weights.
+
+    Raises:
+        UsageError: The layout is unsupported.
+    """
     found: Any = None
     for part in (config, config.get("text_config")):
         if isinstance(part, Mapping):
@@ -50,8 +56,11 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] 
 
 
 def read_quantized(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """The weights that `quantization_of` found; what is no packed weight stays a tensor. Raises UsageError for tensors
-    that do not fit each other, and a checkpoint without any packed weight."""
+    """Return the packed weights that `quantization_of` describes. All other tensors stay tensors.
+
+    Raises:
+        UsageError: Tensors do not fit each other, or no weight is packed.
+    """
     computed, used, notes = _READERS[config["quant_method"]](config, tensors)
     if not computed:
         raise UsageError(

@@ -24,7 +24,7 @@ _TYPES = {"I32": "<i4", "I64": "<i8", "I8": "i1", "U8": "u1", "F16": "<f2", "F32
 
 
 def wrong(entry: TensorEntry, expected: str, fix: str = "") -> UsageError:
-    """The error for a tensor that does not fit the others."""
+    """Return the error for a tensor that does not fit the others."""
     return UsageError(
         f"tensor {entry.name!r} in {entry.file} is {entry.dtype} {list(entry.shape)}, expected {expected}",
         fix or f"download {entry.file.name} again",
@@ -32,7 +32,7 @@ def wrong(entry: TensorEntry, expected: str, fix: str = "") -> UsageError:
 
 
 def require(tensors: Tensors, name: str, beside: str) -> TensorEntry:
-    """The tensor of this name, without which `beside` means nothing."""
+    """Return the tensor `name`, which `beside` needs. Raise UsageError if it is missing."""
     if name not in tensors:
         raise UsageError(f"the checkpoint has a tensor {beside!r} and no {name!r}", "download the checkpoint again")
     return tensors[name]
@@ -45,7 +45,7 @@ def require_shape(entry: TensorEntry, dtypes: tuple[str, ...], shape: tuple[int,
 
 
 def whole(entry: TensorEntry) -> Array:
-    """A small tensor in memory; bfloat16 as float32."""
+    """Return a small tensor in memory; bfloat16 becomes float32."""
     data = b"".join(read_blocks(entry))
     if entry.dtype == "BF16":
         wide = np.frombuffer(data, "<u2").astype("<u4") << 16
@@ -57,7 +57,7 @@ def whole(entry: TensorEntry) -> Array:
 
 @cache
 def float8_values() -> NDArray[np.float32]:
-    """What each byte is as a float of type E4M3 without infinities."""
+    """Return the value of each byte as a float of type E4M3 without infinities."""
     import ml_dtypes
 
     values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -85,8 +85,11 @@ def halves(stored: Array) -> NDArray[np.uint8]:
 
 
 def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
-    """Of `g_idx`, the group of each input: the order of inputs in which groups are contiguous; None where they are.
-    Raises UsageError where groups are not of one size."""
+    """Return the order of inputs in which the groups of `g_idx` are contiguous; None if they are already.
+
+    Raises:
+        UsageError: Groups differ in size.
+    """
     groups = whole(entry)
     if (groups == -1).all():  # compressed-tensors writes -1 where inputs have no order
         return None
@@ -110,5 +113,5 @@ def require_scales(name: str, scale: Array) -> Array:
 
 
 def refused(what: str) -> UsageError:
-    """The error for a quantization that is not read here."""
+    """Return the error for an unsupported quantization."""
     return UsageError(f"the checkpoint's weights are quantized as {what}, which is not read here", AGAIN)

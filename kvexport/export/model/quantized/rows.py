@@ -76,7 +76,7 @@ class RowPacked:
             yield block if zero is None else {**block, "zero": zero[part]}
 
     def order(self) -> NDArray[np.int64]:
-        """[inputs]: columns in the order of their groups."""
+        """Return the columns in the order of their groups, [inputs]."""
         assert self.g_idx is not None
         order = groups_in_order(self.g_idx, self.packing.group)
         assert order is not None
@@ -84,7 +84,7 @@ class RowPacked:
 
 
 def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
-    """[outputs, groups]"""
+    """Return the zero points [outputs, groups]."""
     stored = whole(entry)
     if entry.dtype == "I8":
         return stored
@@ -110,7 +110,7 @@ class Float8:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]"""
+        """The shape [outputs, inputs]."""
         n, k = self.weight.shape
         return n, k
 
@@ -132,8 +132,11 @@ class Float8:
 
 
 def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """The weights of a checkpoint by compressed-tensors. Raises UsageError for formats that are not read here, and
-    tensors that do not fit each other."""
+    """Return the weights of a compressed-tensors checkpoint.
+
+    Raises:
+        UsageError: The format is unsupported, or tensors do not fit each other.
+    """
     groups = config.get("config_groups")
     schemes = (
         [scheme for scheme in groups.values() if isinstance(scheme, Mapping)] if isinstance(groups, Mapping) else []
@@ -215,8 +218,11 @@ def _packed(prefix: str, entry: TensorEntry, tensors: Tensors, shape: tuple[int,
 
 
 def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """The weights in 8-bit floats of a checkpoint, which become floats. Raises UsageError for tensors that do not fit
-    each other."""
+    """Return the 8-bit float weights of a checkpoint, which become floats.
+
+    Raises:
+        UsageError: Tensors do not fit each other.
+    """
     size = config.get("weight_block_size")
     found: dict[str, Source] = {}
     used: set[str] = set()

@@ -1,2 +1,1 @@
-"""Which nodes of a traced decoder become a Linear (`kvexport.ops.linear`): only where the shapes in the ONNX graph
-leave no doubt of it."""
+"""The nodes of a traced decoder that become a Linear (`kvexport.ops.linear`), if the shapes in the graph prove it."""

@@ -32,8 +32,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the sum is not a bias: the value is not one number for every output, or other nodes need the
-    product."""
+    """Return why the sum is not a bias: it has not one number for every output, or other nodes need the product."""
     if not read_only(match.linear.outputs[0]):
         return READ_TWICE
     if steps_of(match.linear) != Form():

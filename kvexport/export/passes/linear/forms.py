@@ -87,8 +87,7 @@ def outputs_of(linear: ir.Node) -> int | str:
 
 
 def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
-    """Return (Linear, other input) for each input of a node that a Linear computes, if the node has this type and two
-    inputs."""
+    """Return (Linear, other input) for each input of a two-input node of this type that a Linear computes."""
     if not is_op(node, op_type) or len(node.inputs) != 2:
         return []
     pairs = [(linear_of(node, i), node.inputs[1 - i]) for i in (0, 1)]

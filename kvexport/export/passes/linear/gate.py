@@ -30,8 +30,10 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The matched nodes, by their names in the module's text. An activation other than SiLU is one node, which fills
-    both middle names."""
+    """The matched nodes, by their names in the module's text.
+
+    An activation other than SiLU is one node, which fills both middle names.
+    """
 
     linear: ir.Node
     gate: ir.Node
@@ -57,8 +59,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the two products cannot be one gated Linear: they read different inputs, differ in size, or other
-    nodes need a value between them."""
+    """Return why two products cannot be one gated Linear.
+
+    They read different inputs, differ in size, or other nodes need a value between them.
+    """
     linear, gate, sigmoid, silu, _ = match
     if sigmoid is silu:
         return f"its activation is {silu.op_type}, not SiLU"

@@ -48,8 +48,7 @@ def output_pattern(node: ir.Node) -> list[Match]:
 
 
 def output_check(match: Match) -> str:
-    """Return why the Linear cannot set its heads apart: its steps end otherwise, or other nodes need a value
-    between."""
+    """Return why the Linear cannot separate its heads: its steps end otherwise, or other nodes need a value between."""
     if not read_only(match.linear.outputs[0]) or not read_only(match.reshape.outputs[0]):
         return READ_TWICE
     if form_of(match.linear).output_heads != (0,):

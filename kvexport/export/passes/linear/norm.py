@@ -39,8 +39,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the norm cannot be a step of the Linear: it normalizes other than whole rows, casts between types, or
-    is read by other nodes."""
+    """Return why the norm cannot be a step of the Linear.
+
+    It normalizes other than whole rows, casts between types, or other nodes read it.
+    """
     norm, data, scale, linear = match
     form, types = form_of(linear), (data.dtype, scale.dtype, dtype_of(linear))
     if linear.inputs[0] is not norm.outputs[0]:

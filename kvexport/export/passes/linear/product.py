@@ -44,8 +44,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the product is no Linear: its second factor is not a weight in the checkpoint's order of
-    dimensions."""
+    """Return why the product is no Linear: its second factor is not a weight in the checkpoint's dimension order."""
     if not permutes(match.transpose, [1, 0]):
         return "its second factor is not the transpose of a matrix"
     if match.packed is not None:

@@ -31,8 +31,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the value is no residual: its shape is unknown, or not that of the product (ONNX would also add one
-    row to all rows)."""
+    """Return why the value is no residual: its shape is unknown, or differs from that of the product.
+
+    ONNX would also add one row to all rows.
+    """
     product = match.linear.outputs[0]
     if not read_only(product):
         return READ_TWICE

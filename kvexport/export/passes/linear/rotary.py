@@ -38,8 +38,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the embedding cannot be a step of the Linear: it rotates in another form, or other nodes need the
-    heads."""
+    """Return why the embedding cannot be a step of the Linear: its form differs, or other nodes need the heads."""
     form, i = form_of(match.linear), list(match.linear.outputs).index(match.heads)
     for name in ("interleaved", "rotary_embedding_dim"):
         if value := match.rotary.attributes.get_int(name, 0):

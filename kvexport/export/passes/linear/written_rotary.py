@@ -32,8 +32,10 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of the sum of two products, one with an output of a Linear, the other with a Concat of a Neg
-    and another value."""
+    """Return the matches of a sum of two products.
+
+    One product has an output of a Linear, the other a Concat of a Neg and another value.
+    """
     found = []
     for i in (0, 1):
         straight, crossed = (producer(node, j, "Mul") if is_op(node, "Add") else None for j in (i, 1 - i))
@@ -49,8 +51,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the sum is no rotary embedding: the halves of the heads are not swapped, or a table does not have two
-    equal halves."""
+    """Return why the sum is no rotary embedding.
+
+    The halves of the heads are not swapped, or a table does not have two equal halves.
+    """
     if not _swaps_halves(match.swapped, match.heads):
         return f"{match.swapped.name} is not (-second half, first half) of the last dimension of its heads"
     for table in match.tables:
@@ -78,8 +82,10 @@ def _swaps_halves(concat: ir.Node, x: ir.Value) -> bool:
 
 
 def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
-    """Return whether a Slice takes [start, end) of the last dimension of x [B, H, T, D]; any number above its size
-    stands for its end."""
+    """Return whether a Slice takes [start, end) of the last dimension of x [B, H, T, D].
+
+    Any number above the size of the dimension stands for its end.
+    """
     given = [
         value.const_value.numpy().ravel().tolist()
         for value in node.inputs[1:]
@@ -92,8 +98,7 @@ def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
 
 
 def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
-    """Return why a table is not known to be [B, 1, T, D] of two equal halves, for heads [B, H, T, D]; empty if it
-    is."""
+    """Return why a table is not known to be [B, 1, T, D] of two equal halves for heads [B, H, T, D]; "" if it is."""
     if table is None:
         return "a table is left out"
     shape = known_shape(heads)
@@ -125,8 +130,7 @@ def _has_equal_halves(value: ir.Value | None) -> bool:
 
 
 def _half(value: ir.Value | None) -> ir.Value:
-    """Return the half [B, T, D / 2] of a value that `_has_equal_halves`, computed by new nodes if no node computes it
-    yet."""
+    """Return the half [B, T, D / 2] of a value that `_has_equal_halves`, with new nodes if no node computes it yet."""
     node = value.producer() if value is not None else None
     assert value is not None and node is not None and node.graph is not None
     source = node.inputs[0]

@@ -7,8 +7,7 @@ of older checkpoints is not supported; transformers 5 ignores it too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,10 +127,12 @@ class Tokenizer:
                 f"the text holds a lone surrogate at character {error.start}", "pass valid Unicode text"
             ) from error
         # Unlike `encode`, `encode_batch` gives the interpreter's lock back. Without padding the ids are the same.
-        with _panics("encode this text"):
+        try:
             if len(text) <= _SHORT_TEXT:
                 return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            raise _library_error("encode this text", error) from None
 
     @cached_property
     def _longest_token(self) -> int:
@@ -153,8 +154,10 @@ class Tokenizer:
         Raises:
             UsageError: The tokenizer fails on these ids.
         """
-        with _panics("decode these ids"):
+        try:
             return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _library_error("decode these ids", error) from None
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Return whether `decode` reads this id: it has a token, which is no skipped special token."""
@@ -370,19 +373,16 @@ class TextStream:
         return text[: len(text) - kept]
 
 
-@contextmanager
-def _panics(action: str) -> Iterator[None]:
-    """Turn a failure within the `tokenizers` library into a UsageError.
+def _library_error(action: str, error: BaseException) -> BaseException:
+    """Return the error to raise for a failure within the `tokenizers` library.
 
-    A panic of its Rust code arrives as PanicException, which is no Exception and would end a thread.
+    The library raises plain Exception, which becomes a UsageError. A panic of its Rust code arrives as PanicException,
+    which is not an Exception and would end a thread; it becomes a UsageError too. Other errors stay as they are.
     """
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is not Exception and not is_panic(error):  # the library raises plain Exception
-            raise
-        problem = f"the tokenizer failed to {action}: {str(error)[:200]}"
-        raise UsageError(problem, "try another text; if all fail, the checkpoint's tokenizer.json is wrong") from None
+    if type(error) is not Exception and not is_panic(error):
+        return error
+    problem = f"the tokenizer failed to {action}: {str(error)[:200]}"
+    return UsageError(problem, "try another text; if all fail, the checkpoint's tokenizer.json is wrong")
 
 
 def _whole(value: Any) -> int:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
 
+from kvexport.commands.app import skip_last_collection
 from tests.support.command_line import ENVIRONMENT, ROOT, process
 
 # Says so and waits as soon as a file of this name is opened for writing.
 WAITING = """
 import signal, sys, time
 from pathlib import Path
+from types import ModuleType
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where these tests run under nohup, it is ignored
 def hook(event, arguments):
     if event == "open" and str(arguments[0]).endswith({name!r}) and str(arguments[1])[:1] in ("w", "x"):
@@ -139,3 +143,15 @@ def test_a_path_that_no_file_can_have_is_exit_code_2(arguments: list[str]) -> No
     message = failure(2, *(word.replace("LONG", "a" * 5000) for word in arguments))
     assert "too long" in message
     assert "fix: " in message
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_last_collection_is_skipped_unless_triton_needs_it(loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    if loaded:
+        monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    else:
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+    skip_last_collection()
+    assert frozen == ([] if loaded else [True])

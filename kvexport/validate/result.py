@@ -19,6 +19,8 @@ ROUNDING_RATIO = 3.0  # largest ratio of the engine's to PyTorch's errors agains
 ABOVE = 10  # errors beyond the checked quantile if there are fewer than 1,000, whose 99th percentile is mostly chance
 OUTLIERS = 10.0  # factor on ROUNDING_RATIO for the 99th percentile
 KEPT = 50  # mismatches that are stored with all details
+# Random tokens have no context to merge, so their distance says nothing of text.
+RANDOM_NOTE = " (no criterion: every bounded cache is far from the full one on random tokens)"
 KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "logits"}
 
 
@@ -315,7 +317,7 @@ class ValidationResult:
         budgets, of = sorted(set(self.budgets)), self.caches_of
         distances = {
             f"KL(full cache || engine), {kind}": f"{self.mean_kl(kind):.4g} nats, top token the same at "
-            f"{self.agreement(kind):.1%}"
+            f"{self.agreement(kind):.1%}{RANDOM_NOTE if kind == 'random' else ''}"
             for kind in dict.fromkeys(self.texts)
             if any(self._rows(self.kl, kind))
         }

@@ -84,6 +84,7 @@ def test_a_sound_artifact_passes(result) -> None:
 def test_the_report_shows_it(result) -> None:
     text = render_text(result.sections())
     assert "passed" in text and "score" in text
+    assert re.search(r"KL\(full cache \|\| engine\), random +\d.* nats.*no criterion", text)
     page = render_html("Validation", "", result.sections())
     assert page.count("<svg") >= 2 and not re.search(r"https?:|<script|src=", page)
     assert json.loads(json.dumps(result.to_json()))["passed"] is True

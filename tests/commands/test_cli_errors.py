@@ -20,7 +20,7 @@ def test_usage_errors_are_exit_code_2(arguments: list[str]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert "Error: " in result.stderr
+    assert "error: " in result.stderr.lower()
 
 
 @pytest.mark.parametrize("verb", ["inspect", "generate", "validate"])

@@ -38,7 +38,7 @@ def test_the_server_is_called_as_it_can_be_called(tiny_artifact: Path) -> None:
     }
     assert pod["terminationGracePeriodSeconds"] > given["drain"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts["artifact"] == str(given["artifact"]) and mounts["sessions"] == str(given["session_folder"].parent)
+    assert mounts["artifact"] == given["source"] and mounts["sessions"] == str(given["session_folder"].parent)
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
     assert claims == ["tiny-artifact", found["PersistentVolumeClaim"]["metadata"]["name"]]

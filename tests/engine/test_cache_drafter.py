@@ -231,7 +231,7 @@ def test_a_budget_without_room_is_refused(tiny_checkpoint: Path, tmp_path: Path)
 
 
 def test_positions_in_the_cache_are_refused(tiny_checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"speculate\.draft is cache.*cache\.positions is cache"):
+    with pytest.raises(ValueError, match=r"speculate\.draft is cache.*cache\.positions: cache"):
         make_recipe(tiny_checkpoint, cache={"positions": "cache"}, speculate=CACHE)
 
 

@@ -407,7 +407,7 @@ def test_running_needs_nothing_that_building_needs(engine: Engine) -> None:
 import json, sys
 for name in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "polygraphy"):
     sys.modules[name] = None
-import kvexport.engine.engine
+import kvexport.engine.load
 path, batch = json.load(sys.stdin)
 print(json.dumps([c.token_ids for c in kvexport.engine.load.load(path).generate(batch, max_new_tokens=20)]))
 """

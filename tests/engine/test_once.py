@@ -167,7 +167,7 @@ def test_what_prompts_begin_with_is_kept_uncompressed_and_changes_no_answer(engi
 
 def test_tokens_inside_a_prompt_are_not_judged_where_nothing_has_merged_yet(engine: Engine) -> None:
     ids = models.random_ids(7, PROMPT)[0].tolist()
-    with pytest.raises(UsageError, match="merge_prompts is end, and the task counts tokens inside a prompt"):
+    with pytest.raises(UsageError, match="merge_prompts is end, and the task evaluates tokens inside a prompt"):
         counted_logits(engine, [Sample(ids, PROMPT, [10, 20], {})])
     rows = counted_logits(engine, [Sample(ids, PROMPT - 2, [PROMPT - 3, PROMPT - 2], {})])
     assert rows[0].shape == (2, models.SIZES["vocab_size"])
@@ -192,7 +192,7 @@ def test_the_plan_has_room_for_the_longest_prompt_and_says_what_is_used_after_it
 def test_an_unlimited_length_needs_room_that_is_written_down(checkpoint: Path) -> None:
     cache = {"merge_prompts": "end", "positions": "cache"}
     said = {**recipe_of(checkpoint, **cache).model_dump(mode="json"), "limits": {"max_length": "unlimited"}}
-    with pytest.raises(ValueError, match=r"merge_prompts is end and .* unlimited: write cache\.slack"):
+    with pytest.raises(ValueError, match=r"merge_prompts is end and .* unlimited: set cache\.slack"):
         Recipe.model_validate(said)
     said["cache"]["slack"] = 100
     assert Recipe.model_validate(said).capacity(BUDGET) == BUDGET + 100

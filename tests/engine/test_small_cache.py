@@ -132,7 +132,7 @@ def test_keys_of_8_bits_go_with_values_of_4(tiny_checkpoint: Path, tmp_path: Pat
 def test_rows_of_an_odd_size_have_no_pairs(
     tiny_checkpoint: Path, cache_type: str, sizes: tuple[int, int], said: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"{cache_type}, .* layer 0 has {said}, an odd number") as caught:
+    with pytest.raises(UsageError, match=f"{cache_type}, .* layer 0 has {said} elements, an odd number") as caught:
         plan_cache(recipe_of(tiny_checkpoint, dtype=cache_type), [LayerGeometry(2, 2, *sizes)])
     assert caught.value.fix == "--set cache.dtype=int8"
 
@@ -150,7 +150,9 @@ def test_a_layer_of_4_bits_takes_half_of_8(tiny_checkpoint: Path) -> None:
 def test_backends_without_it_say_so(
     artifact: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match=r"cache\.dtype is int8, which the backend tensorrt does not have") as caught:
+    with pytest.raises(
+        UsageError, match=r"cache\.dtype is int8, which the backend tensorrt does not support"
+    ) as caught:
         TENSORRT.preparation(recipe_of(tiny_checkpoint))
     assert "--set cache.dtype=model" in caught.value.fix
     library = tmp_path / "libkvexport_onnxruntime_cuda.so"
@@ -181,7 +183,7 @@ def test_a_part_of_a_cache_has_its_scales() -> None:
     own = {name: np.zeros_like(x) for name, x in full.items()}
     chosen = np.array([[1, 4], [0, 7]])
     part = object.__new__(CachePart)
-    part.plan = cast(Any, SimpleNamespace(layers=[SimpleNamespace(state=(*STATE, *SCALES))]))
+    part.plan = cast(Any, SimpleNamespace(caches=[SimpleNamespace(state=(*STATE, *SCALES))]))
     part.copy(0, full, own, chosen, 3)
     for scale in SCALES:
         name = scale.past(0)

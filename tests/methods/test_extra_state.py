@@ -123,7 +123,7 @@ def test_native_kernels_decline_it_by_name(pointed: str, artifact: Path) -> None
         manifest = load(artifact).manifest
         assert {str(how) for how in implementations(manifest).values()} == {f"function: {why}"}
     merge = onnx.load(artifact / "merge.onnx", load_external_data=False)
-    assert "state of its own, calls" in str(refusal(None, merge.graph.node[0]))
+    assert "extra state, calls" in str(refusal(None, merge.graph.node[0]))
 
 
 def test_a_merge_moves_cuts_and_zeroes_what_belongs_to_slots(pointed: str) -> None:

@@ -135,15 +135,15 @@ def doctor() -> dict[str, str]:
 def test_the_doctor_names_the_instruction_set() -> None:
     path = native.library()
     assert path
-    pages = {"small_pages": native.why_small_pages(path)}
-    assert doctor() == {"instruction_set": native.instruction_set(path), "problem": "", "fix": ""} | pages
+    details = {"small_pages": native.why_small_pages(path), "packed": "panels of 16 columns"}
+    assert doctor() == {"instruction_set": native.instruction_set(path), "problem": "", "fix": ""} | details
 
 
 def test_the_doctor_says_how_to_build_what_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(native.VARIABLE, raising=False)
     monkeypatch.setitem(native.NAMES, "cpu", "libnone.so")
     not_built = {"instruction_set": "", "problem": "the native operators are not built", "fix": "make native"}
-    assert doctor() == not_built | {"small_pages": ""}
+    assert doctor() == not_built | {"small_pages": "", "packed": ""}
     monkeypatch.setattr(paths, "PACKAGE", tmp_path / "kvexport")  # installed, not a checkout
     assert doctor()["fix"] == "apt-get install libonnxruntime-dev cmake g++ && pip install --force-reinstall kvexport"
     monkeypatch.setenv(native.VARIABLE, "off")

@@ -159,7 +159,7 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "order is nearest, which needs merge to be zip or",
     ),
-    "error-without-distance": ({**KEEPKV, "order": "least_error"}, {}, "order is least_error, which needs the measure"),
+    "error-without-distance": ({**KEEPKV, "order": "least_error"}, {}, "order is least_error, which needs measure"),
     "pairs-merged-last": ({**KVSLIMMER, "merged_last": 1}, {}, "merge is pair, which needs merged_last to be false"),
     "threshold-of-nan": ({**KEEPKV, "threshold": float("nan")}, {}, "threshold is -?nan, and has to be a number"),
     "budget": ({**MERGE_CACHE, "budget": 0}, {}, "budget is 0, and has to be at least 1"),

@@ -348,7 +348,7 @@ def test_validating_with_all_backends_names_those_it_could_not_reach(tiny_artifa
     assert [result["backend"] for result in json.loads(ran.stdout)] == ["onnxruntime cpu"]
     assert "not compared with onnxruntime cuda: " in ran.stderr
     assert "not compared with tensorrt: " in ran.stderr
-    assert "has graphs and no engines yet" in ran.stderr
+    assert "has ONNX graphs but no engines yet" in ran.stderr
 
 
 def test_layers_alone_are_held_on_every_backend_and_engines_are_built_for_it(

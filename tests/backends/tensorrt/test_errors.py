@@ -108,7 +108,7 @@ def test_without_tensorrts_library(
 
 def test_with_an_old_tensorrt(tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_tensorrt.install(monkeypatch, gpu, version="10.9.0.34")
-    assert "tensorrt is 10.9.0.34, 11 is the oldest" in problem(tiny_artifact, tmp_path / "a").problem
+    assert "tensorrt is 10.9.0.34, which is too old: 11 is the oldest" in problem(tiny_artifact, tmp_path / "a").problem
 
 
 # The plugins.

@@ -94,8 +94,8 @@ def test_the_graph_computes_what_the_artifact_does(artifact: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ({"bits": 4, "group": 32}, "int4, groups of 32, and TensorRT takes groups of 64 and 128 alone"),
-        ({"bits": 8, "group": 64}, "int8, groups of 64, and TensorRT takes groups of int4 alone"),
+        ({"bits": 4, "group": 32}, "int4, groups of 32, and TensorRT takes only groups of 64 and 128"),
+        ({"bits": 8, "group": 64}, "int8, groups of 64, and TensorRT takes only int4"),
         ({"bits": 4, "group": 64, "symmetric": False}, "uint4, groups of 64, zero points, and TensorRT takes"),
     ],
 )
@@ -110,10 +110,9 @@ def test_what_stays_in_floats_is_said(checkpoint: Path, tiny_checkpoint: Path, t
     shape = read_model(recipe := recipe_of(checkpoint, ROUNDED))
     assert weight_notes(shape.checkpoint, shape.model, recipe)[:3] == [
         "kept in floats, because TensorRT does not pick rows of packed weights: model.embed_tokens.weight [100, 64]",
-        "kept in floats, because TensorRT takes groups of 64 and 128 alone: model.layers.0.mlp.down_proj.weight "
+        "kept in floats, because TensorRT takes only groups of 64 and 128 inputs: model.layers.0.mlp.down_proj.weight "
         "[64, 96] and 1 more",
-        "kept in floats, because TensorRT takes groups of int4 alone, without zero points and minima: lm_head.weight "
-        "[100, 64]",
+        "kept in floats, because TensorRT takes only int4, without zero points and minima: lm_head.weight [100, 64]",
     ]
     quantized(tiny_checkpoint, tmp_path / "q", AWQ, awq)
     said = {**RECIPE, "model": {"path": str(tmp_path / "q")}, "backend": {"name": "tensorrt"}}
@@ -121,7 +120,7 @@ def test_what_stays_in_floats_is_said(checkpoint: Path, tiny_checkpoint: Path, t
     shape = read_model(recipe)
     assert packed_formats(weight_specs(shape.checkpoint, shape.model, recipe)) == {}
     assert weight_notes(shape.checkpoint, shape.model, recipe) == [
-        "uint4, groups of 16, zero points, cast to float32, because TensorRT takes groups of int4 alone, without zero "
+        "uint4, groups of 16, zero points, cast to float32, because TensorRT takes only int4, without zero "
         "points and minima: model.layers.0.self_attn.q_proj.weight and 13 more"
     ]
 
@@ -129,7 +128,9 @@ def test_what_stays_in_floats_is_said(checkpoint: Path, tiny_checkpoint: Path, t
 def test_an_artifact_for_another_backend_is_refused_by_the_weight(checkpoint: Path, tmp_path: Path, gpu: Any) -> None:
     recipe = recipe_of(checkpoint, {**ROUNDED, "group": 32}, "onnxruntime")
     made = models.build_shared(recipe, tmp_path / "artifact")
-    with pytest.raises(UsageError, match=r"q_proj\.weight is of int4 in groups of 32: TensorRT takes groups"):
+    with pytest.raises(
+        UsageError, match=r"q_proj\.weight has int4 numbers in groups of 32: TensorRT takes only"
+    ):
         engines(made, tmp_path / "engines")
 
 
@@ -139,5 +140,5 @@ def test_scales_that_are_not_above_0_are_refused(scale: float, tmp_path: Path) -
     scales = numpy_helper.from_array(np.array([[0.5], [scale]], np.float16), "s")
     node = onnx.helper.make_node("DequantizeLinear", ["w", "s"], ["y"], axis=1, block_size=64)
     graph = onnx.helper.make_graph([node], "g", [], [], [weight, scales])
-    with pytest.raises(UsageError, match="w is of int4 in groups of 64: TensorRT takes scales above 0 alone"):
+    with pytest.raises(UsageError, match="w has int4 numbers in groups of 64: TensorRT takes only scales above 0"):
         require_taken(onnx.helper.make_model(graph), tmp_path)

@@ -250,8 +250,8 @@ def test_a_weight_that_is_not_read_by_its_module_is_refused(changed: Change, mon
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ({"bits": None, "calibration": None}, "weights.method is importance, and weights.bits is null"),
-        ({"method": "rtn"}, "weights.calibration is given, and weights.method is rtn"),
+        ({"bits": None, "calibration": None}, "weights.method is importance, but weights.bits is null"),
+        ({"method": "rtn"}, "weights.calibration is set, but weights.method is rtn"),
     ],
 )
 def test_settings_that_do_nothing_are_refused(changed: Change, weights: dict[str, Any], said: str) -> None:

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -298,7 +299,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.0, help="repeat the attacks for so long")
     parser.add_argument("--out", type=Path, help="the table as JSON")
     arguments = parser.parse_args()
-    log = Path("/tmp/kvexport-attacks.log")
+    log = Path(tempfile.gettempdir()) / "kvexport-attacks.log"
     order = random.Random(0)
     rows: dict[str, dict[str, object]] = {name: {"tries": 0, "longest gap s": 0.0, "failures": 0} for name in ATTACKS}
     with target(arguments.artifact, log) as server:

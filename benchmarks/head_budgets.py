@@ -176,7 +176,7 @@ class Model:
         self.heads: Heads | None = None  # None: every token sees all before it
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
-        """See `kvexport.export.hooks.attention`."""
+        """Compute the attention of one layer, as `kvexport.export.hooks.attention.Attending` asks."""
         i: int = module.layer_idx
         if self.heads is not None:
             return self.heads.append(i, query, key, value, self.position)

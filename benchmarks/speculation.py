@@ -328,7 +328,7 @@ class Mistaken:
         self.rng = np.random.default_rng(0)
 
     def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
-        """See `kvexport.engine.speculation.Drafter`."""
+        """Return the drafted tokens of each request, as `kvexport.engine.speculation.Drafter` asks."""
         (draft,), done = self.drafter(requests, lanes), len(requests[0].tokens)
         right = self.answer[done : done + len(draft)]
         return [[token if self.rng.random() < self.rate else (token + 1) % self.vocabulary for token in right]]

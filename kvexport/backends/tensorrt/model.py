@@ -112,7 +112,7 @@ class TensorRTState(ModelState):
         return before, after
 
     def enqueue(self, copies: list[Copy]) -> None:
-        """Enqueue copies."""
+        """Enqueue copies between addresses of the device on the stream of the engines."""
         for target, source, size in copies:
             self.cuda.copy(target, source, size, self.stream)
 

@@ -1,4 +1,4 @@
-"""The backends, which run an artifact's ONNX graphs, one folder each.
+"""Registry of the backends: the libraries (ONNX Runtime, TensorRT) that run an exported model's ONNX graphs.
 
 The package scans this folder, so a new folder is a new backend. A folder has `section.py`, whose `Section` defines the
 keys that the backend adds to a recipe's `backend:`, and `backend.py`, whose `BACKEND` is a
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def get(name: str) -> Backend:
-    """Return the backend called `name`.
+    """Return the registered backend (ONNX Runtime or TensorRT) called `name`.
 
     Raises:
         UsageError: If there is no such backend.
@@ -32,14 +32,14 @@ def get(name: str) -> Backend:
 
 
 def all_backends() -> list[Backend]:
-    """Return every backend, sorted by name."""
+    """Return every registered backend (ONNX Runtime, TensorRT), sorted by name."""
     from kvexport.backends.sections import names
 
     return [get(name) for name in names()]
 
 
 def packages() -> tuple[Package, ...]:
-    """Return every package that kvexport or a backend needs."""
+    """Return every Python package that kvexport or one of its backends needs."""
     from kvexport.packages import PACKAGES
 
     return (*PACKAGES, *(package for backend in all_backends() for package in backend.packages))

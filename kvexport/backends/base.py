@@ -38,7 +38,7 @@ Memory = Callable[[int], "NDArray[np.uint8]"]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Settings of one call that replace those of the recipe; None keeps the recipe's.
+    """Run-time settings that override an artifact's recipe while its model is loaded; None keeps the recipe's setting.
 
     A backend ignores settings that it does not have.
 
@@ -57,7 +57,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of a backend on this machine, for `kvexport doctor`.
+    """The state of a backend's installation on this machine, as `kvexport doctor` reports it.
 
     Attributes:
         rows: The rows for people.
@@ -76,7 +76,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Description:
-    """A backend's description of an artifact.
+    """The report of a backend about an exported model, as `kvexport inspect` prints it.
 
     Attributes:
         sections: The sections for people.
@@ -89,7 +89,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Runners:
-    """The ONNX graphs in the form in which `kvexport validate` compares them with PyTorch.
+    """Runners of an exported model's ONNX graphs, with which `kvexport validate` compares them with PyTorch.
 
     Past and present have separate buffers. Each runner is a context manager with `infer(feed) -> outputs`, like those
     of polygraphy.
@@ -112,21 +112,21 @@ A_RANK_FAILED = "a rank has failed"  # the message of a sum that failed because 
 
 
 class Collectives(Protocol):
-    """The sums over the ranks of one model, which are processes that share memory of the host."""
+    """All-reduce sums over the tensor-parallel ranks of one model: processes that share host memory."""
 
     def bytes(self, ranks: int) -> int:
-        """Return the bytes of shared memory that `ranks` ranks need; 0 if there cannot be so many.
+        """Return the bytes of shared host memory that all-reduces over `ranks` ranks need; 0 if so many are impossible.
 
         The memory is zero at first.
         """
         ...
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """Return additional environment variables for the process of a rank other than the first."""
+        """Return the environment variables to add for the process of tensor-parallel rank `rank`, which is not 0."""
         ...
 
     def join(self, memory: mmap, rank: int, ranks: int) -> None:
-        """Let the calling thread open sessions of this rank.
+        """Connect this tensor-parallel rank with the others, so that the calling thread can open sessions of the rank.
 
         The call returns when all ranks have joined, or raises the error that prevents it.
 
@@ -138,16 +138,16 @@ class Collectives(Protocol):
         ...
 
     def fail(self, memory: mmap) -> None:
-        """Make every sum an error from now on, also those that a rank already waits for."""
+        """Let every all-reduce over the ranks fail from now on, also those that a rank already waits for."""
         ...
 
     def problem(self, memory: mmap) -> str:
-        """Return why the sums of finished calls are invalid if the calls raised no error; "" if they are valid."""
+        """Return why the all-reduces of finished runs are invalid although no run failed; "" if they are valid."""
         ...
 
 
 class Backend(ABC):
-    """A backend: a library that runs ONNX graphs.
+    """Base class of a backend: a library that runs an exported model's ONNX graphs.
 
     kvexport uses backends only through this class. A folder's `backend.py` has one subclass.
 
@@ -167,11 +167,11 @@ class Backend(ABC):
 
     @abstractmethod
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Return why the recipe's artifact cannot run on this machine, each reason with its fix; empty if it can."""
+        """Return why this machine cannot run the artifact of `recipe`, as (reason, fix) pairs; empty if it can."""
 
     @abstractmethod
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-        """Return the artifact, ready to run.
+        """Load an exported model from its artifact folder, ready to run.
 
         Args:
             path: The folder of the artifact.
@@ -186,7 +186,7 @@ class Backend(ABC):
 
     @abstractmethod
     def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """Return the graphs in the form that `validate` compares.
+        """Return runners of a loaded model's ONNX graphs, which `kvexport validate` compares with PyTorch.
 
         Args:
             model: The result of `load`.
@@ -194,7 +194,7 @@ class Backend(ABC):
         """
 
     def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
-        """Check that the backend can run a model that is split over several ranks.
+        """Check that the backend can run a model that is split over several tensor-parallel ranks.
 
         Args:
             recipe: The recipe.
@@ -209,7 +209,7 @@ class Backend(ABC):
         )
 
     def collectives(self, manifest: Manifest, options: LoadOptions) -> Collectives:
-        """Return the sums over the ranks of an artifact on this machine.
+        """Return the all-reduce sums over the tensor-parallel ranks of an artifact on this machine.
 
         Args:
             manifest: The manifest of the artifact.
@@ -223,11 +223,11 @@ class Backend(ABC):
         raise NotImplementedError
 
     def device(self, recipe: Recipe) -> str | None:
-        """Return the device that the recipe chooses; None without a choice."""
+        """Return the device that the recipe chooses, such as "cuda"; None if the backend offers no choice."""
         return None
 
     def preparation(self, recipe: Recipe) -> Preparation | None:
-        """Return the function that a build calls after it has written the ONNX graphs, or None if they are enough.
+        """Return the function that a build calls after it wrote the ONNX graphs (TensorRT's builds engines), or None.
 
         A build calls this method first of all, so that missing packages are reported at once.
 
@@ -237,7 +237,7 @@ class Backend(ABC):
         return None
 
     def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
-        """Return why the backend does not take a packed weight, with the setting that avoids it; None if it does.
+        """Return why the backend cannot run a packed (4- or 8-bit) weight and the setting that avoids it, or None.
 
         Such a weight is stored in floats instead.
 
@@ -250,7 +250,7 @@ class Backend(ABC):
         return None
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
-        """Return the implementation of each operator of the artifact on this machine.
+        """Return for each custom operator of the artifact's graphs how this machine runs it, in words.
 
         Args:
             manifest: The manifest of the artifact.
@@ -259,21 +259,21 @@ class Backend(ABC):
         return {op: how for op, how in manifest.operators.items() if how}
 
     def diagnose(self) -> Diagnosis:
-        """Return the state of the backend on this machine for `kvexport doctor`; never raises."""
+        """Return the state of the backend's installation on this machine for `kvexport doctor`; never raises."""
         return Diagnosis()
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """Return the backend's description of an artifact for `kvexport inspect`."""
+        """Return the backend's report about an artifact, for `kvexport inspect`."""
         return Description()
 
 
 class LaneState(Protocol):
-    """State tensors of a fixed number of lanes, and the two graphs that advance them: the decoder and the merge."""
+    """KV caches of a fixed number of batch lanes (one sequence each), and the graphs that advance them."""
 
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to the lanes first <= lane < first + n and return logits; other lanes do not change.
+        """Append tokens to the batch lanes first <= lane < first + n and return logits; other lanes do not change.
 
         The next call may overwrite all three arrays.
 
@@ -290,18 +290,21 @@ class LaneState(Protocol):
     def advance(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Run a decode step: as `decode`, of lanes whose prompts have been read.
+        """Append tokens to batch lanes whose prompts have been read, and return logits, as `decode` does.
 
-        A state whose decode steps read less than the whole cache (`kvexport.state.periodic`) overrides this.
+        A state whose decode steps read less than the whole cache (`kvexport.state.periodic`) overrides this method.
         """
         return self.decode(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """Merge lanes first <= lane < last, so that they are within their budgets again."""
+        """Compress the KV cache of each lane first <= lane < last to its budget of slots.
+
+        Each evicted slot merges into a slot of the same lane that stays.
+        """
         ...
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty lanes first <= lane < last.
+        """Empty the KV caches of batch lanes first <= lane < last.
 
         Args:
             first: The first lane.
@@ -312,7 +315,7 @@ class LaneState(Protocol):
 
 
 class ModelState(LaneState, Protocol):
-    """A `LaneState` that can be read and written, on any device.
+    """A `LaneState` (the KV caches of a batch) whose tensors the host can read and write, on any device.
 
     Attributes:
         top_logits: The number of largest logits that `step` returns for each row. 0 if the artifact has no graph for
@@ -322,18 +325,18 @@ class ModelState(LaneState, Protocol):
     top_logits: int | None
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """Advance lanes like `decode` with one token [n, 1] each, but leave the logits on the device.
+        """Append one token [n, 1] to each of n batch lanes, like `decode`, but leave the logits on the device.
 
         It needs a `top_logits` other than None.
         """
         ...
 
     def grown(self, lanes: int) -> ModelState:
-        """Return a state of `lanes` lanes: the first are copies of these, and the others are empty."""
+        """Return a state with `lanes` batch lanes: copies of all lanes of this state, and then empty lanes."""
         ...
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of a lane's state tensors by input name, in the host's memory and without the batch dimension.
+        """Return copies of one lane's state tensors by input name, in host memory and without the batch dimension.
 
         Tensors of slots are cut to the occupied slots, which are a prefix.
 
@@ -344,7 +347,7 @@ class ModelState(LaneState, Protocol):
         ...
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """Overwrite a lane's state tensors with those that `read` returned.
+        """Overwrite the state tensors of one batch lane with tensors that `read` returned.
 
         Slots beyond those of `state` become empty. Tensors that `state` does not contain stay unchanged.
 
@@ -356,23 +359,23 @@ class ModelState(LaneState, Protocol):
         ...
 
     def rollback(self, lane: int, count: int) -> None:
-        """Remove a lane's last `count` tokens, which must have been appended since its last merge."""
+        """Remove the last `count` tokens of one batch lane. The tokens must be later than the lane's last merge."""
         ...
 
     def copy(self, source: int, target: int) -> None:
-        """Copy lane `source` to lane `target` on the device."""
+        """Copy the state tensors of batch lane `source` over those of lane `target`, on the device."""
         ...
 
     def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
-        """Return a lane's state tensors with all slots, without a copy; None if they are not in the host's memory."""
+        """Return views of one lane's state tensors with all slots; None if the tensors are not in host memory."""
         ...
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """Return a copy of every state tensor by its input name."""
+        """Return copies of all state tensors (KV caches of all lanes) by graph input name."""
         ...
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Overwrite the first n lanes.
+        """Overwrite the state tensors (KV caches) of the first n batch lanes.
 
         Args:
             state: Every state tensor of n lanes by its input name.
@@ -382,7 +385,7 @@ class ModelState(LaneState, Protocol):
 
 
 class LoadedModel(Protocol):
-    """The graphs of one artifact, ready to run, with one copy of the weights for any number of states.
+    """An exported model ready to run: its graphs, with one copy of the weights for any number of states.
 
     Attributes:
         all_logits: Whether a call returns logits of every token instead of the last one.
@@ -391,7 +394,7 @@ class LoadedModel(Protocol):
     all_logits: bool
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> ModelState:
-        """Return an empty state.
+        """Return a state of empty KV caches for a batch of sequences.
 
         Args:
             plan: The cache plan.

@@ -1,4 +1,4 @@
-"""The state of one lane in the host's memory.
+"""Helpers that read, write and cut the saved state of one batch lane (one sequence's KV cache) in host memory.
 
 Tensors of slots are cut to the occupied slots, which are a prefix. In a saved lane, rings of reference queries are cut
 to the queries that will still be read.
@@ -17,7 +17,7 @@ from kvexport.schema.state import RING
 
 
 def is_captured(first: int, last: int) -> bool:
-    """Return whether merging lanes first <= lane < last should have a CUDA graph of its own.
+    """Return whether the merge of lanes first <= lane < last should have a CUDA graph of its own.
 
     This is so for one lane, because lanes that start one by one merge one by one, and for the first lanes, because a
     batch that starts together merges together. Other ranges rarely repeat, and there are many more of them.
@@ -26,7 +26,7 @@ def is_captured(first: int, last: int) -> bool:
 
 
 def slot_axes(plan: CachePlan) -> dict[str, int | None]:
-    """Return for every state tensor by input name the dimension of a lane's array that counts slots, or None."""
+    """Return by input name the dimension of a lane's state tensor that counts KV-cache slots; None for none."""
     return {
         tensor.past(i): None if tensor.slot_axis is None else tensor.slot_axis - 1
         for i, layer in enumerate(plan.caches)
@@ -35,25 +35,33 @@ def slot_axes(plan: CachePlan) -> dict[str, int | None]:
 
 
 def used_slots(votes: NDArray[np.float32]) -> int:
-    """Return the number of slots that the fullest head of `votes` [KV heads, slots] occupies."""
+    """Return the number of KV-cache slots in use: those of the fullest head of `votes` [KV heads, slots].
+
+    A slot is in use if its votes are above 0.
+    """
     used = np.flatnonzero((votes != 0).any(axis=0))
     return int(used[-1]) + 1 if used.size else 0
 
 
 def votes_names(plan: CachePlan) -> list[str]:
-    """Return the input names of every layer's votes."""
+    """Return the graph input names of every layer's votes (the number of tokens that each KV-cache slot stands for)."""
     return [name for name, _, _, kind in plan.state_names() if kind == "votes"]
 
 
 def without_last(votes: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
-    """Return a lane's votes, cut to occupied slots, without the last `count` tokens of every head."""
+    """Return the votes of a lane's KV-cache slots without the last `count` tokens of every head.
+
+    Args:
+        votes: The votes by input name, cut to the occupied slots.
+        count: The number of tokens to remove.
+    """
     return {name: array[:, : array.shape[1] - count] for name, array in votes.items()}
 
 
 def read_used(
     plan: CachePlan, whole: Callable[[str], NDArray[Any]], names: Collection[str] | None
 ) -> dict[str, NDArray[Any]]:
-    """Return copies of a lane's tensors, cut to the occupied slots.
+    """Return copies of one lane's state tensors, cut to the occupied KV-cache slots.
 
     Args:
         plan: The cache plan.
@@ -76,7 +84,7 @@ def read_used(
 
 
 def fill(target: NDArray[Any], values: NDArray[Any], axis: int | None) -> None:
-    """Write `values` into a lane's tensor in place; slots beyond those of `values` become zeros."""
+    """Write `values` into a lane's state tensor in place; KV-cache slots beyond those of `values` become zeros."""
     if axis is None:
         target[...] = values
         return
@@ -86,7 +94,7 @@ def fill(target: NDArray[Any], values: NDArray[Any], axis: int | None) -> None:
 
 
 def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens: int) -> dict[str, NDArray[Any]]:
-    """Return a lane's tensors with rings cut to the queries that remain after `tokens` more tokens."""
+    """Return a lane's tensors with ring buffers of queries cut to the rows that remain after `tokens` more tokens."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         rings = [tensor.past(i) for tensor in layer.state if tensor.name in RING]
@@ -98,7 +106,7 @@ def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens:
 
 
 def with_whole_rings(plan: CachePlan, state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return a lane's tensors with rings padded to the plan's size by rows without a query."""
+    """Return a lane's tensors with ring buffers of reference queries padded to the plan's size by empty rows."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         shapes = layer.shapes(1)

@@ -31,27 +31,27 @@ class TopLogits:
 
 
 class Rows(Protocol):
-    """The logits of a call's lanes, numbered from the call's first lane, valid until the next call."""
+    """The logits that one decoder call returned for its lanes, which are numbered from the call's first lane."""
 
     def top_logits(self, lane: int) -> TopLogits | None:
-        """Return the largest logits of a lane; None if the whole row is already in the host's memory."""
+        """Return the n largest logits of a lane with their token ids; None if all logits are already in host memory."""
         ...
 
     def row(self, lane: int) -> npt.NDArray[np.float32]:
-        """Return all logits of a lane, [vocabulary], copied to the host if they are on a device."""
+        """Return all logits [vocabulary] of a lane, copied to host memory if they are on a device."""
         ...
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """Logits [lanes, vocabulary] in the host's memory."""
+    """Logits [lanes, vocabulary] of a decoder call in host memory."""
 
     logits: npt.NDArray[np.float32]
 
     def top_logits(self, lane: int) -> None:
-        """Return None, because the whole row is in the host's memory."""
+        """Return None: all logits of the lane are in host memory, so the largest are not found on a device."""
 
     def row(self, lane: int) -> npt.NDArray[np.float32]:
-        """Return all logits of a lane, [vocabulary]."""
+        """Return all logits [vocabulary] of a lane."""
         row: npt.NDArray[np.float32] = self.logits[lane]
         return row

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @cache
 def names() -> tuple[str, ...]:
-    """Return the names of all backends, sorted: the folders of `kvexport.backends`."""
+    """Return the names of all backends (the folders of `kvexport.backends`), sorted."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(_registry().__path__) if module.ispkg))
 
 
 @cache
 def default() -> str:
-    """Return the backend of recipes that name none: the one whose section has `DEFAULT`."""
+    """Return the name of the backend that runs recipes without `backend.name`: the one whose section has `DEFAULT`."""
     (name,) = (name for name in names() if getattr(_module(name), "DEFAULT", False))
     return name
 
 
 def backend_section() -> type[RecipeSection]:
-    """Return the class of the section `backend:` with the common keys and those of every backend."""
+    """Return the pydantic class of a recipe's section `backend:`, with the common keys and those of every backend."""
     from typing import Literal
 
     from pydantic import Field, create_model

@@ -1,1 +1,1 @@
-"""The engine: requests, the scheduler, lanes, and the calls of one step."""
+"""The inference engine: requests, the scheduler, batch lanes with their KV caches, and the model calls of one step."""

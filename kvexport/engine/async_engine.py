@@ -1,4 +1,4 @@
-"""An engine for programs that use asyncio: a thread steps the engine, and coroutines await their tokens."""
+"""An inference engine for asyncio programs: a thread runs the engine's steps, and coroutines await the tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class AsyncEngine:
-    """An engine whose answers are awaited. Requests of all tasks run together.
+    """An inference engine whose answers are awaited. Requests of all asyncio tasks run together in one batch.
 
         async with AsyncEngine(kvexport.load(path)) as engine:
             async for token in engine.astream("Once upon a time"):
@@ -35,7 +35,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Wrap an engine. The thread starts with the first request."""
+        """Wrap an engine for asyncio. The thread that runs its steps starts with the first request."""
         self.engine = engine
         self._thread: EngineThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -43,17 +43,17 @@ class AsyncEngine:
         self._failure: BaseException | None = None
 
     async def __aenter__(self) -> AsyncEngine:
-        """Return the engine itself."""
+        """Enter the context manager and return this asyncio engine."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the engine."""
+        """Leave the context manager: cancel all requests and close the engine."""
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel all requests, end the thread and close the engine."""
+        """Cancel all requests, end the thread that runs the steps, and close the engine."""
         if self._thread is not None:
             self._thread.end()
             await asyncio.to_thread(self._thread.join)
@@ -108,7 +108,7 @@ class AsyncEngine:
         return completion
 
     async def _tokens(self, request: Request) -> AsyncGenerator[Token, None]:
-        """Add a request, and yield its tokens. The request is cancelled when the iterator ends early."""
+        """Add a request to the engine, and yield its tokens. The request is cancelled when the iterator ends early."""
         added: asyncio.Queue[None] = asyncio.Queue()
         taken = 0
         try:
@@ -130,7 +130,7 @@ class AsyncEngine:
             raise request.error
 
     def _started(self) -> EngineThread:
-        """Return the thread, which starts with the first call."""
+        """Return the thread that runs the engine's steps, and start it at the first call."""
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop is not loop:
             raise KvexportError("the engine belongs to another event loop", "make an AsyncEngine in this event loop")

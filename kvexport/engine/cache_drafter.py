@@ -1,4 +1,4 @@
-"""Drafts by the model itself over a small copy of its cache.
+"""Speculative decoding whose drafter is the model itself, with a copy of only some entries of its KV cache.
 
 A draft step reads all weights, but only a budget of the cache's entries. The copied entries come from the full cache:
 the model computed them over the full cache, and the entries of accepted tokens are copied from there as well. The copy
@@ -30,7 +30,7 @@ PAYS = 0.5
 
 @dataclass
 class _Copied:
-    """The contents of one lane of the drafter.
+    """The counters of one sequence in the drafter's small copy of the KV cache.
 
     Attributes:
         length: Tokens that the full cache had seen at the last copy.
@@ -45,7 +45,7 @@ class _Copied:
 
 
 class CacheDrafter:
-    """A drafter that runs the engine's model over small caches.
+    """A drafter for speculative decoding that runs the engine's own model over small copies of its KV caches.
 
     Args:
         manifest: The artifact's manifest.
@@ -71,7 +71,7 @@ class CacheDrafter:
         self._copied: dict[int, _Copied] = {}
 
     def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
-        """Return a draft for each request.
+        """Draft the next tokens of each request, and return one list of token ids for each.
 
         A draft is empty if it would not pay (`speculate.after`), or if the full cache has no more entries than the copy
         would.
@@ -102,7 +102,7 @@ class CacheDrafter:
         return drafts
 
     def _most(self, request: Request, lanes: Lanes) -> int:
-        """Return the number of tokens to draft for a request."""
+        """Return the largest number of tokens that it pays to draft for a request."""
         if lanes.length[request.lane] <= max(self._settings.budget, self._settings.after or 0):
             return 0
         return max(0, min(self._settings.tokens, request.room(self._max_length) - 1))
@@ -114,7 +114,7 @@ class CacheDrafter:
         )
 
     def _copy(self, request: Request, lanes: Lanes) -> None:
-        """Update the drafter's lane from the full cache.
+        """Update the drafter's small KV cache of a request from the full cache.
 
         The entries since the last copy are added, or all entries are selected again.
         """
@@ -137,15 +137,14 @@ class CacheDrafter:
         self._part.state.write(lane, {}, length)
 
     def _used(self, i: int, full: Mapping[str, NDArray[Any]], length: int) -> int:
-        """Return the number of slots that the full cache of a layer uses."""
+        """Return the number of slots that the full KV cache of layer `i` uses."""
         return int(np.count_nonzero(full[f"past_key_values.{i}.votes"][0])) if self._full.caches[i].merges else length
 
     def _slots(self, i: int, full: LaneTensors, entries: Slots) -> Slots:
-        """Return the slots of entries that are numbered in order of position.
+        """Return the KV-cache slots of entries that are numbered in order of position.
 
         An entry's number is its slot, unless a sliding window has dropped entries. A layer with a window has no scores,
-        and all
-        its heads keep the same positions.
+        and all its heads keep the same positions.
         """
         if not self._full.caches[i].merges:
             return entries
@@ -155,5 +154,5 @@ class CacheDrafter:
 
 
 def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:
-    """Return the bytes of keys and values that a step reads for sequences of the given lengths."""
+    """Return the bytes of keys and values that a decode step reads for sequences of the given lengths in tokens."""
     return sum(layer.slot_bytes() * min(length, layer.budget) for layer in plan.caches for length in lengths)

@@ -1,4 +1,4 @@
-"""Calls of the model for requests, and the tokens that the requests get from them."""
+"""Calls of the model that read prompts, decode and verify drafts, and the sampling of the requests' next tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvexport.errors import KvexportError
 
 
 class ModelCalls:
-    """The calls that read prompts and decode.
+    """The engine's calls of the model: they read chunks of prompts, decode, and verify drafted tokens.
 
     Attributes:
         row_seconds: Seconds of one row (one token of one lane) in recent calls for prompts; 0 before the first call.
@@ -30,7 +30,7 @@ class ModelCalls:
         self._chunk, self._max_length = chunk, max_length
 
     def prefill(self, requests: Sequence[Request], prefixes: Prefixes | None) -> list[Request]:
-        """Read the next chunk of each request's prompt in one call. Their lanes are neighbours.
+        """Read the next chunk of each request's prompt in one model call. The requests must have neighbouring lanes.
 
         Returns:
             The requests whose prompt has been read. Each got its first token.
@@ -55,7 +55,7 @@ class ModelCalls:
         return [self.choose(request, rows, i) for i, request in read]
 
     def decode(self, requests: Sequence[Request], drafter: Drafter | None) -> list[Request]:
-        """Decode the next token of each request in one call.
+        """Decode the next token of each request in one model call, and return the requests that got tokens.
 
         The call covers all lanes up to the last of these requests. Other lanes bring no token and stay as they are.
         """
@@ -78,11 +78,10 @@ class ModelCalls:
         return [self.choose(request, rows, request.lane) for request in requests]
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens], start: float) -> list[Request]:
-        """Verify drafts in one call: each lane brings its last token and its draft.
+        """Verify drafted tokens in one model call, in which each lane brings its last token and its draft.
 
         Every row of logits gives a token, up to the first token that differs from the draft. The rest of the draft is
-        rolled
-        back. `start` is the time at which the step began.
+        rolled back. `start` is the time at which the step began.
         """
         lanes = self._pool.lanes
         tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
@@ -104,7 +103,7 @@ class ModelCalls:
         return list(requests)
 
     def choose(self, request: Request, rows: Rows, index: int) -> Request:
-        """Choose a request's next token from a row of logits."""
+        """Sample a request's next token from row `index` of the logits, add the token, and return the request."""
         timing = request.timing
         try:
             top = rows.top_logits(index)
@@ -126,5 +125,5 @@ class ModelCalls:
 
 
 def _timings(requests: Sequence[Request]) -> Iterable[Timing]:
-    """Return the timings of requests without repetition; requests of one bundle share one."""
+    """Return the timing records of requests, each record once; requests of one bundle share a record."""
     return {id(request.timing): request.timing for request in requests}.values()

@@ -1,4 +1,4 @@
-"""Prompts that are given together: a loop over an engine's steps, and the completions."""
+"""Completions of prompts that are submitted together, from a loop over the engine's steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvexport.language.token import Token
 
 @dataclass
 class Completion:
-    """The answer to one prompt.
+    """The generated answer to one prompt.
 
     Attributes:
         prompt_tokens: The number of tokens of the prompt.
@@ -30,14 +30,14 @@ class Completion:
     finish_reason: FinishReason | None = None
 
     def append(self, token: Token) -> None:
-        """Add the next token."""
+        """Add the next generated token to the answer."""
         self.token_ids.append(token.id)
         self.text += token.text
         self.finish_reason = token.finish_reason
 
 
 class Steps(Protocol):
-    """The interface of an engine that `tokens_of` uses.
+    """The methods of an engine that `tokens_of` needs to run requests.
 
     Attributes:
         timing: The figures of the last call; `tokens_of` sets them.
@@ -46,22 +46,22 @@ class Steps(Protocol):
     timing: Timing
 
     def add(self, request: Request) -> int:
-        """Let a request wait for a lane. See `EngineCore.add`."""
+        """Queue a request until it gets a lane of the batch. See `EngineCore.add`."""
         ...
 
     def cancel(self, request_id: int) -> bool:
-        """End a request. See `EngineCore.cancel`."""
+        """End a request of the engine by its number. See `EngineCore.cancel`."""
         ...
 
     def step(self) -> list[Request]:
-        """Advance all requests. See `EngineCore.step`."""
+        """Advance all requests of the engine by one step. See `EngineCore.step`."""
         ...
 
 
 def tokens_of(
     engine: Steps, requests: Sequence[Request], bundle: Bundle, on_prefill: Callable[[int, int], None] | None
 ) -> Iterator[Token]:
-    """Run the requests of one bundle, and yield their tokens in the order in which they are chosen.
+    """Run requests that were submitted together, and yield their tokens in the order in which they are chosen.
 
     Args:
         engine: The engine.
@@ -92,7 +92,7 @@ def tokens_of(
 
 
 def collect(prompt_tokens: Sequence[int], tokens: Iterable[Token]) -> list[Completion]:
-    """Return the completion of each prompt.
+    """Collect a stream of tokens of several prompts into the completion of each prompt.
 
     Args:
         prompt_tokens: The number of tokens of each prompt.
@@ -105,7 +105,7 @@ def collect(prompt_tokens: Sequence[int], tokens: Iterable[Token]) -> list[Compl
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt, or several, as a list of prompts.
+    """Return a list of prompts from one prompt or several.
 
     Raises:
         UsageError: There is no prompt.

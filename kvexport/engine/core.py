@@ -1,4 +1,4 @@
-"""The core of the engine: requests are added, and every step advances all of them.
+"""The core of the inference engine: requests are added, and every step advances all of them.
 
 Running an artifact needs numpy and what its backend needs, and neither torch nor transformers.
 """
@@ -37,7 +37,7 @@ from kvexport.state.snapshot import Origin, Snapshot
 
 
 class EngineCore:
-    """A loaded artifact and the requests that it answers.
+    """An inference engine: a loaded model and the requests that it answers.
 
     `step` advances every request that was added. Threads may share an engine: they take turns step by step, and their
     requests run together.
@@ -67,7 +67,7 @@ class EngineCore:
     def __init__(
         self, path: Path, manifest: Manifest, model: LoadedModel, options: EngineOptions | None = None
     ) -> None:
-        """Make an engine without requests. `kvexport.load` is the usual way to get one.
+        """Create an inference engine without requests. `kvexport.load` is the usual way to get one.
 
         Args:
             path: The folder of the artifact.
@@ -108,7 +108,7 @@ class EngineCore:
     # ---- the life of an engine ----
 
     def close(self) -> None:
-        """Cancel all requests and free the memory of the caches. The weights go with the last engine of the model.
+        """Cancel all requests and free the KV caches. The weights are freed with the last engine of the model.
 
         A closed engine refuses requests. Closing it again does nothing.
         """
@@ -121,7 +121,7 @@ class EngineCore:
 
     @cached_property
     def origin(self) -> Origin:
-        """The model and contract that the engine's snapshots belong to."""
+        """The model and contract version that the engine's snapshots (saved sequence states) belong to."""
         return Origin.of(self.manifest)
 
     @property
@@ -129,11 +129,11 @@ class EngineCore:
         return self.manifest.recipe.cache.periodic.slots is not None
 
     def new_state(self, lanes: int) -> ModelState:
-        """Return state for `lanes` empty sequences over the engine's model."""
+        """Return empty KV caches for `lanes` sequences of the engine's model."""
         return self.model.new_state(self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
-        """Return `count` empty lanes with a state of their own, for callers that append tokens themselves."""
+        """Return `count` empty batch lanes with KV caches of their own, for callers that append tokens themselves."""
         self._check_count(count)
         limits = self.manifest.limits
         return Lanes(
@@ -146,7 +146,7 @@ class EngineCore:
         )
 
     def reserve(self) -> Lanes:
-        """Make all lanes that requests may ever use, so that the state takes its memory now and no more later.
+        """Allocate the KV caches of all lanes that requests may ever use, so that memory does not grow later.
 
         Call it when no request runs. Every call returns the same lanes.
         """
@@ -155,22 +155,22 @@ class EngineCore:
             return self._pool.lanes
 
     def running(self) -> list[Request]:
-        """Return the requests that have a lane, in the order of the lanes."""
+        """Return the requests that occupy a lane of the batch, in the order of the lanes."""
         return self._scheduler.running()
 
     def pending(self) -> list[Request]:
-        """Return the requests that have not finished."""
+        """Return the requests that wait or run."""
         return list(self._requests.values())
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or runs."""
+        """Whether a request of the engine waits or runs."""
         return self._scheduler.busy
 
     # ---- requests ----
 
     def add(self, request: Request) -> int:
-        """Let a request wait for a lane.
+        """Queue a request until it gets a lane of the batch.
 
         Args:
             request: The request. It can be added once.
@@ -199,7 +199,7 @@ class EngineCore:
             return request.id
 
     def cancel(self, request_id: int) -> bool:
-        """End a request and free its lane. Return False if it had finished already."""
+        """End a request and free its lane of the batch. Return False if the request had finished already."""
         with self._turns:
             request = self._requests.get(request_id)
             if request is None:
@@ -208,7 +208,7 @@ class EngineCore:
             return True
 
     def preempt(self, request_id: int) -> Snapshot:
-        """End a request that waits or runs, and return its state.
+        """End a request that waits or runs, and return its state as a snapshot.
 
         `Request((), start=snapshot)` goes on with it, and gets the tokens that this request would have got.
 
@@ -225,7 +225,7 @@ class EngineCore:
             return request.snapshot
 
     def step(self) -> list[Request]:
-        """Read one chunk of a prompt, and decode one token of every request whose prompt has been read.
+        """Run one engine step: prefill one chunk of a prompt, and decode one token of every request past its prompt.
 
         Returns:
             The requests that got a token or failed. A request whose logits cannot be sampled from fails alone.
@@ -246,7 +246,7 @@ class EngineCore:
     # ---- the parts of a step ----
 
     def _schedule(self) -> Schedule:
-        """Return the work of the next step, after requests that waited too long or lost their lane left theirs."""
+        """Return the next step's work, after expired requests were ended and preempted requests gave up their lanes."""
         expired = self._expire()
         self._scheduler.rows = self._rows()
         if self.options.preempts and (displaced := self._scheduler.displaced()) is not None:
@@ -255,7 +255,7 @@ class EngineCore:
         return work._replace(expired=expired) if expired else work
 
     def _run(self, work: Schedule) -> list[Request]:
-        """Do a step's calls of the model, and return the requests that got a token or failed."""
+        """Run the model calls of one engine step, and return the requests that got a token or failed."""
         requests: Sequence[Request] = (*work.admitted, *work.moved)
         advanced: list[Request] = []
         try:
@@ -274,7 +274,7 @@ class EngineCore:
         return advanced
 
     def _finish(self, work: Schedule) -> None:
-        """Free the lanes of the requests that finished in a step, and keep the states that were asked for."""
+        """Free the lanes of the requests that finished in a step, and keep the snapshots that they asked for."""
         self._forks.forget()
         for request in self._scheduler.update(work):
             self._requests.pop(request.id, None)
@@ -289,7 +289,7 @@ class EngineCore:
         self._scheduler.remove(request)
 
     def _snapshot(self, request: Request) -> Snapshot:
-        """Return the state of a request between two steps, or of one that finished in this step."""
+        """Return a snapshot of a request's state between two steps, or after the step in which the request finished."""
         if request.lane >= 0:
             saved = self._pool.lanes.save(request.lane)
         elif request.parked is not None:
@@ -299,7 +299,7 @@ class EngineCore:
         return snapshot_of(request, saved, self.origin)
 
     def _park(self, request: Request) -> None:
-        """Take a request's lane, and let the request wait with its answer so far."""
+        """Take a request's lane away, save the lane's state, and let the request wait with its answer so far."""
         saved = self._pool.lanes.save(request.lane)
         self._scheduler.remove(request)
         request.park(saved)
@@ -307,7 +307,7 @@ class EngineCore:
         self.preemptions += 1
 
     def _expire(self) -> list[Request]:
-        """End the requests that waited beyond their deadline, and return them."""
+        """End the waiting requests whose deadline has passed, and return them."""
         expired = self._scheduler.expired(time.monotonic())
         for request in expired:
             self._scheduler.remove(request)
@@ -321,14 +321,14 @@ class EngineCore:
         return self.prefixes.leads(request, prefilling)
 
     def _rows(self) -> int | None:
-        """Return how many rows a call of prompts may have within the latency budget; None for any number."""
+        """Return the most tokens that one prefill call may have within the latency budget; None for any number."""
         if self.options.latency_budget is None:
             return None
         seconds = self._calls.row_seconds
         return int(self.options.latency_budget / seconds) if seconds else 0
 
     def _give_lanes(self, admitted: Sequence[Request]) -> list[Request]:
-        """Bring each new request's lane to the state that the request starts from.
+        """Bring each admitted request's lane to its starting state: empty, a prefix, a snapshot or a fork's parent.
 
         Returns:
             The forks among the requests, which get their first token here.
@@ -372,7 +372,7 @@ class EngineCore:
     # ---- text ----
 
     def settings(self, **overrides: Any) -> GenerationSettings:
-        """Return the checkpoint's generation settings, changed by `overrides`.
+        """Return the checkpoint's default generation settings, changed by `overrides`.
 
         Args:
             overrides: Fields of `GenerationSettings`, or vLLM's names `max_tokens` and `stop`.

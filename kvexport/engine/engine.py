@@ -1,4 +1,4 @@
-"""The engine as users call it: prompts and conversations in, text out."""
+"""The engine's public interface: generate, stream and chat."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvexport.language.token import Token
 
 
 class Engine(EngineCore):
-    """A loaded artifact, which answers prompts with `generate`, `stream` and `chat`.
+    """An inference engine: a loaded model that answers prompts with `generate`, `stream` and `chat`.
 
     These are loops over `step`, which advances every request of every caller. The engine is a context manager; leaving
     it closes the engine. `EngineCore` lists the attributes.
     """
 
     def with_options(self, options: EngineOptions) -> Engine:
-        """Return another engine over the same loaded model, without requests.
+        """Return another engine over the same loaded model with other options and no requests.
 
         Weights, tokenizer, compiled grammars and chat template are in memory once.
         """
@@ -39,13 +39,13 @@ class Engine(EngineCore):
         return other
 
     def __enter__(self) -> Engine:
-        """Return the engine itself."""
+        """Enter the context manager and return this engine."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the engine."""
+        """Leave the context manager: cancel all requests and close the engine."""
         self.close()
 
     def stream(
@@ -57,7 +57,7 @@ class Engine(EngineCore):
         on_prefill: Callable[[int, int], None] | None = None,
         **overrides: Any,
     ) -> Iterator[Token]:
-        """Generate token by token, for one prompt or for several at once.
+        """Generate answers token by token, for one prompt or for several at once.
 
         Closing the iterator cancels its requests. An iterator that is neither read nor closed goes on with the steps of
         other calls.
@@ -92,7 +92,7 @@ class Engine(EngineCore):
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> list[Completion]:
-        """Generate to the end.
+        """Generate the complete answer to one prompt, or to several at once.
 
         Args:
             prompts: Text or token ids, or a list of either.
@@ -163,7 +163,7 @@ class Engine(EngineCore):
         stream: bool = False,
         **overrides: Any,
     ) -> Completion | Iterator[Token]:
-        """Answer a conversation.
+        """Generate the answer to a conversation of chat messages.
 
         Args:
             messages: Mappings with "role" and "content", the last one the user's.

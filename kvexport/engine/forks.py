@@ -1,4 +1,4 @@
-"""Several answers to one prompt: the prompt is read once, and each answer starts from a copy of its lane."""
+"""Several answers to one prompt: the prompt is read once, and each answer starts from a copy of its KV cache."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from kvexport.engine.scheduler import Scheduler
 
 
 class Forks:
-    """The forks of one engine's requests.
+    """The forks of an engine's requests: further answers to a prompt that is read only once.
 
     A fork copies the prompt's lane if that lane has not changed since the prompt was read. For later forks the lane's
-    state
-    is saved.
+    state is saved.
     """
 
     def __init__(self, scheduler: Scheduler, pool: LanePool) -> None:
@@ -23,17 +22,17 @@ class Forks:
         self._parents: list[Request] = []  # requests whose `prompt_end` is set
 
     def __len__(self) -> int:
-        """Return the number of prompts whose end is stored for waiting forks."""
+        """Return the number of prompts whose final state is stored for forks that have not begun."""
         return len(self._parents)
 
     def read(self, request: Request, rows: Rows, index: int) -> None:
-        """Note that a prompt has been read, and store its last row of logits, from which its forks' answers begin."""
+        """Note that a request's prompt has been read, and store its last row of logits for its forks."""
         if self._scheduler.forks(request):
             request.prompt_end = PromptEnd(rows.row(index).copy(), request.lane)
             self._parents.append(request)
 
     def keep(self) -> None:
-        """Before a step, save lanes that the step will change and that waiting forks start from."""
+        """Save, before a step, the lanes that the step will change and that waiting forks start from."""
         for parent in self._parents:
             end = parent.prompt_end
             assert end is not None
@@ -41,7 +40,7 @@ class Forks:
                 parent.prompt_end = replace(end, saved=self._pool.lanes.save(end.lane))
 
     def begin(self, request: Request, parent: Request) -> HostRows:
-        """Bring a fork's lane to the end of its prompt, and return the row of logits from which its answer begins."""
+        """Copy the state after the prompt into a fork's lane, and return the logits of the fork's first token."""
         end = parent.prompt_end
         assert end is not None
         if end.saved is None:
@@ -52,7 +51,7 @@ class Forks:
         return HostRows(end.row[None])
 
     def forget(self) -> None:
-        """After a step, drop the stored ends of prompts that no fork waits for."""
+        """Drop, after a step, the stored prompt states that no waiting fork needs."""
         for parent in self._parents:
             if not self._scheduler.forks(parent):
                 parent.prompt_end = None

@@ -1,4 +1,4 @@
-"""The lanes of an engine's requests: their number, and the state that each starts from."""
+"""The pool of batch lanes for an engine's requests, which grows when more requests run at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvexport.state.lane import Saved
 
 
 class LanePool:
-    """A pool with as many lanes as were ever needed at once.
+    """A pool of batch lanes (each with its KV cache), with as many lanes as requests ever ran at once.
 
     If requests join others that run, lanes are added by copying the state. The pool at least doubles then, so that this
     happens seldom.
@@ -28,17 +28,17 @@ class LanePool:
 
     @property
     def lanes(self) -> Lanes:
-        """The lanes; `make` has to come first."""
+        """The batch lanes of the pool; `make` has to be called first."""
         assert self._lanes is not None
         return self._lanes
 
     @property
     def state(self) -> ModelState:
-        """The state tensors of the lanes."""
+        """The state tensors (KV caches) of the pool's lanes."""
         return cast(ModelState, self.lanes.state)
 
     def make(self, needed: int, *, others: bool) -> None:
-        """Make sure that `needed` lanes exist. `others` tells whether requests hold some of them already."""
+        """Grow the pool to at least `needed` lanes. `others` tells whether requests hold some lanes already."""
         there = 0 if self._lanes is None else self._lanes.count
         if needed > there and not others:
             self._lanes, self._used = None, {}  # frees the old state before the new one is made
@@ -48,11 +48,11 @@ class LanePool:
             self.lanes.grow(self.state.grown(count), count)
 
     def drop(self) -> None:
-        """Free all lanes."""
+        """Free all lanes of the pool with their KV caches."""
         self._lanes, self._used = None, {}
 
     def begin(self, lane: int, saved: Saved | None = None) -> None:
-        """Prepare a lane for a request: empty, or with a saved state."""
+        """Prepare a batch lane for a request: with an empty KV cache, or with a saved one."""
         if saved is not None:
             self.lanes.restore(lane, saved)
         elif lane in self._used:
@@ -60,11 +60,11 @@ class LanePool:
         self._used[lane] = False
 
     def copy(self, source: int, target: int) -> None:
-        """Prepare a lane for a request with the state of another lane."""
+        """Prepare lane `target` for a request by copying the state (KV cache) of lane `source`."""
         if source != target:
             self.lanes.copy(source, target)
         self._used[target] = False
 
     def poisoned(self, lane: int) -> None:
-        """Note that a lane may contain NaN."""
+        """Note that a lane's KV cache may contain NaN and must be fully overwritten before the next request."""
         self._used[lane] = True

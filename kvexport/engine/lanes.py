@@ -1,4 +1,4 @@
-"""Lanes: the rows of the batch, the fill level of their caches, and the time of their merges.
+"""Lanes: the rows of the batch. Each has a KV cache, and this module decides when a lane's cache merges (compresses).
 
 A lane merges when it needs room itself, never because a neighbour does. So the tokens of a sequence do not depend on
 its batch. Prompts merge after every chunk, or once at their end (`cache.merge_prompts`).
@@ -24,7 +24,7 @@ Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class Lanes:
-    """The lanes of one state. Tokens are appended here, and merges keep every cache within its capacity.
+    """The lanes (rows of the batch) of one state: tokens are appended here, and merges keep KV caches within capacity.
 
     Attributes:
         state: The state tensors, and the two graphs that change them.
@@ -68,7 +68,7 @@ class Lanes:
         self._count(range(lanes))
 
     def clear(self, first: int = 0, last: int | None = None, *, poisoned: bool = False) -> None:
-        """Empty lanes first <= lane < last, by default all. See `LaneState.clear` for `poisoned`."""
+        """Empty the KV caches of lanes first <= lane < last (default: all). See `LaneState.clear` for `poisoned`."""
         last = self.count if last is None else last
         self.state.clear(first, last, poisoned=poisoned)
         self._held[first:last] = 0
@@ -76,23 +76,23 @@ class Lanes:
         self._count(range(first, last))
 
     def counters(self, lane: int) -> Counters:
-        """Return the counters of a lane."""
+        """Return the counters of one lane: used slots after its last merge, tokens since then, and tokens in all."""
         return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane])
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of a lane's state tensors. See `ModelState.read`."""
+        """Return copies of one lane's state tensors in host memory. See `ModelState.read`."""
         return self._state().read(lane, names)
 
     def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
-        """Return a lane's state tensors without a copy, or None. See `ModelState.view`."""
+        """Return views of one lane's state tensors; None if they are not in host memory. See `ModelState.view`."""
         return self._state().view(lane)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]]) -> None:
-        """Replace some of a lane's state tensors, with as many used slots as before. See `ModelState.write`."""
+        """Overwrite some state tensors of one lane, with as many used slots as before. See `ModelState.write`."""
         self._state().write(lane, state)
 
     def save(self, lane: int) -> Saved:
-        """Return the state and counters of a lane, for `restore`.
+        """Return the state tensors and counters of one lane, for `restore`.
 
         Only merges read reference queries, so the queries that will be replaced before the next merge are left out.
         """
@@ -100,18 +100,18 @@ class Lanes:
         return Saved(state, self.counters(lane))
 
     def restore(self, lane: int, saved: Saved) -> None:
-        """Restore a saved lane, also one of another engine with an equal cache plan and merge interval."""
+        """Load a saved state into a lane, also one from another engine of equal cache plan and merge interval."""
         self._state().write(lane, with_whole_rings(self._plan, saved.state), saved.counters.length)
         self._set(lane, saved.counters)
 
     def before_merge(self, lane: int) -> int:
-        """Return the least number of tokens that a lane gets before its next merge."""
+        """Return how many tokens a lane gets at least before its next merge compresses its KV cache."""
         due = max(self._spare[lane] + 1, 1 if self._every_chunk else self.merge_every)
         full = self._room[lane] - self.prefill_chunk + 1  # with more tokens the next chunk might not fit
         return max(min(due, full) - self._added[lane], 0)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the state and counters of one lane to another."""
+        """Copy the KV cache and counters of lane `source` to lane `target`."""
         self._state().copy(source, target)
         self._set(target, self.counters(source))
 
@@ -124,7 +124,7 @@ class Lanes:
         self._count((lane,), counters.added)
 
     def _count(self, lanes: Iterable[int], added: int = 0) -> None:
-        """Reset the counters of lanes from `_held`."""
+        """Recount the used slots of lanes after a merge; `added` tokens have been appended since."""
         for lane in lanes:
             held = self._held[lane]
             self._added[lane] = added
@@ -136,7 +136,7 @@ class Lanes:
             )
 
     def grow(self, state: LaneState, count: int) -> None:
-        """Switch to a larger state, whose first lanes are the present ones."""
+        """Switch to a state with more lanes, whose first lanes are copies of the present ones."""
         new = count - self.count
         self.state, self.count = state, count
         self._held = np.concatenate([self._held, np.zeros((new, self._held.shape[1]), dtype=np.int64)])
@@ -154,7 +154,7 @@ class Lanes:
         prefill: bool = False,
         unread: Collection[int] = (),
     ) -> NDArray[np.float32]:
-        """Append tokens, and merge the lanes that are due.
+        """Append tokens to lanes, then merge (compress) the KV caches that are due, and return logits.
 
         A chunk of a prompt may merge at once; decoded tokens merge after every `merge_every` of them.
 
@@ -182,7 +182,7 @@ class Lanes:
         prefill: bool = False,
         unread: Collection[int] = (),
     ) -> T:
-        """Append tokens as `append` does, by another function of the state than `decode`, and return its result."""
+        """Append tokens to lanes as `append` does, by another decode function; return that function's result."""
         result = self._append(decode, tokens, first or 0, every=first is None)
         waits = () if self._every_chunk else unread
         counts, at_once = [len(t) for t in tokens], prefill and self._every_chunk
@@ -195,11 +195,11 @@ class Lanes:
         return result
 
     def draft(self, tokens: Sequence[Tokens], *, first: int) -> NDArray[np.float32]:
-        """Append a last token and its draft for each lane without a merge. Call `settle` for every lane afterwards."""
+        """Append each lane's last token and drafted tokens without a merge; call `settle` for each lane then."""
         return self._append(self.state.decode, tokens, first)
 
     def settle(self, lane: int, rejected: int) -> None:
-        """Roll back the last `rejected` tokens of a lane that `draft` appended, and merge if the lane is due."""
+        """Roll back a lane's last `rejected` drafted tokens, and merge (compress) its KV cache if that is due."""
         if rejected:
             self._state().rollback(lane, rejected)
             self._added[lane] -= rejected
@@ -215,7 +215,7 @@ class Lanes:
         *,
         every: bool = False,
     ) -> T:
-        """Append tokens without a merge afterwards. If `every` is set, there has to be a list for every lane."""
+        """Append tokens to lanes without a merge afterwards. `every` requires a list for every lane."""
         counts = [len(t) for t in tokens]
         if every and len(counts) != self.count:
             raise ValueError(f"a call takes tokens for each of {self.count} sequences, not for {len(counts)}")
@@ -235,7 +235,7 @@ class Lanes:
     def _inputs(
         self, tokens: Sequence[Tokens], counts: list[int], width: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return input_ids [n, width] and query_length [n, 1] for n lanes."""
+        """Return the decoder's inputs for n lanes: padded input_ids [n, width] and query_length [n, 1]."""
         if width == 1:
             for i, count in enumerate(counts):
                 self._step_counts[i] = count
@@ -257,7 +257,7 @@ class Lanes:
     def prefill(
         self, prompts: Sequence[NDArray[np.int64]], on_chunk: Callable[[int, int], None] | None = None
     ) -> NDArray[np.float32]:
-        """Append whole prompts, chunk by chunk.
+        """Append a whole prompt to each lane, chunk by chunk.
 
         Args:
             prompts: A prompt for each lane.
@@ -285,7 +285,7 @@ class Lanes:
         return last
 
     def _merge(self, due: list[int]) -> None:
-        """Merge lanes, in their order, with one call for each run of neighbours."""
+        """Merge (compress) the KV caches of the lanes `due`, with one model call for each run of neighbouring lanes."""
         if not self._merges.any():
             return
         for _, run in itertools.groupby(enumerate(due), lambda item: item[1] - item[0]):

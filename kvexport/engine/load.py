@@ -1,4 +1,4 @@
-"""An artifact's folder becomes an engine."""
+"""Loading of an artifact (an exported model) into an inference engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(
     lanes: int | None = None,
     options: EngineOptions | None = None,
 ) -> Engine:
-    """Load an artifact.
+    """Load an artifact (the folder of an exported model) and return an inference engine.
 
     Args:
         path: The folder of the artifact.
@@ -61,10 +61,10 @@ def load(
 
 
 def load_model(backend: Backend, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-    """Load the graphs of an artifact, in as many processes as the artifact has ranks.
+    """Load the graphs of an artifact, in as many processes as the artifact has tensor-parallel ranks.
 
     Args:
-        backend: What runs the graphs.
+        backend: The library that runs the graphs.
         path: The folder of the artifact.
         manifest: The artifact's manifest.
         options: Settings that replace the recipe's.

@@ -1,4 +1,4 @@
-"""The options of an engine."""
+"""The options of an inference engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvexport.errors import UsageError
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of an engine, fixed when it is constructed.
+    """The options of an inference engine, fixed when it is constructed.
 
     Attributes:
         lanes: The most sequences that run at once; None takes the artifact's `limits.max_batch`, which is the most.
@@ -33,7 +33,7 @@ class EngineOptions:
     drafts: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse values that are out of range."""
+        """Raise UsageError for engine options that are out of range."""
         for name in ("max_waiting", "latency_budget", "prefix_memory"):
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -24,7 +24,7 @@ _REMEMBERED = 1 << 16  # the most hashes of passed borders that are stored
 
 
 class Prefixes:
-    """Saved lanes, at most `limit` bytes. The least recently used lanes are dropped first.
+    """A prefix cache: saved KV caches of prompt beginnings, at most `limit` bytes, least recently used dropped first.
 
     Attributes:
         chunk: Tokens between borders.
@@ -41,11 +41,11 @@ class Prefixes:
         self._passed: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of saved lanes."""
+        """Return the number of saved prompt prefixes."""
         return len(self._saved)
 
     def keys(self, ids: NDArray[np.int64]) -> Keys:
-        """Return the hash of a prompt's tokens up to each border before its last token.
+        """Return the hashes of a prompt's tokens up to each chunk border before its last token.
 
         The last token is always read, because its logits are needed.
         """
@@ -56,7 +56,7 @@ class Prefixes:
         return keys
 
     def begin(self, request: Request) -> Saved | None:
-        """Return the longest saved lane from which a request's prompt continues; None to read the whole prompt.
+        """Return the state of the longest saved prefix of a request's prompt; None to read the whole prompt.
 
         The borders at which the request's lane should be saved are added to `request.borders`.
         """
@@ -77,11 +77,10 @@ class Prefixes:
         return self._saved[keys[read]]
 
     def _borders(self, keys: Keys, read: int) -> set[int]:
-        """Return the borders at which a prompt's lane should be saved.
+        """Return the chunk borders at which a prompt's KV cache should be saved for later prompts.
 
         These are the last border, some earlier ones at doubling distances, and the last border that another prompt
-        passed too:
-        the next prompt is likely to branch off there.
+        passed too: the next prompt is likely to branch off there.
         """
         last, back = max(keys, default=0), self.chunk
         borders = {last}
@@ -92,7 +91,7 @@ class Prefixes:
         return {border for border in borders if border > read}
 
     def leads(self, request: Request, prefilling: Iterable[Request]) -> bool:
-        """Return whether a prompt that is being read will soon save a lane that this request can continue from.
+        """Return whether a prompt that is being read will soon save a prefix that this request can start from.
 
         It is faster to wait for that lane than to read the same tokens again.
         """
@@ -106,7 +105,7 @@ class Prefixes:
         return False
 
     def save(self, requests: Sequence[Request], rows: Rows, lanes: Lanes) -> None:
-        """Save the lanes of requests that have reached a border where they should be saved.
+        """Save the KV caches of requests that have reached a chunk border where a prefix should be saved.
 
         Lanes that may contain NaN are not saved. `rows` are the logits after the tokens that were read.
         """

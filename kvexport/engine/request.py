@@ -1,4 +1,4 @@
-"""A request: one prompt, its settings, and the state of its answer."""
+"""A generation request: one prompt, its settings, and the state of its answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAITING, PREFILLING, DECODING, FINISHED = State
 
 @dataclass
 class Timing:
-    """The figures of one call, or of one request by itself, summed over its sequences.
+    """Token counts and durations of one `generate` call, or of one request by itself, summed over its sequences.
 
     Attributes:
         prompt_tokens: Tokens of the prompts that were read.
@@ -65,13 +65,13 @@ class Timing:
 
     @property
     def decoded_tokens(self) -> int:
-        """The tokens of one sequence that decode steps gave: all except the first, which prefill gives."""
+        """The number of tokens that decode steps gave: all generated tokens except each sequence's first."""
         return self.steps + self.accepted_tokens
 
 
 @dataclass(eq=False)
 class Bundle:
-    """What the requests of prompts that are given together share.
+    """Data that the requests of prompts submitted together share.
 
     None of them decodes before the prompts of all that have a lane are read, which takes the fewest calls.
 
@@ -164,7 +164,7 @@ class Request:
     text: TextStream | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Use the bundle's figures, if there is a bundle."""
+        """Let the request write its figures into the timing record of its bundle, if it has a bundle."""
         self.timing = Timing() if self.bundle is None else self.bundle.timing
 
     def fork(self, settings: GenerationSettings | None = None) -> Request:
@@ -188,7 +188,7 @@ class Request:
         )
 
     def prepare(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
-        """Make the request ready to wait.
+        """Set the token ids, sampler and detokenizer of a request before it waits for a lane.
 
         Args:
             ids: The token ids [n].
@@ -209,7 +209,7 @@ class Request:
 
     @property
     def last_token(self) -> int:
-        """The token that the next step decodes from."""
+        """The latest token of the answer, which is the input of the next decode step."""
         return self.tokens[-1].id if self.tokens else int(self.ids[-1])
 
     @property
@@ -218,16 +218,16 @@ class Request:
         return np.concatenate([self.ids, np.array([token.id for token in self.tokens], np.int64)])
 
     def room(self, max_length: int) -> int:
-        """Return the number of tokens that may follow. `max_length` limits prompt and answer together."""
+        """Return how many tokens the answer may still get if prompt and answer together have at most `max_length`."""
         left = self.sampler.settings.max_new_tokens - len(self.sampler.generated)
         return min(left, max_length - len(self.ids) - len(self.tokens))
 
     def goes_on_with(self, token: int) -> bool:
-        """Return whether the last token equals `token` and another token follows."""
+        """Return whether the answer's last token equals `token`, a drafted one, and the request has not finished."""
         return self.state is DECODING and self.tokens[-1].id == token
 
     def begin(self, lane: int) -> None:
-        """Assign a lane: the request starts prefilling, or decoding if its prompt has been read already."""
+        """Assign a lane to the request: it starts prefilling, or decoding if its prompt has been read already."""
         self._require(WAITING)
         if self.fork_of is not None:
             self.skip(len(self.ids))
@@ -235,18 +235,18 @@ class Request:
         self.begun = self.begun or time.perf_counter()
 
     def park(self, saved: Saved) -> None:
-        """Return to waiting, with the saved state of the lane."""
+        """Return the request to the waiting state, with the saved state of the lane that it gives up."""
         if self.state not in (PREFILLING, DECODING):
             raise ValueError(f"the request is {self.state.value}, and holds no lane")
         self.state, self.lane, self.parked = WAITING, -1, saved
 
     def skip(self, done: int) -> None:
-        """Note that another request has read the first `done` ids already."""
+        """Note that the first `done` prompt tokens need no prefill: the lane's starting state contains them."""
         self.timing.prompt_tokens -= done - self.done
         self.done = self.cached_tokens = done
 
     def read(self, count: int) -> None:
-        """Note that a call read `count` prompt tokens. After the last of them the request decodes."""
+        """Note that a call read `count` prompt tokens. After the last of them the request changes to decoding."""
         self._require(PREFILLING)
         if not 0 < count <= self.unread:
             raise ValueError(f"{count} tokens read of a prompt that has {self.unread} left")
@@ -255,7 +255,7 @@ class Request:
             self.state = DECODING
 
     def take(self, token: int, max_length: int) -> None:
-        """Add the next token to the answer, and finish if it is the last one.
+        """Add the next token to the answer, and finish the request if the token ends the answer.
 
         Args:
             token: The token id.
@@ -280,7 +280,7 @@ class Request:
             self.finish(reason)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """Finish from any state."""
+        """Finish the request, whatever state it is in, with a reason and possibly an error."""
         if self.state is FINISHED:
             raise ValueError(f"the request has finished: {self.finish_reason}")
         self.state, self.finish_reason, self.error = FINISHED, reason, error

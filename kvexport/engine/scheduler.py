@@ -1,4 +1,4 @@
-"""The scheduler, which assigns lanes, picks the next chunks of prompts, and lists the lanes that decode.
+"""The scheduler, which assigns batch lanes to requests, picks the next prompt chunks, and lists the lanes that decode.
 
 - A request gets the lowest free lane, by priority and then by arrival. It keeps the lane until it finishes, or until
   it moves to a lower free lane: a decode call covers all lanes up to the last one that decodes.
@@ -28,7 +28,7 @@ MOVED_TOKENS = 8
 
 
 class Schedule(NamedTuple):
-    """The work of one step.
+    """The work of one engine step: which requests get lanes, read a prompt chunk, decode, or move to another lane.
 
     Attributes:
         admitted: Requests that got their lane for this step.
@@ -47,7 +47,7 @@ class Schedule(NamedTuple):
 
 
 class Scheduler:
-    """The scheduler of one engine.
+    """The scheduler of an engine: it assigns lanes of the batch to requests and plans each step.
 
     Args:
         lanes: The most requests that run at once.
@@ -75,15 +75,15 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or has a lane."""
+        """Whether any request waits or has a lane of the batch."""
         return bool(self.waiting or self._prefilling or self._decoding)
 
     def running(self) -> list[Request]:
-        """Return the requests that have a lane, in the order of the lanes."""
+        """Return the requests that occupy a lane of the batch, in the order of the lanes."""
         return [request for request in self.lanes if request is not None]
 
     def add(self, request: Request) -> None:
-        """Let a request wait for a lane."""
+        """Put a request into the waiting queue, until it gets a lane of the batch."""
         bisect.insort(self.waiting, request, key=lambda other: (other.priority, other.id))
 
     @property
@@ -100,11 +100,10 @@ class Scheduler:
         ]
 
     def displaced(self) -> Request | None:
-        """Return the request that has to give its lane to a waiting request of better priority; None if there is none.
+        """Return the running request that must give its lane to a waiting one of better priority, or None.
 
         It is the running request of the worst priority, the latest among equals. A request whose forks are about to
-        begin keeps
-        its lane. A free lane means that nobody has to give one.
+        begin keeps its lane. A free lane means that nobody has to give one.
         """
         if None in self.lanes or not self.waiting:
             return None
@@ -114,7 +113,7 @@ class Scheduler:
         return last if first is not None and last is not None and first.priority < last.priority else None
 
     def next(self) -> Schedule:
-        """Return the work of the next step. Call `update` after the step."""
+        """Plan and return the work of the next engine step. Call `update` after the step."""
         if not self.waiting and not self._prefilling:
             moved = self._move()
             return Schedule((), (), self._decoding, *moved)
@@ -140,7 +139,7 @@ class Scheduler:
         return (last,), source
 
     def update(self, step: Schedule) -> list[Request]:
-        """Update the queues after a step, and free the lanes of requests that finished.
+        """Remove the requests that finished in a step, free their lanes, and return them.
 
         Returns:
             The requests that finished.
@@ -157,7 +156,7 @@ class Scheduler:
         return list(finished.values())
 
     def remove(self, request: Request) -> None:
-        """Remove a request from all queues and from its lane, between two steps."""
+        """Remove a request from the waiting queue and from its lane, between two steps."""
         if request.lane >= 0:
             self.lanes[request.lane] = None
         self._decoding = [other for other in self._decoding if other is not request]
@@ -166,7 +165,7 @@ class Scheduler:
                 queue.remove(request)
 
     def forks(self, request: Request) -> list[Request]:
-        """Return the waiting forks of a request."""
+        """Return the waiting forks of a request: further answers to the same prompt."""
         return [other for other in self.waiting if other.fork_of is request]
 
     def _admit(self) -> list[Request]:
@@ -190,11 +189,10 @@ class Scheduler:
         return self._is_ready(request) and not self._follows(request, prefilling)
 
     def _is_ready(self, request: Request) -> bool:
-        """Return whether a request can begin.
+        """Return whether a waiting request can get a lane now.
 
         A fork waits until its prompt has been read. If the request that should have read the prompt ended early, the
-        fork reads
-        it itself.
+        fork reads it itself.
         """
         parent = request.fork_of
         if parent is None or parent.prompt_end is not None:
@@ -207,7 +205,7 @@ class Scheduler:
         return True
 
     def _chunks(self) -> list[Request]:
-        """Return the requests whose chunks the next call reads.
+        """Return the requests whose next prompt chunks one prefill call reads together.
 
         All chunks of a call are padded to the longest, so neighbours join only if padding costs less than a call of
         their own.
@@ -236,5 +234,5 @@ class Scheduler:
         return request if request is not None and request.state is PREFILLING else None
 
     def count(self, request: Request) -> int:
-        """Return the number of tokens in a request's next chunk."""
+        """Return the number of prompt tokens in a request's next chunk."""
         return min(self.chunk, request.unread)

@@ -1,4 +1,4 @@
-"""Speculative decoding: the drafters. The engine verifies drafts in `kvexport.engine.calls`.
+"""Drafters for speculative decoding. The engine verifies their drafts in `kvexport.engine.calls`.
 
 A draft is a guess of the next tokens, which one call of the decoder checks. The row of logits after each drafted token
 goes through the sequence's own sampler, as it would without a draft. The first token that differs from the draft ends
@@ -29,7 +29,7 @@ LONGEST, SHORTEST = 4, 2  # tokens of an n-gram
 
 
 def drafter_of(manifest: Manifest, model: LoadedModel) -> Drafter | None:
-    """Return the drafter that an artifact's recipe asks for; None if it asks for none.
+    """Return the drafter for speculative decoding that an artifact's recipe asks for; None if it asks for none.
 
     Raises:
         UsageError: The recipe's drafts cannot be made on this backend.
@@ -44,7 +44,7 @@ def drafter_of(manifest: Manifest, model: LoadedModel) -> Drafter | None:
 
 
 def draft_ngrams(requests: Sequence[Request], lanes: Lanes, *, tokens: int, max_length: int) -> list[list[int]]:
-    """Draft the tokens that followed the last n-gram of each request's prompt and answer at its earlier place.
+    """Draft tokens by prompt lookup: those that followed an earlier occurrence of each sequence's last n-gram.
 
     Args:
         requests: The requests.
@@ -58,7 +58,7 @@ def draft_ngrams(requests: Sequence[Request], lanes: Lanes, *, tokens: int, max_
 
 
 def follow(ids: NDArray[np.int64], count: int) -> list[int]:
-    """Return the `count` tokens after the latest earlier place of the longest n-gram that ends `ids` [n].
+    """Return the `count` tokens after the latest earlier occurrence of the longest n-gram that ends `ids` [n].
 
     At the end of `ids` the tokens repeat. The result is empty if no n-gram of at least SHORTEST tokens occurs earlier.
     """

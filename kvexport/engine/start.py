@@ -1,4 +1,4 @@
-"""The start of a request: from nothing, from a snapshot with a new prompt, or where a snapshot's answer stopped."""
+"""The start of a request: with a new prompt, after a snapshot, or where a snapshot's answer stopped."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def resumes(request: Request) -> bool:
-    """Return whether a request resumes the answer, or the unread prompt, of its snapshot."""
+    """Return whether a request without a prompt resumes its snapshot's answer or unread prompt."""
     return request.start is not None and len(request.prompt) == 0
 
 
 def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: Grammars) -> None:
-    """Make a request ready to wait.
+    """Set a request's sampler, detokenizer and token ids before it waits for a lane.
 
     Args:
         request: The request.
@@ -71,7 +71,7 @@ def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: G
 def encode(
     prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int, max_length: int, after: Snapshot | None
 ) -> Ids:
-    """Return the token ids of a prompt. See `Engine.encode`."""
+    """Return the token ids of a prompt, after checks of their range and number. See `Engine.encode`."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
@@ -103,14 +103,14 @@ def _checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -
 
 
 def snapshot_of(request: Request, saved: Saved, origin: Origin) -> Snapshot:
-    """Return a snapshot of a request whose lane is saved."""
+    """Return a snapshot of a request: its saved KV cache with its tokens, sampler and settings."""
     text = None if request.text is None or request.state is FINISHED else request.text.state()
     state, settings = request.sampler.state(), request.sampler.settings
     return Snapshot(origin, request.seen, saved.state, saved.counters, state, text, settings)
 
 
 def nothing_saved(plan: CachePlan) -> Saved:
-    """Return the saved state of an empty lane."""
+    """Return the saved state of an empty lane: no KV-cache entries and counters of 0."""
     axes = slot_axes(plan)
     state = {}
     for name, _, layer, kind in plan.state_names():

@@ -1,4 +1,4 @@
-"""A lock that threads get in the order in which they ask for it."""
+"""A fair lock: threads get it in the order in which they ask for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Turns:
         self._waiting: deque[tuple[int, threading.Lock]] = deque()
 
     def __enter__(self) -> None:
-        """Wait for the lock and take it."""
+        """Wait for this thread's turn and acquire the fair lock."""
         thread = threading.get_ident()
         with self._mutex:
             if self._owner is None or self._owner == thread:
@@ -44,7 +44,7 @@ class Turns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Release the lock, or hand it to the thread that has waited longest."""
+        """Release the fair lock, or hand it to the thread that has waited longest."""
         with self._mutex:
             self._depth -= 1
             if not self._depth:

@@ -1,1 +1,1 @@
-"""Tokens and words: tokenizer, chat templates, tools, grammars and sampling."""
+"""Everything about text: tokenizer, chat templates, tool calls, grammars and sampling."""

@@ -47,7 +47,7 @@ def format_text(value: Any, *arguments: Any, **named: Any) -> str:
 
 
 def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Return a text with indented lines.
+    """Return a text with indented lines, as Jinja's filter `indent` does.
 
     Args:
         value: The text.
@@ -66,7 +66,7 @@ def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = 
 
 
 def batch(value: Any, linecount: int, fill_with: Any = None) -> list[list[Any]]:
-    """Return the items in lists of equal length.
+    """Split items into lists of equal length, as Jinja's filter `batch` does.
 
     Args:
         value: The items.
@@ -85,7 +85,7 @@ def batch(value: Any, linecount: int, fill_with: Any = None) -> list[list[Any]]:
 
 
 def slices(value: Any, count: int, fill_with: Any = None) -> list[list[Any]]:
-    """Return the items in a number of lists. The first lists are longer by one if the items do not divide evenly.
+    """Split items into a given number of lists, as Jinja's filter `slice` does. The first lists may be longer by one.
 
     Args:
         value: The items.

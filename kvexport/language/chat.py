@@ -33,7 +33,7 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template.
+    """A model's chat template, which renders messages as a prompt.
 
     Attributes:
         sources: The templates by name: "default" and perhaps "tool_use", for messages with tools.
@@ -79,7 +79,7 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Return the chat template of an artifact's folder, None if its checkpoint has none.
+    """Return the chat template in an artifact's folder; None if its checkpoint has none.
 
     Raises:
         ArtifactError: A file cannot be read.
@@ -100,7 +100,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens of a configuration, each a text or a mapping with its `content`."""
+    """Return the special tokens of a tokenizer configuration by name ("bos_token"), each as text."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     extra = config.get("extra_special_tokens")
     named |= extra if isinstance(extra, dict) else {}
@@ -109,7 +109,7 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages without keys of value None, and with the reasoning under the names that templates read."""
+    """Return chat messages without keys of value None, and with their reasoning under the names that templates read."""
     if isinstance(messages, str | Mapping) or not messages:
         raise UsageError(
             f"a conversation is a list of messages, found {'none' if not messages else type(messages).__name__}",
@@ -131,7 +131,7 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy in JSON's types.
+    """Return a copy of a value in JSON's types, for a chat template.
 
     Templates may call public methods of their values, so a value of another type is replaced by the name of its type.
     """
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Refused(Exception):
-    """The error of a template that calls raise_exception."""
+    """The error that a chat template causes by calling raise_exception."""
 
 
 def _render(source: str, where: str, variables: dict[str, Any]) -> str:
@@ -198,26 +198,29 @@ def _refuse(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON as transformers' filter does: HTML is not escaped."""
+    """Return a value as JSON text, as transformers' chat template filter `tojson` does: HTML is not escaped."""
     if indent is not None:
         bounded_filters.check_width(indent)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _is_iterable(value: Any) -> bool:
-    """Return whether Jinja's tests `iterable` and `sequence` are true: for texts, lists and mappings, not for None."""
+    """Return whether Jinja's tests `iterable` and `sequence` hold for a value: a text, list or mapping, not None."""
     return isinstance(value, str | Sequence | Mapping)
 
 
 def _as_python(value: Any) -> Any:
-    """Return the text that Jinja prints: Python's `str`. An undefined value arrives as None and prints nothing."""
+    """Return the text that Jinja prints for a value: Python's `str`.
+
+    An undefined value arrives as None and prints nothing.
+    """
     if value is None:
         return ""
     return str(value) if isinstance(value, bool | float | list | tuple | dict) else value
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in an artifact's JSON file, empty if there is no file.
+    """Return the object in an artifact's JSON file; an empty object if there is no file.
 
     Raises:
         ArtifactError: The file holds anything else.

@@ -1,4 +1,4 @@
-"""Answers that keep to a form. A JSON schema, a regular expression or a grammar decides which tokens may come next.
+"""Constrained decoding: a JSON schema, a regular expression or a Lark grammar decides which tokens may come next.
 
 llguidance computes the masks. A grammar comes from a client and is not trusted: its size is bounded, it is compiled in
 a process of its own first (`grammar_trial.py`), and a sequence whose grammar takes too long ends with an error.
@@ -48,7 +48,7 @@ _INSTALL = "pip install 'kvexport[serve]'"
 
 @dataclass(frozen=True)
 class Grammar:
-    """The form of an answer.
+    """The grammar that a model's answer must follow: a JSON schema, a regular expression or a Lark grammar.
 
     Attributes:
         kind: The language of `source`.
@@ -75,7 +75,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, lenient: bool = False) -> Grammar:
-        """Return the form of JSON that a schema allows.
+        """Return the grammar of the JSON texts that a schema allows.
 
         Args:
             schema: The schema.
@@ -87,12 +87,12 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Return the form of any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
 
 def json_text(value: Any) -> str:
-    """Return a client's value as JSON.
+    """Return a value from a client, such as a schema, as JSON text.
 
     Raises:
         UsageError: JSON cannot express the value, or it is nested too deep.
@@ -104,12 +104,12 @@ def json_text(value: Any) -> str:
 
 
 def json_options(*, lenient: bool) -> dict[str, Any]:
-    """Return the options for llguidance that go into a schema as `x-guidance`."""
+    """Return llguidance's options for a JSON schema, which go into the schema as `x-guidance`."""
     return {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
 
 
 class Constraint:
-    """The state of one sequence in its grammar."""
+    """The progress of one generated sequence through its grammar, for constrained decoding."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher
@@ -119,11 +119,11 @@ class Constraint:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete, so that no token may follow."""
+        """Whether the grammar's answer is complete, so that no token may follow."""
         return bool(self._matcher.is_stopped())
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens may come next.
+        """Return which tokens the grammar allows next.
 
         Returns:
             [vocabulary] bool. An eos token may come where the answer may end.
@@ -142,7 +142,7 @@ class Constraint:
         return self._mask
 
     def accept(self, token: int) -> None:
-        """Advance by the token that came.
+        """Advance the grammar's state by the token that was generated.
 
         Raises:
             UsageError: The mask does not allow this token.
@@ -167,7 +167,7 @@ class Constraint:
 
 
 class _Tokens:
-    """A tokenizer in the form that llguidance takes. llguidance cannot read every decoder of a tokenizer.json."""
+    """Adapter that gives llguidance a tokenizer's tokens. llguidance cannot read every decoder of a tokenizer.json."""
 
     def __init__(self, tokenizer: Tokenizer, eos: tuple[int, ...], size: int) -> None:
         special = tokenizer.special_ids
@@ -182,7 +182,7 @@ class _Tokens:
 
 
 class Grammars:
-    """The grammars of one model's requests, each compiled once.
+    """A cache of compiled grammars for constrained decoding with one model's tokenizer.
 
     Several threads may use it at once, so a server can compile a grammar while its engine steps.
 
@@ -199,7 +199,7 @@ class Grammars:
         self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], llguidance.LLMatcher] = OrderedDict()
 
     def start(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> Constraint:
-        """Return the state of a new sequence, which any of the eos tokens may end.
+        """Return the grammar's state at the start of a new sequence, which any of the eos tokens may end.
 
         Raises:
             UsageError: The grammar cannot be compiled within the limits.
@@ -218,7 +218,7 @@ class Grammars:
 
     @property
     def _size(self) -> int:
-        """Return a lower bound of the number of tokens."""
+        """Return a lower bound of the tokenizer's number of tokens."""
         return max(self.vocabulary, self.tokenizer.vocab_size if self.tokenizer else 0)
 
     def _compile(self, grammar: Grammar, eos: tuple[int, ...]) -> llguidance.LLMatcher:
@@ -243,7 +243,7 @@ class Grammars:
         return matcher
 
     def _wrap(self, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
-        """Return the tokenizer in llguidance's form, with the tokens that end a sequence."""
+        """Return the tokenizer as an llguidance tokenizer, with the tokens that end a sequence."""
         if eos not in self._wrapped and self.tokenizer is not None:
             self._wrapped.clear()  # one entry is enough, because requests seldom have eos tokens of their own
             wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, eos, self._size))
@@ -252,7 +252,7 @@ class Grammars:
 
 
 def _try(text: str, size: int) -> str:
-    """Return why llguidance does not compile a grammar, "" if it does."""
+    """Compile a grammar in a child process, and return why llguidance refuses it; "" if it does not."""
     request = {
         "path": sys.path,
         "grammar": text,

@@ -1,4 +1,4 @@
-"""Compile a grammar in a process of its own.
+"""Script that compiles an untrusted grammar in a process of its own, to see whether the compiler survives it.
 
 The script is run by its path. A grammar that makes the compiler crash, or run without end, then ends no other request.
 

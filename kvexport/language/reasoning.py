@@ -1,4 +1,4 @@
-"""The reasoning of an answer, apart from its text.
+"""Separation of a model's reasoning (<think> ... </think>) from the text of its answer.
 
 Models that reason first write <think> ... </think>. Some chat templates write the opening marker themselves.
 """
@@ -20,10 +20,10 @@ _TAIL = 8  # tokens at the end of a prompt that may hold the opening marker
 
 
 class Reader(Protocol):
-    """A reader of the text behind the reasoning."""
+    """A streaming parser of the answer text that follows the reasoning."""
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Return the pieces that more text makes final.
+        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final.
 
         Args:
             text: The text that follows the earlier text.
@@ -33,24 +33,24 @@ class Reader(Protocol):
 
 
 def thinks(template: ChatTemplate | None) -> bool:
-    """Return whether a chat template knows reasoning."""
+    """Return whether a model's chat template has markers of reasoning (<think>)."""
     return template is not None and any(CLOSING in source for source in template.sources.values())
 
 
 def is_open(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> bool:
-    """Return whether a prompt [n] ends within reasoning, which the answer continues."""
+    """Return whether the prompt `ids` [n] ends inside <think>, so that the answer begins with reasoning."""
     end = tokenizer.decode([int(i) for i in ids[-_TAIL:]], skip_special_tokens=False)
     return end.rstrip().endswith(OPENING)
 
 
 def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the markers that are special tokens, which texts leave out by default (`GenerationSettings.shown_ids`)."""
+    """Return the ids of reasoning markers (<think>, </think>) that are special tokens, so that texts show them."""
     ids = (tokenizer.token_id(marker) for marker in (OPENING, CLOSING))
     return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
 
 
 def reasoning_tokens(tokens: Sequence[Token], opened: bool) -> int:
-    """Return how many tokens of an answer are reasoning, its markers included.
+    """Return how many tokens of an answer are reasoning, the markers <think> and </think> included.
 
     Args:
         tokens: The tokens of the answer.
@@ -69,7 +69,7 @@ def reasoning_tokens(tokens: Sequence[Token], opened: bool) -> int:
 
 
 class ReasoningReader:
-    """The reader of one answer, which splits off the reasoning.
+    """A streaming parser that separates the reasoning (<think> ... </think>) of one answer from the text after it.
 
     White space around the reasoning, and before the text that follows it, is dropped.
 
@@ -85,7 +85,7 @@ class ReasoningReader:
         self._begun = False  # whether some reasoning was shown
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Return the pieces that more text makes final.
+        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final.
 
         Args:
             text: The text that follows the earlier text.

@@ -1,4 +1,4 @@
-"""The next token of one sequence from its logits, in NumPy, as transformers 5.23's GenerationConfig defines it.
+"""Sampling: the choice of a sequence's next token from its logits, in NumPy, as transformers 5.23 defines it.
 
 The processors and their order are those of `GenerationMixin._get_logits_processor`: bias, repetition penalty, minimum
 of new tokens, then, with sampling, temperature, top_k, top_p and min_p. The kept tokens and their probabilities are
@@ -34,7 +34,7 @@ _SORTED_AT_ONCE = 256
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities of one step.
+    """Log probabilities of the token that one decode step chose, and of the likeliest tokens.
 
     Attributes:
         chosen: The log probability of the chosen token.
@@ -66,7 +66,7 @@ class Sampler:
         constraint: Constraint | None = None,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """Start a sequence without generated tokens.
+        """Create the sampler of a sequence that has no generated tokens yet.
 
         Raises:
             UsageError: A token id of the prompt is out of range.
@@ -95,7 +95,7 @@ class Sampler:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Return why the sequence ends with the token chosen last.
+        """Return why the sequence ends with the last sampled token, or None if it goes on.
 
         Returns:
             "stop" for an eos token or the end of the grammar, "length" for max_new_tokens, None if the sequence goes
@@ -109,7 +109,7 @@ class Sampler:
         return "length" if len(self.generated) >= self.settings.max_new_tokens else None
 
     def next(self, logits: npt.ArrayLike) -> int:
-        """Choose and remember the next token.
+        """Sample the next token from a row of logits, and remember it.
 
         Args:
             logits: [vocab_size] float32 or float16, not changed.
@@ -132,7 +132,7 @@ class Sampler:
         return self._remember(token)
 
     def next_of(self, top: TopLogits) -> int | None:
-        """Choose as `next` does, from the row's largest logits alone.
+        """Sample the next token as `next` does, but from the row's n largest logits alone.
 
         Returns:
             The token id. None, and no token is chosen, if the largest logits do not determine it.
@@ -169,11 +169,11 @@ class Sampler:
         return token
 
     def may_settle(self, count: int) -> bool:
-        """Return whether the `count` largest logits of a row can ever be enough to choose a token."""
+        """Return whether the `count` largest logits of a row can ever be enough to sample a token."""
         return not self._processors and may_settle(self.settings, count, self.vocab_size)
 
     def twin(self) -> Sampler:
-        """Return a copy that goes on with the same draws, without grammar and log probabilities."""
+        """Return a copy of the sampler with the same random draws, without grammar and log probabilities."""
         other = copy.copy(self)
         other.settings = dataclasses.replace(self.settings, logprobs=None)
         other.generated, other._constraint, other._processors = list(self.generated), None, ()
@@ -182,7 +182,7 @@ class Sampler:
         return other
 
     def state(self) -> dict[str, list[int]]:
-        """Return the state that `restore` takes: the chosen tokens, and the state and increment of the generator.
+        """Return the sampler's state for `restore`: the chosen tokens, and the random generator's state and increment.
 
         The generator's state is empty for greedy decoding.
         """
@@ -193,7 +193,7 @@ class Sampler:
         return {"generated": list(self.generated), "random": drawn}
 
     def restore(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Go on from a `state` of a sampler with equal settings and prompt. The same tokens follow.
+        """Restore the `state` of a sampler with equal settings and prompt, so that the same tokens follow.
 
         Raises:
             UsageError: The state is damaged, or belongs to other settings.
@@ -220,7 +220,7 @@ class Sampler:
             }
 
     def distribution(self, logits: npt.ArrayLike) -> tuple[Ids, npt.NDArray[np.float64]]:
-        """Return the tokens that `next` could choose, without choosing one.
+        """Return the tokens that `next` could sample with their probabilities, without sampling one.
 
         Args:
             logits: [vocab_size] float32 or float16, not changed.
@@ -238,7 +238,7 @@ class Sampler:
         return _distribution(scores, self.settings, len(self.generated))
 
     def _scores(self, logits: npt.ArrayLike) -> Floats:
-        """Return a row of logits after `_changed`, checked for NaN and +inf."""
+        """Return a row of logits after all changes (bias, penalties, grammar), checked for NaN and +inf."""
         scores = np.asarray(logits, dtype=np.float32)
         if scores.shape != (self.vocab_size,):
             raise UsageError(
@@ -277,7 +277,7 @@ class Sampler:
         return scores
 
     def _processed(self, scores: Floats) -> Floats:
-        """Return a row of logits after the user's processors, which come after penalties and before the grammar."""
+        """Return a row of logits after the user's logits processors, which run after penalties, before the grammar."""
         assert self._prompt_ids is not None
         ids = np.concatenate([self._prompt_ids, np.array(self.generated, np.int64)])
         for processor in self._processors:
@@ -299,7 +299,7 @@ class Sampler:
 
 
 def may_settle(settings: GenerationSettings, count: int, vocabulary: int) -> bool:
-    """Return whether the `count` largest logits can ever determine a token.
+    """Return whether the `count` largest logits of a row can ever be enough to sample a token with these settings.
 
     They cannot if a penalty or a bias can raise other tokens; if neither top_k, top_p nor min_p excludes tokens; or if
     log probabilities need the sum over the whole row.
@@ -320,7 +320,7 @@ def _dense(bias: Mapping[int, float], vocabulary: int) -> Floats:
 
 
 def _logprobs(logits: Floats, token: int, count: int) -> Logprobs:
-    """Return log(softmax(logits)) of the token and of the `count` largest logits."""
+    """Return the log probabilities, log(softmax(logits)), of a token and of the `count` likeliest tokens."""
     _check_maximum(logits, 0)
     largest = float(logits.max())
     log_sum = largest + math.log(float(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
@@ -330,7 +330,7 @@ def _logprobs(logits: Floats, token: int, count: int) -> Logprobs:
 
 
 def _distribution(scores: Floats, settings: GenerationSettings, step: int) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Apply temperature, top_k, top_p and min_p in transformers' order.
+    """Return the tokens that temperature, top_k, top_p and min_p keep in transformers' order, and their probabilities.
 
     Returns:
         The kept token ids, ascending, and their probabilities.
@@ -346,7 +346,14 @@ def _distribution(scores: Floats, settings: GenerationSettings, step: int) -> tu
 
 
 def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Apply top_p and min_p to the finite scores `values` of `ids`."""
+    """Return the tokens that top_p and min_p keep, with their probabilities.
+
+    Args:
+        ids: Token ids.
+        values: Their scores, all finite.
+        top_p: The probability mass to keep.
+        min_p: The least probability relative to that of the likeliest token.
+    """
     if top_p < 1.0:
         kept = _top_p_indices(values, top_p)
         ids, values = ids[kept], values[kept]
@@ -361,7 +368,7 @@ def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids
 def _distribution_of(
     scores: Scores, settings: GenerationSettings, vocabulary: int
 ) -> tuple[Ids, npt.NDArray[np.float64]] | None:
-    """Return `_distribution` from the largest logits, None if they do not determine it.
+    """Return the tokens that could be sampled and their probabilities, or None if the largest logits do not suffice.
 
     The largest logits settle the first of the three filters that applies. The later filters see what it kept.
     """
@@ -378,7 +385,7 @@ def _distribution_of(
 
 
 def _top_ids(scores: Floats, k: int) -> Ids:
-    """Return the ids, ascending, of all finite scores not below the k-th largest. Ties can make them more than k."""
+    """Return the token ids, ascending, of all finite scores not below the k-th largest (with ties more than k)."""
     # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it reads each score once. A
     # few times k scores pass this bound. A partition of the whole vocabulary would cost ten times as much.
     width = min(_BLOCK, scores.size // (4 * k))
@@ -392,7 +399,7 @@ def _top_ids(scores: Floats, k: int) -> Ids:
 
 
 def _top_p_indices(values: Floats, top_p: float) -> Ids:
-    """Return the indices, ascending, of the finite `values` [n] that top_p keeps.
+    """Return the indices, ascending, of the finite scores `values` [n] that nucleus sampling (top_p) keeps.
 
     It drops values whose cumulative probability, from the least, is within 1 - top_p. Of equal values the higher
     indices are kept; transformers leaves the order to torch.sort, which is not stable.
@@ -431,7 +438,7 @@ def _softmax(values: Floats) -> Floats:
 
 
 def _draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
-    """Return the index whose share of the cumulated probabilities contains `uniform` in [0, 1).
+    """Return the index that a uniform number in [0, 1) selects from the cumulated probabilities.
 
     An index of probability 0 is never returned.
     """

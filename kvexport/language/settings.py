@@ -119,7 +119,7 @@ class GenerationSettings:
     shown_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse values that transformers refuses, or on which its generation fails."""
+        """Raise UsageError for generation settings that transformers refuses, or on which its generation fails."""
         for name in ("do_sample", "ignore_eos"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("top_k", 0)):
@@ -159,7 +159,7 @@ class GenerationSettings:
         _require(filled, "stop_strings", strings, "a tuple of strings, none of them empty")
 
     def _check_logits(self) -> None:
-        """Check the settings that change logits and are not transformers' own, and those of log probabilities."""
+        """Check the settings for penalties, logit bias and log probabilities that transformers does not have."""
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2], 0 = off")
@@ -175,13 +175,13 @@ class GenerationSettings:
 
     @property
     def may_raise(self) -> bool:
-        """Whether a token's logit can become larger than the model's."""
+        """Whether a penalty or bias can make a token's logit larger than the model's."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return min(penalties) < 0 or max(self.logit_bias.values(), default=0) > 0
 
     @classmethod
     def from_generation_config(cls, data: Mapping[str, Any], **overrides: Any) -> GenerationSettings:
-        """Return settings from the content of a generation_config.json.
+        """Return generation settings from the content of a generation_config.json.
 
         Null counts as unset. Ignored are keys without effect here; max_length, which counts the prompt (the recipe's
         limits.max_length bounds prompt and output together); and, without do_sample, all settings that only sampling
@@ -217,7 +217,7 @@ class GenerationSettings:
 
 
 def _renamed(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by the names of the fields. Raises UsageError for a setting under both of its names."""
+    """Return overrides of generation settings by field name. Raises UsageError for a setting under both its names."""
     renamed: dict[str, Any] = {}
     for name, value in overrides.items():
         own = ALIASES.get(name, name)

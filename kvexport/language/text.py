@@ -1,4 +1,4 @@
-"""Text to token ids and back, and text that grows token by token while a sequence is generated.
+"""Tokenization: text to token ids and back, and the text of a sequence that grows token by token.
 
 A tokenizer is the artifact's tokenizer.json, run by the `tokenizers` package. The setting clean_up_tokenization_spaces
 of older checkpoints is not supported; transformers 5 ignores it too.
@@ -29,7 +29,7 @@ CONTEXT = 4 * _LONGEST_CONTEXT  # tokens before a text that a TextStream looks a
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` without truncation and padding, which belong to training.
+    """A wrapper of `tokenizers.Tokenizer` that never truncates or pads, since these belong to training.
 
     Several sequences can share it.
     """
@@ -46,7 +46,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Return the tokenizer of an artifact's folder.
+        """Load the tokenizer (tokenizer.json) of an artifact's folder.
 
         Raises:
             ArtifactError: tokenizer.json is missing or cannot be read.
@@ -74,17 +74,17 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of known tokens, added ones included. Logits may be longer (padding of the embedding)."""
+        """The number of tokens of the tokenizer, added ones included. Logits may be longer (embedding padding)."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The tokens without text, which `decode` skips."""
+        """The ids of special tokens, which `decode` skips."""
         return self._special_ids
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes that each id below `vocab_size` adds to a text in which it is not the first token.
+        """The bytes of text that each token id below `vocab_size` adds to a text in which it is not the first token.
 
         The space that begins many words is therefore included. A special token has the bytes of its name, an id without
         a token has none. Decoders that look at the next token (BPE with a suffix that ends words) are not supported.
@@ -106,7 +106,7 @@ class Tokenizer:
         return [content.get(i, b"") for i in range(self.vocab_size)]
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary spells it ("<|im_end|>"), None if there is none."""
+        """Return the id of a token by its name in the vocabulary ("<|im_end|>"); None if there is none."""
         return self._inner.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -136,18 +136,18 @@ class Tokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token."""
+        """The number of characters of the longest token."""
         return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=1) or 1
 
     def least_tokens(self, text: str) -> int:
-        """Return how many tokens a text has at least: its characters divided by those of the longest token.
+        """Return a lower bound of a text's number of tokens: its characters divided by those of the longest token.
 
         A tokenizer that drops characters, for example spaces in a row, can give fewer.
         """
         return -(-len(text) // self._longest_token)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids.
+        """Return the text of token ids. Ids that are not in the vocabulary have no text.
 
         Ids without a token have no text. Bytes that are no UTF-8 become U+FFFD.
 
@@ -160,19 +160,19 @@ class Tokenizer:
             raise _library_error("decode these ids", error) from None
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Return whether `decode` reads this id: it has a token, which is no skipped special token."""
+        """Return whether `decode` gives text for a token id: it has a token, which is not a skipped special one."""
         return (
             not (skip_special_tokens and token_id in self._special_ids)
             and self._inner.id_to_token(token_id) is not None
         )
 
     def fallback_byte(self, token_id: int) -> int | None:
-        """Return the byte 0..255 of a byte-fallback token ("<0xE5>"), None for all other tokens."""
+        """Return the byte 0..255 that a byte-fallback token ("<0xE5>") stands for; None for all other tokens."""
         return self._fallback_bytes.get(token_id)
 
 
 class TextStream:
-    """The text of one sequence while its tokens arrive.
+    """A streaming detokenizer: the text of one sequence while its tokens arrive.
 
     `push` returns only text that no later token changes. It keeps back the bytes of an incomplete character and any
     text that may begin a stop string. All returned pieces joined equal `decode` of all tokens, up to the stop string.
@@ -205,7 +205,7 @@ class TextStream:
         context_ids: Sequence[int] = (),
         shown_ids: Sequence[int] = (),
     ) -> None:
-        """Begin a text.
+        """Create the streaming detokenizer of a sequence.
 
         Raises:
             UsageError: A stop string is empty.
@@ -229,16 +229,16 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has appeared. From then on `push` and `flush` return no text."""
+        """Whether a stop string has appeared in the text. From then on `push` and `flush` return no text."""
         return self._stop_string is not None
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that appeared, or None."""
+        """The stop string that ended the text; None if none has appeared."""
         return self._stop_string
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state that `restore` takes, in JSON's types. None if the text has ended."""
+        """Return the streaming detokenizer's state for `restore`, in JSON's types; None if the text has ended."""
         if self._flushed or self.stopped:
             return None
         return {
@@ -250,7 +250,7 @@ class TextStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state` of a text with the same tokenizer and stop strings.
+        """Restore the `state` of a streaming detokenizer that had the same tokenizer and stop strings.
 
         Raises:
             UsageError: The state is damaged.
@@ -272,7 +272,7 @@ class TextStream:
         )
 
     def push(self, token_id: int) -> str:
-        """Take the next token and return the text that is final with it, which is often empty.
+        """Append the next token to the text, and return the new text that no later token can change (often "").
 
         Raises:
             KvexportError: The text has ended by `flush`.
@@ -292,7 +292,7 @@ class TextStream:
         return self._emit(broken + self._decode_new())
 
     def flush(self) -> str:
-        """End the text and return the text that was kept back.
+        """End the text, and return the rest that waited for later tokens.
 
         Incomplete bytes become U+FFFD. A second call returns "".
         """
@@ -303,7 +303,7 @@ class TextStream:
         return out if self.stopped else out + self._kept_back
 
     def _text(self, context: list[int], ids: list[int]) -> str:
-        """Return the text that `ids` add after `context`."""
+        """Return the text that token ids add after the tokens of `context`."""
         before, whole = self._decode(context), self._decode(context + ids)
         if whole.startswith(before):
             return whole[len(before) :]
@@ -323,7 +323,7 @@ class TextStream:
         return before + text
 
     def _end_waiting(self) -> str:
-        """Return the rest of the waiting tokens' text, complete or not. No token waits afterwards."""
+        """Return the rest of the undecoded tokens' text, even if a character is incomplete, and drop these tokens."""
         if not self._waiting:
             return ""
         out = self._text(self._context, self._waiting)[self._decoded :]
@@ -331,7 +331,7 @@ class TextStream:
         return out
 
     def _decode_new(self) -> str:
-        """Return the final text of the waiting tokens that was not returned before."""
+        """Return the new text of the waiting tokens that no later token can change."""
         text = self._text(self._context, self._waiting)
         final = text.rstrip(_REPLACEMENT)
         out = final[self._decoded :]
@@ -343,7 +343,7 @@ class TextStream:
         return out
 
     def _give_up_bytes(self) -> str:
-        """Drop waiting tokens whose bytes can become no character: all before the last possible cut."""
+        """Return the final text of byte tokens that can no longer become a character, and stop waiting for them."""
         for cut in range(len(self._waiting) - 1, len(self._waiting) - 5, -1):
             left, right = self._waiting[:cut], self._waiting[cut:]
             first, second = self._text(self._context, left), self._text(left, right)
@@ -359,7 +359,7 @@ class TextStream:
         return ""
 
     def _emit(self, text: str) -> str:
-        """Append final text and return the text that can belong to no stop string."""
+        """Append final text, and return what cannot belong to a stop string."""
         if not text:
             return ""
         text = self._kept_back + text
@@ -374,7 +374,7 @@ class TextStream:
 
 
 def _library_error(action: str, error: BaseException) -> BaseException:
-    """Return the error to raise for a failure within the `tokenizers` library.
+    """Return the error to raise in place of an error of the library `tokenizers`.
 
     The library raises plain Exception, which becomes a UsageError. A panic of its Rust code arrives as PanicException,
     which is not an Exception and would end a thread; it becomes a UsageError too. Other errors stay as they are.
@@ -392,12 +392,12 @@ def _whole(value: Any) -> int:
 
 
 def _unmap(name: str) -> bytes:
-    """Return the bytes of a token's name, in which each byte is one visible character."""
+    """Return the bytes of a byte-level BPE token's name, in which one visible character stands for each byte."""
     return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in name)
 
 
 def _visible_bytes() -> dict[str, int]:
-    """Return GPT-2's alphabet, from characters to bytes.
+    """Return GPT-2's byte-level alphabet: the byte that each visible character stands for.
 
     A byte that is a visible character of Latin-1 stands for itself. The other bytes, in order, have the characters from
     U+0100.
@@ -411,7 +411,7 @@ _BYTES = _visible_bytes()
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -419,7 +419,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """Return the characters of `data`, and the incomplete bytes at its end.
+    """Decode UTF-8: return the characters of `data`, and the bytes of an incomplete character at the end.
 
     A byte that can belong to no character becomes U+FFFD.
     """

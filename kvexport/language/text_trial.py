@@ -1,4 +1,4 @@
-"""A trial of a checkpoint's tokenizer and chat template, in a process of its own with bounds.
+"""Trial run of a checkpoint's untrusted tokenizer and chat template, in a child process with limits.
 
 Both are programs that a checkpoint brings, and the libraries that run them can end a process: a template that doubles a
 string, a tokenizer whose normalizers multiply a text. So a build renders and encodes a few conversations here first.
@@ -32,7 +32,7 @@ _TEXTS = ("", "Hello, world! 123", "ab " * 300, "\u00e9\u4e2d\U0001f600 \n\t")
 
 
 def try_texts(folder: Path) -> None:
-    """Encode texts and render conversations in a child process.
+    """Try a checkpoint's tokenizer and chat template on sample texts, in a child process with limits.
 
     Args:
         folder: A folder with tokenizer.json, and perhaps the files of a chat template.
@@ -60,7 +60,7 @@ def try_texts(folder: Path) -> None:
 
 
 def _try(folder: Path) -> str:
-    """Return what is wrong, "" if nothing is. A template that refuses a conversation is not wrong."""
+    """Run a tokenizer and chat template on sample texts, and return their problem; "" if there is none."""
     from kvexport.language.chat import read_chat_template
     from kvexport.language.text import Tokenizer
 

@@ -1,4 +1,4 @@
-"""A generated token, as callers get it."""
+"""The type of a generated token, as callers of the engine get it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool calls in an answer, which are recognised while the text arrives.
+"""A streaming parser that finds tool calls in a model's answer while the text arrives.
 
 A call is a JSON object with a name and arguments, behind the marker of the model's form (`kvexport.language.tools`). No
 piece of a marker is shown as text, and no piece of a call before its name is known to be a tool's. Arguments are shown
@@ -18,7 +18,7 @@ _BETWEEN = _SPACE + "[],;"  # the characters that may stand around the objects o
 
 
 class Piece(NamedTuple):
-    """A new piece of an answer.
+    """A piece of a streamed answer: text, reasoning, the start of a tool call, or some of its arguments.
 
     Attributes:
         kind: "text" and "reasoning" bring more text; "call" begins a call of the tool `name`; "arguments" brings more
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class CallReader:
-    """The reader of one answer, which splits its text into text and calls.
+    """A streaming parser that splits one answer into text and tool calls.
 
     Args:
         names: The names of the tools.
@@ -51,7 +51,7 @@ class CallReader:
         self._after_call = False  # whether no text has come since the last call
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Return the pieces that more text makes final.
+        """Parse more text of an answer, and return the pieces (text and tool calls) that are now final.
 
         Args:
             text: The text that follows the earlier text.
@@ -75,7 +75,10 @@ class CallReader:
         return pieces
 
     def _unread(self, skipped: str) -> str:
-        """Return the waiting text as text, because no call follows. Behind a call, brackets and commas are dropped."""
+        """Return waiting characters as plain text, because no tool call follows.
+
+        Behind a call, brackets and commas are dropped.
+        """
         return skipped.lstrip(_BETWEEN) if self._after_call and not self._raw else self._raw + skipped
 
     def _show(self, pieces: list[Piece], text: str) -> None:
@@ -86,7 +89,7 @@ class CallReader:
             pieces.append(Piece("text", text))
 
     def _read_text(self, pieces: list[Piece], last: bool) -> None:
-        """Show the text before the opening marker."""
+        """Add the text before the opening marker of a tool call to `pieces`."""
         waiting, opening = self._waiting, self._opening
         at = waiting.find(opening) if opening else -1
         if at >= 0:
@@ -102,7 +105,7 @@ class CallReader:
         self._waiting = waiting[len(final) :]
 
     def _read_between(self, pieces: list[Piece]) -> None:
-        """Look for the next object behind an opening marker or behind another call."""
+        """Look for the JSON object of the next tool call, after an opening marker or another call."""
         bare = self._waiting.lstrip(_BETWEEN)
         skipped = self._waiting[: len(self._waiting) - len(bare)]
         for marker in (self._opening, self._closing):
@@ -142,7 +145,7 @@ class CallReader:
 
 
 class _Object:
-    """A JSON object that is read character by character.
+    """A streaming parser of the JSON object of a tool call.
 
     It keeps the object's `name` and passes on the JSON of its arguments. Other values are skipped by their quotes and
     brackets alone.
@@ -161,13 +164,13 @@ class _Object:
         self._arguments: list[str] = []
 
     def take(self) -> str:
-        """Return the new JSON of the arguments."""
+        """Return the JSON text of the tool call's arguments that was read since the last `take`."""
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
 
     def feed(self, text: str) -> int:
-        """Read text and return how many characters were read: all, unless the object ends or is no call."""
+        """Parse text of a tool call, and return how many characters were read: all, unless the call ends earlier."""
         for i, character in enumerate(text):
             if self._string is not None:
                 self._read_string(character)
@@ -192,7 +195,7 @@ class _Object:
                 self._take_string(whole)
 
     def _take_string(self, literal: str) -> None:
-        """Take a string of the object itself: a key, or the value of one."""
+        """Process a complete string of the tool call's JSON object: a key, or the value of a key."""
         try:
             value = json.loads(literal, strict=False)
         except ValueError:
@@ -234,6 +237,6 @@ class _Object:
             self.broken = True
 
     def _pass(self, text: str) -> None:
-        """Take a character of a value."""
+        """Process a character of a value in the tool call's JSON object; characters of the arguments are passed on."""
         if self._in_value and self._key in self._keys:
             self._arguments.append(text)

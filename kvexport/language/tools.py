@@ -1,4 +1,4 @@
-"""Tools that a model may call: their descriptions, the form in which a model writes calls, and the grammar of a call.
+"""Tools that a model may call: their descriptions, the syntax in which a model writes calls, and a grammar of calls.
 
 A tool is described as OpenAI does: {"type": "function", "function": {"name", "description", "parameters": JSON schema,
 "strict"}}. Chat templates get the descriptions unchanged.
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes calls.
+    """The syntax in which a model writes tool calls.
 
     Attributes:
         name: The name of the form.
@@ -50,17 +50,20 @@ class CallForm:
     id_length: int = 24
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
-        """Return the reader of one answer's text, in which special tokens of `opening` are shown."""
+        """Return a streaming parser that finds tool calls in one answer.
+
+        The text that it reads must show the special tokens of `opening`.
+        """
         keys = ("arguments", "parameters") if self.first else (self.key,)
         return CallReader([_name(tool) for tool in tools], self.opening, self.closing, self.first, keys)
 
     def shown_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the id of the marker if it is a special token, which texts leave out by default."""
+        """Return the id of the tool call marker if it is a special token, so that the answer's text shows it."""
         token = tokenizer.token_id(self.opening)
         return (token,) if token is not None and token in tokenizer.special_ids else ()
 
     def new_id(self) -> str:
-        """Return an id for a new call."""
+        """Return a random id for a new tool call."""
         letters = string.ascii_letters + string.digits
         drawn = "".join(secrets.choice(letters) for _ in range(self.id_length))
         return drawn if self.id_length < 24 else f"call_{drawn}"
@@ -73,7 +76,7 @@ MISTRAL = CallForm("mistral", "[TOOL_CALLS]", "", "arguments", listed=True, id_l
 
 
 def form_of(template: ChatTemplate | None) -> CallForm:
-    """Return the form of calls that the text of a chat template shows.
+    """Return the syntax of tool calls that a chat template's text reveals.
 
     Raises:
         UsageError: The template takes no tools, or its form of calls is unknown.
@@ -95,7 +98,7 @@ def form_of(template: ChatTemplate | None) -> CallForm:
 
 
 def check_tools(tools: Sequence[Any]) -> list[Tool]:
-    """Check descriptions of tools and return them.
+    """Check the descriptions of tools that a client sent, and return them.
 
     Raises:
         UsageError: A description is malformed. The message names it.
@@ -121,7 +124,7 @@ def check_tools(tools: Sequence[Any]) -> list[Tool]:
 
 
 def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
-    """Return the tools that may be called, and whether one must be called.
+    """Return the tools that a request's `tool_choice` allows, and whether the model must call one.
 
     Args:
         tools: All tools.
@@ -150,7 +153,7 @@ def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
 
 
 def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *, parallel: bool = True) -> Grammar:
-    """Return the grammar of an answer that is a call of one of the tools.
+    """Return the grammar of an answer that consists of calls of the given tools.
 
     Keywords of a schema that are not supported are ignored, unless the tool is strict.
 
@@ -185,7 +188,7 @@ def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *
 
 
 def _literal(text: str) -> str:
-    """Return a text as a literal of Lark."""
+    """Return a text as a string literal of a Lark grammar."""
     return json.dumps(text)
 
 

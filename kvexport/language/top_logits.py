@@ -1,4 +1,4 @@
-"""The next token from the largest logits of a row alone, if they determine it.
+"""Sampling from the n largest logits of a row, if they alone determine the next token.
 
 The other logits then stay on the device that computed them. `kvexport.language.sampling` defines the token; the result
 here has the same bits. An ONNX graph of its own finds the largest logits on the device.
@@ -19,7 +19,7 @@ ROUNDING = 1e-5  # of a probability, in sums of float32 numbers
 
 @dataclass(frozen=True)
 class Scores:
-    """The largest logits after everything that changes logits.
+    """The n largest scores of a row: logits after temperature and penalties, with bounds on all other scores.
 
     Attributes:
         ids: Token ids [n] int64.
@@ -34,7 +34,7 @@ class Scores:
     rest: tuple[float, float]
 
     def top_k(self, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the tokens not below the k-th largest, None if others may be equal to it or above."""
+        """Return the ids and scores of the tokens that top_k keeps, or None if other tokens may belong to them."""
         above = self.values > self.floor
         if above.sum() < k:
             return None
@@ -42,7 +42,7 @@ class Scores:
         return self._ascending(kept)
 
     def top_p(self, top_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the likeliest tokens of this mass, None if the bounds do not decide.
+        """Return the ids and scores of the tokens that top_p keeps, or None if the bounds on others do not decide.
 
         Of equal tokens those with higher ids come first.
         """
@@ -63,7 +63,7 @@ class Scores:
         return self._ascending(order[:count])
 
     def min_p(self, min_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the tokens at least this likely relative to the likeliest; None if rounding or others decide."""
+        """Return the ids and scores of the tokens that min_p keeps; None if rounding or other tokens decide."""
         ratios = np.exp((np.append(self.values, self.floor) - self.values.max()).astype(np.float64)) / min_p
         if min_p < 1e-30 or (np.abs(ratios - 1) < ROUNDING).any() or ratios[-1] > 1:
             return None
@@ -75,7 +75,7 @@ class Scores:
 
 
 def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: float) -> Scores | None:
-    """Return the largest logits divided by the temperature.
+    """Return the n largest logits divided by the temperature, with bounds on all other scores.
 
     Args:
         top: The largest logits of the row, and the mass of the whole row.
@@ -107,7 +107,7 @@ def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: floa
 
 
 def _rest(top: TopLogits, power: float) -> tuple[float, float]:
-    """Return bounds of the sum of x**power over the other tokens, where x = exp(logit - largest logit).
+    """Return bounds of the sum of x**power over all but the n largest logits, where x = exp(logit - largest logit).
 
     Known are the sum of x, the number of tokens, and that no x is above the last of the largest.
     """

@@ -1,1 +1,1 @@
-"""State that outlives a step: snapshots, sessions, and the full cache behind periodic decoding."""
+"""State of sequences that outlives an engine step: snapshots, stored sessions, full caches of periodic decoding."""

@@ -1,4 +1,4 @@
-"""A small cache with some entries of a full cache, for the same ONNX graph and the same weights.
+"""A reduced KV cache with copies of some entries of a full cache, which the same ONNX graph and weights can read.
 
 Drafts (`kvexport.engine.cache_drafter`) and periodic decode steps (`kvexport.state.periodic`) read it. Its entries are
 copies: the sinks, the latest entries, and those between with the highest scores if the full cache's method keeps
@@ -25,7 +25,7 @@ ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the
 
 
 class CachePart:
-    """The lanes of a small cache with some entries of a full cache. There is one lane at first.
+    """Reduced KV caches with copies of some entries of full caches, one for each batch lane; one lane at first.
 
     Args:
         manifest: The manifest of the artifact.
@@ -46,18 +46,18 @@ class CachePart:
             raise UsageError(f"{what} copies entries in the host's memory, and the cache is on a device", fix)
 
     def make(self, lanes: int) -> None:
-        """Extend the cache to at least `lanes` lanes."""
+        """Add batch lanes to the reduced cache until it has at least `lanes`."""
         if lanes > self.lanes:
             self.state, self.lanes = self.state.grown(lanes), lanes
 
     def view(self, lane: int) -> LaneTensors:
-        """Return the tensors of a lane, without a copy."""
+        """Return views of the reduced cache's tensors of one lane, by input name."""
         tensors = self.state.view(lane)
         assert tensors is not None
         return tensors
 
     def chosen(self, i: int, score: NDArray[np.float32] | None, used: int) -> Slots:
-        """Return the slots of a layer of the full cache that the small cache takes, ascending.
+        """Return which KV-cache slots of a layer of the full cache the reduced cache copies, ascending.
 
         Args:
             i: The layer.
@@ -81,11 +81,11 @@ class CachePart:
         return np.concatenate([np.tile(first, (heads, 1)), highest, np.tile(latest, (heads, 1))], axis=1)
 
     def entry(self, i: int) -> Iterable[StateTensor]:
-        """Return the state tensors of layer i that belong to an entry."""
+        """Return the state tensors of layer `i` that make up a KV-cache entry, such as its keys and values."""
         return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
 
     def copy(self, i: int, source: LaneTensors, target: LaneTensors, chosen: Slots, start: int) -> None:
-        """Copy slots of a layer to another cache, and empty the slots after them.
+        """Copy KV-cache slots of a layer from one cache to another, and empty the slots after them.
 
         Args:
             i: The layer.

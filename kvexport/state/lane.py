@@ -1,4 +1,4 @@
-"""One lane at a moment, as a value: its state tensors and its counters."""
+"""The saved state of one batch lane at a moment: its state tensors (KV cache) and its counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Counters(NamedTuple):
-    """Counters of one lane.
+    """Token and slot counters of one batch lane (one sequence's KV cache).
 
     Attributes:
         held: Slots of each layer that were occupied after the last merge. It is an upper bound: a sliding window may
@@ -24,7 +24,7 @@ class Counters(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The state tensors (see `ModelState.read`) and the counters of a lane at a moment. Nobody may change them."""
+    """A saved lane: its state tensors (see `ModelState.read`) and counters at one moment. Nobody may change them."""
 
     state: Mapping[str, NDArray[Any]]
     counters: Counters

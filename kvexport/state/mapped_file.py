@@ -1,4 +1,4 @@
-"""Memory that is a file, for a full cache that is larger than the machine's memory."""
+"""Memory that is backed by a file, for a full KV cache that is larger than the machine's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvexport.units import format_bytes
 
 
 def mapped(size: int, folder: str, limit: int | None) -> NDArray[np.uint8]:
-    """Return zeros in a file that is mapped into memory (see `kvexport.backends.base.Memory`).
+    """Return an array of zeros in a memory-mapped file without a name (see `kvexport.backends.base.Memory`).
 
     The file has no name from the moment that it is open, so the system frees it with the array, or with the process
     however that ends. All blocks are allocated at once: a full disk is an error here, and no signal in the middle of a

@@ -1,6 +1,6 @@
-"""Decoding over some entries of a full cache, which are chosen again after a number of tokens (`cache.periodic`).
+"""Decoding over some entries of a full KV cache, which are chosen again after a number of tokens (`cache.periodic`).
 
-The full cache evicts nothing: it reads prompts and gets the entries of decoded tokens. A decode step reads a small
+The full cache evicts nothing: it reads prompts and gets the entries of decoded tokens. A decode step reads a reduced
 cache with chosen entries, called the part. Every `every` tokens, counted from the beginning of the sequence, a step
 reads the full cache instead, so that the method's scores of all entries include the current query. By these scores the
 part is chosen again, at once or in a thread `delay` steps later, however fast the thread is. Between two choices the
@@ -37,7 +37,7 @@ _Choice = tuple[list[Slots], list[dict[str, NDArray[Any]]]]
 
 @dataclass(frozen=True)
 class _Next:
-    """A choice of slots that no step reads yet.
+    """A pending choice of the KV-cache entries that later decode steps will read.
 
     Attributes:
         choice: The slots, and copies of their content.
@@ -50,13 +50,13 @@ class _Next:
 
 @dataclass(frozen=True)
 class _PartContent:
-    """The content of a lane's part: copies of the full cache's slots of each layer, then the tokens from `start` on.
+    """The content of one lane's reduced KV cache: copied slots of the full cache, then the tokens from `start` on.
 
     Attributes:
         slots: The copied slots of the full cache, for each layer.
         start: The number of the first token behind the copied slots.
-        copied: The number of tokens that are in the full cache. Later tokens are only in the part.
-        next: The next choice, if one was started.
+        copied: The number of tokens that are in the full cache. Later tokens are only in the reduced cache.
+        next: The next choice of slots, if one was started.
     """
 
     slots: list[Slots]
@@ -66,7 +66,7 @@ class _PartContent:
 
 
 def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> PeriodicState:
-    """Return the state of `lanes` empty sequences.
+    """Return empty KV caches for `lanes` sequences, whose decode steps read only a part of the full cache.
 
     Raises:
         UsageError: State is not in the host's memory.
@@ -84,7 +84,7 @@ def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> Periodic
 
 
 class PeriodicState(ModelState):
-    """A `ModelState` whose `decode` reads the full cache, and whose `advance` is a decode step.
+    """KV caches whose `decode` reads the full cache, and whose decode steps (`advance`) mostly read a part of it.
 
     A full cache that evicts nothing never moves an entry, so the slot of a token is its number in the sequence.
     """
@@ -101,7 +101,10 @@ class PeriodicState(ModelState):
     def advance(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Decode as `decode` does, for lanes at a decode step. Several tokens of a lane go to the full cache."""
+        """Run a decode step for lanes, which mostly reads only a part of the full KV cache, and return logits.
+
+        Calls with several tokens of a lane read the full cache.
+        """
         if input_ids.shape[1] > 1:
             return self.decode(input_ids, query_length, first)
         part_length = np.zeros_like(query_length)
@@ -122,7 +125,7 @@ class PeriodicState(ModelState):
         return logits if full_logits is None else np.where(part_length[:, :, None] > 0, logits, full_logits)
 
     def _reads_part(self, lane: int) -> bool:
-        """Return whether a lane's step reads the part, after bringing the part up to date.
+        """Return whether a lane's decode step reads the part of the full cache, after bringing the part up to date.
 
         Otherwise the step reads the full cache.
         """
@@ -141,7 +144,7 @@ class PeriodicState(ModelState):
         return True
 
     def _choose_next(self, lane: int) -> None:
-        """Choose the next part after a step of the full cache."""
+        """Choose again which entries decode steps read, after a step that read the full KV cache."""
         content = self._contents.get(lane)
         if content is None:
             return
@@ -160,7 +163,10 @@ class PeriodicState(ModelState):
         self._part.state.write(lane, {}, length)
 
     def _prepare(self, full: LaneTensors, scores: list[NDArray[np.float32] | None], length: int) -> _Choice:
-        """Return a choice with copies of its entries. A thread reads only what no step of the full cache changes."""
+        """Choose the entries that decode steps read by their scores; return the slots with copies of their content.
+
+        The function may run in a thread: it reads only tensors that no step of the full cache changes.
+        """
         slots = self._choose(scores, length)
         return slots, [self._copies(i, full, chosen) for i, chosen in enumerate(slots)]
 
@@ -168,7 +174,7 @@ class PeriodicState(ModelState):
         return [self._part.chosen(i, score, length) for i, score in enumerate(scores)]
 
     def _scores(self, lane: int) -> list[NDArray[np.float32] | None]:
-        """Return copies of the scores by which each layer's slots are chosen [KV heads, used].
+        """Return copies of the scores [KV heads, used] by which each layer's KV-cache slots are chosen.
 
         None takes the latest slots.
         """
@@ -178,7 +184,7 @@ class PeriodicState(ModelState):
         return [full[f"past_key_values.{i}.score"][:, 0, :length].copy() for i in self._layers]
 
     def _copies(self, i: int, full: LaneTensors, chosen: Slots) -> dict[str, NDArray[Any]]:
-        """Return copies of a layer's slots, by the names of its tensors."""
+        """Return copies of the keys, values and other entry tensors in the chosen slots of a layer, by input name."""
         copies = {}
         for tensor in self._part.entry(i):
             source = full[tensor.past(i)]
@@ -189,7 +195,7 @@ class PeriodicState(ModelState):
     def _place(
         self, lane: int, slots: list[Slots], start: int, copies: list[dict[str, NDArray[Any]]] | None = None
     ) -> None:
-        """Fill a lane's part with slots of the full cache, and the tokens from `start` on.
+        """Fill a lane's reduced cache with copies of slots of the full cache, then of the tokens from `start` on.
 
         The full cache must be up to date.
 
@@ -213,7 +219,7 @@ class PeriodicState(ModelState):
         self._part.state.write(lane, {}, length)
 
     def _settle(self, lane: int) -> None:
-        """Bring the full cache up to date: add the entries of tokens that it lacks, and the part's statistics."""
+        """Update a lane's full cache with the tokens and statistics that only the reduced cache has."""
         content, length = self._contents.get(lane), self._length[lane]
         if content is None:
             return
@@ -227,7 +233,7 @@ class PeriodicState(ModelState):
         self._full.write(lane, {}, length)
 
     def _give_statistics(self, lane: int, *, to_full: bool = False) -> None:
-        """Copy statistics between full cache and part: scores and the method's own tensors."""
+        """Copy the slots' scores and other statistics from a lane's full cache to its reduced cache, or back."""
         content, full, own = self._contents[lane], self._view(lane), self._part.view(lane)
         late = np.arange(content.start, content.copied)
         for i in self._layers:
@@ -256,7 +262,7 @@ class PeriodicState(ModelState):
         self._contents.pop(lane, None)
 
     def _positions(self, lane: int) -> dict[str, NDArray[np.int32]]:
-        """Return the positions of a lane's part and of the next part, for `write`."""
+        """Return the positions of the entries that decode steps read now, and after the pending choice, for `write`."""
         content, full, positions = self._contents[lane], self._view(lane), {}
         late = np.arange(content.start, content.copied)
         slots_by_kind = {READ: [np.append(x, np.tile(late, (len(x), 1)), 1) for x in content.slots]}
@@ -270,7 +276,7 @@ class PeriodicState(ModelState):
         return positions
 
     def _restore(self, lane: int, positions: Mapping[str, NDArray[Any]]) -> None:
-        """Go on with the part at these positions, over a full cache that is written."""
+        """Rebuild a lane's reduced cache from the full cache, with the entries at the saved positions."""
         full, length, slots_by_name = self._view(lane), self._length[lane], {}
         for name, saved in positions.items():
             position = full[name.rpartition(".")[0] + ".position"][:, :length]
@@ -287,7 +293,7 @@ class PeriodicState(ModelState):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Decode over the full cache, as `LaneState.decode` describes."""
+        """Append tokens to batch lanes over the full KV cache and return logits, as `LaneState.decode` describes."""
         for i in np.flatnonzero(query_length[:, 0]).tolist():
             self._settle(first + i)
             self._forget(first + i)
@@ -297,15 +303,15 @@ class PeriodicState(ModelState):
         return logits
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """Decode over the full cache and return logits on the host, as `ModelState.step` describes."""
+        """Append one token to each lane over the full KV cache; return host logits as `ModelState.step` describes."""
         return self._full.step(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """Run the full cache's merge, which evicts nothing."""
+        """Run the merge graph on the full KV caches of lanes first <= lane < last; it evicts nothing there."""
         self._full.merge(first, last)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty lanes `first` to `last` - 1 of both caches, as `LaneState.clear` describes."""
+        """Empty the full and the reduced KV caches of lanes first <= lane < last, as `LaneState.clear` describes."""
         for each in (self._full, self._part.state):
             each.clear(first, last, poisoned=poisoned)
         for lane in range(first, last):
@@ -313,7 +319,7 @@ class PeriodicState(ModelState):
             self._length[lane] = 0
 
     def grown(self, lanes: int) -> PeriodicState:
-        """Return the state with more lanes, as `ModelState.grown` describes."""
+        """Return a state with more batch lanes, the first of which are copies of these; see `ModelState.grown`."""
         for lane in self._contents:
             self._settle(lane)
         full = self._full.grown(lanes)
@@ -324,7 +330,7 @@ class PeriodicState(ModelState):
         return more
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return tensors of a lane, as `ModelState.read` describes.
+        """Return copies of one lane's state tensors from the full KV cache, as `ModelState.read` describes.
 
         If `names` is None, the positions of the part are included.
         """
@@ -346,14 +352,14 @@ class PeriodicState(ModelState):
             self._restore(lane, positions)
 
     def rollback(self, lane: int, count: int) -> None:
-        """Drop the last `count` tokens, as `ModelState.rollback` describes. The next step chooses the part again."""
+        """Remove a lane's last `count` tokens; the next step chooses the entries to read again."""
         self._settle(lane)
         self._forget(lane)
         self._full.rollback(lane, count)
         self._length[lane] -= count
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a lane to another lane, as `ModelState.copy` describes."""
+        """Copy the state of one batch lane over that of another, as `ModelState.copy` describes."""
         self._settle(source)
         self._full.copy(source, target)
         self._part.state.copy(source, target)
@@ -363,18 +369,18 @@ class PeriodicState(ModelState):
         self._length[target] = self._length[source]
 
     def view(self, lane: int) -> LaneTensors:
-        """Return the full cache's tensors of a lane without a copy, as `ModelState.view` describes."""
+        """Return views of the full KV cache's tensors of one lane, as `ModelState.view` describes."""
         self._settle(lane)
         return self._view(lane)
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """Return the tensors of all lanes, as `ModelState.get_state` describes."""
+        """Return copies of all state tensors (full KV caches of all lanes), as `ModelState.get_state` describes."""
         for lane in self._contents:
             self._settle(lane)
         return self._full.get_state()
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Replace the tensors of all lanes, as `ModelState.set_state` describes."""
+        """Overwrite the state tensors of the first n lanes, as `ModelState.set_state` describes."""
         self._contents.clear()
         self._full.set_state(state, past_length)
         self._length[: len(past_length)] = past_length[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""Files of sessions: the name of a session, its state as one file, the names that have been in use, and a lock.
+"""Files of stored conversations (sessions): names, one state file for each session, a list of known names, and a lock.
 
 A file is written whole or not at all, and only its owner can read it.
 """
@@ -29,7 +29,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class SessionLost(SnapshotError):
-    """A session that was kept before, and whose state is gone: evicted, or of a process that was killed."""
+    """The error for a session (stored conversation) whose state is gone: it was evicted, or its process was killed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -39,14 +39,14 @@ class SessionLost(SnapshotError):
 
 
 class SessionConflict(SnapshotError):
-    """A session that another turn, often of another process, has changed since this turn began."""
+    """The error for a session (stored conversation) that another turn has changed since this turn began."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"session {name} was changed by another turn while this turn ran", "send the turn again")
 
 
 def check_name(name: str) -> None:
-    """Check that a session can have this name.
+    """Check that a string is a valid name of a session (stored conversation).
 
     Raises:
         UsageError: The name has other characters than a session's may have, or is too long.
@@ -56,7 +56,7 @@ def check_name(name: str) -> None:
 
 
 def read_session(name: str, path: Path, manifest: Manifest) -> Snapshot:
-    """Return the snapshot in a session's file. A link is not followed.
+    """Return the snapshot in the file of a session (stored conversation). A symbolic link is not followed.
 
     Raises:
         SnapshotError: The file is damaged, or belongs to another artifact.
@@ -70,7 +70,7 @@ def read_session(name: str, path: Path, manifest: Manifest) -> Snapshot:
 
 
 def read_mark(name: str, path: Path) -> bytes | None:
-    """Return the first bytes of a session's file, which hold a digest of its content.
+    """Return the first bytes of a session's file, which identify the stored state by a digest.
 
     Returns:
         48 bytes that differ between any two states, or None if there is no file.
@@ -92,7 +92,7 @@ def _read(path: Path, size: int = -1) -> bytes:
 
 @contextlib.contextmanager
 def temporary(path: Path, data: bytes) -> Iterator[Path]:
-    """Write a file beside `path` and yield the path of the new file, for a rename to `path`.
+    """Write `data` to a temporary file next to `path`, and yield its path so that the caller can rename it to `path`.
 
     A file that was not renamed is deleted.
     """
@@ -109,7 +109,7 @@ def temporary(path: Path, data: bytes) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, so that no other process changes the folder between a check and a rename.
+    """Hold the lock of the session folder, so that no other process changes it between a check and a rename.
 
     A file system without locks is used without one.
 
@@ -137,7 +137,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class KnownNames:
-    """The names of all sessions that have been kept and not deleted, whether or not their state is still there.
+    """The names of all sessions that were ever stored and not deleted, whether or not their state still exists.
 
     The names tell a session whose state is lost from a new session. The 10,000 names used last are kept.
 
@@ -156,11 +156,11 @@ class KnownNames:
             self._names.update((path.name, None) for path in files[-_MOST_NAMES:])
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the session was kept before, by this process or by another one."""
+        """Return whether a session of this name was stored before, by this process or by another one."""
         return name in self._names if self._folder is None else (self._folder / name).exists()
 
     def add(self, name: str) -> None:
-        """Remember a name.
+        """Record that a session of this name has been stored.
 
         Raises:
             OSError: The folder cannot be written.
@@ -173,7 +173,7 @@ class KnownNames:
             self.remove(next(iter(self._names)))
 
     def remove(self, name: str) -> None:
-        """Forget a name."""
+        """Remove a session's name from the known names, because the session was deleted."""
         self._names.pop(name, None)
         if self._folder is not None:
             (self._folder / name).unlink(missing_ok=True)
@@ -181,7 +181,7 @@ class KnownNames:
 
 @contextlib.contextmanager
 def problems(subject: str) -> Iterator[None]:
-    """Turn an OSError within the block into an EnvironmentProblem that names the subject."""
+    """Turn an OSError within the `with` block into an EnvironmentProblem whose message names `subject`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Sessions: conversations whose state is kept.
+"""Sessions: conversations whose KV cache and other state are stored between turns.
 
 A session is a snapshot under a name. Its next turn is a request that starts from the snapshot, reads only the new
 tokens, and leaves the next snapshot.
@@ -41,7 +41,7 @@ ANY = b""  # No state has this mark. `put` with ANY replaces any state.
 
 
 class SessionStore:
-    """The sessions of one artifact that one process uses. Not safe to use from several threads at once.
+    """The stored conversations (sessions) of one artifact in one process, in memory and in files.
 
     Args:
         manifest: The manifest of the artifact.
@@ -68,21 +68,21 @@ class SessionStore:
             self._known = KnownNames(folder)
 
     def names(self) -> list[str]:
-        """Return the names of all sessions, the one used last at the end."""
+        """Return the names of all stored sessions, ordered by last use; the last is the most recent."""
         return [*(name for name in self._files if name not in self._loaded), *self._loaded]
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the sessions in memory."""
+        """The bytes that sessions stored in memory take."""
         return sum(snapshot.nbytes for snapshot in self._loaded.values())
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files."""
+        """The bytes that all session files take."""
         return sum(self._files.values())
 
     def get(self, name: str) -> Snapshot | None:
-        """Return the state of a session, or None if the name is new.
+        """Return the stored state (snapshot) of a session; None if the name is new.
 
         Raises:
             UsageError: No session can have the name.
@@ -106,11 +106,11 @@ class SessionStore:
         return snapshot
 
     def mark(self, name: str) -> bytes:
-        """Return ANY: no other process changes these sessions."""
+        """Return ANY, which makes `put` skip its comparison: no other process changes these sessions."""
         return ANY
 
     def put(self, name: str, snapshot: Snapshot, expected: bytes | None = ANY) -> None:
-        """Keep the state of a session in place of an earlier one. If it cannot be kept, the earlier state stays.
+        """Store the state of a session in place of an earlier one. If that fails, the earlier state stays.
 
         Args:
             name: The session.
@@ -130,7 +130,7 @@ class SessionStore:
         self._load(name, snapshot)
 
     def delete(self, name: str) -> bool:
-        """Forget a session.
+        """Delete a session from memory and from the folder.
 
         Returns:
             Whether the session was known.
@@ -148,7 +148,7 @@ class SessionStore:
         return known
 
     def flush(self) -> None:
-        """Write all sessions in memory to the folder, before the process ends.
+        """Write all sessions in memory to their files, before the process ends.
 
         Raises:
             EnvironmentProblem: A session could not be written. The others were.
@@ -167,7 +167,7 @@ class SessionStore:
         self._loaded.move_to_end(name)
 
     def _make_room(self, more: int, name: str) -> None:
-        """Move other sessions than `name` out of memory until `more` further bytes fit into it."""
+        """Move sessions other than `name` from memory to files until `more` further bytes fit into the memory limit."""
         while self.memory_bytes + more > self._memory:
             oldest = next((other for other in self._loaded if other != name), None)
             if oldest is None:
@@ -178,7 +178,7 @@ class SessionStore:
                 self._write(oldest)
 
     def _write(self, name: str) -> None:
-        """Move a session from memory to the folder. The files used longest ago make room for it."""
+        """Move a session from memory to a file, and delete the least recently used files if disk space is short."""
         if name not in self._files:
             data, path = self._loaded[name].to_bytes(), self._path(name)
             with problems(f"the session {name} stays in memory: its file"):

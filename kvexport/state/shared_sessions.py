@@ -1,4 +1,4 @@
-"""Sessions in a folder that several processes use: a conversation goes on in any of them.
+"""Sessions (stored conversations) in a folder that several processes share: a conversation can go on in any of them.
 
 Every state is written when it is put, so a process that is killed loses no turn that was acknowledged. Memory holds the
 states that this process read or wrote last; a file that another process has replaced is read again. A turn that began
@@ -34,7 +34,7 @@ _LEFT_BEHIND = 3600  # seconds; an older half-written file is of a process that 
 
 
 class SharedSessions:
-    """The sessions of one artifact, in a folder that other processes use. Not safe to use from several threads at once.
+    """The stored conversations (sessions) of one artifact, in a folder that several processes share.
 
     Args:
         manifest: The manifest of the artifact.
@@ -62,11 +62,11 @@ class SharedSessions:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the sessions in memory."""
+        """The bytes that sessions cached in memory take."""
         return sum(snapshot.nbytes for _, snapshot in self._loaded.values())
 
     def get(self, name: str) -> Snapshot | None:
-        """Return the state of a session, or None if the name is new. Errors are those of `SessionStore.get`."""
+        """Return the stored state (snapshot) of a session; None if the name is new. Errors: see `SessionStore.get`."""
         check_name(name)
         mark = read_mark(name, self._path(name))
         known, snapshot = self._loaded.pop(name, (None, None))
@@ -80,12 +80,12 @@ class SharedSessions:
         return snapshot
 
     def mark(self, name: str) -> bytes | None:
-        """Return the mark of the state in the folder, None if there is none. `put` compares it."""
+        """Return a mark that identifies a session's stored state; None without one. `put` uses it to detect changes."""
         check_name(name)
         return read_mark(name, self._path(name))
 
     def put(self, name: str, snapshot: Snapshot, expected: bytes | None = ANY) -> None:
-        """Write the state of a session in place of an earlier one. If it cannot be written, the earlier state stays.
+        """Write the state of a session in place of an earlier one. If that fails, the earlier state stays.
 
         Args:
             name: The session.
@@ -112,7 +112,7 @@ class SharedSessions:
                 self._bound_disk(name)
 
     def delete(self, name: str) -> bool:
-        """Forget a session and return whether it was known. Errors are those of `SessionStore.delete`."""
+        """Delete a session and return whether it was known. Errors are those of `SessionStore.delete`."""
         check_name(name)
         self._loaded.pop(name, None)
         with problems(f"the session {name}"), locked(self._folder):
@@ -125,17 +125,17 @@ class SharedSessions:
         return True
 
     def flush(self) -> None:
-        """Do nothing: every session is in the folder already."""
+        """Do nothing, because every session is already written to the shared folder."""
 
     def _load(self, name: str, mark: bytes | None, snapshot: Snapshot) -> None:
-        """Take a state into memory. The states used longest ago make room for it."""
+        """Keep a session's state in memory, and drop the least recently used states if memory is short."""
         self._loaded[name] = mark, snapshot
         self._loaded.move_to_end(name)
         while self.memory_bytes > self._memory and len(self._loaded) > 1:
             self._loaded.popitem(last=False)
 
     def _bound_disk(self, newest: str) -> None:
-        """Delete the files written longest ago until the others are within the bound. The lock is held."""
+        """Delete the oldest session files until the rest is within the disk limit. The caller holds the lock."""
         with problems("the folder of sessions"):
             files = []
             for path in self._folder.glob(f"*{SUFFIX}"):

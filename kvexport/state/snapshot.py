@@ -1,4 +1,4 @@
-"""The state of one sequence at a moment, as a value, and as bytes from which another process or machine goes on.
+"""Snapshots: the state of one sequence (KV cache, tokens, sampler) as a value, and as bytes for another process.
 
 The bytes are `MAGIC`, the format's version and the header's length (4 bytes each, little endian), the SHA-256 of the
 header, the header (JSON), then the tensors in the order of the header's list, each checked against its own SHA-256. The
@@ -40,7 +40,7 @@ _AGAIN = "make the snapshot again, with this artifact"
 
 @dataclass(frozen=True)
 class Origin:
-    """The model, recipe and contract of a snapshot, as digests.
+    """Digests of the model, the recipe and the contract that a snapshot of a sequence belongs to.
 
     Attributes:
         model: The checkpoint and its weights.
@@ -55,7 +55,7 @@ class Origin:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Origin:
-        """Return the origin of the snapshots that an artifact makes."""
+        """Return the origin (digests of model, recipe and contract) of the snapshots of an artifact."""
         recipe = manifest.recipe.model_dump(
             mode="json", exclude={"backend": True, "limits": {"max_batch"}, "speculate": True, "cache": {"periodic"}}
         )
@@ -73,7 +73,7 @@ class Origin:
         return cls(*(_digest_of(part) for part in ([manifest.model.fingerprint, weights], recipe, contract)))
 
     def check(self, origin: Origin) -> None:
-        """Check that a snapshot has this origin.
+        """Check that a snapshot comes from the same model, recipe and contract.
 
         Args:
             origin: The origin of the snapshot.
@@ -92,7 +92,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The state of one sequence. Nothing in it may be changed.
+    """The state of one sequence at a moment: its tokens, KV cache, sampler and settings. Nothing in it may be changed.
 
     Attributes:
         origin: The digests of its artifact.
@@ -115,17 +115,17 @@ class Snapshot:
 
     @property
     def length(self) -> int:
-        """The number of tokens that the cache has seen."""
+        """The number of tokens that the snapshot's KV cache has seen."""
         return self.counters.length
 
     @property
     def saved(self) -> Saved:
-        """The tensors and counters of the lane."""
+        """The state tensors (KV cache) and counters of the snapshot's lane."""
         return Saved(self.state, self.counters)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """The bytes of all arrays of the snapshot."""
         return self.ids.nbytes + sum(array.nbytes for array in self.state.values())
 
     def to_bytes(self) -> bytes:
@@ -151,7 +151,7 @@ class Snapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, manifest: Manifest) -> Snapshot:
-        """Return the snapshot that `to_bytes` wrote.
+        """Return the snapshot that `to_bytes` serialized, after checks of its digests and of its fit to the artifact.
 
         Args:
             data: The bytes. The arrays of the snapshot are views of them.
@@ -181,12 +181,12 @@ class Snapshot:
 
 
 def damaged(problem: str) -> SnapshotError:
-    """Return the error for bytes that are no snapshot, or are damaged."""
+    """Return the error for bytes that are not a snapshot of a sequence, or are damaged."""
     return SnapshotError(f"the snapshot is damaged: {problem}", _AGAIN)
 
 
 def _read_header(data: memoryview) -> tuple[dict[str, Any], memoryview]:
-    """Return the header, checked against its digest, and the bytes behind it."""
+    """Return the header of a serialized snapshot, checked against its digest, and the bytes after it."""
     if len(data) < _FIXED.size:
         raise damaged(f"it has {len(data)} bytes, its beginning alone has {_FIXED.size}")
     magic, version, size, digest = _FIXED.unpack_from(data)
@@ -230,7 +230,7 @@ def _read_tensors(entries: Any, data: memoryview) -> dict[str, NDArray[Any]]:
 
 
 def _check(snapshot: Snapshot, manifest: Manifest) -> None:
-    """Check a snapshot against the artifact.
+    """Check that a deserialized snapshot fits the artifact's cache plan and vocabulary.
 
     Shapes and types must fit the cache plan, counters the occupied slots, and ids the vocabulary. A snapshot that
     passes can be run, and no cache of it exceeds its capacity.
@@ -254,7 +254,7 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
 
 
 def _check_part(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
-    """Check the positions of the entries that decode steps read against the recipe, and return their names."""
+    """Check a snapshot's positions of the cache entries that decode steps read; return the names of their tensors."""
     periodic, names = manifest.recipe.cache.periodic, dict[str, None]()
     for kind, most in ((READ, periodic.slots or 0), (NEXT, periodic.chosen)):
         of_kind = {f"past_key_values.{i}.{kind}": layer for i, layer in enumerate(manifest.cache.caches)}

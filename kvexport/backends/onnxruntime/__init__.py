@@ -1,1 +1,1 @@
-"""ONNX Runtime, on its CPU and CUDA providers."""
+"""The backend that runs exported models on ONNX Runtime's CPU and CUDA providers."""

@@ -1,4 +1,4 @@
-"""The backend of ONNX Runtime."""
+"""The class that registers ONNX Runtime as a backend of kvexport."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # in addition to 
 
 @dataclass(frozen=True)
 class Native:
-    """A library of native operators on this machine.
+    """Status of the library of native operators (kernels) on this machine.
 
     Attributes:
         instruction_set: The instruction set that it uses here; "" if the library cannot be used.
@@ -47,7 +47,7 @@ class Native:
 
 
 class OnnxRuntime(Backend):
-    """The backend that runs the ONNX graphs unchanged on ONNX Runtime's CPU or CUDA provider."""
+    """The backend that runs exported ONNX graphs unchanged on ONNX Runtime's CPU or CUDA provider."""
 
     name = "onnxruntime"
     packages = (
@@ -63,13 +63,13 @@ class OnnxRuntime(Backend):
         return section.of(recipe).device
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Return why the recipe's artifact cannot run on this machine, each reason with its fix."""
+        """Return why this machine cannot run the artifact of `recipe` in ONNX Runtime, as (reason, fix) pairs."""
         device, ranks = self.device(recipe), recipe.backend.tensor_parallel
         problems = devices.problems(device)
         return problems or (devices.rank_problems(ranks) if device == "cuda" and ranks > 1 else [])
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-        """Return the artifact's sessions; see `Backend.load`."""
+        """Return the exported model, loaded into ONNX Runtime sessions; see `Backend.load`."""
         from kvexport.backends.onnxruntime import section
         from kvexport.backends.onnxruntime.model import LoadedModel
         from kvexport.backends.onnxruntime.session import require_interface
@@ -104,17 +104,17 @@ class OnnxRuntime(Backend):
         return model
 
     def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
-        """Accept every recipe, because each device can run several ranks."""
+        """Accept tensor parallelism for every recipe: ONNX Runtime runs several ranks on each kind of device."""
 
     def collectives(self, manifest: Manifest, options: LoadOptions) -> Collectives:
-        """Return the sums over ranks: by shared memory on the CPU, by mailboxes on GPUs."""
+        """Return the all-reduce over tensor-parallel ranks: by shared memory on the CPU, by mailboxes on GPUs."""
         device = options.device or self.device(manifest.recipe)
         if device not in devices.PROVIDERS:
             raise _no_device(device)
         return Mailboxes(manifest) if device == "cuda" else NativeCollectives(manifest)
 
     def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """Return polygraphy's runners over the model's sessions."""
+        """Return polygraphy's runners over the ONNX Runtime sessions of a loaded model."""
         from polygraphy.backend.onnxrt import OnnxrtRunner
 
         decoder = OnnxrtRunner(model.decoder, name="engine")
@@ -122,11 +122,11 @@ class OnnxRuntime(Backend):
         return Runners(decoder, decoder, merge, model.open_decoder)
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
-        """Return for each operator whether it runs natively or as a function, and why."""
+        """Return for each custom operator whether a native kernel or its ONNX function runs it, and why."""
         return {op: str(how) for op, how in native.implementations(manifest, device).items()}
 
     def diagnose(self) -> Diagnosis:
-        """Return the providers, the native operators and the number of possible ranks."""
+        """Return ONNX Runtime's providers, the state of the native operators and the largest number of ranks."""
         providers, problem = _providers()
         cpu, cuda = _native("cpu"), _native("cuda")
         ranks, alone = devices.most_ranks(MOST)
@@ -147,7 +147,7 @@ class OnnxRuntime(Backend):
         )
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """Return the implementation of each operator of an artifact on this machine."""
+        """Return how this machine runs each custom operator of an artifact: natively or as an ONNX function."""
         from kvexport.report.sections import KeyValues
 
         implementations = native.implementations(manifest)
@@ -170,7 +170,7 @@ def _no_device(device: str) -> UsageError:
 
 
 def _providers() -> tuple[list[str], str]:
-    """Return ONNX Runtime's providers, or why it cannot be used.
+    """Return the names of ONNX Runtime's execution providers, and why it cannot be imported ("" if it can).
 
     Compiled modules may raise any exception on import.
     """
@@ -210,7 +210,7 @@ def _packed_row(library: Native) -> str:
 
 
 def _layouts(manifest: Manifest, device: str) -> dict[str, str]:
-    """Return the layout in which this machine reads the artifact's packed weights, by their format.
+    """Return the memory layout in which this machine's kernels read packed (quantized) weights, by weight format.
 
     A group of more than `LARGEST_GROUP` inputs is a whole row.
     """

@@ -1,7 +1,7 @@
-"""The memory that a session's inputs and outputs are bound to.
+"""The memory that the inputs and outputs of an ONNX Runtime session are bound to.
 
-The state is in one piece of memory, and lanes of it are bound in place. Small tensors share one copy, and logits may
-stay on a device.
+The model state is one allocation, and lanes of it are bound in place. One copy moves all small tensors of a call, and
+logits may stay on a device.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ CACHE_LINE = 64  # bytes
 
 
 class DeviceRows:
-    """Logits [lanes, 1, vocabulary] that stay on the device, and the largest logits of each row."""
+    """Logits [lanes, 1, vocabulary] of a decoder call that stay on the GPU.
+
+    The largest logits of each lane are in host memory.
+    """
 
     def __init__(self, logits: DeviceArray, largest: Mapping[str, NDArray[Any]]) -> None:
         self._logits, self._largest = logits, largest
         self._whole: NDArray[np.float32] | None = None
 
     def top_logits(self, lane: int) -> TopLogits:
-        """Return the largest logits of a lane."""
+        """Return the largest logits of a lane, with their token ids."""
         values, ids, mass = (self._largest[name][lane, 0] for name in ("values", "ids", "mass"))
         return TopLogits(ids, values, float(mass[0]), self._logits.shape[-1])
 
     def row(self, lane: int) -> NDArray[np.float32]:
-        """Return all logits of a lane, [vocabulary].
+        """Return all logits [vocabulary] of a lane, copied from the GPU to host memory.
 
         ONNX Runtime copies whole tensors, so the first call copies the rows of all lanes.
         """
@@ -44,7 +47,7 @@ class DeviceRows:
 
 
 def bind(binding: Any, name: str | None, present: str | None, array: Array, lanes: slice = ALL) -> None:
-    """Bind lanes of `array` as the input `name` and as the output `present`, or only one of them.
+    """Bind lanes of `array` to an ONNX Runtime session as its input `name`, as its output `present`, or as both.
 
     With both, the output is computed in place.
     """
@@ -56,9 +59,9 @@ def bind(binding: Any, name: str | None, present: str | None, array: Array, lane
 
 
 class SmallTensors:
-    """The small tensors of a call, which the host writes or reads.
+    """The small inputs or outputs of a session run, such as token ids and lengths, which the host writes or reads.
 
-    On a device they are parts of one piece of memory, which one copy moves. On the CPU they are bound directly.
+    On a GPU the tensors share one allocation, so that one copy moves all of them. On the CPU they are bound directly.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class SmallTensors:
         return {name: _view(piece, self._offsets[name], shape, dtype) for name, (shape, dtype) in self._tensors.items()}
 
     def bind(self, binding: Any, *, output: bool) -> None:
-        """Bind the tensors as the inputs, or the outputs, of their names."""
+        """Bind each small tensor to the session's input, or output, of the same name."""
         for name, array in self.arrays.items():
             where = place(array)
             if self._device_piece is not None:
@@ -84,19 +87,19 @@ class SmallTensors:
             (binding.bind_output if output else binding.bind_input)(name, *where)
 
     def send(self) -> None:
-        """Copy `arrays` to the device for the next call."""
+        """Copy the host's small input tensors (`arrays`) to the GPU for the next session run."""
         if self._device_piece is not None:
             self._device_piece.write(self._host_piece)
 
     def fetch(self) -> dict[str, NDArray[Any]]:
-        """Return the tensors that the last call wrote; on the CPU the next call overwrites them."""
+        """Return the small output tensors of the last session run by name; on the CPU the next run overwrites them."""
         return self.arrays if self._device_piece is None else self._views(read(self._device_piece))
 
 
 def in_one_piece(
     tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], memory: Memory | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Return arrays of zeros by name that share one allocation.
+    """Allocate zero arrays that share one allocation, and return them by name.
 
     numpy asks for huge pages for a large allocation. Decoding reads these faster than many small arrays in small pages.
 
@@ -112,7 +115,7 @@ def in_one_piece(
 
 
 def _laid_out(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[dict[str, int], int]:
-    """Return the offset of each tensor in one piece, a multiple of a cache line, and the bytes of all of them."""
+    """Return the byte offset of each tensor in a shared allocation (cache-line aligned), and the allocation's bytes."""
     offsets, size = {}, 0
     for name, (shape, dtype) in tensors.items():
         offsets[name] = size

@@ -1,6 +1,6 @@
-"""The sums over ranks on the CPU: the native operator AllReduce, over memory that the processes share.
+"""The all-reduce over tensor-parallel ranks on the CPU: the native operator AllReduce, in memory that processes share.
 
-See plugins/cpu/ranks/ranks.h.
+The C++ side is plugins/cpu/ranks/ranks.h.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NativeCollectives:
-    """The sums over ranks on the CPU, by the operator AllReduce of the native library.
+    """All-reduce over tensor-parallel ranks on the CPU, by the operator AllReduce of the native library.
 
     It implements `kvexport.backends.base.Collectives`.
 
@@ -32,23 +32,23 @@ class NativeCollectives:
         self._library.kvexport_ranks_bytes.restype = ctypes.c_size_t
 
     def bytes(self, ranks: int) -> int:
-        """Return the bytes of shared memory for `ranks` ranks; 0 if there cannot be so many."""
+        """Return the bytes of shared host memory that `ranks` CPU ranks need; 0 if so many are impossible."""
         return int(self._library.kvexport_ranks_bytes(ranks))
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """Return no variables."""
+        """Return an empty mapping, because CPU ranks need no additional environment variables."""
         return {}
 
     def join(self, memory: mmap, rank: int, ranks: int) -> None:
-        """Join the other ranks."""
+        """Connect this CPU rank with the other ranks over the shared memory, and wait until all have joined."""
         self._library.kvexport_ranks_join(_address(memory), rank, ranks)
 
     def fail(self, memory: mmap) -> None:
-        """Make every sum an error from now on."""
+        """Let every all-reduce over the CPU ranks raise an error from now on."""
         self._library.kvexport_ranks_fail(_address(memory))
 
     def problem(self, memory: mmap) -> str:
-        """Return "", because a sum that fails is an error of the run."""
+        """Return "": a failed all-reduce on the CPU already fails the session run that contains it."""
         return ""
 
 
@@ -57,5 +57,5 @@ def _address(memory: mmap) -> ctypes.c_void_p:
 
 
 def threads_of_rank(ranks: int) -> int:
-    """Return the default number of threads of each rank on this machine."""
+    """Return the default number of CPU threads of each of `ranks` tensor-parallel ranks on this machine."""
     return max(1, (os.cpu_count() or 1) // ranks)

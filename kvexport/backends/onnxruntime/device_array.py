@@ -1,4 +1,4 @@
-"""Tensors in the host's memory or on a device, for a session to bind.
+"""Tensors in host memory or on a GPU that ONNX Runtime sessions are bound to.
 
 Tensors on a device belong to ONNX Runtime, so that no CUDA package is needed.
 """
@@ -20,7 +20,7 @@ ALL = slice(None)
 
 
 class DeviceArray:
-    """A tensor at a fixed address of a device ("cuda"), all zeros at first.
+    """A tensor at a fixed address on a GPU ("cuda"), all zeros at first, for ONNX Runtime sessions to bind.
 
     It is written and read as a whole; `lanes` gives a tensor over some of its lanes.
     """
@@ -34,16 +34,16 @@ class DeviceArray:
         self._whole: DeviceArray | None = None
 
     def write(self, values: ArrayLike) -> None:
-        """Overwrite the tensor with `values`, which have its shape or are one number for all elements."""
+        """Overwrite the GPU tensor with `values`, which have its shape or are one number for all elements."""
         self._value.update_inplace(np.ascontiguousarray(np.broadcast_to(values, self.shape), dtype=self.dtype))
 
     def read(self) -> NDArray[Any]:
-        """Return the contents as an array in the host's memory."""
+        """Return the contents of the GPU tensor as an array in host memory."""
         array: NDArray[Any] = self._value.numpy()
         return array
 
     def lanes(self, lanes: slice, session: Any) -> DeviceArray:
-        """Return a tensor over some lanes, in the same memory.
+        """Return a GPU tensor over some batch lanes of this one, in the same memory.
 
         Args:
             lanes: The lanes, which are dimension 0.
@@ -59,7 +59,7 @@ class DeviceArray:
         return view
 
     def place(self, lanes: slice = ALL) -> Place:
-        """Return the address of some lanes, which are dimension 0."""
+        """Return the device, element type, shape and address of some batch lanes, for ONNX Runtime's binding."""
         first, last, _ = lanes.indices(self.shape[0])
         start = self._value.data_ptr() + first * (self.nbytes // self.shape[0])
         return self.device, 0, self.dtype.type, (last - first, *self.shape[1:]), start
@@ -69,7 +69,7 @@ Array = NDArray[Any] | DeviceArray
 
 
 def write(array: Array, values: ArrayLike) -> None:
-    """Write `values` into memory of either kind."""
+    """Overwrite a tensor in host or GPU memory with `values`."""
     if isinstance(array, DeviceArray):
         array.write(values)
     else:
@@ -77,12 +77,12 @@ def write(array: Array, values: ArrayLike) -> None:
 
 
 def read(array: Array) -> NDArray[Any]:
-    """Return the contents of memory of either kind as an array in the host's memory."""
+    """Return the contents of a tensor in host or GPU memory as an array in host memory."""
     return array.read() if isinstance(array, DeviceArray) else array
 
 
 def copy(source: Array, target: Array, source_lanes: slice = ALL, target_lanes: slice = ALL) -> None:
-    """Copy lanes of one tensor to lanes of another in memory of the same kind, without a detour through the host.
+    """Copy batch lanes of one tensor to lanes of another. Both tensors are in host memory, or both are on the GPU.
 
     Args:
         source: The tensor to copy from.
@@ -102,9 +102,11 @@ def copy(source: Array, target: Array, source_lanes: slice = ALL, target_lanes: 
 
 
 def _copy_on_cuda(source: int, target: int, count: int) -> None:
-    """Copy bytes on the GPU by CUDA's driver, which is present wherever ONNX Runtime's CUDA provider runs.
+    """Copy `count` bytes between two GPU addresses by CUDA's driver.
 
-    Earlier runs have ended, because ONNX Runtime's outputs are waited for.
+    The driver is present wherever ONNX Runtime's CUDA provider runs. Earlier session runs have ended, because ONNX
+    Runtime
+    waits for its outputs.
     """
     devices.use_first_gpu()
     devices.drive("cuMemcpyDtoD_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(count))
@@ -112,7 +114,7 @@ def _copy_on_cuda(source: int, target: int, count: int) -> None:
 
 
 def lanes_of(array: Array, lanes: slice, session: Any) -> Array:
-    """Return some lanes of a tensor in the same memory.
+    """Return a tensor over some batch lanes of `array`, in the same host or GPU memory.
 
     Args:
         array: The tensor.
@@ -123,7 +125,7 @@ def lanes_of(array: Array, lanes: slice, session: Any) -> Array:
 
 
 def place(array: Array, lanes: slice = ALL) -> Place:
-    """Return the address of some lanes of a tensor."""
+    """Return the device, element type, shape and address of some lanes of a tensor, for ONNX Runtime's binding."""
     if isinstance(array, DeviceArray):
         return array.place(lanes)
     view = array[lanes]

@@ -1,4 +1,4 @@
-"""The devices of this machine: ONNX Runtime's providers, and GPUs by CUDA's driver.
+"""Detection of the devices that ONNX Runtime can use here: its execution providers, and GPUs by CUDA's driver.
 
 Neither torch nor the CUDA toolkit is used.
 """
@@ -25,7 +25,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def require_device(device: str) -> None:
-    """Check that graphs can run on `device`.
+    """Check that ONNX Runtime can run graphs on `device` ("cpu" or "cuda").
 
     Raises:
         EnvironmentProblem: With everything that is missing, and the fix of the first.
@@ -38,7 +38,7 @@ def require_device(device: str) -> None:
 
 
 def problems(device: str) -> list[tuple[str, str]]:
-    """Return why graphs cannot run on `device`, each reason with its fix; empty if they can."""
+    """Return why ONNX Runtime cannot run graphs on `device`, as (reason, fix) pairs; empty if it can."""
     try:
         import onnxruntime
     except Exception as error:  # compiled modules may raise any exception
@@ -62,7 +62,7 @@ def problems(device: str) -> list[tuple[str, str]]:
 
 
 def providers(onnxruntime: Any) -> list[str]:
-    """Return ONNX Runtime's providers, those of registered libraries included."""
+    """Return the names of ONNX Runtime's execution providers, those of registered libraries included."""
     names = list(onnxruntime.get_available_providers())
     with contextlib.suppress(Exception):  # releases before 1.22 have no such function
         names += [device.ep_name for device in onnxruntime.get_ep_devices() if device.ep_name not in names]
@@ -70,7 +70,7 @@ def providers(onnxruntime: Any) -> list[str]:
 
 
 def load_cuda_libraries(onnxruntime: Any) -> None:
-    """Load CUDA and cuDNN from NVIDIA's Python packages, if these are installed.
+    """Load the CUDA and cuDNN libraries from NVIDIA's Python packages, if these are installed.
 
     Libraries that the system's loader finds need no help.
     """
@@ -90,7 +90,7 @@ def driver_problem() -> str:
 
 
 def drive(name: str, *arguments: Any) -> None:
-    """Call a function of CUDA's driver.
+    """Call a function of CUDA's driver (libcuda) by name and check its status.
 
     Args:
         name: The function.
@@ -112,7 +112,7 @@ def drive(name: str, *arguments: Any) -> None:
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that the driver shows to this process."""
+    """Return the number of GPUs that CUDA's driver shows to this process."""
     count = ctypes.c_int()
     drive("cuInit", 0)
     drive("cuDeviceGetCount", ctypes.byref(count))
@@ -120,7 +120,7 @@ def gpu_count() -> int:
 
 
 def use_first_gpu() -> None:
-    """Set the first GPU for this thread's calls of the driver, in the context that ONNX Runtime uses."""
+    """Make the first GPU current for this thread's CUDA driver calls, in the primary context that ONNX Runtime uses."""
     drive("cuCtxSetCurrent", _first_context())
 
 
@@ -132,7 +132,7 @@ def _first_context() -> Any:
 
 
 def rank_problems(ranks: int) -> list[tuple[str, str]]:
-    """Return why the first `ranks` GPUs cannot be the ranks of one model, with the fix; empty if they can."""
+    """Return why the first `ranks` GPUs cannot run one tensor-parallel model, as (reason, fix) pairs."""
     if (count := gpu_count()) < ranks:
         return [
             (
@@ -154,7 +154,7 @@ def rank_problems(ranks: int) -> list[tuple[str, str]]:
 
 
 def most_ranks(limit: int) -> tuple[int, str]:
-    """Return how many of the first GPUs can be the ranks of one model, and why not more than one if so.
+    """Return how many of the first GPUs can share one tensor-parallel model, and if only one can, why.
 
     Args:
         limit: The largest number to return.

@@ -1,4 +1,4 @@
-"""The sums over ranks on GPUs: the operator AllReduce of the native library for CUDA.
+"""The all-reduce over tensor-parallel ranks on GPUs: the operator AllReduce of the native library for CUDA.
 
 Each rank has a mailbox in the memory of its GPU, which the processes open to one another by CUDA's driver
 (plugins/cuda/ranks/ranks.h). This module lays out the host memory that ranks share. It begins with a status word, which
@@ -39,7 +39,7 @@ class _Handle(ctypes.Structure):
 
 
 class Mailboxes:
-    """The sums over ranks by mailboxes on GPUs (see `kvexport.backends.base.Collectives`).
+    """All-reduce over GPU ranks through mailboxes, buffers in GPU memory that the other ranks' GPUs can reach.
 
     Raises:
         EnvironmentProblem: If this machine has too few GPUs, one GPU does not reach the memory of another, or the
@@ -55,7 +55,7 @@ class Mailboxes:
         self._joined: tuple[int, list[int]] | None = None  # device addresses: the status word, the mailboxes
 
     def bytes(self, ranks: int) -> int:
-        """Return the bytes of shared host memory for `ranks` ranks; 0 if there cannot be so many."""
+        """Return the bytes of shared host memory that `ranks` GPU ranks need; 0 if so many are impossible."""
         return shared_bytes(ranks) if 1 <= ranks <= MOST else 0
 
     def environment(self, rank: int) -> Mapping[str, str]:
@@ -63,7 +63,7 @@ class Mailboxes:
         return {devices.VISIBLE: devices.visible_from(rank)}
 
     def join(self, memory: mmap, rank: int, ranks: int) -> None:
-        """Join the other ranks, and wait for them."""
+        """Connect this rank's mailbox (a buffer in GPU memory) with the other ranks' mailboxes, and wait for them."""
         if self._joined is None:
             undo: list[tuple[str, Any]] = []
             weakref.finalize(self, _give_back, undo, memory).atexit = False
@@ -78,12 +78,12 @@ class Mailboxes:
         )
 
     def fail(self, memory: mmap) -> None:
-        """Make every sum an error from now on."""
+        """Let every all-reduce over the GPU ranks fail from now on."""
         if not _word(memory):
             memory[:4] = FAILED.to_bytes(4, "little")
 
     def problem(self, memory: mmap) -> str:
-        """Return why sums of finished calls are invalid: a late rank, ranks out of step, or a failed rank."""
+        """Return why all-reduces of finished runs are invalid: a late rank, ranks out of step, or a failed rank."""
         word = _word(memory)
         kind, rank, other = word & 255, word >> 8 & 255, word >> 16 & 255
         if kind == LATE:
@@ -94,12 +94,12 @@ class Mailboxes:
 
 
 def shared_bytes(ranks: int) -> int:
-    """Return the bytes of host memory that `ranks` ranks share."""
+    """Return the bytes of shared host memory through which `ranks` GPU ranks exchange their mailbox handles."""
     return HANDLES + ranks * (HANDLE + DIGEST)
 
 
 def exchanged(memory: mmap, rank: int, ranks: int, size: int, undo: list[tuple[str, Any]]) -> tuple[int, list[int]]:
-    """Create this rank's mailbox and exchange the handles with the other ranks.
+    """Create this rank's mailbox (a buffer in GPU memory) and exchange its IPC handle with the other ranks.
 
     Args:
         memory: The shared host memory.
@@ -136,7 +136,7 @@ def exchanged(memory: mmap, rank: int, ranks: int, size: int, undo: list[tuple[s
 
 
 def _awaited(memory: mmap, rank: int) -> bytes:
-    """Wait for the mailbox handle of another rank and return it."""
+    """Wait until another rank has published the IPC handle of its mailbox in shared memory, and return the handle."""
     until = time.monotonic() + SECONDS_TO_JOIN
     while (handle := _left(memory, rank)) is None:
         if _word(memory):
@@ -165,7 +165,7 @@ def _left(memory: mmap, rank: int) -> bytes | None:
 
 
 def _give_back(undo: list[tuple[str, Any]], _: mmap) -> None:
-    """Release the driver's resources of a rank; the argument keeps the host memory alive until then.
+    """Release the GPU memory and mailbox handles of a rank; the second argument keeps the host memory alive.
 
     A device that no longer works has nothing to release.
     """

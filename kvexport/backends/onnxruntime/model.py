@@ -1,4 +1,4 @@
-"""The graphs on ONNX Runtime's CPU or CUDA provider, with the state bound in place.
+"""An exported model on ONNX Runtime's CPU or CUDA provider, whose sessions update the KV cache in place.
 
 Input and output of a state tensor are one buffer on the device that computes.
 """
@@ -31,7 +31,7 @@ NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays 
 
 
 class _Call(NamedTuple):
-    """The bindings of a session for calls of some lanes.
+    """An ONNX Runtime session with its inputs and outputs bound to some batch lanes of the state.
 
     Attributes:
         session: The session.
@@ -51,7 +51,7 @@ class _Call(NamedTuple):
 
 
 class OnnxRuntimeState(ModelState):
-    """State tensors of a fixed number of lanes and the sessions that advance them (see `ModelState`).
+    """KV caches of a fixed number of batch lanes, and the ONNX Runtime sessions that advance them (see `ModelState`).
 
     On the CPU, `state` and `past_length` are numpy arrays.
     """
@@ -84,7 +84,7 @@ class OnnxRuntimeState(ModelState):
         self._thread = threading.local()  # `graphs`: the captured ones, because ONNX Runtime captures for each thread
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty lanes first <= lane < last; see `LaneState.clear`.
+        """Empty the KV caches of lanes first <= lane < last; see `LaneState.clear`.
 
         An all-zero state is an empty cache. On a device only the votes of tensors of slots become zero: other finite
         values of a slot without votes have no effect, and votes are a hundredth of the state.
@@ -101,7 +101,7 @@ class OnnxRuntimeState(ModelState):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to lanes and return logits; see `LaneState.decode`."""
+        """Append tokens to the sequences of batch lanes and return logits; see `LaneState.decode`."""
         return read(self._run_decoder(input_ids, query_length, first))
 
     def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int) -> Array:
@@ -114,7 +114,7 @@ class OnnxRuntimeState(ModelState):
         return call.logits
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """Append one token to each lane and leave the logits on the device; see `ModelState.step`."""
+        """Append one token to each batch lane's sequence and leave the logits on the device; see `ModelState.step`."""
         logits = self._run_decoder(input_ids, query_length, first)
         assert isinstance(logits, DeviceArray)
         # The logits of any lanes begin at the same address.
@@ -124,12 +124,12 @@ class OnnxRuntimeState(ModelState):
         return DeviceRows(logits, call.outputs.fetch())
 
     def merge(self, first: int, last: int) -> None:
-        """Merge lanes first <= lane < last; see `LaneState.merge`."""
+        """Compress the KV cache of each lane first <= lane < last to its budget of slots; see `LaneState.merge`."""
         call = self._ready(MERGE, (first, last), partial(self._bind_merge, first, last))
         self._model.run(MERGE, call.binding, call.graph)
 
     def grown(self, lanes: int) -> OnnxRuntimeState:
-        """Return a state of more lanes; see `ModelState.grown`."""
+        """Return a state with more batch lanes, the first of which are copies of these; see `ModelState.grown`."""
         larger = OnnxRuntimeState(self._model, self._plan, lanes, self._memory)
         for name, array in self.state.items():
             copy(array, larger.state[name], target_lanes=slice(self.lanes))
@@ -137,11 +137,11 @@ class OnnxRuntimeState(ModelState):
         return larger
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of a lane's tensors; see `ModelState.read`."""
+        """Return copies of one lane's state tensors in host memory; see `ModelState.read`."""
         return read_used(self._plan, lambda name: read(self._lanes_of(self.state[name], lane, lane + 1))[0], names)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """Overwrite a lane's tensors; see `ModelState.write`."""
+        """Overwrite one lane's state tensors with saved ones; see `ModelState.write`."""
         axes = slot_axes(self._plan)
         for name, values in state.items():
             place = self._lanes_of(self.state[name], lane, lane + 1)
@@ -155,7 +155,7 @@ class OnnxRuntimeState(ModelState):
             write(self._lanes_of(self.past_length, lane, lane + 1), past_length)
 
     def rollback(self, lane: int, count: int) -> None:
-        """Remove a lane's last tokens; see `ModelState.rollback`."""
+        """Remove the last `count` tokens from one lane's KV cache; see `ModelState.rollback`."""
         length = self._lanes_of(self.past_length, lane, lane + 1)
         left = int(read(length)[0, 0]) - count
         if isinstance(length, DeviceArray):
@@ -168,28 +168,34 @@ class OnnxRuntimeState(ModelState):
         write(length, left)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one lane to another; see `ModelState.copy`."""
+        """Copy the state tensors of one batch lane over those of another; see `ModelState.copy`."""
         for array in (*self.state.values(), self.past_length):
             copy(array, array, slice(source, source + 1), slice(target, target + 1))
 
     def view(self, lane: int) -> dict[str, NDArray[Any]] | None:
-        """Return a lane's tensors without a copy on the CPU; see `ModelState.view`."""
+        """Return views of one lane's state tensors on the CPU, None on a GPU; see `ModelState.view`."""
         if isinstance(self.past_length, DeviceArray):
             return None
         return {name: array[lane] for name, array in self.state.items()}
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """Return a copy of every state tensor by its input name."""
+        """Return copies of all state tensors (KV caches of all lanes) by graph input name."""
         return {name: np.array(read(array)) for name, array in self.state.items()}
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Overwrite the first lanes; see `ModelState.set_state`."""
+        """Overwrite the state tensors of the first n batch lanes; see `ModelState.set_state`."""
         for name, array in state.items():
             write(self._lanes_of(self.state[name], 0, len(array)), array)
         write(self._lanes_of(self.past_length, 0, len(past_length)), past_length)
 
     def _decoder(self, first: int, count: int, tokens: int) -> _Call:
-        """Return the decoder bound to the state of some lanes."""
+        """Return the decoder session bound to the state of `count` batch lanes.
+
+        Args:
+            first: The first lane.
+            count: The number of lanes.
+            tokens: The number of tokens of each lane in a call.
+        """
         key, stays = (first, count, tokens), tokens == 1 and first == 0
         if not stays and key != self._other:
             self._calls[DECODER].pop(self._other, None)
@@ -197,7 +203,7 @@ class OnnxRuntimeState(ModelState):
         return self._ready(DECODER, key, partial(self._bind_decoder, slice(first, first + count), tokens, stays))
 
     def _ready(self, name: str, key: Hashable, bind: Callable[[], _Call]) -> _Call:
-        """Return a call of a session with its CUDA graph captured, if it has one; `bind` creates an unknown call."""
+        """Return the bound session for `key`, with its CUDA graph captured if it has one; `bind` creates a new one."""
         kept = self._calls[name]
         call = kept.get(key)
         if call is None or call.session is not self._model.session(name):
@@ -218,7 +224,7 @@ class OnnxRuntimeState(ModelState):
         return call
 
     def _capture(self, name: str, call: _Call) -> str:
-        """Let ONNX Runtime capture a call's CUDA graph, and return why it cannot.
+        """Let ONNX Runtime capture the CUDA graph of a bound session, and return why it cannot ("" if it could).
 
         The capture runs the ONNX graph several times, in place. Decoder calls bring no token, which leaves every lane
         unchanged. A second merge leaves a merged cache unchanged.
@@ -269,7 +275,7 @@ class OnnxRuntimeState(ModelState):
         return _Call(session, binding, self._model.new_graph(TOP_LOGITS, True), outputs=outputs)
 
     def _logits(self, count: int, tokens: int) -> Array:
-        """Return a buffer [count, 1 or tokens, vocabulary], which the next call may overwrite."""
+        """Return a buffer for logits [count, 1 or tokens, vocabulary], which the next call may overwrite."""
         model, single = self._model, np.dtype(np.float32)
         if tokens > 1:
             rows = tokens if model.all_logits else 1
@@ -290,7 +296,7 @@ def _run_options(graph: int) -> Any:
 
 
 class LoadedModel:
-    """The sessions of one artifact, with one copy of the weights for any number of states.
+    """The ONNX Runtime sessions of one exported model, with one copy of the weights for any number of states.
 
     Attributes:
         vocabulary: The number of logits in a row.
@@ -317,7 +323,7 @@ class LoadedModel:
         graphs: bool = False,
         float_input: bool = False,
     ) -> None:
-        """Open the sessions.
+        """Open the ONNX Runtime sessions of an exported model.
 
         Args:
             decoder: The file of the decoder's ONNX graph.
@@ -361,11 +367,11 @@ class LoadedModel:
                 self.session(name)
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
-        """Return an empty state for `lanes` sequences; see `kvexport.backends.base.LoadedModel.new_state`."""
+        """Return empty KV caches for `lanes` sequences; see `kvexport.backends.base.LoadedModel.new_state`."""
         return OnnxRuntimeState(self, plan, lanes, memory)
 
     def session(self, name: str) -> Any:
-        """Return a session by name; the first call opens it."""
+        """Return the ONNX Runtime session of a graph by name; the first call opens it."""
         if name not in self._opened:
             try:
                 self._opened[name] = self._open[name](graphs=name in self.graphs)
@@ -377,21 +383,21 @@ class LoadedModel:
 
     @property
     def decoder(self) -> Any:
-        """The session of the decoder."""
+        """The ONNX Runtime session of the decoder graph."""
         return self.session(DECODER)
 
     @property
     def merge(self) -> Any | None:
-        """The session of the merge, or None if no layer merges."""
+        """The ONNX Runtime session of the merge graph, which compresses KV caches; None if no layer merges."""
         return self.session(MERGE) if MERGE in self._open else None
 
     @property
     def finder(self) -> Any:
-        """The session of the ONNX graph that finds the largest logits."""
+        """The ONNX Runtime session of the graph that finds the largest logits of each row."""
         return self.session(TOP_LOGITS)
 
     def run(self, name: str, binding: Any, graph: int | None) -> None:
-        """Run a session.
+        """Run an ONNX Runtime session with bound inputs and outputs.
 
         Args:
             name: The name of the session.
@@ -408,7 +414,7 @@ class LoadedModel:
             binding.synchronize_outputs()
 
     def open_decoder(self, model: bytes) -> Any:
-        """Return a session of another decoder over the same weights.
+        """Return an ONNX Runtime session of another decoder graph over the same weights.
 
         Args:
             model: The bytes of its ONNX graph.
@@ -416,7 +422,7 @@ class LoadedModel:
         return self._open[DECODER](graphs=False, model=model)
 
     def new_graph(self, name: str, stays: bool) -> int | None:
-        """Return a new id for a CUDA graph, NO_GRAPH for calls without one, or None if the session captures none.
+        """Return a new CUDA graph id for a session: NO_GRAPH for calls without one, None if the session captures none.
 
         Args:
             name: The name of the session.
@@ -427,7 +433,7 @@ class LoadedModel:
         return next(self._new_graphs) if stays else NO_GRAPH
 
     def without_graphs(self, name: str, why: str) -> None:
-        """Replace a session that cannot capture CUDA graphs by one without them.
+        """Reopen a session that cannot capture CUDA graphs without them.
 
         Args:
             name: The name of the session.

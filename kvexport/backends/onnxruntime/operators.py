@@ -1,4 +1,4 @@
-"""The libraries that register the native operators with ONNX Runtime, one for its CPU provider and one for CUDA.
+"""The shared libraries of native operators (kernels) for ONNX Runtime, one for its CPU provider and one for CUDA.
 
 The operators are VoteAttention, MergeCache and Linear. Without a library, or for a method or layer that it does not
 support, a graph runs from the ONNX functions that it contains.
@@ -30,7 +30,7 @@ TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "k8v4"
 
 @dataclass(frozen=True)
 class Implementation:
-    """The implementation of an operator on this machine.
+    """How a custom operator of the ONNX graph runs on this machine: as a native kernel or as its ONNX function.
 
     Attributes:
         native: Whether the native operator runs.
@@ -45,7 +45,7 @@ class Implementation:
 
 
 def library(device: str = "cpu") -> Path | None:
-    """Return the library to register for sessions on `device`, or None.
+    """Return the path of the native operator library to register for sessions on `device`, or None if there is none.
 
     The environment variable KVEXPORT_OPERATORS names another library, or is ``off``.
     """
@@ -57,7 +57,7 @@ def library(device: str = "cpu") -> Path | None:
 
 
 def why_no_library(device: str = "cpu") -> tuple[str, str]:
-    """Return why there is no library to register, and the line that changes it."""
+    """Return why there is no native operator library to register, and the command or setting that changes it."""
     setting = os.environ.get(VARIABLE, "")
     if setting:
         return (
@@ -68,7 +68,7 @@ def why_no_library(device: str = "cpu") -> tuple[str, str]:
 
 
 def how_to_build(device: str) -> str:
-    """Return the command that builds the library for `device`."""
+    """Return the command that builds the native operator library for `device`."""
     if checkout():
         return "make native-cuda" if device == "cuda" else "make native"
     if device == "cuda":
@@ -77,7 +77,7 @@ def how_to_build(device: str) -> str:
 
 
 def instruction_set(path: Path) -> str:
-    """Return the instruction set that the library uses on this machine.
+    """Return the instruction set that a native operator library uses on this machine.
 
     It is amx, avx512vnni, avx512, avxvnni, avx2, i8mm, dotprod, neon or portable. For CUDA it is the GPUs that the
     library is compiled for, such as "sm_80, sm_90".
@@ -86,7 +86,7 @@ def instruction_set(path: Path) -> str:
 
 
 def why_small_pages(path: Path) -> str:
-    """Return why the library leaves weights in small memory pages; "" if it copies them into huge ones.
+    """Return why the native library leaves weights in small memory pages; "" if it copies them into huge pages.
 
     See docs/tasks/native-operators.md.
     """
@@ -94,7 +94,7 @@ def why_small_pages(path: Path) -> str:
 
 
 def packed_layout(path: Path, group: int, inputs: int) -> str:
-    """Return the layout in which the library's `Linear` reads a packed weight.
+    """Return the memory layout in which the native operator `Linear` reads a packed (quantized) weight.
 
     Args:
         path: A library of native operators for the CPU.
@@ -116,12 +116,12 @@ def packed_layout(path: Path, group: int, inputs: int) -> str:
 
 
 def has_small_cache(path: Path) -> bool:
-    """Return whether the library has kernels for small caches, or can tell for each layer why not, as CUDA's can."""
+    """Return whether a native library has kernels for 8- and 4-bit KV caches, or tells for each layer why not."""
     return _has(path, "kvexport_small_cache") or _has(path, "kvexport_attention_problem")
 
 
 def library_of_ranks(manifest: Manifest, device: str) -> ctypes.CDLL:
-    """Return the library whose AllReduce sums over an artifact's ranks on `device`.
+    """Return the loaded native library whose AllReduce sums over an artifact's tensor-parallel ranks on `device`.
 
     Raises:
         EnvironmentProblem: If the artifact would not run with the native operators, which include AllReduce.
@@ -136,7 +136,7 @@ def library_of_ranks(manifest: Manifest, device: str) -> ctypes.CDLL:
 
 
 def require_runnable(path: Path) -> None:
-    """Check that the library can run on this machine's GPU.
+    """Check that a native operator library for CUDA can run on this machine's GPU.
 
     Raises:
         EnvironmentProblem: If it cannot.
@@ -147,7 +147,7 @@ def require_runnable(path: Path) -> None:
 
 
 def why_function(path: Path | None, op: str, method: Method, device: str = "cpu") -> str | None:
-    """Return why a node runs from its function, or None if the native operator runs it.
+    """Return why a custom operator runs as its ONNX function; None if the native kernel runs it.
 
     Args:
         path: The library, or None.
@@ -170,7 +170,7 @@ def why_function(path: Path | None, op: str, method: Method, device: str = "cpu"
 
 
 def implementations(manifest: Manifest, device: str | None = None) -> dict[str, Implementation]:
-    """Return the implementation of both operators of an artifact.
+    """Return how this machine runs an artifact's operators VoteAttention and MergeCache: natively or as ONNX functions.
 
     Args:
         manifest: The manifest of the artifact.
@@ -197,7 +197,7 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
 
 
 def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
-    """Return why the library has no kernel of `op` for one of the caches, or None.
+    """Return why the native library has no kernel of operator `op` for one of the model's layers, or None if it has.
 
     Libraries without such limits do not export the function that tells.
     """
@@ -219,7 +219,7 @@ def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
 
 @cache
 def loaded(path: Path) -> ctypes.CDLL:
-    """Return the loaded library, after a check that it was built for these operators."""
+    """Load a native operator library with ctypes, after a check that it was built for this version of the operators."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The recipe keys of ONNX Runtime."""
+"""The keys of a recipe's section `backend:` that configure ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT = True  # the backend of recipes that name none
 
 
 class Section(RecipeSection):
-    """The keys that ONNX Runtime adds to `backend:`."""
+    """Schema of the keys that ONNX Runtime adds to a recipe's section `backend:`."""
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="The device on which ONNX Runtime runs the graphs.")
     threads: int = Field(0, ge=0, le=1024, description="Threads of ONNX Runtime on the CPU; 0 for its own choice.")
@@ -25,6 +25,6 @@ class Section(RecipeSection):
 
 
 def of(recipe: Recipe) -> Section:
-    """Return the keys of this backend in a recipe."""
+    """Return the keys of a recipe's section `backend:` that configure ONNX Runtime."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend

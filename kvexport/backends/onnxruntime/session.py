@@ -1,4 +1,4 @@
-"""Opening of ONNX Runtime sessions, and checks of their inputs and outputs."""
+"""Creation of ONNX Runtime sessions, and checks of their inputs and outputs against the cache plan."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def open_session(
 
 
 def require_interface(session: Any, path: Path, plan: CachePlan, others: Iterable[str]) -> None:
-    """Check that an ONNX graph takes and returns exactly the plan's state, in the plan's shapes.
+    """Check that an ONNX graph takes and returns exactly the state tensors of the cache plan, in its shapes.
 
     Buffers of the plan's size are bound to the graph, so other shapes would write beyond them.
 
@@ -116,7 +116,7 @@ def require_interface(session: Any, path: Path, plan: CachePlan, others: Iterabl
 
 
 def _with_float_input(model: bytes) -> bytes | None:
-    """Return the ONNX graph with packed weights that multiply unrounded inputs; None without packed weights."""
+    """Return an ONNX graph whose packed weights multiply unrounded inputs; None if it has no packed weights."""
     import onnx
 
     proto = onnx.ModelProto.FromString(model)
@@ -128,7 +128,7 @@ def _with_float_input(model: bytes) -> bytes | None:
 
 
 def _fits(shape: Sequence[int | str], expected: Sequence[int]) -> bool:
-    """Return whether an input takes tensors of a shape, for any batch.
+    """Return whether a graph input takes tensors of the shape `expected`, for any batch size.
 
     Args:
         shape: The shape of the input; names are dimensions of any size.
@@ -146,5 +146,5 @@ def _unusable(path: Path, problem: str) -> ArtifactError:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its class without a message."""
+    """Return the first line of an exception's message; the name of its class if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""The registration of TensorRT as a backend."""
+"""The class that registers TensorRT as a backend of kvexport."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TensorRT(Backend):
-    """The backend that runs TensorRT engines, built from the ONNX graphs on the machine that will run them."""
+    """The backend that runs TensorRT engines, built from ONNX graphs on the machine that will run them."""
 
     name = "tensorrt"
     packages = (
@@ -29,7 +29,7 @@ class TensorRT(Backend):
     positive_scales = True
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Return why engines cannot run on this machine: a missing GPU, driver or TensorRT, each with its fix."""
+        """Return why this machine cannot run TensorRT engines (no GPU, driver or TensorRT), as (reason, fix) pairs."""
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.cuda import Cuda
         from kvexport.backends.tensorrt.environment import import_runtime, require_gpu
@@ -44,7 +44,7 @@ class TensorRT(Backend):
         return reasons
 
     def preparation(self, recipe: Recipe) -> Preparation:
-        """Return the function that adds engines to an artifact.
+        """Return the function that builds TensorRT engines and adds them to an artifact.
 
         Raises:
             UsageError: If the recipe has a setting that TensorRT does not support.
@@ -71,20 +71,20 @@ class TensorRT(Backend):
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
 
     def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
-        """Return why TensorRT does not take a packed weight, with the setting that avoids it."""
+        """Return why TensorRT cannot run a packed (quantized) weight and the setting that avoids it; None if it can."""
         from kvexport.backends.tensorrt.weights import FIX, problem
 
         why = problem(dtype, group, has_offset=has_offset, picked=picked)
         return (why, FIX) if why else None
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-        """Return the artifact's engines."""
+        """Open an artifact's TensorRT engines, ready to run."""
         from kvexport.backends.tensorrt.model import LoadedModel
 
         return LoadedModel(path, manifest)
 
     def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """Return polygraphy's runners over the engines."""
+        """Return polygraphy's runners over the TensorRT engines of a loaded model."""
         from polygraphy.backend.trt import TrtRunner
 
         from kvexport.backends.tensorrt.engines import DECODE, PREFILL
@@ -96,7 +96,7 @@ class TensorRT(Backend):
         return Runners(decode, prefill, merge)
 
     def diagnose(self) -> Diagnosis:
-        """Return the state of the plugin library.
+        """Return the state of TensorRT and its plugin library on this machine, for `kvexport doctor`.
 
         Whether TensorRT accepts the plugins is only known when engines are built.
         """
@@ -110,7 +110,7 @@ class TensorRT(Backend):
         return Diagnosis({"TensorRT plugins": row}, {"tensorrt_plugins": {"problem": why, "fix": fix}})
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """Return the TensorRT version, the GPU and the options of an artifact's engines."""
+        """Return the TensorRT version, the GPU and the options that an artifact's engines were built with."""
         from kvexport.backends.tensorrt.environment import dotted
         from kvexport.backends.tensorrt.record import engine_record
         from kvexport.report.sections import KeyValues

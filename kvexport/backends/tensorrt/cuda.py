@@ -1,4 +1,4 @@
-"""The CUDA runtime calls of the TensorRT backend, by NVIDIA's cuda-bindings, with checks of their errors."""
+"""The CUDA runtime calls of the TensorRT backend, by NVIDIA's package cuda-bindings, with checks of their errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LACKS = {
 
 
 class Cuda:
-    """The CUDA runtime, whose errors become EnvironmentProblem.
+    """Wrapper of the CUDA runtime that raises EnvironmentProblem for its errors.
 
     Streams and CUDA graphs are objects of cuda-bindings.
     """
@@ -47,7 +47,7 @@ class Cuda:
         self.api: Any = runtime
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the runtime and return its results without the error code.
+        """Call a function of the CUDA runtime by name, and return its results without the error code.
 
         Args:
             name: The function.
@@ -70,7 +70,7 @@ class Cuda:
         return values[0] if len(values) == 1 else values
 
     def gpu(self) -> Gpu:
-        """Return the current GPU."""
+        """Return the name and the compute capability of the current GPU."""
         if not self.call("cudaGetDeviceCount"):
             raise EnvironmentProblem(*_LACKS["cudaErrorNoDevice"])
         properties = self.call("cudaGetDeviceProperties", self.call("cudaGetDevice"))
@@ -78,23 +78,23 @@ class Cuda:
         return Gpu(name.rstrip("\0"), (properties.major, properties.minor))
 
     def stream(self) -> Any:
-        """Return a new stream, which does not wait for the default stream."""
+        """Return a new CUDA stream, which does not wait for the default stream."""
         return self.call("cudaStreamCreateWithFlags", self.api.cudaStreamNonBlocking)
 
     def synchronize(self, stream: Any) -> None:
-        """Wait for all work in `stream`."""
+        """Wait for all work in a CUDA stream."""
         self.call("cudaStreamSynchronize", stream)
 
     def copy(self, target: int, source: int, count: int, stream: Any) -> None:
-        """Enqueue a copy of `count` bytes between addresses of the host or the device."""
+        """Enqueue a copy of `count` bytes between addresses of the host or the device on a CUDA stream."""
         self.call("cudaMemcpyAsync", target, source, count, self.api.cudaMemcpyKind.cudaMemcpyDefault, stream)
 
     def clear(self, target: int, count: int, stream: Any) -> None:
-        """Enqueue `count` bytes of zeros."""
+        """Enqueue on a CUDA stream that `count` bytes from the address `target` on become zero."""
         self.call("cudaMemsetAsync", target, 0, count, stream)
 
     def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
-        """Return a CUDA graph of the work that `enqueue` puts into `stream`, ready to launch.
+        """Capture the work that `enqueue` puts into `stream`, and return it as a CUDA graph that is ready to launch.
 
         The work itself does not run.
         """
@@ -109,12 +109,12 @@ class Cuda:
             self.call("cudaGraphDestroy", graph)
 
     def launch(self, graph: Any, stream: Any) -> None:
-        """Enqueue a captured CUDA graph."""
+        """Enqueue a captured CUDA graph on a stream."""
         self.call("cudaGraphLaunch", graph, stream)
 
 
 class Replay:
-    """Repeated work of a stream, which becomes a CUDA graph.
+    """Repeated work of a CUDA stream, which becomes a CUDA graph at its second call.
 
     The first call enqueues the work directly, because it may do things that a CUDA graph cannot contain. The second
     call captures it, and every later call launches the CUDA graph. If the capture fails, `warn` receives the reason and
@@ -127,7 +127,7 @@ class Replay:
         self._calls = 0
 
     def __call__(self, enqueue: Callable[[], None]) -> None:
-        """Enqueue the work; `enqueue` must put the same work into the stream at every call."""
+        """Run the work directly or by its CUDA graph; `enqueue` must put the same work into the stream each time."""
         if self._calls == 1:
             try:
                 self._graph = self._cuda.capture(enqueue, self._stream)
@@ -142,10 +142,10 @@ class Replay:
 
 
 class Arena:
-    """Named tensors in one allocation on the device, each at a multiple of 256 bytes."""
+    """Named tensors in one GPU allocation, each at a multiple of 256 bytes, with an optional pinned host copy."""
 
     def __init__(self, cuda: Cuda, tensors: Mapping[str, tuple[tuple[int, ...], Any]], *, pinned: bool = False) -> None:
-        """Allocate the tensors.
+        """Allocate the GPU memory of all tensors at once.
 
         Args:
             cuda: The CUDA runtime.
@@ -165,34 +165,34 @@ class Arena:
         self.host = _pinned(cuda, self.nbytes) if pinned else None
 
     def size(self, name: str) -> int:
-        """Return the bytes of a tensor."""
+        """Return the size of a tensor of the arena in bytes."""
         _, shape, dtype = self._layout[name]
         return math.prod(shape) * dtype.itemsize
 
     def pointer(self, name: str) -> int:
-        """Return a tensor's address on the device."""
+        """Return the GPU address of a tensor of the arena."""
         return self.device + self._layout[name][0]
 
     def array(self, name: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-        """Return a tensor's copy in host memory; with a smaller `shape`, its beginning."""
+        """Return the host copy of a GPU tensor as an array; with a smaller `shape`, only its first elements."""
         assert self.host is not None
         offset, full, dtype = self._layout[name]
         shape = full if shape is None else shape
         return self.host[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def upload(self, stream: Any) -> None:
-        """Enqueue a transfer of the whole host copy to the device."""
+        """Enqueue a transfer of all tensors from their host copy to the GPU."""
         assert self.host is not None
         self._cuda.copy(self.device, self.host.ctypes.data, self.nbytes, stream)
 
     def download(self, stream: Any) -> None:
-        """Enqueue a transfer of the whole arena to the host copy."""
+        """Enqueue a transfer of all tensors from the GPU to their host copy."""
         assert self.host is not None
         self._cuda.copy(self.host.ctypes.data, self.device, self.nbytes, stream)
 
 
 def _pinned(cuda: Cuda, count: int) -> NDArray[np.uint8]:
-    """Return page-locked bytes, which are freed with the last array over them."""
+    """Return `count` bytes of page-locked host memory, which are freed with the last array over them."""
     address: int = cuda.call("cudaHostAlloc", max(count, 1), 0)
     memory = (ctypes.c_uint8 * count).from_address(address)
     weakref.finalize(memory, cuda.api.cudaFreeHost, address).atexit = False

@@ -63,7 +63,7 @@ def profiles(kind: str, limits: Limits) -> list[Profile]:
 
 
 class EngineBuilder:
-    """TensorRT with a GPU and, if the options ask for them, the plugins.
+    """A builder of TensorRT engines, with the GPU and, if the options ask for them, the plugins.
 
     A build creates it first of all, so that missing parts are reported at once.
 
@@ -80,7 +80,7 @@ class EngineBuilder:
         self._refusal: Callable[[Any], str | None] = self._find_plugin()
 
     def _find_plugin(self) -> Callable[[Any], str | None]:
-        """Return the function that tells why the plugin does not take a node."""
+        """Return the function that tells why TensorRT's plugin cannot run an ONNX node."""
         if self.options.plugin == "never":
             return plugin_refusal("switched off by backend.tensorrt.plugin")
         if library() is None and self.options.plugin == "auto":
@@ -92,7 +92,7 @@ class EngineBuilder:
     def add_engines(
         self, folder: Path, manifest: Manifest, progress: Callable[[str, int | None], Progress]
     ) -> Manifest:
-        """Build engines of the ONNX graphs of a staged artifact, and return its manifest with them.
+        """Build TensorRT engines from the ONNX graphs of a staged artifact, and return its manifest with their record.
 
         Args:
             folder: The folder of the staged artifact.
@@ -153,7 +153,7 @@ class EngineBuilder:
         plugin: Path | None,
         task: Any,
     ) -> memoryview:
-        """Return the plan of one graph.
+        """Build the TensorRT engine of one ONNX graph, and return its serialized plan.
 
         Args:
             model: The bytes of the ONNX graph.
@@ -216,12 +216,12 @@ class EngineBuilder:
             config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
 
     def _errors(self) -> str:
-        """Return the last errors of TensorRT; the first of them is the cause."""
+        """Return TensorRT's last error messages as text; the first of them is the cause."""
         return "; ".join(self.log.errors[-3:]) or "no reason given"
 
 
 def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[int, ...]:
-    """Return the shape of a graph's input for `batch` sequences of `tokens` tokens each."""
+    """Return the shape of an ONNX graph's input for `batch` sequences of `tokens` tokens each."""
     if name == "input_ids":
         return (batch, tokens)
     if name in ("query_length", "past_length"):
@@ -231,13 +231,13 @@ def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[i
 
 
 def cache_folder() -> Path:
-    """Return the folder of timing caches."""
+    """Return the folder where TensorRT's timing caches are kept between builds."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvexport" / "tensorrt"
 
 
 @contextmanager
 def _timing_cache(config: Any, owner: str) -> Iterator[None]:
-    """Use the timings of earlier builds for the same GPU and TensorRT, and keep those of this one.
+    """Let a build use the kernel timings of earlier builds for the same GPU and TensorRT, and keep its own.
 
     A build succeeds without them.
     """
@@ -259,7 +259,7 @@ def _timing_cache(config: Any, owner: str) -> Iterator[None]:
 
 @contextmanager
 def _interrupting(monitor: Any) -> Iterator[None]:
-    """Let Ctrl-C ask TensorRT to stop.
+    """Let Ctrl-C ask TensorRT to stop its build, while this context manager is active.
 
     An exception in one of TensorRT's callbacks would end the process.
     """

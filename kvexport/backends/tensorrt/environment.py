@@ -18,7 +18,7 @@ REBUILD = "kvexport build --from ARTIFACT --backend tensorrt, on the machine tha
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU.
+    """The name and compute capability of a GPU.
 
     Attributes:
         name: The name.
@@ -53,7 +53,7 @@ def import_tensorrt() -> Any:
 
 
 def import_runtime(*, version_compatible: bool) -> Any:
-    """Return a module that opens plans.
+    """Import and return a Python module that can open TensorRT plans.
 
     This is tensorrt, or tensorrt_lean if tensorrt cannot be imported and the plan is version-compatible.
 

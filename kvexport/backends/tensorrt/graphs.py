@@ -26,7 +26,7 @@ EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
 def for_tensorrt(
     model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None], *, alias_state: bool = False
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Return a copy of `model` for the parser, and for each of its operators why it does not run as a plugin.
+    """Convert an ONNX graph for TensorRT's parser, and tell for each operator why it does not run as a plugin.
 
     Args:
         model: The ONNX graph.
@@ -59,7 +59,7 @@ def for_tensorrt(
 
 
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
-    """Return MergeCache's function with as many evicted rows as the slack, whatever the votes.
+    """Return MergeCache's ONNX function with a fixed number of evicted rows, the slack, whatever the votes.
 
     The rows are those of `kvexport.ops.merge_cache.rows_of`. Rows beyond those that are over the budget belong to empty
     slots, so the function has the same meaning, and its shapes do not depend on values.
@@ -91,11 +91,11 @@ def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
 
 
 def plugin_refusal(reason: str) -> Callable[[onnx.NodeProto], str]:
-    """Return a `refusal` that gives `reason` for every node, for a machine without the plugin."""
+    """Return a function that gives `reason` why no ONNX node runs as a plugin, for a machine without the plugin."""
     return lambda _: reason
 
 
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:
-    """Return for the manifest the implementation of each operator; None for one that the artifact does not need."""
+    """Return by operator how TensorRT runs it, for the manifest; None for an operator that the artifact lacks."""
     result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in OPERATORS}
     return result if has_merge else {**result, "MergeCache": None}

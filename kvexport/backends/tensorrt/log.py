@@ -1,4 +1,4 @@
-"""TensorRT's log and progress.
+"""Classes that receive TensorRT's log messages and build progress.
 
 Both classes derive from TensorRT's own, so they are defined after its import.
 """
@@ -13,7 +13,7 @@ STEPS = 1000  # the total of a monitor's advances
 
 
 def make_log(trt: Any) -> Any:
-    """Return a `tensorrt.ILogger` with lists of messages.
+    """Return a `tensorrt.ILogger` that collects TensorRT's messages in lists.
 
     `lines` has all messages that are not verbose, and `errors` the errors.
     """
@@ -36,7 +36,7 @@ def make_log(trt: Any) -> Any:
 
 
 def make_monitor(trt: Any, task: Task) -> Any:
-    """Return a `tensorrt.IProgressMonitor` that advances `task` to `STEPS`.
+    """Return a `tensorrt.IProgressMonitor` that advances the progress bar `task` to `STEPS`.
 
     It ends the build if `interrupted` is set to true.
     """

@@ -1,4 +1,4 @@
-"""An artifact's TensorRT engines over state on the GPU.
+"""A model on TensorRT engines, with its KV caches on the GPU.
 
 If the operators are plugins, past and present have one address, which the plugins support. TensorRT may run the nodes
 of a function in any order, so with functions present has an address of its own and is copied back.
@@ -24,15 +24,15 @@ Copy = tuple[int, int, int]  # target address, source address, bytes
 
 
 class LoadedModel(Plans):
-    """The engines of one artifact for any number of states (see `kvexport.backends.base.LoadedModel`)."""
+    """The TensorRT engines of one exported model, for any number of states of KV caches."""
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> TensorRTState:
-        """Return an empty state for `lanes` sequences on the GPU."""
+        """Return empty KV caches for `lanes` sequences on the GPU."""
         return TensorRTState(self, plan, lanes)
 
 
 class TensorRTState(ModelState):
-    """State of a fixed number of lanes on the GPU, and the engines that advance it (see `ModelState`)."""
+    """KV caches of a fixed number of batch lanes on the GPU, and the TensorRT engines that advance them."""
 
     def __init__(self, engines: LoadedModel, plan: CachePlan, lanes: int) -> None:
         self.lanes = lanes
@@ -61,7 +61,7 @@ class TensorRTState(ModelState):
         self.clear(0, lanes)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty lanes first <= lane < last: an all-zero state is an empty cache."""
+        """Empty the KV caches of lanes first <= lane < last by zeroing them; an all-zero state is an empty cache."""
         if last - first == self.lanes:
             self.cuda.clear(self.state.device, self.state.nbytes, self.stream)
         else:
@@ -71,14 +71,14 @@ class TensorRTState(ModelState):
         self.past_length[first:last] = 0
 
     def share(self, name: str, first: int, count: int) -> tuple[int, int]:
-        """Return the address and the bytes of some lanes of a state tensor."""
+        """Return the GPU address and the size in bytes of `count` batch lanes of a state tensor."""
         share = self.state.size(name) // self.lanes
         return self.state.pointer(name) + first * share, count * share
 
     def bind_lanes(
         self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, in_place: bool
     ) -> tuple[list[Copy], list[Copy]]:
-        """Bind the state of some lanes to a context.
+        """Bind the state tensors of some batch lanes to a TensorRT execution context.
 
         Lanes are copied if their memory is not aligned, or must not be overwritten during the run.
 
@@ -112,18 +112,18 @@ class TensorRTState(ModelState):
         return before, after
 
     def enqueue(self, copies: list[Copy]) -> None:
-        """Enqueue copies between addresses of the device on the stream of the engines."""
+        """Enqueue copies between GPU addresses on the CUDA stream of the engines."""
         for target, source, size in copies:
             self.cuda.copy(target, source, size, self.stream)
 
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to lanes and return logits; see `LaneState.decode`."""
+        """Append tokens to the sequences of batch lanes and return logits; see `LaneState.decode`."""
         return self._run(input_ids, query_length, first).logits(*input_ids.shape)
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """Append one token to each lane and leave the logits on the GPU; see `ModelState.step`."""
+        """Append one token to each batch lane's sequence and leave the logits on the GPU; see `ModelState.step`."""
         phase = self._run(input_ids, query_length, first)
         self.cuda.synchronize(self.stream)
         return phase
@@ -139,14 +139,14 @@ class TensorRTState(ModelState):
         return phase
 
     def merge(self, first: int, last: int) -> None:
-        """Merge lanes first <= lane < last; see `LaneState.merge`."""
+        """Compress the KV cache of each lane first <= lane < last to its budget of slots; see `LaneState.merge`."""
         key = (first, last) if is_captured(first, last) else None
         if key not in self._merges:
             self._merges[key] = _Merge(self)
         self._merges[key].run(first, last)
 
     def grown(self, lanes: int) -> TensorRTState:
-        """Return a state of more lanes; see `ModelState.grown`."""
+        """Return a state with more batch lanes, the first of which are copies of these; see `ModelState.grown`."""
         larger = TensorRTState(self.engines, self.plan, lanes)
         self.cuda.synchronize(self.stream)
         for name, _ in self.names:
@@ -157,7 +157,7 @@ class TensorRTState(ModelState):
         return larger
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of a lane's tensors; see `ModelState.read`."""
+        """Return copies of one lane's state tensors in host memory; see `ModelState.read`."""
 
         def whole(name: str) -> NDArray[Any]:
             shape, dtype = self._tensors[name]
@@ -170,7 +170,7 @@ class TensorRTState(ModelState):
         return read_used(self.plan, whole, names)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """Overwrite a lane's tensors; see `ModelState.write`."""
+        """Overwrite one lane's state tensors with saved ones; see `ModelState.write`."""
         axes, arrays = slot_axes(self.plan), []
         for name, values in state.items():
             shape, dtype = self._tensors[name]
@@ -184,22 +184,22 @@ class TensorRTState(ModelState):
             self.past_length[lane] = past_length
 
     def rollback(self, lane: int, count: int) -> None:
-        """Remove a lane's last tokens; see `ModelState.rollback`."""
+        """Remove the last `count` tokens from one lane's KV cache; see `ModelState.rollback`."""
         left = int(self.past_length[lane, 0]) - count
         self.write(lane, without_last(self.read(lane, votes_names(self.plan)), count), left)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one lane to another; see `ModelState.copy`."""
+        """Copy the state tensors of one batch lane over those of another; see `ModelState.copy`."""
         for name, _ in self.names:
             place, size = self.share(name, source, 1)
             self.cuda.copy(self.share(name, target, 1)[0], place, size, self.stream)
         self.past_length[target] = self.past_length[source]
 
     def view(self, lane: int) -> None:
-        """Return None, because the state is on the GPU."""
+        """Return None: there are no views of a lane's state in host memory, because the state is on the GPU."""
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """Return a copy of every state tensor by its input name."""
+        """Return copies of all state tensors (KV caches of all lanes) by graph input name."""
         arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._tensors.items()}
         for name, array in arrays.items():
             self.cuda.copy(array.ctypes.data, self.state.pointer(name), array.nbytes, self.stream)
@@ -207,7 +207,7 @@ class TensorRTState(ModelState):
         return arrays
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Overwrite the first lanes; see `ModelState.set_state`."""
+        """Overwrite the state tensors of the first n batch lanes; see `ModelState.set_state`."""
         arrays = {name: np.ascontiguousarray(array) for name, array in state.items()}
         for name, array in arrays.items():
             self.cuda.copy(self.state.pointer(name), array.ctypes.data, array.nbytes, self.stream)
@@ -216,7 +216,7 @@ class TensorRTState(ModelState):
 
 
 class _Phase:
-    """The decoder for calls of one token (decode) or of up to `tokens` tokens (prefill).
+    """The decoder engine, set up for calls of one token (decode) or of up to `tokens` tokens (prefill).
 
     It has an execution context, and staging memory that is page-locked. Decode is one CUDA graph of its copies and
     engine runs, those for the largest logits included. Whole rows of logits are fetched one by one (`Rows`).
@@ -245,7 +245,7 @@ class _Phase:
         self._replay = engines.replay(self.stream, "decode")
 
     def _find_top_logits(self, engines: LoadedModel, lanes: int) -> None:
-        """Add the engine that finds the largest logits after the decoder, over the same logits."""
+        """Let the engine that finds the largest logits of each row run after the decoder, on the same logits."""
         shape = (lanes, 1, engines.top_count)
         tensors = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
         self.largest = Arena(self.cuda, tensors, pinned=True)
@@ -254,21 +254,21 @@ class _Phase:
             bind(self.finder, name, self.largest.pointer(name))
 
     def top_logits(self, lane: int) -> TopLogits | None:
-        """Return the largest logits of a lane; see `Rows.top_logits`."""
+        """Return the largest logits of a lane with their token ids; see `Rows.top_logits`."""
         if self.largest is None:
             return None
         values, ids, mass = (self.largest.array(name)[lane, 0] for name in ("values", "ids", "mass"))
         return TopLogits(ids, values, float(mass[0]), self.backend.engines.vocabulary)
 
     def row(self, lane: int) -> NDArray[np.float32]:
-        """Return all logits of a lane; see `Rows.row`."""
+        """Return all logits [vocabulary] of a lane, in host memory; see `Rows.row`."""
         row: NDArray[np.float32] = self.outputs.array("logits")[lane, 0]
         self.cuda.copy(row.ctypes.data, self.outputs.pointer("logits") + lane * row.nbytes, row.nbytes, self.stream)
         self.cuda.synchronize(self.stream)
         return row
 
     def logits(self, count: int, width: int) -> NDArray[np.float32]:
-        """Return the logits [count, 1 or width, vocabulary] of the last call; the next call overwrites them."""
+        """Return the logits [count, 1 or width, vocabulary] of the last decoder call; the next call overwrites them."""
         rows = width if self.backend.engines.all_logits else 1
         logits = self.outputs.array("logits", (count, rows, self.backend.engines.vocabulary))
         self.cuda.copy(logits.ctypes.data, self.outputs.pointer("logits"), logits.nbytes, self.stream)
@@ -282,7 +282,7 @@ class _Phase:
         past_length: NDArray[np.int64],
         first: int,
     ) -> None:
-        """Enqueue a call; `inputs` may be written again after a wait for the stream.
+        """Enqueue a decoder call for n batch lanes; wait for the stream before `inputs` is written again.
 
         Args:
             input_ids: [n, T] token ids.
@@ -302,7 +302,7 @@ class _Phase:
             self._replay(self._enqueue)
 
     def _bind(self, width: int, first: int, count: int) -> None:
-        """Bind all tensors for calls of these lanes; a CUDA graph for other lanes is discarded."""
+        """Bind all tensors of a decoder call for `count` lanes, and discard a CUDA graph of other lanes."""
         backend = self.backend
         for name in ("input_ids", "query_length", "past_length"):
             bind(self.context, name, self.inputs.pointer(name), input_shape(backend.plan, name, count, width))
@@ -330,7 +330,7 @@ class _Phase:
 
 
 class _Merge:
-    """The merge of some lanes.
+    """The merge engine, which compresses the KV caches of some batch lanes to their budgets.
 
     It has an execution context of its own, because a CUDA graph has the shapes that its context had. The CUDA graph of
     its copies and its run is kept while the lanes stay the same.
@@ -348,7 +348,7 @@ class _Merge:
         self._replay = engines.replay(backend.stream, "merging")
 
     def run(self, first: int, last: int) -> None:
-        """Enqueue the merge of lanes first <= lane < last."""
+        """Enqueue the compression (merge) of the KV caches of lanes first <= lane < last."""
         if (first, last) != self._bound:
             backend = self.backend
             self._before, self._after = backend.bind_lanes(

@@ -1,4 +1,4 @@
-"""An artifact's TensorRT engines, opened from their plans, and execution contexts of them."""
+"""Loading of an artifact's TensorRT engines from their plan files, and execution contexts of the engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPERATOR = {"decoder": "VoteAttention", "merge": "MergeCache"}
 
 
 class Plans:
-    """The opened engines of one artifact, with one copy of the weights.
+    """The TensorRT engines of one exported model, deserialized from plan files, with one copy of the weights.
 
     Raises:
         EnvironmentProblem: If there is no driver, GPU, TensorRT or plugin, or a plan is for another TensorRT, GPU or
@@ -61,7 +61,7 @@ class Plans:
         self.prefill_chunk = manifest.limits.prefill_chunk
 
     def context(self, engine: Any, profile: int, stream: Any, memory: int | None = None) -> Any:
-        """Return an execution context of an engine.
+        """Return a new execution context of a TensorRT engine.
 
         Args:
             engine: The engine.
@@ -85,12 +85,12 @@ class Plans:
         return context
 
     def enqueue(self, context: Any, stream: Any) -> None:
-        """Enqueue a run of a context."""
+        """Enqueue one run of a TensorRT execution context on a CUDA stream."""
         if not context.execute_async_v3(int(stream)):
             raise KvexportError(f"TensorRT did not run an engine: {self._last_errors()}")
 
     def replay(self, stream: Any, label: str) -> Replay:
-        """Return repeated work of a stream, which becomes a CUDA graph.
+        """Return a wrapper of repeated work of a CUDA stream, which turns the work into a CUDA graph.
 
         Args:
             stream: The stream.
@@ -116,12 +116,12 @@ class Plans:
 
 
 def names(engine: Any) -> list[str]:
-    """Return the names of an engine's inputs and outputs."""
+    """Return the names of a TensorRT engine's inputs and outputs."""
     return [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 
 
 def bind(context: Any, name: str, address: int, shape: tuple[int, ...] | None = None) -> None:
-    """Set a tensor's address and, for an input, its shape."""
+    """Set the address of a tensor of an execution context and, for an input, its shape."""
     if shape is not None and not context.set_input_shape(name, shape):
         raise KvexportError(f"the engine does not take {name} of shape {shape}")
     if not context.set_tensor_address(name, address):

@@ -1,4 +1,4 @@
-"""The library of the TensorRT plugins VoteAttention and MergeCache.
+"""The shared library of the TensorRT plugins VoteAttention and MergeCache.
 
 Without it, or for a node that it does not take, an engine is built from the function that the ONNX graph contains.
 """
@@ -27,7 +27,7 @@ BUILD = (
 
 
 def library() -> Path | None:
-    """Return the library to register, or None.
+    """Return the path of the TensorRT plugin library to register, or None if there is none.
 
     The environment variable KVEXPORT_TENSORRT_PLUGIN names another library, or is ``off``.
     """
@@ -39,7 +39,7 @@ def library() -> Path | None:
 
 
 def why_no_library() -> tuple[str, str]:
-    """Return why there is no library to register, and the line that changes it."""
+    """Return why there is no TensorRT plugin library to register, and the command or setting that changes it."""
     setting = os.environ.get(VARIABLE, "")
     if setting:
         return (
@@ -50,7 +50,7 @@ def why_no_library() -> tuple[str, str]:
 
 
 def what_building_lacks() -> str | None:
-    """Return what a build of the library lacks here, with the line that gets it.
+    """Return which headers or tool a build of the TensorRT plugins lacks here, with the command that installs them.
 
     These may be TensorRT's headers, CUDA's headers or nvcc. The result is None if nothing is missing, or there is no
     checkout to build from.
@@ -64,7 +64,7 @@ def what_building_lacks() -> str | None:
 
 
 def register(trt: Any) -> Path | None:
-    """Register the library with TensorRT's plugin registry.
+    """Register the library of kvexport's plugins with TensorRT's plugin registry.
 
     Returns:
         The path of the library; None if the plugins were registered already, by a plan or by an earlier call.
@@ -102,7 +102,7 @@ def _missing(registry: Any) -> list[str]:
 
 
 def refusal(trt: Any, node: Any) -> str | None:
-    """Return why the plugin does not take a node, or None if it does.
+    """Return why kvexport's TensorRT plugin cannot run an ONNX node; None if it can.
 
     The registered creator is asked for an instance with the fields that TensorRT's parser derives from the node's
     attributes.
@@ -127,7 +127,7 @@ def refusal(trt: Any, node: Any) -> str | None:
 
 
 def _field(trt: Any, attribute: Any) -> Any:
-    """Return an attribute in the form that the parser passes to a plugin: float32, int32 or text."""
+    """Return an ONNX attribute as the plugin field that TensorRT's parser would pass: float32, int32 or text."""
     import numpy as np
     from onnx import AttributeProto
 

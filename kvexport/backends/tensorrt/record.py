@@ -1,4 +1,4 @@
-"""The entry of an artifact's manifest about its TensorRT engines."""
+"""The record of TensorRT engines in an artifact's manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "tensorrt"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
-    """The TensorRT engines of an artifact.
+    """The record of an artifact's TensorRT engines in its manifest.
 
     Attributes:
         decoder: The file of the decoder's plan.
@@ -40,12 +40,12 @@ class EngineRecord:
     options: TensorRTSection
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record in the form that the manifest contains."""
+        """Return the record of the TensorRT engines as JSON data for the manifest."""
         return {**asdict(self), "options": self.options.model_dump(mode="json")}
 
 
 def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
-    """Return the record of the artifact in folder `root`; None if it has no engines.
+    """Return the record of the TensorRT engines in the artifact folder `root`; None if it has no engines.
 
     Raises:
         ArtifactError: If a field is wrong, or a plan is not a file of the artifact.
@@ -61,7 +61,7 @@ def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
 
 
 def check_plan(engines: EngineRecord, version: str, gpu: Gpu) -> None:
-    """Check that plans run on this machine.
+    """Check that an artifact's TensorRT plans run with this machine's TensorRT and GPU.
 
     Args:
         engines: The record of the plans.

@@ -1,4 +1,4 @@
-"""The recipe keys of TensorRT."""
+"""The keys of a recipe's section `backend:` that configure TensorRT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TensorRTSection(RecipeSection):
-    """How TensorRT engines are built."""
+    """Schema of the recipe keys that say how TensorRT engines are built."""
 
     plugin: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -49,12 +49,12 @@ class TensorRTSection(RecipeSection):
 
 
 class Section(RecipeSection):
-    """The keys that TensorRT adds to `backend:`."""
+    """Schema of the keys that TensorRT adds to a recipe's section `backend:`."""
 
     tensorrt: TensorRTSection = Field(TensorRTSection(), description="How TensorRT engines are built.")
 
 
 def of(recipe: Recipe) -> Section:
-    """Return the keys of this backend in a recipe."""
+    """Return the keys of a recipe's section `backend:` that configure TensorRT."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend

@@ -23,7 +23,7 @@ FIX = "--set weights.bits=4 --set weights.group=128 --set weights.symmetric=true
 
 
 def problem(dtype: str, group: int, *, has_offset: bool, picked: bool = False) -> str:
-    """Return why TensorRT does not take a packed weight; empty if it does.
+    """Return why TensorRT cannot run a packed (quantized) weight; "" if it can.
 
     Args:
         dtype: int4, uint4, int8 or uint8.
@@ -41,7 +41,7 @@ def problem(dtype: str, group: int, *, has_offset: bool, picked: bool = False) -
 
 
 def require_taken(model: onnx.ModelProto, folder: Path) -> None:
-    """Check that TensorRT takes every packed weight of a graph.
+    """Check that TensorRT can run every packed (quantized) weight of an ONNX graph.
 
     Args:
         model: The ONNX graph.
@@ -79,7 +79,7 @@ def _values(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:
 
 
 def with_typed_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Change every DequantizeLinear of `model` to return the final type directly, and return `model`.
+    """Change every DequantizeLinear node of `model` to return the final type directly, and return `model`.
 
     The CastLike after its float32 result is removed. With float16 scales the values stay the same, because the product
     of 4 bits and 11 bits is exact in float32. float16 scales of a float32 weight are cast, because scales must have the
@@ -111,7 +111,7 @@ def with_typed_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _type_of(value: str, producers: Mapping[str, onnx.NodeProto], types: Mapping[str, int]) -> int:
-    """Return the type of a value of the graph by following the nodes that compute it; gathered rows keep their type."""
+    """Return the element type of a value of the ONNX graph, found by following the nodes that compute it."""
     while value not in types:
         node = producers[value]
         if node.op_type == "Cast":

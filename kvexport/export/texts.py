@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvexport.export.model.checkpoint import Checkpoint
 
 GENERATION = "generation_config.json"
+_MOST_STOPS = 64  # each is compared with the text after every token; kvexport serve has the same bound
 
 
 def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
@@ -50,10 +51,15 @@ def _check_generation(file: Path, config: dict[str, Any], vocabulary: int) -> No
         settings = GenerationSettings.from_generation_config(config)
     except UsageError as error:
         raise UsageError(f"{file} cannot be used: {error.problem}", mend) from error
+    if len(settings.stop_strings) > _MOST_STOPS:
+        count = len(settings.stop_strings)
+        raise UsageError(f"{file} cannot be used: it has {count} stop_strings, at most {_MOST_STOPS} are read", mend)
     ends = settings.eos_token_ids
     if ends and min(ends) >= vocabulary:
+        shown = ", ".join(map(str, ends))
+        shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
         raise UsageError(
-            f"{file} cannot be used: eos_token_id is {', '.join(map(str, ends))}, and the vocabulary has {vocabulary} "
+            f"{file} cannot be used: eos_token_id is {shown}, and the vocabulary has {vocabulary} "
             "tokens, so that no sequence would ever end",
             mend,
         )

@@ -6,7 +6,7 @@ Settings of GenerationConfig that would change the tokens and are not supported 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -236,7 +236,9 @@ def _refuse_unsupported(data: Mapping[str, Any], settings: GenerationSettings, m
         value = data.get(key)
         if value is not None and value != default and value not in ([], {}):
             fix = f"set {key} to {'null' if default is None else str(default).lower()} in generation_config.json"
-            raise UsageError(f"the generation config asks for {key} = {value!r}, which this runtime does not do", fix)
+            raise UsageError(
+                f"the generation config asks for {key} = {_shown(value)}, which this runtime does not do", fix
+            )
 
 
 def _as_tuple(value: Any) -> Any:
@@ -250,9 +252,15 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:
     if not holds:
-        raise UsageError(f"{name} is {value!r}", f"set {name} to {expected}")
+        raise UsageError(f"{name} is {_shown(value)}", f"set {name} to {expected}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message: at most its first 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -76,6 +76,7 @@ def first_layers(
             name=manifest.name,
             graphs_only=True,
             plan=plan,
+            own_links=True,
             progress=progress,
         )
 

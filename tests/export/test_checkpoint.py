@@ -94,10 +94,12 @@ def test_entries_point_at_the_bytes_that_safetensors_reads(tmp_path: Path) -> No
 
 
 def test_a_hub_cache_of_symlinks_gives_real_files(tmp_path: Path) -> None:
-    directory = make_single(tmp_path / "snapshot")
-    blob = tmp_path / "blob"
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "blobs").mkdir()
+    directory = make_single(tmp_path / "snapshots" / COMMIT)
+    blob = tmp_path / "blobs" / "0123"
     (directory / "model.safetensors").rename(blob)
-    (directory / "model.safetensors").symlink_to(blob)
+    (directory / "model.safetensors").symlink_to("../../blobs/0123")
     assert read_checkpoint(directory).tensors["w"].file == blob.resolve()
     blob.unlink()
     assert "model.safetensors is missing" in refusal(directory)

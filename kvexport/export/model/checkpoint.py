@@ -106,20 +106,21 @@ def is_gguf(path: str) -> bool:
     return path.endswith(GGUF) and Path(path).is_file()
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, *, own_links: bool = False) -> Checkpoint:
     """Read the headers of a checkpoint, and check that they fit each other and their files.
 
     Args:
         path: A folder with config.json and safetensors shards, or a GGUF file. As in transformers, `model.safetensors`
             has
             precedence over an index. Only the tensors that an index names count, and a name in two shards is refused.
+        own_links: Whether weight files may be links to other folders, because kvexport itself made these links.
 
     Returns:
         The checkpoint. No weights are read, except small tensors that describe how others are packed.
 
     Raises:
-        UsageError: A file is missing, damaged, pickled, quantized in an unsupported way, or needs the checkpoint's
-            code.
+        UsageError: A file is missing, damaged, pickled, quantized in an unsupported way, a link out of the checkpoint,
+            or needs the checkpoint's code.
     """
     if path.suffix == GGUF and path.is_file():
         return _from_gguf(path)
@@ -143,7 +144,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     tensors: dict[str, TensorEntry] = {}
     home: dict[str, str] = {}
     _update(digest.update, config_bytes)
+    if not own_links:
+        refuse_link(path / INDEX)
     for shard_name, promised in sorted(list_shards(path).items()):
+        if not own_links:
+            refuse_link(path / shard_name)
         shard = read_shard(path / shard_name)
         _update(digest.update, shard_name.encode(), str(shard.size).encode(), shard.header)
         for name in shard.tensors:
@@ -177,13 +182,19 @@ def _from_gguf(path: Path) -> Checkpoint:
 
 
 def refuse_link(file: Path) -> None:
-    """Raise UsageError if a file of a checkpoint is a link that leads elsewhere.
+    """Raise UsageError if a file of a checkpoint is a link that leads elsewhere or back to itself.
 
     Such a link could copy any file of this machine into an artifact. Links within the checkpoint are allowed, and so
     are
     those of the hub's cache, from snapshots/COMMIT to blobs.
     """
-    folder, real = file.parent.resolve(), file.resolve()
+    loop = UsageError(f"{file} is a link that leads back to itself", f"download {file.name} again")
+    try:
+        folder, real = file.parent.resolve(), file.resolve()
+    except (OSError, RuntimeError) as error:
+        raise loop from error
+    if real.is_symlink():  # Python 3.13 resolves a circle to one of its links
+        raise loop
     hub = folder.parent.parent if folder.parent.name == "snapshots" else None
     if not any(real.is_relative_to(own) for own in (folder, *([hub / "blobs"] if hub else []))):
         raise UsageError(

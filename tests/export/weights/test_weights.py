@@ -192,11 +192,13 @@ def test_tied_tensors_are_stored_once_per_dtype(tmp_path: Path, mode: str) -> No
 
 def make_hub_cache(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
     """A checkpoint whose file is a symlink to a blob, as in the hub's cache."""
-    make_entries(tmp_path / "ckpt", tensors)
-    blob = tmp_path / "blob"
-    (tmp_path / "ckpt" / "model.safetensors").rename(blob)
-    (tmp_path / "ckpt" / "model.safetensors").symlink_to(blob)
-    return read_checkpoint(tmp_path / "ckpt").tensors
+    snapshot, blobs = tmp_path / "snapshots" / "0123abcd", tmp_path / "blobs"
+    snapshot.parent.mkdir()
+    blobs.mkdir()
+    make_entries(snapshot, tensors)
+    (snapshot / "model.safetensors").rename(blobs / "blob")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/blob")
+    return read_checkpoint(snapshot).tensors
 
 
 def test_link_shares_the_inode_of_the_real_file_and_casts_the_rest(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_link_shares_the_inode_of_the_real_file_and_casts_the_rest(tmp_path: Pat
     reported: list[int] = []
     locations, digests = write_weights(specs, stage, "link", reported.append)
     linked = stage / "weights" / "blob"
-    assert linked.stat().st_ino == (tmp_path / "blob").stat().st_ino
+    assert linked.stat().st_ino == (tmp_path / "blobs" / "blob").stat().st_ino
     assert not linked.is_symlink()
     assert {name: place.file for name, place in locations.items()} == {
         "model.w": "weights/blob",

@@ -1,0 +1,123 @@
+"""A wall clock that jumps: no deadline fires early or late, no session is lost, and spans of time stay as they were.
+
+Deadlines and durations use clocks that never jump. The wall clock gives dates to people and ages to files.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvexport.engine.engine import Engine
+from kvexport.engine.request import Request
+from kvexport.errors import EnvironmentProblem
+from kvexport.state.shared_sessions import SharedSessions
+from tests.support.http_server import Running, running
+from tests.support.paths import ROOT
+
+COMPLETE = "/v1/completions"
+YEARS = 10 * 365 * 86_400
+
+# The places that read the wall clock, and the dates that they make.
+DATES = {
+    "kvexport/language/chat.py": "the date that a chat template may write",
+    "kvexport/serve/app.py": "created, of the model",
+    "kvexport/serve/chat.py": "created, of an answer",
+    "kvexport/serve/completions.py": "created, of an answer",
+    "kvexport/serve/responses.py": "created_at, of an answer",
+    "kvexport/serve/stats.py": "the date of the figures",
+    "kvexport/serve/tracing.py": "the dates of spans, whose lengths are of another clock",
+    "kvexport/state/shared_sessions.py": "the age of half-written files of processes that were killed",
+}
+WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}
+
+
+def test_the_wall_clock_gives_dates_and_ends_nothing() -> None:
+    places = set()
+    for path in (ROOT / "kvexport").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if (node.value.id, node.attr) in WALL:
+                    places.add(str(path.relative_to(ROOT)))
+            elif isinstance(node, ast.ImportFrom) and node.module == "time":
+                assert not {alias.name for alias in node.names} & {"time", "time_ns"}, path
+    assert places == set(DATES)
+
+
+@pytest.fixture(params=["back", "forward", "to and fro"])
+def jumps(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every reading of the wall clock is ten years away from the one before it."""
+    now = time.time()
+    offsets: Iterator[int] = itertools.count() if request.param == "forward" else itertools.count(0, -1)
+    if request.param == "to and fro":
+        offsets = itertools.cycle((1, -1))
+    monkeypatch.setattr(time, "time", lambda: now + YEARS * (next(offsets) % 5 - 2))
+    monkeypatch.setattr(time, "time_ns", lambda: int((now + YEARS * (next(offsets) % 5 - 2)) * 1e9))
+    yield
+
+
+def ask(server: Running, session: str, **more: object) -> int:
+    body = {"prompt": "ab", "session_id": session, "max_tokens": 8, **more}
+    return server.ask(COMPLETE, body)[0]
+
+
+@pytest.mark.usefixtures("jumps")
+@pytest.mark.parametrize("shared", [True, False])
+def test_requests_and_sessions_do_not_notice_a_clock_that_jumps(engine: Engine, tmp_path: Path, shared: bool) -> None:
+    folder = {"session_folder": str(tmp_path), "session_shared": shared, "timeout": 30.0}
+    for _ in range(2):  # the second server finds the files of the first
+        with running(engine, **folder) as server:
+            for name in ("one", "two", "one", "two"):
+                assert ask(server, name) == 200
+            assert "[DONE]" in server.ask(COMPLETE, {"prompt": "ab", "max_tokens": 40, "stream": True})[2]
+        for i, path in enumerate(tmp_path.glob("*.session")):  # dates from before 1970 and after 2100
+            os.utime(path, (-(1 << 30), 1 << 33) if i else (1 << 33, -(1 << 30)))
+
+
+@pytest.mark.usefixtures("jumps")
+def test_a_deadline_comes_when_it_should(engine: Engine) -> None:
+    """A request that gets no token ends after its timeout, by a clock that does not jump."""
+    with running(engine, timeout=0.2) as server:
+        busy = threading.Thread(target=server.on_engine, args=(lambda: time.sleep(1.0),))
+        busy.start()
+        begun = time.monotonic()
+        status, _, body = server.ask(COMPLETE, {"prompt": "ab", "max_tokens": 8})
+        seconds = time.monotonic() - begun
+        busy.join()
+        assert status == 503 and "took longer than 0.2 seconds" in body["error"]["message"]
+        assert 0.2 <= seconds < 5
+        assert ask(server, "after") == 200
+
+
+def test_a_file_that_is_taken_for_an_old_one_after_a_jump_is_an_error_that_the_client_gets(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that starts after a jump removes a file that another one is writing. That turn is not acknowledged."""
+    request = Request([1, 2, 3], engine.settings(max_new_tokens=4), keep=True)
+    engine.add(request)
+    while engine.busy:
+        engine.step()
+    assert request.snapshot is not None
+    store = SharedSessions(engine.manifest, memory=1 << 30, folder=tmp_path, disk=1 << 30)
+    store.put("a", request.snapshot)
+    before, real = (tmp_path / "a.session").read_bytes(), os.fsync
+
+    def jump(number: int) -> None:
+        monkeypatch.setattr(os, "fsync", real)
+        with monkeypatch.context() as patch:
+            later = time.time() + YEARS
+            patch.setattr(time, "time", lambda: later)
+            SharedSessions(engine.manifest, memory=0, folder=tmp_path, disk=1 << 30)
+
+    monkeypatch.setattr(os, "fsync", jump)
+    with pytest.raises(EnvironmentProblem, match="the session a is not kept"):
+        store.put("a", request.snapshot)
+    assert (tmp_path / "a.session").read_bytes() == before
+    store.put("a", request.snapshot)

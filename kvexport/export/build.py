@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from kvexport.export.weights.write import SharedWeights
 
 
-def read_model(recipe: Recipe, *, weights: bool = True, own_links: bool = False) -> ModelShape:
+def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     """Read a checkpoint's headers, make its model without weights, and plan the cache that the recipe gives it.
 
     Args:
         recipe: The recipe.
         weights: Whether the headers of the weights are read. False reads no more of a hub model than its config.json
             and small files, unless its config.json says that the weights are quantized; `checkpoint` is then None.
-        own_links: Whether weight files may be links to other folders, because kvexport itself made these links.
 
     Raises:
         UsageError: This checkpoint or recipe cannot be built; every reason is found here.
@@ -47,7 +46,7 @@ def read_model(recipe: Recipe, *, weights: bool = True, own_links: bool = False)
     has_weights = weights or Path(path).is_dir() or is_gguf(path) or path.startswith(WHEEL)
     if not has_weights and says_quantized(str(folder), None):
         folder, has_weights = resolve_checkpoint(path, revision), True
-    checkpoint = read_checkpoint(folder, own_links=own_links) if has_weights else None
+    checkpoint = read_checkpoint(folder) if has_weights else None
     with quiet_exporter():
         source = checkpoint.path if checkpoint else folder
         config = load_config(str(source), recipe)
@@ -66,7 +65,6 @@ def build(
     graphs_only: bool = False,
     plan: CachePlan | None = None,
     shared: SharedWeights | None = None,
-    own_links: bool = False,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
     """Build `recipe` into the directory `out`; an artifact that was there is replaced at the very end.
@@ -79,7 +77,6 @@ def build(
             `kvexport.export.rebuild` on the machine that will run them.
         plan: The caches of the layers, in place of those that the recipe gives.
         shared: Weights to link to, if they are the weights of this recipe (`share_weights`).
-        own_links: Whether weight files may be links to other folders, because kvexport itself made these links.
         progress: Shows each stage.
 
     Returns:
@@ -98,7 +95,7 @@ def build(
         from kvexport.export.texts import copy_texts
 
         with progress("reading the checkpoint", None):
-            shape = read_model(recipe, own_links=own_links)
+            shape = read_model(recipe)
             if plan is not None:
                 shape = shape._replace(plan=plan)
             copy_texts(shape.checkpoint, folder, stages.vocabulary_of(shape))

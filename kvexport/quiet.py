@@ -1,4 +1,4 @@
-"""Silence of exporter output on the user's terminal."""
+"""Suppression of the output of torch's exporter and transformers on the user's terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Silence prints, log lines and warnings of torch.export and torch.onnx. Errors are still raised."""
+    """Suppress prints, log lines and warnings of torch.export and torch.onnx. Errors are still raised."""
     loggers = [
         logging.getLogger(name)
         for name in (
@@ -40,7 +40,7 @@ def quiet_exporter() -> Iterator[None]:
 
 
 def _transformers_bars() -> Any:
-    """Return transformers' logging module with progress bars switched off; None if they were off already."""
+    """Switch transformers' progress bars off, and return its logging module; None if the bars were off already."""
     from transformers.utils import logging as bars
 
     if not bars.is_progress_bar_enabled():

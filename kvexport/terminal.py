@@ -1,4 +1,4 @@
-"""Progress for the user: bars on a terminal, plain lines elsewhere, always on stderr."""
+"""Progress output for command line users: bars on a terminal, plain lines elsewhere, always on stderr."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Protocol
 
 
 class Task(Protocol):
-    """A task in progress."""
+    """A task in progress, such as a download, whose progress is shown to the user."""
 
     def advance(self, amount: int) -> None:
-        """Add to the finished amount, in the unit of the total."""
+        """Add to the finished amount of the task, in the unit of its total."""
         ...
 
 
@@ -22,22 +22,22 @@ Progress = AbstractContextManager[Task]
 
 class _Quiet:
     def advance(self, amount: int) -> None:
-        """Show nothing."""
+        """Ignore the progress of a task."""
 
 
 @contextmanager
 def silent(label: str, total: int | None = None) -> Iterator[Task]:
-    """Show nothing."""
+    """Run a task without showing its progress."""
     yield _Quiet()
 
 
 def say(line: str) -> None:
-    """Print a line that is not a task."""
+    """Print a line for the user on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def show(label: str, total: int | None = None) -> Progress:
-    """Show a task on stderr.
+    """Show the progress of a task on stderr, as a bar or as plain lines.
 
     Args:
         label: Name of the task.

@@ -1,4 +1,4 @@
-"""The version, one number for the package and the distribution."""
+"""The version number of the package and of its distribution."""
 
 from __future__ import annotations
 

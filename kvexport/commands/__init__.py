@@ -1,1 +1,1 @@
-"""The verbs of the command line, one file each."""
+"""The commands of the command line program `kvexport`, one file each."""

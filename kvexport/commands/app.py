@@ -1,4 +1,4 @@
-"""The program `kvexport`: its verbs, one file each. stdout is data, stderr is progress.
+"""The command line program `kvexport`: its commands, one file each. stdout is data, stderr is progress.
 
 A verb's file imports nothing heavy before the verb is called, so that `kvexport --help` answers at once.
 """
@@ -36,7 +36,7 @@ for verb in (build, generate, chat, serve, bench, plan, inspect, validate):
 app.command("eval", cls=Command)(evaluate)
 app.command(cls=Command)(calibrate)
 app.command(cls=Command)(doctor)
-recipes_app = typer.Typer(help="List the recipes; show one; list the methods.", **PLAIN)
+recipes_app = typer.Typer(help="List the recipes; show one; list the compression methods.", **PLAIN)
 recipes_app.callback(invoke_without_command=True)(recipes)
 recipes_app.command("show", cls=Command)(recipes_show)
 recipes_app.command("methods", cls=Command)(recipes_methods)
@@ -49,7 +49,7 @@ app.add_typer(deploy_app, name="deploy")
 
 
 def main() -> None:
-    """Run the program `kvexport`."""
+    """Run the command line program `kvexport`."""
     open_standard_streams()
     end_cleanly()
     try:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def skip_last_collection() -> None:
-    """Exit without a search for garbage, which takes longer than all else at the end of a build.
+    """Let the process exit without a last garbage collection, which would take longest at the end of a build.
 
     triton's objects need that search: otherwise its binding library, nanobind, reports each of them as a leak.
     PyTorch's CUDA build imports triton.

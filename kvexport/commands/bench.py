@@ -1,4 +1,4 @@
-"""`kvexport bench`: latency and throughput of an artifact."""
+"""The command `kvexport bench`: latency and throughput of an artifact."""
 
 from __future__ import annotations
 

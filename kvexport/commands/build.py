@@ -1,4 +1,4 @@
-"""`kvexport build`: a model or a recipe becomes an artifact."""
+"""The command `kvexport build`, which builds an artifact from a model or a recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvexport.errors import UsageError
 
 
 class Stage(str, Enum):
-    """How far a build goes."""
+    """How far a build goes: only the ONNX graphs, or all stages."""
 
     onnx = "onnx"
     all = "all"

@@ -1,4 +1,4 @@
-"""`kvexport calibrate`: measured budgets for the layers or KV heads of a recipe's model."""
+"""The command `kvexport calibrate`: cache budgets for the layers or KV heads of a recipe's model, by measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvexport chat`: a conversation in the terminal, whose state stays from turn to turn."""
+"""The command `kvexport chat`: a conversation in the terminal, whose KV cache stays from turn to turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HELP = """/save FILE   keep the conversation in a file
 
 @dataclass
 class Chat:
-    """A conversation in the terminal.
+    """A conversation with the model in the terminal.
 
     Attributes:
         messages: The messages so far.
@@ -53,16 +53,16 @@ class Chat:
     last: Request | None = None
 
     def __post_init__(self) -> None:
-        """Begin."""
+        """Begin the conversation with the system's message, if there is one."""
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the system's message."""
+        """Forget the conversation, except for the system's message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.snapshot = self.last = None
 
     def answer(self, text: str) -> None:
-        """Answer a message, and print every piece of text as soon as it is final. An interrupt ends the answer only."""
+        """Answer a user's message, and print text as soon as it is final. An interrupt ends only the answer."""
         self.messages.append({"role": "user", "content": text})
         try:
             request = self._request()
@@ -100,7 +100,7 @@ class Chat:
         return Request(self.engine.encode_chat(self.messages), self.settings, keep=True)
 
     def command(self, line: str) -> bool:
-        """Do what a line with a slash says; False where it ends the conversation."""
+        """Run a slash command of the user, such as /save; return False if it ends the conversation."""
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         if word == "/exit":
@@ -150,7 +150,7 @@ class Chat:
         print(f"{len(self.messages)} messages, {self.snapshot.length} tokens")
 
     def statistics(self) -> str:
-        """In a few lines."""
+        """Return figures of the conversation in a few lines: messages, tokens, cache size and the last turn's speed."""
         plan, tokens = self.engine.plan, 0 if self.snapshot is None else self.snapshot.length
         lines = [f"messages: {len(self.messages)}", f"tokens seen: {tokens}", f"cache: {format_bytes(plan.bytes(1))}"]
         if self.last is not None:
@@ -221,7 +221,7 @@ def chat(
 
 
 def _line(interactive: bool) -> str | None:
-    """Return the next line of the input; None at its end."""
+    """Return the next line of the user's input; None at its end."""
     if interactive:
         try:
             return input("> ").strip()

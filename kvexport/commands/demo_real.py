@@ -1,4 +1,4 @@
-"""The demo on a real model: SmolLM2-135M-Instruct reads Python's documentation with two caches.
+"""The demo on a real model: SmolLM2-135M-Instruct reads Python's documentation with a full and a compressed KV cache.
 
 It reads 7,000 tokens with the full cache and with KeepKV's 512 slots, and answers questions about them. At every ninth
 of the text both engines decode some given tokens, a few in turn, so that other load on the machine slows both. This
@@ -38,7 +38,7 @@ QUESTIONS = (
 
 @dataclass
 class Reading:
-    """The measurements of one engine at each length.
+    """An engine that reads a long text, with the measurements at each length.
 
     Attributes:
         lengths: Tokens read so far.
@@ -59,7 +59,7 @@ class Reading:
     answers: list[str] = field(default_factory=list)
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Append a piece of a prompt, chunk by chunk; the logits after it."""
+        """Append tokens to the engine's sequence, chunk by chunk, and return the logits after the last token."""
         start = time.perf_counter()
         chunk = self.lanes.prefill_chunk
         for first in range(0, len(ids), chunk):
@@ -69,7 +69,7 @@ class Reading:
         return row
 
     def guess(self, ids: NDArray[np.int64]) -> float:
-        """Read tokens one by one, the last being there only to be guessed; the seconds that it took."""
+        """Decode given tokens one by one, count how often the model predicts the next one, and return the seconds."""
         start = time.perf_counter()
         guessed = [int(self.lanes.append([ids[i : i + 1]])[0, -1].argmax()) for i in range(len(ids) - 1)]
         seconds = time.perf_counter() - start
@@ -79,7 +79,7 @@ class Reading:
 
 
 def bytes_in_use(plan: CachePlan, length: int) -> int:
-    """Of the slots that a sequence of `length` tokens takes in all layers."""
+    """Return the bytes of the KV-cache slots that a sequence of `length` tokens occupies in all layers."""
     return sum(layer.bytes(1) * min(length, layer.capacity) // layer.capacity for layer in plan.caches)
 
 
@@ -91,7 +91,7 @@ def documentation() -> str:
 
 
 def conversation(engine: Engine) -> NDArray[np.int64]:
-    """Token ids of a message that holds the documentation, cut so that all of it has TOKENS, and the first question."""
+    """Return the token ids of a message with the documentation, cut to TOKENS in all, and the first question."""
     assert engine.tokenizer is not None
     text = engine.tokenizer.encode(documentation(), add_special_tokens=False)
     short = len(engine.encode_chat([_message("", QUESTIONS[0])]))
@@ -103,7 +103,7 @@ def _message(text: str, question: str) -> dict[str, str]:
 
 
 def answer(engine: Engine, reading: Reading, logits: NDArray[np.float32]) -> None:
-    """Greedily answer what was read, then the other questions, in the same conversation."""
+    """Let an engine answer the first question greedily, then all others in the same conversation."""
     assert engine.tokenizer is not None and engine.chat_template is not None
     said: list[int] = []
     ends, tokens = engine.settings().eos_token_ids, engine.chat_template.tokens
@@ -124,7 +124,7 @@ def answer(engine: Engine, reading: Reading, logits: NDArray[np.float32]) -> Non
 
 
 def compare(engines: dict[str, Engine]) -> dict[str, Reading]:
-    """Let every engine read and answer."""
+    """Let every engine read the documentation and answer questions, and return the measurements."""
     readings = {label: Reading(engine.lanes(1), engine.plan) for label, engine in engines.items()}
     ids = conversation(next(iter(engines.values())))
     ends = [len(ids) * (i + 1) // (POINTS + 1) for i in range(POINTS)]
@@ -147,7 +147,7 @@ def compare(engines: dict[str, Engine]) -> dict[str, Reading]:
 
 
 def one_by_one(readings: dict[str, Reading], ids: NDArray[np.int64]) -> None:
-    """Measure all engines on the same ONE_BY_ONE tokens; the one after them is only to be guessed."""
+    """Measure decoding and prediction of all engines on the same ONE_BY_ONE tokens, and the prediction of one more."""
     seconds = dict.fromkeys(readings, 0.0)
     for first in range(0, ONE_BY_ONE, IN_TURN):
         for label, reading in readings.items():
@@ -159,7 +159,7 @@ def one_by_one(readings: dict[str, Reading], ids: NDArray[np.int64]) -> None:
 
 
 def sections(readings: dict[str, Reading]) -> list[Section]:
-    """Return the report: figures, answers, and plots of time and memory."""
+    """Return the demo's report on the real model: figures, answers, and plots of time and memory."""
     small, full = readings.values()
     budget, tokens = small.plan.caches[0].budget, full.lengths[-1]
     faster, smaller = full.milliseconds[-1] / small.milliseconds[-1], full.cached[-1] / small.cached[-1]
@@ -209,5 +209,5 @@ def sections(readings: dict[str, Reading]) -> list[Section]:
 
 
 def run(build_engine: Callable[[str], Engine]) -> list[Section]:
-    """Build both engines, by their recipes' names, and let them read and answer."""
+    """Build the engines with full and compressed cache, let them read and answer, and return the report."""
     return sections(compare({label: build_engine(name) for label, name in ENGINES.items()}))

@@ -1,4 +1,4 @@
-"""`kvexport deploy`: an artifact for the platforms that serve models."""
+"""The commands `kvexport deploy ...`, which prepare an artifact for Triton, Kubernetes or Ray Serve."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def deploy_ray(
         float, typer.Option(min=0, help="The seconds that running requests get when a server ends.")
     ] = 30.0,
 ) -> None:
-    """Serve an artifact on Ray Serve: what `kvexport serve` answers, by several replicas."""
+    """Serve an artifact on Ray Serve with the routes of `kvexport serve`, by several replicas."""
     keys = keys_of(host, api_key)
     from kvexport.packages import require
 

@@ -1,4 +1,4 @@
-"""`kvexport doctor`: the packages and devices of this machine, what is missing, and the commands that work.
+"""The command `kvexport doctor`: packages and devices of this machine, what is missing, and which commands work.
 
 It does not check that a GPU computes.
 """
@@ -44,7 +44,7 @@ FLAGS = (
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Show what this machine has and what it lacks.
+    """Show which packages and devices this machine has, and what it lacks.
 
     Exit code 3 where an artifact cannot be run.
     """
@@ -56,7 +56,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
 @dataclass
 class Diagnosis:
-    """The state of this machine.
+    """The result of `kvexport doctor`: packages, devices, memory and disk of this machine.
 
     Attributes:
         verbs: For each command the packages it lacks; empty if it works.
@@ -74,11 +74,11 @@ class Diagnosis:
 
     @property
     def runs(self) -> bool:
-        """Whether an artifact can be run here."""
+        """Whether this machine can run an artifact with any backend."""
         return not self.verbs["generate"]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """Return everything that is known about this machine as JSON values."""
         packages = [
             {**asdict(p.package), "install": p.package.install, "version": p.version, "problem": p.problem}
             for p in self.packages
@@ -95,7 +95,7 @@ class Diagnosis:
         }
 
     def sections(self) -> list[Section]:
-        """For a person."""
+        """Return the diagnosis of this machine as a report for people."""
         from kvexport.report.sections import KeyValues, Paragraph, Table
 
         system = self.system
@@ -120,7 +120,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """What can be done here, in a line or two."""
+        """Return one or two lines that say which commands work on this machine."""
         if not self.runs:
             lines = {s.package.install for s in self.packages if s.problem and s.package.extra == "run"}
             return f"Artifacts cannot be run here. To mend it: {' && '.join(sorted(lines)) or 'see above'}"
@@ -130,11 +130,10 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Examine this machine, in about a second.
+    """Examine this machine's packages and devices, in about a second.
 
     The packages that backends need to run are imported, and tokenizers, because these often fail to import. Heavier
-    packages
-    are not.
+    packages are not.
     """
     found = [backend.diagnose() for backend in all_backends()]
     states = [package_state(package) for package in packages()]
@@ -170,7 +169,7 @@ def _with_problem(state: PackageState, problem: str) -> PackageState:
 
 
 def _import_problem(module: str) -> str:
-    """Why a module cannot be imported. Compiled ones fail in ways of their own."""
+    """Return why a Python module cannot be imported; "" if it can. Compiled modules may raise any exception."""
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -202,7 +201,7 @@ def _processor() -> tuple[str, set[str]]:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of memory in all and available, the smaller of the machine's and the control group's."""
+    """Return total and available memory in bytes: the smaller of the machine's and the control group's."""
     text = _read(Path("/proc/meminfo"))
     found = {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
     total, available = found.get("MemTotal", 0), found.get("MemAvailable", 0)

@@ -26,10 +26,10 @@ _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Verbs(TyperGroup):
-    """The commands. An error of a command becomes a message and an exit code (docs/reference/contract.md, 6)."""
+    """The group of the program's commands, which turns an error of a command into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb of the command line."""
+        """Run the command that the command line names, and turn its errors into messages and exit codes."""
         try:
             result = super().invoke(ctx)
             if sys.stdout is not None:
@@ -46,7 +46,7 @@ class Verbs(TyperGroup):
 
 
 def report(error: BaseException, *, debug: bool = False) -> int:
-    """Print an error on stderr, and return the exit code.
+    """Print an error for the user on stderr, and return the exit code.
 
     Args:
         error: The error.

@@ -1,4 +1,4 @@
-"""`kvexport eval`: methods compared at equal bytes."""
+"""The command `kvexport eval`: compression methods compared at equal bytes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def make_options(
     ruler: Path | None,
     **numbers: Any,
 ) -> Options:
-    """Return options from comma-separated words and files. With a suite and no named task only the suite runs.
+    """Return the options of an evaluation from the command line's comma-separated words and files.
 
     Raises:
         UsageError: A word or file cannot be used.

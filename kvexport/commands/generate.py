@@ -1,4 +1,4 @@
-"""`kvexport generate`: continue a prompt, printing every token as soon as it is final."""
+"""The command `kvexport generate`: continue a prompt, printing every token as soon as it is final."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) -> str | list[int]:
-    """Return the prompt, which comes from exactly one of three sources, as text or token ids.
+    """Return the prompt as text or token ids: from the command line, a file, or a list of ids.
 
     Raises:
         UsageError: There is no prompt or more than one, or it cannot be read.
@@ -180,7 +180,7 @@ def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) ->
 def _encode(
     engine: Engine, prompt: str | list[int], system: str | None, chat: bool | None, *, plain: bool
 ) -> list[int]:
-    """Return the token ids of the prompt, in the chat template if a chat is wanted.
+    """Return the token ids of the prompt, as a message in the chat template if a chat is wanted.
 
     With `chat` None the template is used if the prompt stands on the command line (`plain`) and the checkpoint has a
     template. A line on stderr says so.
@@ -199,7 +199,7 @@ def _encode(
 
 
 def print_stream(engine: Engine, ids: Sequence[int], settings: GenerationSettings, *, quiet: bool) -> Completion:
-    """Generate, printing every piece as soon as it is final unless `quiet`."""
+    """Generate an answer, print its text as soon as it is final unless `quiet`, and return the completion."""
     from kvexport.engine.completion import Completion
     from kvexport.terminal import show
 
@@ -228,7 +228,10 @@ def print_stream(engine: Engine, ids: Sequence[int], settings: GenerationSetting
 
 
 def statistics(engine: Engine) -> dict[str, int | float | None]:
-    """Of the last call. The first generated token comes out of prefill, so the decode rate counts those of steps."""
+    """Return the token counts, seconds and rates of the engine's last call.
+
+    The first generated token comes out of prefill, so the decode rate counts only the tokens of decode steps.
+    """
     t = engine.timing
     return {
         "prompt_tokens": t.prompt_tokens,

@@ -1,4 +1,4 @@
-"""`kvexport inspect`: what is in an artifact, and whether it is whole."""
+"""The command `kvexport inspect`: the content of an artifact, and whether its files are intact."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def inspect(
     as_json: JsonOption = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compute the SHA-256 of every file.")] = True,
 ) -> None:
-    """Show what is in an artifact and whether it is whole."""
+    """Show the content of an artifact and whether its files are intact."""
     inspection = inspect_artifact(artifact, verify=verify)
     print_result(as_json, inspection.to_json, inspection.sections)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX graph.
+    """Size figures of one ONNX graph of an artifact.
 
     Attributes:
         operators: The number of nodes of each operator, without the bodies of functions; None without the package
@@ -47,13 +47,13 @@ class Graph:
 
     @property
     def nodes(self) -> int | None:
-        """Nodes of the ONNX graph, each call of a function one."""
+        """The number of nodes of the ONNX graph; each call of a function counts as one."""
         return None if self.operators is None else sum(self.operators.values())
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checked artifact.
+    """The result of `kvexport inspect`: a checked artifact and its description.
 
     Attributes:
         verified: Whether the SHA-256 of every file was checked, not only its name and size.
@@ -69,7 +69,7 @@ class Inspection:
     runs_on: str
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """Return everything that is known about the artifact as JSON values."""
         manifest = self.manifest
         batch = manifest.limits.max_batch
         graphs = {
@@ -97,7 +97,7 @@ class Inspection:
         }
 
     def sections(self) -> list[Section]:
-        """For a person."""
+        """Return the inspection of the artifact as a report for people."""
         from kvexport.planning import layer_table
         from kvexport.report.sections import KeyValues, Table
 
@@ -144,9 +144,15 @@ class Inspection:
 
 
 def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
-    """Check the artifact at `path` and describe it; verify: False leaves out the SHA-256 of its files.
+    """Check the files of the artifact at `path` and describe the artifact.
 
-    Raises UsageError where nothing is there, ArtifactError where it is damaged.
+    Args:
+        path: The folder of the artifact.
+        verify: Whether the SHA-256 of every file is checked.
+
+    Raises:
+        UsageError: There is no artifact.
+        ArtifactError: The artifact is damaged.
     """
     from kvexport.artifact.reading import load_manifest
     from kvexport.backends import all_backends, get
@@ -163,7 +169,7 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
 
 
 def _ranks(manifest: Manifest) -> str:
-    """For a person: who has which heads."""
+    """Return a text that tells which tensor-parallel rank has which KV heads."""
     count, shown = manifest.graphs.rank_count, manifest.rank_manifest(0).cache
     heads = sorted({layer.kv_heads for layer in shown.caches})
     each = f"{' or '.join(map(str, heads))} KV heads each"

@@ -1,4 +1,4 @@
-"""The engine that a command runs, from an artifact or from a model."""
+"""Loading of the engine that a command runs, from an artifact or from a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def load_engine(
     source: str, budget: int | None = None, max_length: int | None = None, overrides: Sequence[str] = (), **options: Any
 ) -> Engine:
-    """Load an artifact, or a model that is built into the user's cache folder the first time, and show the progress.
+    """Load an artifact as an engine, or build a model into the user's cache folder first, and show the progress.
 
     Args:
         source: See `kvexport.models.find_artifact`.

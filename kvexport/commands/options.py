@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Command line options that several commands share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OUTPUT_PANEL = "Output"
 
 
 class Command(TyperCommand):
-    """A command whose help lists its options in groups, by their `rich_help_panel`."""
+    """A command whose help text lists its options in groups, by their `rich_help_panel`."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and each group of options. Options without a group come last."""
+        """Write the arguments and each group of options into the help text. Options without a group come last."""
         panels: dict[str, list[Any]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -32,7 +32,7 @@ class Command(TyperCommand):
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return the names of shipped recipes that begin with `incomplete`."""
+    """Return the names of shipped recipes that begin with `incomplete`, for completion in the shell."""
     from kvexport.recipe.inherit import recipe_folder
 
     return sorted(path.stem for path in recipe_folder().glob("*.yaml") if path.stem.startswith(incomplete))

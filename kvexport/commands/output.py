@@ -1,4 +1,4 @@
-"""How verbs give their results: text or JSON on stdout, a page in a file."""
+"""Output of a command's results: text or JSON on stdout, or an HTML page in a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_result(as_json: bool, data: Callable[[], Any], sections: Callable[[], Sequence[Section]]) -> None:
-    """Print a result on stdout: `data` as JSON, or `sections` as text."""
+    """Print a command's result on stdout: `data` as JSON, or `sections` as text."""
     if as_json:
         print_json(data())
         return
@@ -25,7 +25,7 @@ def print_result(as_json: bool, data: Callable[[], Any], sections: Callable[[], 
 
 
 def print_json(data: Any) -> None:
-    """JSON on stdout; null in place of the numbers that JSON does not have."""
+    """Print data as JSON on stdout, with null for NaN and infinity."""
     print(json.dumps(_finite(data), indent=2, allow_nan=False))
 
 
@@ -38,7 +38,7 @@ def _finite(value: Any) -> Any:
 
 
 def require_folder(page: Path | None) -> None:
-    """Raise UsageError if the page's folder does not exist, before any work is done."""
+    """Raise UsageError if the folder of the HTML page to write does not exist, before any work is done."""
     if page is not None and not page.absolute().parent.is_dir():
         raise UsageError(
             f"{page.parent}, where {page.name} is to be written, does not exist", f"mkdir -p {page.parent}"
@@ -46,7 +46,7 @@ def require_folder(page: Path | None) -> None:
 
 
 def write_page(path: Path, title: str, subtitle: str, sections: Sequence[Section]) -> None:
-    """Write a report as a page. Raises UsageError where the file cannot be written."""
+    """Write a report as an HTML page. Raises UsageError if the file cannot be written."""
     from kvexport.report.page import render_html
 
     try:
@@ -59,7 +59,7 @@ def write_page(path: Path, title: str, subtitle: str, sections: Sequence[Section
 
 
 def read_text(path: Path) -> str:
-    """Return the content of the file of `--text`. Raise UsageError if it cannot be read as text."""
+    """Return the content of the file that the option `--text` names. Raises UsageError if it is not readable text."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`kvexport plan`: what a recipe takes of memory, before anything is built."""
+"""The command `kvexport plan`: how much memory a recipe needs, before anything is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute what a recipe takes of memory, before anything is built."""
+    """Compute how much memory a recipe needs, before anything is built."""
     from kvexport.planning import plan_memory
     from kvexport.recipe.load import load_recipe
     from kvexport.terminal import show

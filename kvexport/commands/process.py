@@ -1,4 +1,4 @@
-"""The program's own process: standard streams that may be closed, and signals that ask it to end."""
+"""Setup of the program's process: standard streams that may be closed, and signals that ask the process to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasatt
 
 
 class Terminated(KeyboardInterrupt):
-    """The end of the process, requested by a signal.
+    """The exception for a signal that asks the process to end.
 
     Like an interrupt it passes every `except Exception`, so each `finally` and context manager removes what it made:
     the

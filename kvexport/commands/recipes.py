@@ -1,4 +1,4 @@
-"""`kvexport recipes`: list the recipes, show one, list the methods."""
+"""The command `kvexport recipes`: list the recipes, show one, list the compression methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the recipes; show one; list the methods."""
+    """List the recipes; show one; list the compression methods."""
     if context.invoked_subcommand is not None:
         return
     from kvexport.recipe.listing import list_recipes
@@ -46,7 +46,7 @@ def recipes_show(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a recipe: its own file, or what it comes to."""
+    """Print a recipe: its own file, or all values with those that it inherits."""
     if schema:
         from kvexport.recipe.describe import recipe_schema
 
@@ -75,7 +75,7 @@ def recipes_show(
 
 
 def recipes_methods(as_json: JsonOption = False) -> None:
-    """List the methods and their parameters."""
+    """List the compression methods and their parameters."""
     from dataclasses import asdict
 
     from kvexport.recipe.listing import describe_method_parameters

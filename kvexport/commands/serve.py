@@ -1,4 +1,4 @@
-"""`kvexport serve`: an artifact behind the HTTP APIs that clients already speak."""
+"""The command `kvexport serve`: an artifact behind the HTTP APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def serve(
 
 
 def keys_of(host: str, api_key: list[str] | None) -> tuple[str, ...]:
-    """Return the keys of a server: those of the command line, and the one of the environment.
+    """Return the API keys of a server: those of the command line, and the one of the environment variable.
 
     Raises:
         UsageError: A key is empty or cannot be sent in a header, or there is no key and other machines reach `host`.

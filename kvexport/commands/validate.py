@@ -1,4 +1,4 @@
-"""`kvexport validate`: one comparison with PyTorch, or one for every backend that this machine has."""
+"""The command `kvexport validate`: one comparison with PyTorch, or one for every backend that this machine has."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def validate(
 def validate_backends(
     artifact: Path, backend: str | None, layers: int | None, checkpoint: str | None, progress: Show, **asked: Any
 ) -> tuple[list[ValidationResult], dict[str, str]]:
-    """Validate an artifact on one backend, or on all backends of this machine.
+    """Compare an artifact with PyTorch on one backend, or on all backends of this machine.
 
     Args:
         artifact: The artifact.
@@ -118,10 +118,10 @@ def _compare(
 
 
 def _prepare(held: Path, backend: str, progress: Show) -> dict[str, str]:
-    """Let the wanted backends prepare an artifact that has only ONNX graphs.
+    """Build what the wanted backends need (such as TensorRT engines) for an artifact that has only ONNX graphs.
 
     Returns:
-        For each backend that cannot, the reason, if any backend is allowed.
+        For each backend that cannot be prepared, the reason, if any backend is allowed.
     """
     from kvexport import backends
     from kvexport.export.rebuild import rebuild

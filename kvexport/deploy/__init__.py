@@ -1,1 +1,1 @@
-"""An artifact for the platforms that serve models: what they read is written, none of them is run here."""
+"""Files that deploy an artifact on serving platforms: Triton, Kubernetes and Ray Serve."""

@@ -1,4 +1,4 @@
-"""Folders that are written under another name and then replace the target in one step."""
+"""Atomic replacement of a folder: it is written under another name and then renamed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvexport.errors import EnvironmentProblem, UsageError
 
 @contextmanager
 def replaced(target: Path, kind: str, is_one: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yield an empty folder that becomes `target` when the block ends, and is removed if the block raises.
+    """Yield an empty folder that replaces `target` when the block ends, and is removed if the block raises.
 
     A kill leaves at most a hidden folder `.NAME.stage-*` next to the target.
 

@@ -1,4 +1,4 @@
-"""`kvexport serve` in Kubernetes: a Deployment, its Service, and the volume claim of the sessions."""
+"""Kubernetes objects that run `kvexport serve`: a Deployment, its Service, and the volume claim of the sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM = 512 * MIB  # Python, ONNX Runtime and activations of a small model
 
 @dataclass(frozen=True)
 class Server:
-    """Settings of the deployment.
+    """Settings of a Kubernetes deployment of `kvexport serve`.
 
     Attributes:
         image: Image with `kvexport` as its entry point and the extra `serve`.
@@ -50,7 +50,7 @@ class Server:
 
 
 def memory(manifest: Manifest, server: Server) -> int:
-    """Return the memory of a server in bytes.
+    """Return the memory in bytes that one server of the Kubernetes deployment needs.
 
     The sum of twice the artifact's files (kernels may keep a reordered copy of the weights), the state of all lanes,
     the limits of prefixes and sessions, and the program.
@@ -60,7 +60,7 @@ def memory(manifest: Manifest, server: Server) -> int:
 
 
 def manifests(artifact: Path, server: Server) -> str:
-    """Return the YAML of all objects.
+    """Return the YAML of all Kubernetes objects that serve an artifact.
 
     Raises:
         UsageError: Kubernetes would refuse a name, or the artifact has fewer lanes than the server.

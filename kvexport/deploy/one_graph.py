@@ -1,4 +1,4 @@
-"""decoder.onnx and merge.onnx as one ONNX graph, for servers that pass the state on without checks."""
+"""The decoder and merge graphs combined into one ONNX graph, for servers that pass the state on without checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def with_merge(decoder: onnx.ModelProto, merge: onnx.ModelProto | None, plan: CachePlan) -> onnx.ModelProto:
-    """Append the merge to the decoder, so that every call ends with a merge.
+    """Append the merge graph to the decoder graph, so that every call ends with a merge of the KV caches.
 
     A call equals a step of an engine with `merge_every` 1: MergeCache does not change a cache within its budget.
 
@@ -42,7 +42,7 @@ def with_merge(decoder: onnx.ModelProto, merge: onnx.ModelProto | None, plan: Ca
 
 
 def with_limits(decoder: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
-    """Add the limits that an engine enforces itself to the decoder.
+    """Add checks of the largest chunk and sequence length, which an engine otherwise enforces, to the decoder graph.
 
     A call with more than `prefill_chunk` tokens fails. A sequence longer than `max_length` gets NaN logits; other
     sequences of the call keep theirs.

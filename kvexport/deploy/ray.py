@@ -1,4 +1,4 @@
-"""The server of `kvexport serve` on Ray Serve.
+"""Deployment of `kvexport serve` on Ray Serve, with several replicas.
 
 Ray's HTTP proxy hands each request to one of several replicas, each with an engine. Ray's consistent-hash router sends
 all requests with the same header X-Session-Id to the same replica.
@@ -25,7 +25,7 @@ _BY_SESSION = "ray.serve.experimental.consistent_hash_router"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Sizes of the deployment.
+    """The number of replicas of a Ray Serve deployment, and the size of each.
 
     Attributes:
         replicas: Smallest number of replicas.
@@ -43,7 +43,7 @@ class Cluster:
 def run(
     artifact: Path, settings: ServeSettings, cluster: Cluster, host: str, port: int, on_ready: Callable[[], None]
 ) -> None:
-    """Serve on the Ray cluster that RAY_ADDRESS names, or on a new one of this machine, until a signal ends it.
+    """Serve an artifact on the Ray cluster that RAY_ADDRESS names, or on a new local one, until a signal ends it.
 
     Args:
         artifact: The artifact, at the same path on every node.
@@ -81,7 +81,7 @@ def run(
 
 
 class Replica:
-    """One replica: the server of `kvexport serve` with an engine of its own, as Ray Serve's ingress."""
+    """One Ray Serve replica: the HTTP server of `kvexport serve` with an engine of its own."""
 
     def __init__(self, artifact: Path, settings: ServeSettings, threads: int, lanes: int) -> None:
         from kvexport.engine.load import load
@@ -91,11 +91,11 @@ class Replica:
         self._began = False
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the application that Ray calls with every request."""
+        """Return the ASGI application that Ray Serve calls with every HTTP request."""
         return self._app
 
     def check_health(self) -> None:
-        """Check the engine's thread, which begins with the application.
+        """Check for Ray Serve that the engine's thread still runs.
 
         Raises:
             RuntimeError: The thread has ended. Ray then starts another replica.
@@ -107,7 +107,7 @@ class Replica:
 
 
 def _application(serve: Any, artifact: Path, settings: ServeSettings, cluster: Cluster, lanes: int) -> Any:
-    """Return Ray's description of the deployment: replicas behind Ray's consistent-hash router."""
+    """Return Ray Serve's application: replicas behind Ray's consistent-hash router."""
     config = importlib.import_module("ray.serve.config")
     most = cluster.replicas if cluster.most is None else cluster.most
     count: dict[str, Any] = {"num_replicas": cluster.replicas}
@@ -129,7 +129,7 @@ def _application(serve: Any, artifact: Path, settings: ServeSettings, cluster: C
 
 
 def ray_serve() -> Any:
-    """Return the module ray.serve.
+    """Import and return the module ray.serve.
 
     Raises:
         EnvironmentProblem: Ray Serve is not installed, or older than 2.60.

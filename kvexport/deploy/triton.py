@@ -1,7 +1,7 @@
-"""A model repository with one model for NVIDIA's Triton Inference Server, in one of two kinds.
+"""Export of an artifact as a model repository for NVIDIA's Triton Inference Server, in one of two kinds.
 
-`state`: one ONNX graph, whose cache Triton keeps for every sequence (implicit state of the sequence batcher).
-`python`: kvexport's engine behind Triton's python backend, one response for every token.
+`state`: one ONNX graph, whose cache Triton keeps for every sequence (implicit state of the sequence batcher). `python`:
+kvexport's engine behind Triton's python backend, one response for every token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Word(str):
 
 
 def write_repository(artifact: Path, out: Path, kind: str, name: str | None = None) -> str:
-    """Write a repository, which may replace one that this function wrote before.
+    """Write a Triton model repository for an artifact. It may replace one that this function wrote before.
 
     Args:
         artifact: The artifact.
@@ -95,13 +95,13 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
 
 
 def is_repository(path: Path) -> bool:
-    """Return whether `write_repository` wrote every entry of the folder."""
+    """Return whether a folder is a Triton model repository that `write_repository` wrote, with nothing else in it."""
     configs = [entry / "config.pbtxt" for entry in path.iterdir()]
     return all(config.is_file() and config.read_bytes().startswith(MARK.encode()) for config in configs)
 
 
 def protobuf_text(message: Mapping[str, Any], indent: str = "") -> str:
-    """Return a protobuf message as text. Lists become repeated fields."""
+    """Return a protobuf message in text format. Lists become repeated fields."""
     text = ""
     for name, value in message.items():
         for item in value if isinstance(value, list) else [value]:
@@ -164,7 +164,7 @@ def _external(model: onnx.ModelProto) -> set[str]:
 
 
 def _states(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the description of every state tensor, which begins as zeros.
+    """Return Triton's configuration of every state tensor (KV cache), which begins as zeros.
 
     Triton pairs inputs and outputs by their places in two lists sorted by name, so this list has that order.
     """

@@ -1,4 +1,4 @@
-"""The model of Triton's python backend: an engine that sends one response per token (decoupled).
+"""The model of Triton's python backend: an engine that sends one response for each token (decoupled mode).
 
 A request has `text_input` or `input_ids`, and `settings`, a JSON object with fields of GenerationSettings. Requests
 join those that run, as many at once as the artifact has lanes; one that its client cancels frees its lane at the next
@@ -25,10 +25,10 @@ from kvexport.language.token import Token
 
 
 class TritonPythonModel:
-    """The model class, under the name that the python backend looks up."""
+    """The class that Triton's python backend looks up and calls: it runs an engine."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the artifact next to model.py and start the only thread that calls the engine."""
+        """Load the artifact next to model.py into an engine, and start the only thread that calls the engine."""
         self._backend: Any = importlib.import_module("triton_python_backend_utils")  # there is one in Triton alone
         self._engine: Engine = load(Path(args["model_repository"]) / args["model_version"] / "artifact")
         self._came: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -36,12 +36,12 @@ class TritonPythonModel:
         self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Accept requests. The thread sends their responses."""
+        """Queue requests of Triton for the engine. The engine's thread sends their responses."""
         for request in requests:
             self._came.put(request)
 
     def finalize(self) -> None:
-        """Wait for the running requests, then end the thread."""
+        """Wait for the running requests, then end the engine's thread."""
         self._came.put(None)
         self._thread.join()
 
@@ -107,7 +107,7 @@ class TritonPythonModel:
 
 
 def _prompt_and_settings(engine: Engine, given: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the prompt and the settings of a request.
+    """Return the prompt and the generation settings of a Triton request.
 
     Raises:
         UsageError: A tensor is missing, doubled or invalid.

@@ -1,1 +1,1 @@
-"""`kvexport eval`: the quality of a bounded cache at equal bytes, on tasks that are generated here."""
+"""`kvexport eval`: quality of compressed KV caches at equal memory, on generated tasks such as recall and text."""

@@ -1,4 +1,4 @@
-"""Texts to measure on: source of Python's standard library, and Python's reference manual (English prose).
+"""Texts for evaluation: source code of Python's standard library, and Python's reference manual (English prose).
 
 Fixed modules of the library are held out from training. The texts belong to the running interpreter, so figures from
 two Python versions are not from the same text.
@@ -18,12 +18,12 @@ HELD_OUT_ONE_IN = 12
 
 
 def is_held_out(module: str) -> bool:
-    """Return whether a top-level module ("json", "argparse") is held out: the CRC-32 of its name is divisible by 12."""
+    """Return whether a standard library module is held out from training: the CRC-32 of its name is divisible by 12."""
     return zlib.crc32(module.encode()) % HELD_OUT_ONE_IN == 0
 
 
 def library_sources(held_out: bool) -> dict[str, str]:
-    """Return the source of every library module that is held out (or is not), by path, in the order of paths."""
+    """Return the source code of the standard library modules that are (or are not) held out from training, by path."""
     root = Path(sysconfig.get_path("stdlib"))
     sources = {}
     for path in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Files that outlive a run: digests, atomic writes, and a lock on a folder."""
+"""Helpers for result files of an evaluation: digests, atomic writes, and a lock on a folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvexport.errors import UsageError
 
 
 def digest_of(*parts: Any) -> str:
-    """Return the SHA-256, in hex, of values that JSON can represent."""
+    """Return the SHA-256, in hex, of the JSON of the given values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError that the block raises, such as that of a full disk."""
+    """Add the file's name to an OSError that is raised within the `with` block, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder during the block.
+    """Hold a lock on a folder within the `with` block, so that no other process uses it.
 
     Raises:
         UsageError: Another process holds the lock.

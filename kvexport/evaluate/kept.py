@@ -1,4 +1,4 @@
-"""The result files in an evaluation's folder (`--work`), which let a killed run continue."""
+"""Result files in the folder of an evaluation (`--work`), with which a killed run can continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvexport.evaluate.result import Result
 
 
 def read_result(path: Path, key: str) -> Result | None:
-    """Return the result stored at `path` under `key`.
+    """Read the evaluation result stored at `path`, if it was measured under the same `key`.
 
     Returns:
         The result; None if there is none, or if it was measured under another key.
@@ -38,6 +38,6 @@ def read_result(path: Path, key: str) -> Result | None:
 
 
 def write_result(path: Path, key: str, result: Result) -> None:
-    """Store a result. `key` is the digest of everything that the result depends on."""
+    """Write an evaluation result to a file. `key` is the digest of everything that the result depends on."""
     values = json.loads(json.dumps(asdict(result)))  # tuples become lists, as in the file
     write_whole(path, json.dumps({"key": key, "sha256": digest_of(key, values), "result": values}, indent=1))

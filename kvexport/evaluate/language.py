@@ -1,4 +1,4 @@
-"""The wording of tasks: facts, questions and filler as token ids of a model's tokenizer.
+"""The wording of evaluation tasks: facts, questions and filler text as token ids of a model's tokenizer.
 
 `Text` writes comment lines between lines of source or of another text, and works with every text tokenizer. `Words` is
 the language of the tiny checkpoint. Tasks name statements and questions by their meaning and never use a tokenizer.
@@ -26,7 +26,7 @@ Ids = list[int]
 
 @cache
 def tiny_language() -> ModuleType:
-    """Return the tiny checkpoint's train.py as a module. It defines the words and sentences of that checkpoint."""
+    """Import train.py of the tiny test checkpoint, which defines the checkpoint's words and sentences."""
     path = recipe_folder() / "checkpoints" / "tiny" / "train.py"
     spec = importlib.util.spec_from_file_location("kvexport_tiny_language", path)
     assert spec is not None and spec.loader is not None
@@ -37,7 +37,7 @@ def tiny_language() -> ModuleType:
 
 
 class Language(Protocol):
-    """The statements, questions and filler that tasks are made of, as token ids.
+    """Interface of a wording of evaluation tasks: statements, questions and filler text as token ids.
 
     Questions and answers follow one another without a gap.
 
@@ -52,15 +52,15 @@ class Language(Protocol):
     start: Ids  # the beginning of a sequence
 
     def fact(self, name: str, thing: str) -> Ids:
-        """Return the statement that `name` has `thing`."""
+        """Return the token ids of the statement that `name` has `thing`, for a recall task."""
         ...
 
     def alias(self, name: str, other: str) -> Ids:
-        """Return the statement that `name` has the same thing as `other`."""
+        """Return the token ids of the statement that `name` has the same thing as `other`, for a recall task."""
         ...
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return a question about `name`, and its answer.
+        """Return the token ids of a question about `name` in a recall task, and of its answer.
 
         Args:
             kind: "one" (the thing of `name`), "every" (all its things in order, comma-separated), "mostly" (the thing
@@ -73,11 +73,11 @@ class Language(Protocol):
         ...
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Return sentences or lines without statements, in order, of exactly `count` tokens together."""
+        """Return filler sentences or lines without facts, in order, of exactly `count` tokens together."""
         ...
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """Return a text of `count` tokens, its start token included, and the positions to evaluate.
+        """Return a text of `count` tokens with its start token, and the positions at which predictions are evaluated.
 
         The model was trained to predict the next token at these positions.
         """
@@ -85,7 +85,7 @@ class Language(Protocol):
 
 
 class Words:
-    """The language of the tiny checkpoint: facts are `NAME THING .` and questions are `? NAME`."""
+    """The wording of evaluation tasks for the tiny checkpoint: facts are `NAME THING .` and questions are `? NAME`."""
 
     lacks = frozenset({"multivalue", "tracking", "counting"})
 
@@ -95,26 +95,29 @@ class Words:
         self.start = [self._tiny.BOS]
 
     def fact(self, name: str, thing: str) -> Ids:
-        """Return the statement that `name` has `thing`. See `Language.fact`."""
+        """Return the token ids of the statement that `name` has `thing`. See `Language.fact`."""
         return [self._tiny.IDS[name], self._tiny.IDS[thing], self._tiny.STOP]
 
     def alias(self, name: str, other: str) -> Ids:
-        """Return the statement that `name` has the same thing as `other`. See `Language.alias`."""
+        """Return the token ids of the statement that `name` has the same thing as `other`. See `Language.alias`."""
         raise ValueError("the tiny checkpoint knows no aliases")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return a question and its answer. See `Language.ask`; "one" and "mostly" are the same question here."""
+        """Return the token ids of a question and of its answer. See `Language.ask`.
+
+        "one" and "mostly" are the same question here.
+        """
         if kind not in ("one", "mostly"):
             raise ValueError(f"the tiny checkpoint cannot be asked {kind!r}")
         return [self._tiny.ASK, self._tiny.IDS[name]], [self._tiny.IDS[answer]]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Return sentences without statements. See `Language.filler`."""
+        """Return the token ids of filler sentences without facts. See `Language.filler`."""
         sentences: list[Ids] = self._tiny.filler_sentences(rng, count)
         return sentences
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """Return a story and questions about it; only the answers are evaluated. See `Language.text`."""
+        """Return a story and questions about it as token ids; only the answers are evaluated. See `Language.text`."""
         ids, labels = self._tiny.recall_row(rng, count)
         tiny = self._tiny
         return ids, [i - 1 for i, label in enumerate(labels) if label not in (tiny.IGNORE, tiny.EOS)]
@@ -124,12 +127,12 @@ _ASKED = {"one": "# {}", "chain": "# {}", "every": "# every {}", "mostly": "# mo
 
 
 class Text:
-    """The language of text models: `# NAME THING` and `# NAME OTHER` as comment lines between lines of source."""
+    """The wording of evaluation tasks for text models: facts are comments `# NAME THING` between lines of source."""
 
     lacks: frozenset[str] = frozenset()
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
-        """Initialize the language.
+        """Prepare the wording of evaluation tasks for a model's tokenizer.
 
         Args:
             tokenizer: The model's tokenizer.
@@ -145,7 +148,10 @@ class Text:
             raise UsageError("the text to measure on is empty", "--text FILE with some pages of text, or leave it out")
 
     def _continue(self, text: str) -> Ids:
-        """Return the ids of `text` after a newline. Some tokenizers encode the very beginning of a text differently."""
+        """Return the token ids of `text` after a newline.
+
+        Some tokenizers encode the very beginning of a text differently.
+        """
         before = self._tokenizer.encode("\n", add_special_tokens=False)
         ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
         return (
@@ -155,22 +161,25 @@ class Text:
         )
 
     def fact(self, name: str, thing: str) -> Ids:
-        """Return the statement that `name` has `thing`. See `Language.fact`."""
+        """Return the token ids of the statement that `name` has `thing`. See `Language.fact`."""
         return self._continue(f"# {name} {thing}\n")
 
     def alias(self, name: str, other: str) -> Ids:
-        """Return the statement that `name` has the same thing as `other`. See `Language.alias`."""
+        """Return the token ids of the statement that `name` has the same thing as `other`. See `Language.alias`."""
         return self._continue(f"# {name} {other}\n")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return a question and its answer. See `Language.ask`."""
+        """Return the token ids of a question and its answer. See `Language.ask`."""
         asked_text = _ASKED[kind].format(name)
         whole, question = self._continue(f"{asked_text} {answer}"), self._continue(asked_text)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, question, strict=False)))
         return whole[:same], whole[same:]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Return consecutive lines from a random place. The last line may be shortened. See `Language.filler`."""
+        """Return consecutive lines of the source text from a random line on, as token ids. See `Language.filler`.
+
+        The last line may be shortened.
+        """
         lines: list[Ids] = []
         end = self._continue("\n")
         place = int(rng.integers(len(self._lines)))
@@ -184,7 +193,10 @@ class Text:
         return lines
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """Return consecutive lines, and all positions from the middle on: there a budget of half the text is full."""
+        """Return consecutive lines of the source text as token ids, and all positions from the middle on.
+
+        At these positions predictions are evaluated: from the middle on a budget of half the text is full.
+        """
         ids = [*self.start, *(token for line in self.filler(rng, count - len(self.start)) for token in line)]
         return ids, list(range(count // 2, count - 1))
 
@@ -196,7 +208,7 @@ class Text:
 
 
 def language_of(tokenizer: Tokenizer | None, source: str | None = None) -> Language:
-    """Return the language for a model's tokenizer.
+    """Return the wording of evaluation tasks for a model's tokenizer.
 
     Args:
         tokenizer: The model's tokenizer.

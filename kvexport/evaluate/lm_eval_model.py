@@ -1,4 +1,4 @@
-"""An artifact as a model of lm-evaluation-harness. Import this module, then use ``model="kvexport"``.
+"""A model class for lm-evaluation-harness that runs an artifact. Import this module, then use ``model="kvexport"``.
 
     from kvexport.evaluate.lm_eval_model import KvexportLM
     lm_eval.simple_evaluate(model=KvexportLM("artifacts/tiny-keepkv"), tasks=[...])
@@ -53,11 +53,11 @@ class KvexportLM(LM):  # type: ignore[misc]
         self._start: list[int] = start[0] if isinstance(start[0], list) else start
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return (ln p of the continuation in nats, whether it is greedy) for every (context, continuation)."""
+        """Return for every (context, continuation) the continuation's ln p in nats, and whether it is greedy."""
         return list(self._score([self._pair(*request.args) for request in requests]))
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return ln p of every text in nats.
+        """Return the log probability of every text in nats.
 
         A text longer than the artifact's max_length is cut into independent pieces.
         """
@@ -75,7 +75,7 @@ class KvexportLM(LM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return a continuation of every context up to a stop string: greedy, or sampled if the request asks for it.
+        """Generate a continuation of every context up to a stop string: greedy, or sampled if the request asks for it.
 
         A context that leaves no room for an answer loses its beginning.
         """
@@ -96,7 +96,7 @@ class KvexportLM(LM):  # type: ignore[misc]
         return texts
 
     def _pair(self, context: str, continuation: str) -> Sample:
-        """Return the tokens of context and continuation.
+        """Return a sample with the token ids of a context and its continuation.
 
         Spaces at the end of the context belong to the first token of the continuation.
         """

@@ -1,4 +1,4 @@
-"""Samples run through an engine: its predictions against the true answers and against the full cache."""
+"""Measurement of samples on an engine: its predictions against the true tokens and against the full KV cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 16  # rows compared at once: 6 MB in float64 for a vocabulary of 50,000
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of one sample.
+    """The evaluation figures of one sample (sequence).
 
     Attributes:
         right: Whether every evaluated token was the most likely one.
@@ -38,11 +38,10 @@ class Outcome:
 
 
 def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[int, int, Rows]]:
-    """Yield the logits at every sample's evaluated positions.
+    """Run samples through an engine in one batch, and yield the logits at every sample's evaluated positions.
 
     All samples run in one batch: prompts in chunks, then the given tokens one by one. Only one call's logits are in
-    memory
-    at a time.
+    memory at a time.
 
     Yields:
         The number of the sample, the number of its first evaluated position in this call, and the rows of logits.
@@ -86,7 +85,7 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
 
 
 def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:
-    """Return all rows of `counted_rows`: [evaluated, vocabulary] for every sample."""
+    """Return the logits [evaluated, vocabulary] at the evaluated positions of every sample; see `counted_rows`."""
     rows: list[list[Rows]] = [[] for _ in samples]
     for lane, _, logits in counted_rows(engine, samples):
         rows[lane].append(logits)
@@ -94,7 +93,7 @@ def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:
 
 
 class Judge:
-    """Comparison of one sample's logits with the true tokens and with the full cache.
+    """Accumulator that compares one sample's predictions with the true tokens and with the full KV cache's predictions.
 
     Rows may come in pieces, each row once.
 
@@ -112,7 +111,7 @@ class Judge:
         self._kl, self._agrees = np.zeros(compared), np.zeros(compared, bool)
 
     def take(self, first: int, logs: Logs) -> None:
-        """Add the log-probabilities of evaluated positions from number `first` on."""
+        """Add the log-probabilities at some evaluated positions, from number `first` on, to the comparison."""
         rows = np.arange(first, first + len(logs))
         truth, best = self._truth[rows], logs.argmax(-1)
         self._nll[rows] = -logs[np.arange(len(rows)), truth]
@@ -124,7 +123,7 @@ class Judge:
             self._agrees[rows] = best == reference.argmax(-1)
 
     def outcome(self) -> Outcome:
-        """Return the figures over all added rows."""
+        """Return the evaluation figures of the sample over all positions that were added."""
         return Outcome(bool(self._hits.all()), float(self._nll.mean()), self._kl, self._agrees)
 
 
@@ -137,7 +136,7 @@ def run_samples(
     writer: Writer | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Return the outcomes of all samples.
+    """Run evaluation samples on an engine, and return the figures of each.
 
     Args:
         engine: The engine.
@@ -181,7 +180,7 @@ def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:
 
 @dataclass(frozen=True)
 class Window:
-    """An interval of a very long sequence.
+    """The figures of one interval of a very long sequence, in a test of stability.
 
     Attributes:
         end: Tokens seen at its end.
@@ -199,7 +198,7 @@ class Window:
 def run_long(
     engine: Engine, ids: Sequence[int], counted: Sequence[int], window: int, decoded: int = 64
 ) -> list[Window]:
-    """Run one sequence of any length in chunks, its last `decoded` tokens one by one.
+    """Run one very long sequence on an engine in chunks, its last `decoded` tokens one by one, to test stability.
 
     Args:
         engine: An engine whose artifact returns the logits of every token.
@@ -235,7 +234,7 @@ def run_long(
 
 
 def _state_of(state: dict[str, NDArray[np.float32]]) -> tuple[float, bool]:
-    """Return the largest norm of a used key, and whether every used slot is finite. Unused slots may hold anything."""
+    """Return the largest norm of a cached key, and whether every used KV-cache slot is finite."""
     largest, finite = 0.0, True
     for name, votes in state.items():
         if not name.endswith(".votes"):

@@ -1,4 +1,4 @@
-"""Recall of a real model: a passage is read once, and every question about it is answered from a copy of the cache.
+"""Recall test of a real model: a passage is read once, and each question about it starts from a copy of the KV cache.
 
 The module also measures which layers the recalled facts depend on (`cache.allocation.whole`).
 """
@@ -39,7 +39,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text with facts in it.
+    """A text with facts in it, and questions about these facts.
 
     Attributes:
         ids: Token ids of the text.
@@ -52,7 +52,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Answer:
-    """The figures of one answer.
+    """Evaluation figures of a model's answer to one question about a passage.
 
     Attributes:
         exact: Whether greedy decoding gives the answer: every token is the most likely one after the tokens before it.
@@ -73,7 +73,7 @@ def passage(
     rng: np.random.Generator,
     frame: tuple[str, str] = ("", "\n\n"),
 ) -> Passage:
-    """Return a passage of about `length` tokens: sentences in order, with the facts at random places between them.
+    """Compose a passage of about `length` tokens: sentences in order, with facts at random places between them.
 
     Args:
         encode: Encodes a text.
@@ -102,7 +102,7 @@ def passage(
 
 
 def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Answer]:
-    """Return the engine's answers to all questions about a passage.
+    """Let an engine read a passage, and return the figures of its answers to all questions about it.
 
     Args:
         engine: The engine.
@@ -139,14 +139,14 @@ def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Ans
 
 
 def _asked_of(saved: Saved, lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Return the answers to questions, each from a copy of the saved lane."""
+    """Answer each question from a copy of a saved lane (the KV cache after a passage), and return the figures."""
     for lane in range(lanes.count):
         lanes.restore(lane, saved)
     return continued(lanes, questions)
 
 
 def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Return the answers of lanes, each of which has read the passage of one question."""
+    """Answer one question in each lane, whose KV cache has read the question's passage, and return the figures."""
     width = lanes.prefill_chunk
     rows = lanes.prefill([np.array(q.ids, dtype=np.int64) for q in questions])
     assert all(len(q.ids) <= width for q in questions)
@@ -156,7 +156,7 @@ def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
 def retrieval_layers(
     engine: Engine, passages: Sequence[Passage], *, kept: float = 0.125, advance: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Answer], NDArray[np.float64]]:
-    """Measure the loss of answers if a single layer keeps only its sinks and the latest tokens.
+    """Measure for each layer how much answers lose if only this layer's KV cache keeps just sinks and latest tokens.
 
     Args:
         engine: An engine with a full cache.
@@ -193,7 +193,7 @@ def retrieval_layers(
 def _cut(
     plan: CachePlan, state: Mapping[str, NDArray[Any]], layer: int, sinks: int, late: int
 ) -> dict[str, NDArray[Any]]:
-    """Return a layer's state without the slots between its sinks and the latest ones."""
+    """Return a layer's KV-cache tensors with only the first slots (sinks) and the latest ones."""
     results: dict[str, NDArray[Any]] = {}
     for tensor in plan.caches[layer].state:
         array = state[tensor.past(layer)]
@@ -204,14 +204,14 @@ def _cut(
 
 
 def _read_unmerged(lanes: Lanes, *tokens: Ids) -> None:
-    """Append tokens to each lane without any merge."""
+    """Append tokens to each lane chunk by chunk, without any merge of the KV caches."""
     longest = max(map(len, tokens))
     for start in range(0, longest, lanes.prefill_chunk):
         _appended(lanes, [ids[start : start + lanes.prefill_chunk] for ids in tokens])
 
 
 def _appended(lanes: Lanes, tokens: Sequence[Ids]) -> NDArray[np.float32]:
-    """Append tokens to each lane in one call, and return the logits [lanes, vocabulary] after the last ones."""
+    """Append tokens to each lane in one model call, and return the logits [lanes, vocabulary] after the last tokens."""
     lengths = np.array([[len(ids)] for ids in tokens], dtype=np.int64)
     ids = np.zeros((len(tokens), max(int(lengths.max()), 1)), dtype=np.int64)
     for row, lane_ids in zip(ids, tokens, strict=True):
@@ -222,7 +222,7 @@ def _appended(lanes: Lanes, tokens: Sequence[Ids]) -> NDArray[np.float32]:
 
 
 def _judged(rows: NDArray[np.float32], lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Return the answers of lanes, given the logits of each lane's first answer token.
+    """Score the answers of lanes, given the logits of each lane's first answer token.
 
     The true answers are appended token by token.
     """

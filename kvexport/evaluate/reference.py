@@ -1,4 +1,4 @@
-"""The full cache's predictions on disk, which every KL is measured against.
+"""The full KV cache's predictions, stored on disk, from which KL divergences of compressed caches are measured.
 
 A row holds a position's log-probabilities over the vocabulary, in steps of 1/2048 nat down to -32, two bytes each. An
 error e in a log-probability changes the KL by p e (ln p/q - KL), so the error should have the same size for every
@@ -43,7 +43,7 @@ def log_softmax(logits: NDArray[Any]) -> Logs:
 
 
 def encode(logs: Logs) -> NDArray[np.uint16]:
-    """Return log-probabilities as whole numbers of steps below 0."""
+    """Quantize log-probabilities to uint16: whole steps of 1/2048 nat below 0."""
     rows, best = np.arange(len(logs)), logs.argmax(-1)
     steps = np.rint(np.minimum(logs * -STEPS, LOWEST)).astype(np.int32)
     highest = steps[rows, best]
@@ -53,14 +53,14 @@ def encode(logs: Logs) -> NDArray[np.uint16]:
 
 
 def decode(steps: NDArray[np.uint16]) -> Logs:
-    """Return the log-probabilities that `encode` was given, except for rounding. Probabilities sum to 1."""
+    """Return log-probabilities from the uint16 steps of `encode`, normalized so that the probabilities sum to 1."""
     logs = steps / -float(STEPS)
     logs -= np.log(np.exp(logs).sum(-1, keepdims=True))
     return logs
 
 
 def needed_bytes(rows: int, vocabulary: int) -> int:
-    """Return the bytes that `rows` rows take on disk."""
+    """Return the bytes that `rows` positions of log-probabilities over the vocabulary take on disk."""
     return rows * vocabulary * _BYTES
 
 
@@ -76,7 +76,7 @@ def require_space(folder: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """The rows of a task's samples, mapped from a file.
+    """The full cache's log-probabilities at the evaluated positions of a task's samples, memory-mapped from a file.
 
     Attributes:
         starts: The first row of every sample.
@@ -86,19 +86,19 @@ class Reference:
     starts: tuple[int, ...]
 
     def logs(self, sample: int, first: int, count: int) -> Logs:
-        """Return log-probabilities at `count` evaluated positions of a sample, from number `first` on."""
+        """Return the full cache's log-probabilities at `count` evaluated positions of a sample, from `first` on."""
         start = self.starts[sample] + first
         return decode(self.steps[start : start + count])
 
 
 class Writer:
-    """A reference file under construction. Rows may come in any order."""
+    """Writer of a file with the full cache's log-probabilities. Positions may come in any order."""
 
     def __init__(self, stream: BinaryIO, path: Path, starts: Sequence[int], vocabulary: int) -> None:
         self._stream, self._path, self._starts, self._width = stream, path, starts, vocabulary * _BYTES
 
     def put(self, sample: int, first: int, logs: Logs) -> None:
-        """Write rows of a sample's evaluated positions from number `first` on.
+        """Write log-probabilities at evaluated positions of a sample, from number `first` on.
 
         A full disk raises an OSError that names the file.
         """
@@ -108,17 +108,17 @@ class Writer:
 
 
 class References:
-    """Reference files in a folder, each named by the digest of its model and samples."""
+    """A folder of files with the full cache's predictions, each named by the digest of its model and samples."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self._folder, self._vocabulary = folder, vocabulary
 
     def path(self, key: str) -> Path:
-        """Return the path of the file for `key`."""
+        """Return the path of the file of full-cache predictions for the digest `key`."""
         return self._folder / f"full-{key[:32]}.logs"
 
     def open(self, key: str, counts: Sequence[int]) -> Reference | None:
-        """Open the reference stored under `key`.
+        """Open the file of full-cache predictions for the digest `key`.
 
         Args:
             key: The digest of model and samples.
@@ -150,7 +150,9 @@ class References:
 
     @contextmanager
     def write(self, key: str, counts: Sequence[int]) -> Iterator[Writer]:
-        """Yield a writer for the reference of `key`. The file gets its name when the block ends without an error.
+        """Yield a writer of the file of full-cache predictions for the digest `key`.
+
+        The file gets its name when the block ends without an error.
 
         Raises:
             OSError: The disk is full; the error names the file.

@@ -1,4 +1,4 @@
-"""The options of an evaluation, and its results."""
+"""The options and results of an evaluation of compressed KV caches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Cell:
-    """The number of right answers among the samples of one length and depth."""
+    """The number of right answers among the evaluation samples of one length and depth."""
 
     length: int
     depth: float
@@ -64,7 +64,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Score:
-    """The figures of one setting on one task.
+    """The figures of one compression setting on one evaluation task.
 
     Attributes:
         accuracy: The share of samples whose answer is right as a whole (for a suite its own score, 0 to 1); None for
@@ -87,7 +87,7 @@ class Score:
 
 @dataclass
 class Result:
-    """Everything that was measured for one setting.
+    """Everything that an evaluation measured for one compression setting (method and budget).
 
     Attributes:
         budget: The budget as the user wrote it; None for the full cache.
@@ -109,11 +109,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference: a label's figure minus that of the label `against` at the same budget, sample by sample.
+    """A paired difference of two methods' figures at the same budget, sample by sample.
 
     The figure is "kl" or "accuracy". The interval of the mean difference is narrower than the two figures' own
-    intervals
-    suggest, because both settings ran on the same samples.
+    intervals suggest, because both settings ran on the same samples.
     """
 
     label: str
@@ -126,7 +125,7 @@ class Difference:
 
 @dataclass
 class Evaluation:
-    """The results of an evaluation: the full cache, and every method at every budget.
+    """The results of an evaluation: those of the full KV cache, and of every compression method at every budget.
 
     Attributes:
         full: The full cache. Its bytes are those of `length` tokens.
@@ -148,12 +147,12 @@ class Evaluation:
     differences: list[Difference] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all results as JSON values."""
+        """Return all results of the evaluation as JSON values."""
         return asdict(self)
 
 
 def paired(results: Sequence[Result], against: str) -> list[Difference]:
-    """Return the differences of every result to that of the label `against` at the same budget.
+    """Return the paired differences of every method's figures to those of the method `against` at the same budget.
 
     Differences are taken on every task and figure that both results have.
     """
@@ -173,7 +172,7 @@ def paired(results: Sequence[Result], against: str) -> list[Difference]:
 
 
 def line(result: Result) -> str:
-    """Return a result as one line of text."""
+    """Return an evaluation result as one line of text."""
     figures = []
     for task, score in result.scores.items():
         right = f" {score.accuracy.value:.3g} right" if score.accuracy else ""
@@ -184,5 +183,5 @@ def line(result: Result) -> str:
 
 
 def named(result: Result) -> str:
-    """Return the name of a result's setting, for people."""
+    """Return the name of a result's method and budget, for people."""
     return result.label if result.budget is None else f"{result.label}, {result.slots} slots"

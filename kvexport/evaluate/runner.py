@@ -1,4 +1,4 @@
-"""`kvexport eval`: methods at equal bytes on the same samples, each on the engine that would be deployed."""
+"""`kvexport eval`: compression methods at equal bytes on the same samples, each on the engine to be deployed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def evaluate(
     progress: Show = silent,
     tell: Tell = lambda _: None,
 ) -> Evaluation:
-    """Build and measure every setting of a recipe.
+    """Build and measure every compression setting (method and budget) of a recipe.
 
     Args:
         recipe: Name or file of the recipe.
@@ -92,7 +92,7 @@ def evaluate(
 
 
 class Run:
-    """One evaluation in progress: the data that all settings share.
+    """An evaluation in progress: the data that all compression settings share.
 
     Attributes:
         settings: The settings to measure, by budget. The full cache is measured first.
@@ -178,7 +178,7 @@ class Run:
         return samples
 
     def all(self) -> Evaluation:
-        """Measure the full cache, then every setting."""
+        """Measure the full KV cache, then every compression setting, and return all results."""
         smallest = min((setting.budget for setting in self.settings), default=0.0)
         stable = [s for s in self.settings if STABILITY in self.options.tasks and s.budget == smallest]
         self._long = [setting for setting in stable if not self._place(setting)[0].exists()]
@@ -210,7 +210,7 @@ class Run:
         )
 
     def full(self) -> Result:
-        """Measure the full cache on every task. Its predictions become the reference of every KL."""
+        """Measure the full KV cache on every task. Its predictions become the reference of every KL divergence."""
         recipe = load_setting(self.recipe, FULL, None, self.common)
         # Built for the longest sample; its bytes are those that a prompt of the run's length needs.
         exact = recipe.model_copy(update={"limits": recipe.limits.model_copy(update={"max_length": self.length})})
@@ -237,7 +237,7 @@ class Run:
         return kept
 
     def measure(self, setting: Setting) -> Result:
-        """Measure a setting on every task after `full`, or read its result from an earlier run."""
+        """Measure a compression setting on every task, or read its result from an earlier run. Call `full` before."""
         result = read_result(*self._place(setting))
         if result is None:
             result = self._measure(setting, setting.budget, {})
@@ -245,23 +245,23 @@ class Run:
         return result
 
     def _place(self, setting: Setting) -> tuple[Path, str]:
-        """Return the file of a setting's result, and the digest of everything that the result depends on."""
+        """Return the path of a setting's result file, and the digest of everything that the result depends on."""
         folder = self.folder / "results"
         folder.mkdir(exist_ok=True)
         key = digest_of(self._identity(setting.recipe), setting.label, setting.budget, self._asked)
         return folder / f"{_file_name(_name(setting))}-{key[:16]}.json", key
 
     def _identity(self, recipe: Recipe) -> list[Any]:
-        """Return the values that an engine's answers depend on, for digests. A checkpoint counts by its content."""
+        """Return the values that an engine's predictions depend on, for digests. A checkpoint counts by its content."""
         fields = recipe.model_dump(mode="json", exclude={"description": True, "model": {"path"}})
         return [__version__, CONTRACT_VERSION, self._fingerprint, fields]
 
     def _of_samples(self, *tasks: str) -> dict[str, Any]:
-        """Return the samples of tasks, for digests."""
+        """Return the token ids and evaluated positions of the samples of tasks, for digests."""
         return {task: [[s.ids, s.prompt, s.counted] for s in self.samples[task]] for task in tasks}
 
     def _report(self, result: Result, rest: Sequence[Setting]) -> None:
-        """Report a result, and an estimate of the time for the settings in `rest`."""
+        """Print the result of a setting, with an estimate of the time for the settings in `rest`."""
         left = [setting for setting in rest if not self._place(setting)[0].exists()]
         text = line(result)
         if (left or self._long) and self._seconds:
@@ -276,7 +276,7 @@ class Run:
         self.tell(text)
 
     def stability(self, label: str, slots: int | None) -> list[Window]:
-        """Run a method over TIMES training lengths of text.
+        """Run a method over text of TIMES times the training length, and return its figures by interval.
 
         Args:
             label: The method.
@@ -294,7 +294,7 @@ class Run:
             return run_long(engine, ids, counted, self.training_length)
 
     def _engine(self, name: str, recipe: Recipe) -> Engine:
-        """Build the recipe over the weights that all engines share, and load it."""
+        """Build an artifact of the recipe over the weights that all artifacts share, and load it as an engine."""
         from kvexport.export.build import build, share_weights
         from kvexport.export.weights.importance import as_built
 
@@ -306,7 +306,7 @@ class Run:
         return load(build(recipe, self.folder / _file_name(name), shared=shared), verify=False)
 
     def _measure(self, setting: Setting, budget: float | None, writers: Mapping[str, Writer]) -> Result:
-        """Build a setting and measure it on every task.
+        """Build a compression setting and measure it on every task.
 
         Args:
             setting: The setting.
@@ -356,7 +356,7 @@ class Run:
 
 
 def _against(chosen: str | None, labels: Sequence[str], own: str) -> str:
-    """Return the label that differences are taken to."""
+    """Return the label of the method to which all others' paired differences are taken."""
     if chosen is not None and chosen not in labels:
         raise UsageError(f"{chosen!r} is not among the compared labels", f"--against {labels[-1] if labels else FULL}")
     return chosen or (own if own in labels or not labels else labels[-1])

@@ -1,4 +1,4 @@
-"""An evaluation as tables and plots for `kvexport.report`."""
+"""The report of an evaluation: tables and plots for `kvexport.report`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvexport.validate.perturbation import drawings, tables
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
-    """Return the summary, the tables, and the plots of an evaluation."""
+    """Return the report of an evaluation: summary, tables and plots."""
     out = [
         *_summary(evaluation),
         *_tables(evaluation),
@@ -81,7 +81,7 @@ def _tables(evaluation: Evaluation) -> list[Section]:
 
 
 def _differences(evaluation: Evaluation) -> list[Section]:
-    """Return tables of paired differences to the label `against`.
+    """Return tables of the methods' paired differences to the method `against`.
 
     Two methods may differ by less than the width of their intervals.
     """
@@ -162,7 +162,7 @@ def _step_time(result: Result) -> Estimate | None:
 
 
 def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
-    """Return one line over bytes for each method, and a point for the full cache."""
+    """Return a figure over cache bytes: one line for each method, and a point for the full cache."""
     labels = list(dict.fromkeys(r.label for r in evaluation.results))
     methods = [(label, [r for r in evaluation.results if r.label == label]) for label in labels]
     methods += [(evaluation.full.label, [evaluation.full])] if full else []

@@ -1,4 +1,4 @@
-"""The compared settings: methods with their parameters, at budgets of equal bytes, each built into an artifact."""
+"""The compression settings that an evaluation compares: methods with parameters, at budgets of equal bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Setting:
-    """A method with its parameters at one budget.
+    """A compression method with its parameters at one cache budget.
 
     Attributes:
         label: The method as the user wrote it, such as "keepkv:threshold=0.7".
@@ -36,7 +36,7 @@ class Setting:
 
 
 def parse_budgets(text: str) -> list[float]:
-    """Parse budgets such as "0.125, 1/4, 64".
+    """Parse a list of cache budgets such as "0.125, 1/4, 64".
 
     Numbers below 1 or with a slash are shares of the length, all others are slots.
 
@@ -57,7 +57,7 @@ def parse_budgets(text: str) -> list[float]:
 
 
 def overrides_of(label: str) -> list[str]:
-    """Return the `--set` lines of a label "method:key=value:...". A key without a dot is a parameter of the method."""
+    """Return the recipe overrides (`--set` lines) of a method label such as "keepkv:threshold=0.7"."""
     method, *parts = label.split(":")
     lines = [f"cache.method={method}"]
     for part in parts:
@@ -71,7 +71,7 @@ def overrides_of(label: str) -> list[str]:
 
 
 def load_setting(recipe: str, label: str, slots: int | None, common: Sequence[str]) -> Recipe:
-    """Load the recipe with a method, its budget and the settings that all methods share.
+    """Load a recipe with a compression method, its budget and the settings that all compared methods share.
 
     Args:
         recipe: Name or file of the recipe.
@@ -91,11 +91,11 @@ def equal_bytes(
     geometry: Sequence[LayerGeometry],
     common: Sequence[str],
 ) -> list[Setting]:
-    """Return every label at every budget, with equal bytes.
+    """Return every compression method at every budget, with cache sizes of equal bytes.
 
     A budget's bytes are those of the smallest label with that many slots (votes, scores, positions and slack included;
-    for
-    a cache that reads whole prompts the bytes it uses afterwards). Every label gets as many slots as fit these bytes.
+    for a cache that reads whole prompts the bytes it uses afterwards). Every label gets as many slots as fit these
+    bytes.
 
     Raises:
         UsageError: A budget cannot hold sinks and recent slots.
@@ -126,7 +126,7 @@ def _fit(recipe: Recipe, slots: int, limit: int, geometry: Sequence[LayerGeometr
 
 
 def longer_checkpoint(checkpoint: Path, folder: Path, positions: int) -> Path:
-    """Write a copy of `checkpoint` into `folder` with another maximum of positions.
+    """Write a copy of a checkpoint whose config allows `positions` positions.
 
     Weights are hard links where the file system allows it.
 

@@ -1,4 +1,4 @@
-"""Confidence intervals: Wilson's for shares, the bootstrap for means. Pure functions of numbers."""
+"""Confidence intervals: Wilson's for shares, the bootstrap for means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval.
+    """An estimated figure with its 95 % confidence interval.
 
     Attributes:
         value: The figure.
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def share(hits: int, count: int) -> Estimate:
-    """Return `hits` of `count` with Wilson's score interval (Wilson 1927), which has a width at 0 and 1 as well."""
+    """Return the share `hits` / `count` with Wilson's score interval (Wilson 1927), also of width > 0 at 0 and 1."""
     if not 0 <= hits <= count or not count:
         raise ValueError(f"{hits} hits of {count}")
     p, z2 = hits / count, Z * Z

@@ -1,4 +1,4 @@
-"""LongBench and RULER from a local folder. Nothing is downloaded.
+"""The benchmark suites LongBench and RULER, read from a local folder. Nothing is downloaded.
 
 LongBench (arXiv 2308.14508): `DIR/data/*.jsonl`, with `config/dataset2prompt.json` and `dataset2maxlen.json` of its
 repository in `DIR/config` (or `DIR`). The prompts are the paper's, because they are read from there. RULER (arXiv
@@ -26,7 +26,7 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt and the scoring of its answer.
+    """One item of a benchmark suite: a prompt and the scoring of its answer.
 
     Attributes:
         cut: Whether a prompt that is too long loses its middle (LongBench) instead of being refused.
@@ -47,13 +47,13 @@ def normalize(text: str) -> list[str]:
 
 
 def token_f1(predicted: Sequence[str], truth: Sequence[str]) -> float:
-    """Return the harmonic mean of precision and recall of a bag of tokens."""
+    """Return the F1 score (harmonic mean of precision and recall) of two bags of tokens."""
     same = sum((Counter(predicted) & Counter(truth)).values())
     return 2 * same / (len(predicted) + len(truth)) if same else 0.0
 
 
 def rouge_l(predicted: Sequence[str], truth: Sequence[str]) -> float:
-    """Return the F1 of the longest common subsequence (Lin 2004, beta 1)."""
+    """Return ROUGE-L: the F1 score of the longest common subsequence of two token sequences (Lin 2004, beta 1)."""
     row = [0] * (len(truth) + 1)
     for token in predicted:
         previous = 0
@@ -71,7 +71,7 @@ def _rouge(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
 
 
 def _classes(prediction: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-    """Return 1 / n if n class names occur in the prediction and the right one is among them, else 0.
+    """Score a classification answer: 1 / n if the prediction names n classes with the right one among them, else 0.
 
     Names that are a substring of the right name do not count.
     """
@@ -85,14 +85,14 @@ def _classes(prediction: str, truths: Sequence[str], classes: Sequence[str]) -> 
 
 
 def _number(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
-    """Return the share of the prediction's numbers that equal the answer."""
+    """Score a counting answer: the share of the numbers in the prediction that equal the true number."""
     numbers = re.findall(r"\d+", prediction)
     wanted = {n for truth in truths for n in re.findall(r"\d+", truth)[:1]}
     return sum(n in wanted for n in numbers) / len(numbers) if numbers else 0.0
 
 
 def _code(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
-    """Return the similarity of the first line of code (no comment, no fence), by matching blocks."""
+    """Score a code completion: the similarity of its first line of code (no comment, no fence) to the true line."""
     lines = [line for line in prediction.lstrip("\n").split("\n") if not any(mark in line for mark in ("`", "#", "//"))]
     return max(
         difflib.SequenceMatcher(None, lines[0] if lines else "", truth, autojunk=False).ratio() for truth in truths
@@ -113,7 +113,7 @@ RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 
 def read_longbench(folder: Path) -> dict[str, list[Item]]:
-    """Return the items of each data set ("longbench/hotpotqa").
+    """Read the LongBench items of each data set ("longbench/hotpotqa") from a folder.
 
     Every English data set of `folder/data` (or `folder`) that the paper scores is read.
     """
@@ -149,7 +149,7 @@ def _scorer(metric: Metric, row: dict[str, Any]) -> Callable[[str], float]:
 
 
 def read_ruler(folder: Path) -> dict[str, list[Item]]:
-    """Return the items of each task ("ruler/niah_single_1").
+    """Read the RULER items of each task ("ruler/niah_single_1") from a folder.
 
     The score is the share of the answers that the generated text contains; for QA whether it contains one of them.
     """
@@ -187,7 +187,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def run_items(engine: Engine, items: Sequence[Item], batch: int) -> list[float]:
-    """Return the scores of greedy answers, item by item.
+    """Generate greedy answers to benchmark items, and return their scores, item by item.
 
     Raises:
         UsageError: A prompt is too long and must not be cut.

@@ -1,4 +1,4 @@
-"""The tasks, one small function each. The answer of a task depends on its prompt alone; some tasks are plain text.
+"""The tasks of `kvexport eval`, one small function each: recall of facts from long prompts, and plain text.
 
 A new task is a new function with `@task`. It then appears in `kvexport eval`, its tables and its report.
 """
@@ -15,7 +15,7 @@ from kvexport.evaluate.language import Ids, Language
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence of a task.
+    """One token sequence of an evaluation task, with the positions at which predictions are evaluated.
 
     Attributes:
         ids: Token ids of prompt and answer.
@@ -35,7 +35,7 @@ Make = Callable[[Language, np.random.Generator, int, float], Sample]
 
 @dataclass(frozen=True)
 class Task:
-    """A task: a function that makes samples, and the range of its parameters.
+    """An evaluation task: a function that makes samples, and the range of its parameters.
 
     Attributes:
         make: make(language, rng, length, depth) returns a sample of about `length` tokens.
@@ -52,7 +52,7 @@ class Task:
     exact: bool = True
 
     def samples(self, language: Language, count: int, length: int, seed: int) -> list[Sample]:
-        """Return `count` samples at every length, spread over the depths. Equal arguments give equal samples."""
+        """Make `count` samples of the task at every length, over all depths. Equal arguments give equal samples."""
         made = []
         for share in self.lengths:
             size = max(1, round(share * length))
@@ -68,7 +68,7 @@ TASKS: dict[str, Task] = {}
 def task(
     name: str, *, lengths: tuple[float, ...] = (1.0,), depths: tuple[float, ...] = (0.5,), exact: bool = True
 ) -> Callable[[Make], Make]:
-    """Register the decorated function as a task. The first line of its docstring is the task's summary."""
+    """Register the decorated function as an evaluation task. The first line of its docstring is the task's summary."""
 
     def register(make: Make) -> Make:
         TASKS[name] = Task(name, (make.__doc__ or "").strip().splitlines()[0], make, lengths, depths, exact)
@@ -85,7 +85,7 @@ def compose(
     asked: tuple[Ids, Ids],
     depth: float | None = None,
 ) -> Sample:
-    """Return a sample with a prompt of exactly `length` tokens: statements among filler, then the question.
+    """Compose a sample whose prompt has exactly `length` tokens: facts among filler text, then the question.
 
     Args:
         language: The wording.
@@ -114,14 +114,14 @@ def compose(
 
 
 def _people(language: Language, rng: np.random.Generator, count: int) -> tuple[list[str], list[str]]:
-    """Return `count` distinct names and `count` distinct things."""
+    """Draw `count` distinct names and `count` distinct things, for facts of the form "name has thing"."""
     names = rng.permutation(len(language.names))[:count]
     things = rng.permutation(len(language.things))[:count]
     return [language.names[i] for i in names], [language.things[i] for i in things]
 
 
 def _facts_that_fit(language: Language, length: int) -> int:
-    """Return the number of facts that fit a prompt of `length` tokens, at most one for each name."""
+    """Return how many facts fit into a prompt of `length` tokens, at most one for each name."""
     name, thing = language.names[0], language.things[0]
     room = length - len(language.start) - len(language.ask("one", name, thing)[0])
     # Words differ in their number of tokens; a tenth is left as a margin.
@@ -130,14 +130,14 @@ def _facts_that_fit(language: Language, length: int) -> int:
 
 @task("needle", lengths=(0.25, 0.5, 1.0), depths=(0.0, 0.25, 0.5, 0.75, 1.0))
 def needle(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for one fact in filler, by its depth and the prompt's length."""
+    """Ask for one fact hidden in filler text, by its depth and the prompt's length."""
     (name,), (thing,) = _people(language, rng, 1)
     return compose(language, rng, length, [language.fact(name, thing)], language.ask("one", name, thing), depth)
 
 
 @task("multikey")
 def multikey(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for one of 16 facts in filler."""
+    """Ask for one of 16 facts hidden in filler text."""
     names, things = _people(language, rng, min(16, _facts_that_fit(language, length)))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
     asked = int(rng.integers(len(names)))
@@ -146,7 +146,7 @@ def multikey(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("multivalue")
 def multivalue(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for all 3 values of one name, in order, among 5 other facts in filler."""
+    """Ask for all 3 values of one name, in order, among 5 other facts in filler text."""
     names, things = _people(language, rng, 8)
     facts = [language.fact(names[0] if i < 3 else names[i], thing) for i, thing in enumerate(things)]
     order = np.sort(rng.permutation(8)[:3]).tolist()  # places of the three values among the eight statements
@@ -157,7 +157,7 @@ def multivalue(language: Language, rng: np.random.Generator, length: int, depth:
 
 @task("associative")
 def associative(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for one of as many facts as fit (at most 128), without filler."""
+    """Ask for one of as many facts as fit the prompt (at most 128), without filler text."""
     names, things = _people(language, rng, _facts_that_fit(language, length))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
     asked = int(rng.integers(len(names)))
@@ -169,7 +169,7 @@ def associative(language: Language, rng: np.random.Generator, length: int, depth
 
 @task("tracking")
 def tracking(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Follow a chain of two aliases to its fact, among two other chains."""
+    """Ask for the fact at the end of a chain of two aliases, among two other chains."""
     names, things = _people(language, rng, 9)
     chains = [names[3 * i : 3 * i + 3] for i in range(3)]
     statements = [language.fact(chain[0], thing) for chain, thing in zip(chains, things, strict=False)]
@@ -180,7 +180,7 @@ def tracking(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("duplicates")
 def duplicates(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for the more frequent of two things of one name, stated 5 times and 2 times."""
+    """Ask for the more frequent of two things of one name: one is stated 5 times, the other 2 times."""
     names, things = _people(language, rng, 8)
     facts = [language.fact(names[0], things[0])] * 5 + [language.fact(names[0], things[1])] * 2
     facts += [language.fact(name, thing) for name, thing in zip(names[1:], things[2:], strict=False)]
@@ -200,20 +200,20 @@ def counting(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("text", exact=False)
 def text(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Read text in chunks: perplexity and KL to the full cache at predictable positions."""
+    """Predict a text that is read in chunks: perplexity and KL to the full cache at predictable positions."""
     ids, counted = language.text(rng, length)
     return Sample(ids, len(ids), counted, {"length": float(length)})
 
 
 @task("decoded", exact=False)
 def decoded(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Decode the second half of a text token by token, as given, so that merges happen as in decoding."""
+    """Predict the second half of a text, fed token by token, so that merges happen as in decoding."""
     ids, counted = language.text(rng, length)
     return Sample(ids, length // 2, [p for p in counted if p >= length // 2 - 1], {"length": float(length)})
 
 
 def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> tuple[Ids, list[int]]:
-    """Return a sequence of `count` tokens from several texts, and its evaluated positions.
+    """Return a token sequence of `count` tokens from several texts, and the positions to evaluate.
 
     It serves to measure stability far beyond the training length.
     """

@@ -1,1 +1,1 @@
-"""Ranks: processes that compute one model together, each with its KV heads (docs/tasks/tensor-parallel.md)."""
+"""Tensor parallelism: ranks, processes that compute one model together, each with some of its KV heads."""

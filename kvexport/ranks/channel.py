@@ -1,4 +1,4 @@
-"""The messages between rank 0 and another rank: a name, plain values and arrays, over a pair of sockets.
+"""The channel between rank 0 and another tensor-parallel rank: messages with plain values and arrays over sockets.
 
 A process that ends in any way closes its end, and the other process detects that at once.
 """
@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<I")  # the bytes of the header, which is JSON
 
 @dataclass(frozen=True)
 class Message:
-    """A message between ranks.
+    """A message between two tensor-parallel ranks: a call or its answer.
 
     Attributes:
         name: The name of the call or of the answer.
@@ -37,17 +37,17 @@ class Message:
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return the message in the form in which it is sent."""
+        """Return the message serialized as bytes, for the socket."""
         arrays = [(name, x.dtype.str, x.shape) for name, x in self.arrays.items()]
         header = json.dumps([self.name, dict(self.values), arrays]).encode()
         return b"".join([_LENGTH.pack(len(header)), header, *(x.tobytes() for x in self.arrays.values())])
 
 
 class Channel:
-    """One end of a connection; a thread reads messages, so that neither end has to wait to send."""
+    """One end of the connection between two ranks; a thread reads messages, so that neither end has to wait to send."""
 
     def __init__(self, end: socket.socket, on_end: Callable[[Message | None], None]) -> None:
-        """Start the reading thread.
+        """Start the thread that reads messages of the other rank.
 
         Args:
             end: The socket.
@@ -58,7 +58,7 @@ class Channel:
         Thread(target=_read, args=(end, self._received, on_end), daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message.
+        """Send a message to the other rank.
 
         Raises:
             OSError: If the other end is closed.
@@ -66,11 +66,11 @@ class Channel:
         self._end.sendall(message.to_bytes())
 
     def receive(self) -> Message | None:
-        """Return the next message; None if the other end is closed."""
+        """Return the next message of the other rank; None if it has closed the connection."""
         return self._received.get()
 
     def close(self) -> None:
-        """Close this end, which the other end detects."""
+        """Close this end of the connection, which the other rank detects."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
@@ -95,7 +95,7 @@ def _read(
 
 
 def _exactly(end: socket.socket, count: int) -> bytearray:
-    """Return the next `count` bytes.
+    """Read exactly `count` bytes from a socket.
 
     Raises:
         EOFError: If the other end is closed before.

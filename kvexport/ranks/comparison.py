@@ -1,4 +1,4 @@
-"""The ONNX graphs of all ranks as one graph over the whole state, for `kvexport validate`.
+"""The ONNX graphs of all tensor-parallel ranks, presented as one graph over the whole state for `kvexport validate`.
 
 Past and present state tensors have separate buffers.
 """
@@ -26,7 +26,7 @@ PAST, PRESENT = "past_key_values.", "present."
 
 
 def runners(backend: Backend, model: Any, manifest: Manifest, path: Path) -> Runners:
-    """Return `Backend.runners` over all ranks of a model.
+    """Return runners of a model's ONNX graphs for validation, which combine the graphs of all tensor-parallel ranks.
 
     Args:
         backend: The backend.
@@ -47,7 +47,7 @@ def runners(backend: Backend, model: Any, manifest: Manifest, path: Path) -> Run
 
 
 class OneRank:
-    """The graphs of one rank, in its process."""
+    """The ONNX graphs of one tensor-parallel rank, in its process."""
 
     def __init__(self, backend: Backend, model: Any, manifest: Manifest, rank: int) -> None:
         self.rank, self.ranks = rank, manifest.graphs.rank_count
@@ -55,7 +55,7 @@ class OneRank:
         self.session: Any = None  # a session of another decoder
 
     def infer(self, graph: str, feed: Arrays) -> dict[str, NDArray[Any]]:
-        """Return the outputs of one rank's graph; state tensors have this rank's heads.
+        """Run one rank's ONNX graph and return its outputs; state tensors have this rank's KV heads.
 
         Args:
             graph: A field of `Runners`, or "cut" for the decoder of `open`.
@@ -71,7 +71,7 @@ class OneRank:
             return dict(runner.infer(inputs))
 
     def open(self, model: bytes) -> None:
-        """Open another decoder over the same weights.
+        """Open another decoder graph over the same weights on this rank.
 
         Args:
             model: The bytes of its ONNX graph.
@@ -81,7 +81,7 @@ class OneRank:
 
 
 class AllRanks:
-    """A graph that runs on all ranks, with the interface of a polygraphy runner or of an ONNX Runtime session."""
+    """An ONNX graph that runs on all tensor-parallel ranks, with the interface of a polygraphy runner."""
 
     def __init__(self, ranks: Ranks, first: OneRank, graph: str) -> None:
         self._ranks, self._first, self._graph = ranks, first, graph
@@ -93,7 +93,7 @@ class AllRanks:
         pass
 
     def infer(self, feed: Arrays) -> dict[str, NDArray[Any]]:
-        """Return the outputs over the whole state; outputs that are not state are those of rank 0."""
+        """Run the graph on all ranks; return state tensors over all KV heads, and rank 0's other outputs."""
         message = Message("infer", {"graph": self._graph, "dropped": []}, feed)
         outputs: list[Mapping[str, NDArray[Any]]] = self._ranks.ask(
             partial(self._first.infer, self._graph, feed), message
@@ -104,17 +104,17 @@ class AllRanks:
         }
 
     def get_outputs(self) -> Any:
-        """Return the outputs of the session, in ONNX Runtime's form."""
+        """Return the descriptions of the graph's outputs, in ONNX Runtime's form."""
         return self._first.session.get_outputs()
 
     def run(self, names: Sequence[str], feed: Arrays) -> list[NDArray[Any]]:
-        """Run the session and return the outputs `names`."""
+        """Run the graph on all ranks and return the outputs `names`, as an ONNX Runtime session does."""
         outputs = self.infer(feed)
         return [outputs[name] for name in names]
 
 
 def _open(ranks: Ranks, first: OneRank, path: Path, manifest: Manifest, model: bytes) -> AllRanks:
-    """Open on every rank a decoder that was derived from rank 0's, each over its own weights."""
+    """Open on every tensor-parallel rank a decoder derived from rank 0's, each over its own weights."""
     files = (manifest.graphs.decoder, *manifest.graphs.ranks)
     models = {str(rank): np.frombuffer(_over(model, path / file), np.uint8) for rank, file in enumerate(files) if rank}
     ranks.call(partial(first.open, model), Message("open", {"dropped": []}, models))
@@ -122,7 +122,7 @@ def _open(ranks: Ranks, first: OneRank, path: Path, manifest: Manifest, model: b
 
 
 def _over(model: bytes, decoder: Path) -> bytes:
-    """Return the ONNX graph with the weights of another decoder, matched by name."""
+    """Return an ONNX graph that reads its weights from another decoder's file, matched by name."""
     import onnx
 
     changed = onnx.load_model(io.BytesIO(model), load_external_data=False)

@@ -1,4 +1,4 @@
-"""The division of state tensors among ranks: KV heads are those of rank 0, then of rank 1, and so on."""
+"""Division of state tensors among tensor-parallel ranks by KV head: heads of rank 0, then of rank 1, and so on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def rank_heads(state: Arrays, rank: int, ranks: int, axis: int) -> dict[str, NDArray[Any]]:
-    """Return one rank's heads of every tensor.
+    """Return the KV heads that belong to one tensor-parallel rank, of every state tensor.
 
     Args:
         state: The tensors over all heads.
@@ -24,7 +24,7 @@ def rank_heads(state: Arrays, rank: int, ranks: int, axis: int) -> dict[str, NDA
 
 
 def joined(tensors: Sequence[NDArray[Any]], axis: int, slots: int | None = None) -> NDArray[Any]:
-    """Return a tensor over the heads of all ranks.
+    """Join the KV heads of all tensor-parallel ranks into one tensor.
 
     Args:
         tensors: The tensor of each rank.

@@ -1,4 +1,4 @@
-"""The processes of the ranks, seen from rank 0: their start, their calls and their end."""
+"""The processes of tensor-parallel ranks, as rank 0 manages them: their start, their calls and their end."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SECONDS_TO_REPORT = 2.0
 
 
 class SumError(Exception):
-    """The sums over ranks of finished calls are invalid; the message gives the reason."""
+    """The error that the all-reduces over ranks in finished calls are invalid; the message gives the reason."""
 
 
 def require_sums(collectives: Collectives, memory: mmap) -> None:
-    """Check the sums of finished calls.
+    """Check that the all-reduces over ranks in finished calls are valid.
 
     Raises:
         SumError: If they are invalid.
@@ -50,7 +50,7 @@ def require_sums(collectives: Collectives, memory: mmap) -> None:
 
 
 class Ranks:
-    """The ranks of one loaded artifact.
+    """The tensor-parallel ranks (processes) of one loaded model, as rank 0 manages them.
 
     Rank 0's calls run in a thread of their own, which no interrupt reaches, so a call that has begun always ends and
     the ranks stay in step. If a rank ends or fails, or rank 0 fails within a call, all sums fail from then on, and
@@ -58,7 +58,7 @@ class Ranks:
     """
 
     def __init__(self, backend: Backend, path: Path, manifest: Manifest, options: LoadOptions) -> None:
-        """Start the processes and load the artifact on every rank.
+        """Start the processes of all ranks, and load the model on each.
 
         Args:
             backend: The backend.
@@ -121,7 +121,7 @@ class Ranks:
         self._channels.append(Channel(near_end, ended))
 
     def call(self, work: Callable[[], T], message: Message | None = None) -> T:
-        """Run a function on rank 0 while the other ranks handle a message.
+        """Run a function on rank 0 while the other ranks execute the call of a message.
 
         Args:
             work: The function.
@@ -161,11 +161,11 @@ class Ranks:
         return result
 
     def ask(self, work: Callable[[], T], message: Message) -> list[Any]:
-        """Return the result of `work` and the answers of the other ranks to `message`, rank by rank."""
+        """Run `work` on rank 0 while the other ranks execute a call; return all results, rank by rank."""
         return self.call(lambda: [work(), *map(self.answer, range(1, self.count))], message)
 
     def answer(self, rank: int) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays that a rank answers to a call.
+        """Return the arrays with which a rank answers a call.
 
         Raises:
             KvexportError: If the rank has failed.
@@ -178,7 +178,7 @@ class Ranks:
 
 
 def _shared_memory(collectives: Collectives, ranks: int) -> tuple[mmap, int]:
-    """Return memory without a name and its file, which disappears with the last process that uses it."""
+    """Return anonymous shared memory for all-reduces and its file number; it disappears with the last process."""
     size = collectives.bytes(ranks)
     if not size:
         raise UsageError(f"there cannot be {ranks} ranks", "a smaller backend.tensor_parallel")
@@ -198,7 +198,7 @@ def _unnamed_file() -> int:
 
 
 def _note(failed: list[KvexportError], has_failed: Event, problem: str, fix: str = "") -> None:
-    """Record the first failure, which every later call raises."""
+    """Record a rank's failure if it is the first one, which every later call raises."""
     if not failed:
         failed.append(KvexportError(problem, fix or AGAIN))
     has_failed.set()
@@ -212,7 +212,7 @@ def _ended(
     fail: Callable[[], None],
     last: Message | None,
 ) -> None:
-    """Record the failure of a rank that closed its end of the channel, and make all sums fail."""
+    """Record the failure of a rank whose connection has closed, and make all all-reduces fail."""
     if last is not None and last.name == "failed":
         _note(failed, has_failed, f"rank {rank} failed: {last.values['problem']}", last.values["fix"])
     else:
@@ -231,7 +231,7 @@ def _how(process: subprocess.Popen[bytes]) -> str:
 def _end(
     owner: int, channels: Sequence[Channel], processes: Sequence[subprocess.Popen[bytes]], thread: ThreadPoolExecutor
 ) -> None:
-    """Close the channels, which ends the ranks, and wait for their processes."""
+    """Close the connections to all ranks, which ends them, and wait for their processes."""
     if os.getpid() != owner:
         return  # this process is a fork of the one that started the ranks
     thread.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""The program of every rank except the first.
+"""The program that every tensor-parallel rank except rank 0 runs.
 
 Its process has a share of the model and of the cache, executes the calls of rank 0 in order, and ends when rank 0 does.
 `kvexport.ranks.processes` starts it with the numbers of two open files and the module search path:
@@ -31,7 +31,7 @@ from kvexport.ranks.processes import SumError, require_sums
 
 
 def main() -> None:
-    """Run the program."""
+    """Run this process as a tensor-parallel rank, until rank 0 closes the connection."""
     end, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     channel = Channel(end, on_end=lambda _: os._exit(0))  # ends the process even if it waits for a sum
     start = channel.receive()
@@ -63,7 +63,7 @@ def _work(channel: Channel, start: Mapping[str, Any], file: int) -> None:
 
 
 class Calls:
-    """The calls of rank 0, over states by the numbers that rank 0 gave them."""
+    """Execution of rank 0's calls on another rank, over the rank's share of the model and the KV caches."""
 
     def __init__(self, backend: Backend, model: LoadedModel, manifest: Manifest, rank: int) -> None:
         self._backend, self._model, self._manifest = backend, model, manifest
@@ -75,7 +75,7 @@ class Calls:
         return OneRank(self._backend, self._model, self._manifest, self._rank)
 
     def __call__(self, message: Message) -> dict[str, NDArray[Any]] | None:
-        """Execute the call of a message and return its answer; None if it has no answer."""
+        """Execute the call in a message of rank 0, and return its answer; None if the call has no answer."""
         values, arrays = message.values, message.arrays
         for number in values["dropped"]:
             del self._states[number]

@@ -1,1 +1,1 @@
-"""An engine behind HTTP, with the APIs that clients already use. Needs the extra `serve`, not torch or transformers."""
+"""The HTTP server of an inference engine, with the APIs of OpenAI, Anthropic and vLLM. Needs the extra `serve`."""

@@ -1,4 +1,4 @@
-"""The fields of an answer that several APIs share: its text, its token counts, and its log probabilities."""
+"""Fields that the responses of several HTTP APIs share: text, token counts and log probabilities."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _NEVER = -9999.0
 
 
 def text_of(tokens: Sequence[Token]) -> str:
-    """Return the text that the tokens added to an answer."""
+    """Return the text of generated tokens."""
     return "".join(token.text for token in tokens)
 
 
 def stop_string(request: Request) -> str | None:
-    """Return the stop string that ended an answer, None if none did."""
+    """Return the stop string that ended a request's answer; None if no stop string did."""
     return None if request.text is None else request.text.stop_string
 
 
 def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
-    """Return the token counts of a response.
+    """Return the token counts of an HTTP response: prompt, completion and total tokens.
 
     Args:
         requests: The finished requests.
@@ -46,17 +46,17 @@ def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """The text of single tokens, special tokens included, for log probabilities."""
+    """The text of single tokens, special tokens included, for the log probabilities of a response."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def text(self, token: int) -> str:
-        """Return the text of one token. A token that is half a character has the text U+FFFD."""
+        """Return the text of one token id. A token that is half a character has the text U+FFFD."""
         return str(token) if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Return the object `logprobs` of a chat completion."""
+        """Return the object `logprobs` of OpenAI's chat completions for generated tokens."""
         entries = []
         for token in tokens:
             top = [self._entry(other, value) for other, value in token.top_logprobs]
@@ -64,7 +64,7 @@ class TokenTexts:
         return {"content": entries, "refusal": None}
 
     def completion(self, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-        """Return the object `logprobs` of a completion. offset: characters of the text before these tokens."""
+        """Return the object `logprobs` of OpenAI's completions; `offset` counts the characters before these tokens."""
         offsets = []
         for token in tokens:
             offsets.append(offset)

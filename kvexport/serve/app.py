@@ -1,4 +1,4 @@
-"""The server as an ASGI application: `create_app(engine)`."""
+"""The HTTP server as an ASGI application with all routes: `create_app(engine)`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger("kvexport.serve")
 
 
 def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlette:
-    """Return the ASGI application of a server. While it runs, nothing else may use the engine.
+    """Return the ASGI application that serves an engine over HTTP. While it runs, nothing else may use the engine.
 
     Args:
         engine: The engine that answers.
@@ -132,30 +132,30 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def health(service: Service, _: Request) -> Response:
-    """Answer 200 while the server works, 500 if only a restart helps."""
+    """Answer /health: status 200 while the server works, 500 if only a restart helps."""
     failed = service.worker.failed
     return JSONResponse({"status": "failed" if failed else "ok"}, 500 if failed else 200)
 
 
 async def ready(service: Service, _: Request) -> Response:
-    """Answer 200 while the server takes requests, 503 before and after that."""
+    """Answer /ready: status 200 while the server takes requests, 503 before and after that."""
     alive = service.worker.alive
     return JSONResponse({"status": "ready" if alive else "not ready"}, 200 if alive else 503)
 
 
 async def metrics(service: Service, _: Request) -> Response:
-    """Answer the metrics in Prometheus' text format."""
+    """Answer /metrics: the server's metrics in Prometheus' text format."""
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 async def models(service: Service, _: Request) -> Response:
-    """List the one model under each of its names."""
+    """Answer /v1/models: a list of the served model under each of its names."""
     names = [service.model, *(n for n in service.settings.names if n not in (service.model, "*"))]
     return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
 
 async def model(service: Service, request: Request) -> Response:
-    """Describe the model under one of its names."""
+    """Answer /v1/models/NAME: a description of the served model under one of its names."""
     return JSONResponse(_model(service, service.check_model(request.path_params["name"])))
 
 

@@ -1,4 +1,4 @@
-"""Reading the bodies of requests, within a size and a time."""
+"""Reading of HTTP request bodies, with limits of size and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SECONDS = 60  # a client has for its whole body
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
-    """Return the body of a request.
+    """Read and return the body of an HTTP request.
 
     Args:
         request: The request.

@@ -1,4 +1,4 @@
-"""The route /v1/chat/completions, with the fields of OpenAI and the additions of vLLM."""
+"""The route /v1/chat/completions, with OpenAI's fields and vLLM's additions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvexport.serve.worker import Update
 
 
 class ChatBody(Sampling):
-    """The body of /v1/chat/completions."""
+    """Schema of the JSON body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -40,7 +40,7 @@ class ChatBody(Sampling):
     parallel_tool_calls: bool | None = None
 
     def conversation(self, request: Request) -> Conversation:
-        """Return the conversation in the form that chat templates read.
+        """Return the conversation that a chat completion request describes, with messages as chat templates read them.
 
         Raises:
             ApiError: A field asks for something that the server does not do.
@@ -58,7 +58,7 @@ class ChatBody(Sampling):
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
-    """Answer a conversation, as one JSON object or as a stream."""
+    """Answer /v1/chat/completions: generate replies to a conversation, as one JSON object or as a stream."""
     body = await service.read(request, ChatBody)
     model = service.check_model(body.model)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -78,7 +78,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 
 def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenTexts | None) -> dict[str, Any]:
-    """Return a finished answer as an entry of `choices`."""
+    """Return a finished answer as an entry of the chat completion's `choices`."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -93,7 +93,7 @@ def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenText
 
 
 class ChatStream:
-    """The events of a chat completion.
+    """Writer of the server-sent events of a streamed chat completion.
 
     Args:
         head: The fields that all chunks share.
@@ -108,12 +108,12 @@ class ChatStream:
         self._texts, self._usage = texts, usage
 
     def begin(self) -> bytes:
-        """Return the events that begin every answer with its role."""
+        """Return the first server-sent events, which begin every choice with its role."""
         first = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, first) for index in range(len(self._answers)))
 
     def add(self, update: Update) -> bytes:
-        """Return the events for the new text of one answer."""
+        """Return the server-sent events with the new text or tool calls of one choice."""
         i, answer = update.choice, self._answers[update.choice]
         logprobs = self._texts.chat(update.tokens) if self._texts is not None and update.tokens else None
         chunks = []
@@ -127,13 +127,13 @@ class ChatStream:
         return b"".join(chunks)
 
     def end(self) -> bytes:
-        """Return the token counts, and the event that ends the stream."""
+        """Return the last server-sent events: the token counts, if the client wants them, and [DONE]."""
         if not self._usage:
             return DONE
         return event({**self._head, "choices": [], "usage": self._prepared.usage()}) + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the error, which ends the stream."""
+        """Return the server-sent event of an error, which ends the stream."""
         return error_event(error, "")
 
     def _chunk(

@@ -1,4 +1,4 @@
-"""The route /v1/completions, which continues a prompt without a chat template."""
+"""The route /v1/completions, which continues prompts without a chat template."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOKENS = 16  # of an answer without max_tokens, as in OpenAI's API
 
 
 class CompletionBody(Sampling):
-    """The body of /v1/completions."""
+    """Schema of the JSON body of /v1/completions."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
     max_tokens: int | None = Field(None, ge=1)
@@ -35,7 +35,7 @@ class CompletionBody(Sampling):
     best_of: int | None = None
 
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """Return all prompts.
+        """Return the prompts of a completion request, each as text or token ids.
 
         Raises:
             ApiError: A prompt is empty, or a field asks for something that the server does not do.
@@ -56,7 +56,7 @@ def _is_nested(prompt: list[Any]) -> bool:
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Continue prompts, as one JSON object or as a stream."""
+    """Answer /v1/completions: continue prompts, as one JSON object or as a stream."""
     body = await service.read(request, CompletionBody)
     model = service.check_model(body.model)
     texts = TokenTexts(service.engine.tokenizer)
@@ -90,7 +90,7 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 class CompletionStream:
-    """The events of a completion.
+    """Writer of the server-sent events of a streamed completion.
 
     Args:
         head: The fields that all chunks share.
@@ -112,11 +112,11 @@ class CompletionStream:
         self._written = [0] * len(requests)
 
     def begin(self) -> bytes:
-        """Return the events with the echoed prompts."""
+        """Return the first server-sent events, which echo the prompts if the client asked for that."""
         return b"".join(self._chunk(i, echo, None, None) for i, echo in enumerate(self._echoes) if echo)
 
     def add(self, update: Update) -> bytes:
-        """Return the events for the new text of one answer."""
+        """Return the server-sent events with the new text of one choice."""
         i, text, logprobs = update.choice, text_of(update.tokens), None
         if self._texts is not None and update.tokens:
             logprobs = self._texts.completion(update.tokens, self._written[i])
@@ -124,13 +124,13 @@ class CompletionStream:
         return self._chunk(i, text, logprobs, update.finish_reason) if text or logprobs or update.finish_reason else b""
 
     def end(self) -> bytes:
-        """Return the token counts, and the event that ends the stream."""
+        """Return the last server-sent events: the token counts, if the client wants them, and [DONE]."""
         if not self._usage:
             return DONE
         return event({**self._head, "choices": [], "usage": usage_of(self._requests, self._usage)}) + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the error, which ends the stream."""
+        """Return the server-sent event of an error, which ends the stream."""
         return error_event(error, "")
 
     def _chunk(self, index: int, text: str, logprobs: Any, finish_reason: str | None) -> bytes:

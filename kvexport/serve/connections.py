@@ -1,4 +1,4 @@
-"""TCP connections of clients: a deadline for every request's headers and body, and a bound on their number.
+"""TCP connections of HTTP clients: deadlines for each request's headers and body, and a limit on open connections.
 
 uvicorn closes a connection that is idle after an answer, but waits without end for a client that sends half a request.
 Such clients need no API key, and each of them takes a descriptor of the process. Here every connection has a deadline,
@@ -29,7 +29,7 @@ _LEAST = 4
 
 
 def connection_limit(most: int = _MOST) -> int:
-    """Return how many connections the process can hold and still open files.
+    """Return how many client connections the process can hold without running out of file descriptors.
 
     The descriptors that are free now are shared out: 16 stay free for files, and for every 4 connections one more
     descriptor is left for a connection that is accepted before it is counted (`backlog`).
@@ -53,12 +53,12 @@ def connection_limit(most: int = _MOST) -> int:
 
 
 def backlog(limit: int) -> int:
-    """Return how many connections asyncio may accept at once, and the system hold until then."""
+    """Return the listen backlog for `limit` connections: how many the system may hold before they are accepted."""
     return min(128, max(1, limit // 4))
 
 
 class Connection(H11Protocol):
-    """One connection, with deadlines. Subclasses made by `connections` set `limit`.
+    """A client's HTTP connection (uvicorn's protocol class) with deadlines and a limit on the number of connections.
 
     Attributes:
         limit: The number of connections that may be open at once.
@@ -70,7 +70,11 @@ class Connection(H11Protocol):
     _since = 0.0  # time of the event loop at which the connection began to wait for a complete request
 
     def connection_made(self, transport: Any) -> None:
-        """Take a place, if need be that of the connection that waits longest; close the connection if there is none."""
+        """Admit a new client connection within the limit of open connections.
+
+        If the limit is reached, the connection that has waited longest without a complete request is closed for it. If
+        there is no such connection, the new one is closed.
+        """
         if len(self.connections) >= self.limit and not self._free_a_place():
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
             transport.close()
@@ -80,32 +84,32 @@ class Connection(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the deadline."""
+        """Cancel the deadline of a connection that has closed."""
         self._set_deadline("")
         if self.flow is not None:  # a connection without a place was never made
             super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read what arrived, and set the deadline for what is missing."""
+        """Parse bytes that a client sent, and set a deadline for the rest of its request."""
         if self.flow is None:
             return
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Set the deadline for the rest of a body that was answered before it arrived."""
+        """Set a deadline for the rest of a request body that was answered before it arrived."""
         super().on_response_complete()
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is no HTTP; close the connection where an answer has begun already."""
+        """Answer bytes that are not HTTP with status 400, or close the connection if an answer has begun already."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Close the connection at once where its request is not complete; let an answer end otherwise."""
+        """Close the connection at once if its request is incomplete; otherwise let its answer end first."""
         if self._receives:
             self.transport.abort()
         else:
@@ -113,11 +117,11 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether no complete request is being answered."""
+        """Whether the connection waits for (the rest of) a request, so that it may be closed for a new connection."""
         return self.conn.their_state is h11.IDLE or self._receives != ""
 
     def _free_a_place(self) -> bool:
-        """Close the connection that has waited longest without a complete request."""
+        """Close the connection that has waited longest without a complete request. Return False if there is none."""
         waiting = [c for c in self.connections if isinstance(c, Connection) and c.waits]
         if not waiting:
             return False
@@ -137,7 +141,7 @@ class Connection(H11Protocol):
         return self._set_deadline("head" if begun else "", HEAD_SECONDS)
 
     def _set_deadline(self, piece: str, seconds: float = 0.0) -> None:
-        """Begin to wait for a piece of a request. Bytes of the same piece do not extend the deadline."""
+        """Set the time by which the head or body of a request must arrive. Later bytes do not extend the deadline."""
         if piece == self._receives:
             return
         if self._deadline is not None:
@@ -150,12 +154,12 @@ class Connection(H11Protocol):
 
 
 def connections(limit: int) -> type[Connection]:
-    """Return the protocol class of a server that holds at most `limit` connections."""
+    """Return a protocol class for uvicorn whose server holds at most `limit` client connections."""
     return type("LimitedConnection", (Connection,), {"limit": limit})
 
 
 class OncePerSecond(logging.Filter):
-    """A filter that lets equal messages of a logger through once a second.
+    """A logging filter that lets equal messages through only once a second.
 
     Clients without a key cause such messages, for example asyncio's where no descriptor is left. They must not fill a
     disk.
@@ -172,7 +176,7 @@ class OncePerSecond(logging.Filter):
         self._last: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a second has passed since the last message with the same first line."""
+        """Return whether to log a record: no record with the same first line was logged within the last second."""
         text, now = str(record.msg).partition("\n")[0][:200], self._clock()
         if now - self._last.get(text, float("-inf")) < 1:
             return False
@@ -182,11 +186,11 @@ class OncePerSecond(logging.Filter):
         return True
 
     def attach(self) -> None:
-        """Filter the messages of asyncio and uvicorn."""
+        """Add this rate limit to the loggers of asyncio and uvicorn."""
         for name in self.LOGGERS:
             logging.getLogger(name).addFilter(self)
 
     def detach(self) -> None:
-        """Let all their messages through again."""
+        """Remove this rate limit from the loggers of asyncio and uvicorn."""
         for name in self.LOGGERS:
             logging.getLogger(name).removeFilter(self)

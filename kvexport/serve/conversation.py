@@ -1,4 +1,4 @@
-"""Conversations: messages as OpenAI's clients send them, turned into the form that chat templates read."""
+"""Conversations of HTTP requests: messages as API clients send them, converted for the model's chat template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvexport.serve.sessions import RESTARTED, Start
 
 @dataclass
 class Conversation:
-    """A conversation to be answered, the same for every chat API.
+    """A conversation that an HTTP request wants answered, in the same form for every chat API.
 
     Attributes:
         messages: The messages in the form that chat templates read.
@@ -43,7 +43,7 @@ class Conversation:
 
 @dataclass
 class Prepared:
-    """Requests that are ready for the engine.
+    """Engine requests that answer one HTTP chat request, ready to be queued.
 
     Attributes:
         requests: One request for each answer.
@@ -63,11 +63,11 @@ class Prepared:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the answer: one that says why a conversation was read again, if its state was lost."""
+        """The HTTP headers of the response: if a session's state was lost, one header tells why."""
         return {RESTARTED: self.start.lost} if self.start.lost else {}
 
     def answers(self) -> list[Answer]:
-        """Return an empty answer for each request."""
+        """Return an empty answer for each engine request, to be filled while tokens arrive."""
         return [Answer(self._reader(), str if self.calls is None else self.calls.new_id) for _ in self.requests]
 
     def _reader(self) -> Reader:
@@ -83,7 +83,7 @@ class Prepared:
         return usage
 
     def finished(self) -> list[Answer]:
-        """Return the answers of finished requests."""
+        """Return the complete answers of the engine requests, which have finished."""
         answers = self.answers()
         for answer, request in zip(answers, self.requests, strict=True):
             answer.add(text_of_tokens(request.tokens), request.finish_reason)
@@ -96,7 +96,7 @@ _ROLES = {"developer": "system"}  # the newer name in OpenAI's API; templates kn
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are texts and whose tool calls have objects as arguments.
+    """Convert messages of an API client into messages for a chat template: contents as texts, arguments as objects.
 
     Raises:
         ApiError: A message has no role, brings media, or is malformed.
@@ -117,7 +117,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def template_variables(variables: Mapping[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
-    """Return a template's own variables.
+    """Return the variables that a client sets for the chat template, such as `enable_thinking`.
 
     Raises:
         ApiError: A variable has a name that the server itself sets.
@@ -130,7 +130,7 @@ def template_variables(variables: Mapping[str, Any] | None, add_generation_promp
 
 
 def text_of(content: Any, where: str) -> str | None:
-    """Return the text of a message's content. Several parts become one line each.
+    """Return the text of a message's content. Several content parts are joined by line breaks.
 
     Raises:
         ApiError: The content is neither text nor a list of texts.

@@ -1,4 +1,4 @@
-"""Errors that clients see, in the form of each API. They hold no traceback and no path of this machine."""
+"""Errors in HTTP responses, in the form of each API. They hold no traceback and no path of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ANTHROPIC = {**_OPENAI, 413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(Exception):
-    """An error that is answered with an HTTP status.
+    """An exception that the server answers with an HTTP error status.
 
     Args:
         status: The HTTP status.
@@ -29,7 +29,7 @@ class ApiError(Exception):
         self.headers = {"Retry-After": str(retry_after)} if retry_after else {}
 
     def body(self, path: str) -> dict[str, Any]:
-        """Return the JSON body of the error, in the form of the API at `path`."""
+        """Return the JSON body of the HTTP error, in the form of the API at `path`."""
         if path.startswith("/v1/messages"):
             return {"type": "error", "error": {"type": self._kind(_ANTHROPIC, "api_error"), "message": self.message}}
         error = {"message": self.message, "type": self._kind(_OPENAI, "server_error"), "param": self.param}
@@ -40,12 +40,12 @@ class ApiError(Exception):
 
 
 def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """Return the error for a server that has no room now, or is shutting down."""
+    """Return the HTTP error for a server that is overloaded or shutting down."""
     return ApiError(503, message, code="overloaded", retry_after=retry_after)
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Return the error that a client sees for any exception."""
+    """Return the HTTP error that a client sees for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):

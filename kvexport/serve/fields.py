@@ -1,4 +1,4 @@
-"""The fields of request bodies that all APIs share, their bounds, and the generation settings that follow from them.
+"""Fields that the request bodies of all HTTP APIs share, their bounds, and the generation settings they ask for.
 
 A field of a wrong type or out of range is refused. An unknown field is ignored, as in vLLM, because clients send fields
 of other servers. A known field that would change the answer and is not supported is refused.
@@ -39,7 +39,7 @@ _TYPE = re.compile(
 
 
 class Body(BaseModel):
-    """The body of a request. Types are exact ("1" is no number); NaN and infinity are refused."""
+    """Base schema of HTTP request bodies. Types are exact ("1" is no number); NaN and infinity are refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
@@ -47,7 +47,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """The object `stream_options` of OpenAI."""
+    """Schema of OpenAI's request object `stream_options`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -55,7 +55,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(Body):
-    """The fields that OpenAI's two bodies share, and the additions of vLLM."""
+    """Schema of the sampling fields that OpenAI's chat and completion bodies share, with vLLM's additions."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -81,7 +81,7 @@ class Sampling(Body):
     min_tokens: int | None = Field(None, ge=0)
 
     def form(self) -> Grammar | None:
-        """Return the grammar of the answer, None for free text.
+        """Return the grammar that the request wants the answer to follow; None for free text.
 
         Raises:
             ApiError: The field that names the form is malformed.
@@ -90,7 +90,7 @@ class Sampling(Body):
         return structured_form(self.structured_outputs) or response_form(self.response_format)
 
     def settings(self, engine: Engine, tokens: int, **more: Any) -> list[GenerationSettings]:
-        """Return the generation settings of each of the `n` answers, which differ in their seed.
+        """Return the generation settings of each of the `n` answers that the request wants; they differ in their seed.
 
         Args:
             engine: The engine whose defaults hold for fields that are missing.
@@ -138,7 +138,7 @@ class Sampling(Body):
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
     def _top_k(self, engine: Engine) -> int | None:
-        """Return top_k. It is off if neither request nor checkpoint sets it: clients do not expect transformers' 50."""
+        """Return top_k for sampling. It is off if neither request nor checkpoint sets it, unlike transformers' 50."""
         if self.top_k is not None:
             return max(self.top_k, 0)
         return None if engine.generation_config.get("top_k") is not None else 0
@@ -148,7 +148,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """Return a body as its model.
+    """Parse and validate the JSON body of an HTTP request with the schema `kind`.
 
     Raises:
         ApiError: The body is no JSON, or has more than 250,000 values and keys, or one of its fields is wrong. The
@@ -178,7 +178,7 @@ _STRUCTURE = b",:[{"
 
 
 def count_values(data: bytes) -> int:
-    """Return an upper bound of the values and keys in a JSON text.
+    """Return an upper bound of the number of values and keys in a JSON text.
 
     A parser makes a Python object of every one, and holds the interpreter's lock meanwhile. This function counts
     before, in NumPy, which gives the lock back.
@@ -198,7 +198,7 @@ def count_values(data: bytes) -> int:
 
 
 def _escaped(text: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the positions of the characters that a backslash escapes. text: [n] uint8."""
+    """Return the positions of the characters of a JSON text [n] uint8 that a backslash escapes."""
     slashes = np.flatnonzero(text == ord("\\"))
     order = np.arange(len(slashes))
     starts = np.ones(len(slashes), bool)  # of runs of backslashes
@@ -209,7 +209,7 @@ def _escaped(text: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def _finite(value: Any) -> bool:
-    """Return whether all numbers of parsed JSON are finite: 1e999 is parsed as infinity."""
+    """Return whether all numbers of parsed JSON are finite (1e999 is parsed as infinity)."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):
@@ -218,7 +218,7 @@ def _finite(value: Any) -> bool:
 
 
 def refuse(body: BaseModel, name: str, allowed: Sequence[Any], reason: str) -> None:
-    """Refuse a field that the server does not support.
+    """Raise an HTTP error if a request sets a field to a value that the server does not support.
 
     Args:
         body: The body of the request.

@@ -1,4 +1,4 @@
-"""Access control: API keys, and the host names and web pages from which a server without keys is called."""
+"""Access control of the HTTP server: API keys, and for servers without keys the allowed host names and web origins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Guard:
-    """An ASGI application that passes allowed requests to `app` and answers others with an error."""
+    """ASGI middleware for access control: it passes allowed requests to `app` and answers others with an error."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self.app = app
@@ -27,7 +27,7 @@ class Guard:
         self._origins = {origin.rstrip("/").lower() for origin in settings.origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
+        """Check the access rights of an HTTP request, then pass it to the application or answer it with an error."""
         if scope["type"] == "http" and (error := self._refusal(scope)):
             response = JSONResponse(error.body(scope["path"]), error.status, headers=error.headers)
             await response(scope, receive, send)
@@ -62,7 +62,7 @@ class Guard:
 
 
 def _matches(candidates: Sequence[str], keys: Sequence[str]) -> bool:
-    """Return whether a candidate is a key. The time does not depend on how many characters agree."""
+    """Return whether a key sent by a client is an API key, in a time that does not depend on equal characters."""
     matches = False
     for key in keys:
         for one in candidates:
@@ -71,7 +71,7 @@ def _matches(candidates: Sequence[str], keys: Sequence[str]) -> bool:
 
 
 def _netloc(origin: str) -> str | None:
-    """Return the host and port of an Origin header, None where it is no address."""
+    """Return the host and port of an HTTP Origin header; None if it is not an address."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -79,7 +79,7 @@ def _netloc(origin: str) -> str | None:
 
 
 def _name(host: str) -> str:
-    """Return the name in a Host header without its port, "" if it is no address."""
+    """Return the host name in an HTTP Host header without its port; "" if it is not an address."""
     try:
         return (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:

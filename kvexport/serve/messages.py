@@ -1,4 +1,4 @@
-"""The routes /v1/messages and /v1/messages/count_tokens, with the fields of Anthropic."""
+"""The routes /v1/messages and /v1/messages/count_tokens, with Anthropic's fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CountBody(Body):
-    """The body of /v1/messages/count_tokens."""
+    """Schema of the JSON body of /v1/messages/count_tokens."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
@@ -37,7 +37,7 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
 
     def conversation(self) -> Conversation:
-        """Return the conversation in the form that chat templates read.
+        """Return the conversation that an Anthropic request describes, with messages as chat templates read them.
 
         Raises:
             ApiError: A field asks for something that the server does not do.
@@ -61,7 +61,7 @@ class CountBody(Body):
 
 
 class MessagesBody(CountBody):
-    """The body of /v1/messages."""
+    """Schema of the JSON body of /v1/messages."""
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
@@ -74,7 +74,7 @@ class MessagesBody(CountBody):
     session_id: str | None = None
 
     def template_variables(self, service: Service) -> dict[str, Any]:
-        """Return what the template reads of `thinking`.
+        """Return the chat template's variables for the request field `thinking`.
 
         Raises:
             ApiError: The request asks a model to think whose chat template knows no reasoning.
@@ -88,14 +88,14 @@ class MessagesBody(CountBody):
         return {"enable_thinking": kind != "disabled"}
 
     def sampling(self) -> Sampling:
-        """Return the same settings as OpenAI's fields."""
+        """Return the request's sampling settings in OpenAI's fields."""
         return Sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences or None
         )
 
 
 async def messages(service: Service, request: Request) -> Response:
-    """Answer a conversation, as one JSON object or as a stream."""
+    """Answer /v1/messages: generate the reply to a conversation, as one JSON object or as a stream."""
     body = await service.read(request, MessagesBody)
     model = service.check_model(body.model)
     conversation = body.conversation()
@@ -123,7 +123,7 @@ async def messages(service: Service, request: Request) -> Response:
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """Answer how many tokens a conversation has."""
+    """Answer /v1/messages/count_tokens: the number of tokens of a conversation."""
     body = await service.read(request, CountBody)
     service.check_model(body.model)
     conversation = body.conversation()
@@ -133,7 +133,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 class MessageStream:
-    """The events of one message, whose content is a sequence of blocks."""
+    """Writer of the server-sent events of one Anthropic message, whose content is a sequence of blocks."""
 
     def __init__(self, head: Mapping[str, Any], prepared: Prepared) -> None:
         self._head = head
@@ -142,17 +142,17 @@ class MessageStream:
         self._block, self._open = -1, ""  # the number and the kind of the block that is being written
 
     def message(self) -> dict[str, Any]:
-        """Return the message without content."""
+        """Return the Anthropic message object with empty content."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         return {"type": "message", "role": "assistant", **self._head, **empty}
 
     def begin(self) -> bytes:
-        """Return the events that begin the message."""
+        """Return the server-sent events that begin an Anthropic message."""
         usage = {**_usage(self._request), "output_tokens": 0}
         return _event("message_start", message={**self.message(), "usage": usage}) + _event("ping")
 
     def add(self, update: Update) -> bytes:
-        """Return the events for new text."""
+        """Return the server-sent events with the new text, reasoning or tool calls of the message."""
         return b"".join(map(self._part, self._answer.update(update)))
 
     def _part(self, part: Part) -> bytes:
@@ -184,14 +184,14 @@ class MessageStream:
         return _event("content_block_stop", index=self._block)
 
     def end(self) -> bytes:
-        """Return the events that end the message, with its reason and the token counts."""
+        """Return the server-sent events that end the message, with its stop reason and token counts."""
         delta = _ended(self._request, self._answer.finish_reason)
         return (
             self._close() + _event("message_delta", delta=delta, usage=_usage(self._request)) + _event("message_stop")
         )
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the error, which ends the stream."""
+        """Return the server-sent event of an error, which ends the stream."""
         return error_event(error, "/v1/messages")
 
 
@@ -215,7 +215,7 @@ def _usage(request: EngineRequest) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """Return the arguments of a call as an object. Arguments that were cut short are returned as text."""
+    """Return the arguments of a tool call, parsed from JSON. Arguments that were cut short are returned as text."""
     try:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -232,7 +232,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return one message in the form that templates read. Tool results become messages before the user's text."""
+    """Convert one Anthropic message for the chat template. Tool results become messages before the user's text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"{where}.role: expected user or assistant", param=f"{where}.role")

@@ -1,4 +1,4 @@
-"""Metrics at /metrics. Those that vLLM's dashboards read begin with `vllm:`, those of the cache with `kvexport:`."""
+"""The server's Prometheus metrics at /metrics, `vllm:...` if vLLM's dashboards read them and else `kvexport:...`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """The metrics of one server.
+    """The Prometheus metrics of one server.
 
     The engine's thread writes counters and histograms. A gauge calls its function when /metrics is read.
     """
@@ -39,20 +39,20 @@ class Metrics:
         self._generated_sizes = tokens("vllm:request_generation_tokens", "Tokens of a request's answer.")
 
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Register a gauge whose value is `value()` when /metrics is read."""
+        """Register a Prometheus gauge whose value is `value()` when /metrics is read."""
         Gauge(name, text, ("model_name",), registry=self.registry).labels(self._model).set_function(value)
 
     def counter(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Register a counter whose value is `value()` when /metrics is read."""
+        """Register a Prometheus counter whose value is `value()` when /metrics is read."""
         self.registry.register(_Counted(name, text, self._model, value))
 
     def added(self, request: Request) -> None:
-        """Count a request that begins to wait for a lane."""
+        """Count a new request, which begins to wait for a lane of the batch."""
         self._prompt.inc(len(request.ids))
         self._prompt_sizes.observe(len(request.ids))
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
-        """Count new tokens of a request.
+        """Record newly generated tokens of a request, with their latency.
 
         Args:
             count: The new tokens.
@@ -67,7 +67,7 @@ class Metrics:
                 self._between.observe(seconds / count)
 
     def finished(self, request: Request, seconds: float) -> None:
-        """Count a finished request. seconds: time since its arrival."""
+        """Record a finished request, `seconds` after its arrival."""
         self._whole.observe(seconds)
         self._generated_sizes.observe(len(request.tokens))
         self._succeeded.labels(self._model, request.finish_reason or "").inc()

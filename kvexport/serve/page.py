@@ -1,4 +1,4 @@
-"""The page at /: one HTML file. Its security policy lets it load nothing else and run only its own script."""
+"""The web page at / for chatting with the model: one HTML file that loads nothing else and runs only its own script."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvexport.serve.service import Service
 
 
 async def page(service: Service, _: Request) -> Response:
-    """Answer the page: a chat, and beside it the state of the lanes."""
+    """Answer /: a web page with a chat, and next to it the state of the batch lanes."""
     return Response(text(), media_type="text/html", headers=headers())
 
 
 @cache
 def text() -> str:
-    """Return the HTML of the page."""
+    """Return the HTML of the server's chat page."""
     return (resources.files("kvexport.serve") / "page.html").read_text(encoding="utf-8")
 
 
 @cache
 def headers() -> dict[str, str]:
-    """Return the security headers of the page.
+    """Return the HTTP security headers of the server's chat page.
 
     The Content-Security-Policy allows the page's own script and style by their digests, and requests to its own server.
     """

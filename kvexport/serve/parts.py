@@ -1,4 +1,4 @@
-"""An answer as clients see it: text, reasoning and tool calls, in the order in which the model wrote them."""
+"""A generated answer as API clients see it: text, reasoning and tool calls, in the order of their generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvexport.serve.worker import Update
 
 
 class Part(NamedTuple):
-    """A new piece of an answer.
+    """A piece of a streamed answer: new text, new reasoning, the start of a tool call, or some of its arguments.
 
     Attributes:
         kind: "text" and "reasoning" bring more text; "call" begins a call; "arguments" brings more of its arguments.
@@ -33,7 +33,13 @@ class Part(NamedTuple):
 
 @dataclass
 class Call:
-    """A call of a tool. arguments: JSON text."""
+    """A tool call in an answer.
+
+    Attributes:
+        id: The id of the call.
+        name: The tool that is called.
+        arguments: The arguments, as JSON text.
+    """
 
     id: str
     name: str
@@ -41,16 +47,16 @@ class Call:
 
 
 class PlainReader:
-    """A reader for answers that call no tools."""
+    """A parser of answers without tool calls, which returns all text unchanged."""
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Return the text unchanged, as one piece."""
+        """Return the new text of an answer unchanged, as one piece."""
         return [Piece("text", text)] if text else []
 
 
 @dataclass
 class Answer:
-    """One answer as far as it has been generated.
+    """One generated answer so far, separated into text, reasoning and tool calls.
 
     Attributes:
         reader: Splits the text into pieces.
@@ -69,7 +75,7 @@ class Answer:
     finish_reason: str | None = None
 
     def add(self, text: str, finish_reason: FinishReason | None) -> list[Part]:
-        """Take more text and return the new pieces."""
+        """Add new text to the answer, and return the pieces (text, reasoning, tool calls) that it completes."""
         parts = []
         for piece in self.reader.read(text, finish_reason is not None):
             if piece.kind == "text":
@@ -87,5 +93,5 @@ class Answer:
         return parts
 
     def update(self, update: Update) -> list[Part]:
-        """Take what a step generated and return the new pieces."""
+        """Add the tokens of one engine step to the answer, and return the new pieces (text, reasoning, tool calls)."""
         return self.add(text_of(update.tokens), update.finish_reason)

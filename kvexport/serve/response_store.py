@@ -1,4 +1,4 @@
-"""Stored responses, on which later requests may build. Memory is bounded: the one used longest ago is dropped first."""
+"""The store of earlier responses of /v1/responses, which later requests may continue, with bounded memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESPONSES, _CHARACTERS = 4096, 64 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A response and its conversation.
+    """A stored response of /v1/responses and the conversation that led to it.
 
     Attributes:
         body: The response as JSON.
@@ -29,14 +29,14 @@ class Stored:
 
 
 class ResponseStore:
-    """The stored responses of one server."""
+    """The store of earlier responses of /v1/responses, with bounded memory."""
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._size = 0
 
     def put(self, body: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Store a response. The ones used longest ago make room for it."""
+        """Store a response with its conversation. The least recently used responses are dropped to make room."""
         entry = Stored(body, messages, len(json.dumps(body)) + len(json.dumps(messages)))
         self._stored[body["id"]] = entry
         self._size += entry.size
@@ -44,7 +44,7 @@ class ResponseStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, param: str | None = None) -> Stored:
-        """Return a stored response.
+        """Return a stored response by its id.
 
         Raises:
             ApiError: No response has this id, or it was dropped (404).
@@ -56,6 +56,6 @@ class ResponseStore:
         return self._stored[name]
 
     def remove(self, name: str) -> None:
-        """Delete a stored response. Errors are those of `get`."""
+        """Delete a stored response by its id. Errors are those of `get`."""
         self._size -= self.get(name).size
         del self._stored[name]

@@ -23,7 +23,7 @@ from kvexport.serve.worker import Update
 
 
 class ResponsesBody(Body):
-    """The body of /v1/responses."""
+    """Schema of the JSON body of /v1/responses."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -42,7 +42,7 @@ class ResponsesBody(Body):
     conversation: str | dict[str, Any] | None = None
 
     def to_conversation(self, service: Service) -> tuple[Conversation, list[dict[str, Any]]]:
-        """Return the conversation in the form that chat templates read.
+        """Return the conversation that the request describes, with the messages of the response that it continues.
 
         Returns:
             The conversation, and its messages without the instructions, which hold for this response alone.
@@ -66,7 +66,7 @@ class ResponsesBody(Body):
 
 
 async def create_response(service: Service, request: Request) -> Response:
-    """Answer a conversation, as one JSON object or as a stream."""
+    """Answer POST /v1/responses: generate the reply to a conversation, as one JSON object or as a stream."""
     body = await service.read(request, ResponsesBody)
     model = service.check_model(body.model)
     conversation, messages = body.to_conversation(service)
@@ -87,12 +87,12 @@ async def create_response(service: Service, request: Request) -> Response:
 
 
 async def get_response(service: Service, request: Request) -> Response:
-    """Answer a stored response."""
+    """Answer GET /v1/responses/ID: a stored response."""
     return JSONResponse(service.responses.get(request.path_params["name"]).body)
 
 
 async def delete_response(service: Service, request: Request) -> Response:
-    """Delete a stored response."""
+    """Answer DELETE /v1/responses/ID: delete a stored response."""
     name = request.path_params["name"]
     service.responses.remove(name)
     return JSONResponse({"id": name, "object": "response", "deleted": True})
@@ -103,7 +103,7 @@ _KINDS = {"text": "message", "reasoning": "reasoning"}  # the kind of item for e
 
 
 class Item:
-    """One item of an output: reasoning, a message, or a function call.
+    """One output item of a response of OpenAI's Responses API: reasoning, a message, or a function call.
 
     Args:
         kind: "reasoning", "message" or "function_call".
@@ -117,13 +117,13 @@ class Item:
         self.id = f"{_IDS[kind]}_{uuid.uuid4().hex}"
 
     def content(self) -> dict[str, Any]:
-        """Return the only part of a message, or of reasoning."""
+        """Return the only content part of an output item that is a message or reasoning."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def data(self, status: str) -> dict[str, Any]:
-        """Return the item as JSON. An item in progress shows no text."""
+        """Return the output item as JSON. An item in progress shows no text."""
         common = {"id": self.id, "type": self.kind, "status": status}
         begun = status != "in_progress"
         if self.kind == "message":
@@ -135,7 +135,7 @@ class Item:
 
 
 class OpenResponse:
-    """A response whose answer is not complete.
+    """A response of the Responses API whose answer is still being generated.
 
     Args:
         service: The server.
@@ -150,7 +150,7 @@ class OpenResponse:
         self._service, self.head, self.prepared, self._messages = service, head, prepared, messages
 
     def finish(self, answer: Answer, items: list[Item]) -> dict[str, Any]:
-        """Store the finished response and return it."""
+        """Complete the response with its answer, store it if the client asked for that, and return it as JSON."""
         cut = answer.finish_reason == "length"
         status = "incomplete" if cut else "completed"
         details = {"reason": "max_output_tokens"} if cut else None
@@ -171,7 +171,7 @@ class OpenResponse:
 
 
 class ResponseStream:
-    """The events of a response."""
+    """Writer of the server-sent events of OpenAI's Responses API."""
 
     def __init__(self, response: OpenResponse) -> None:
         self._response = response
@@ -181,16 +181,16 @@ class ResponseStream:
         self._number = -1
 
     def begin(self) -> bytes:
-        """Return the events that begin the response."""
+        """Return the server-sent events that begin a response."""
         response = {**self._response.head, "status": "in_progress"}
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def add(self, update: Update) -> bytes:
-        """Return the events for new text."""
+        """Return the server-sent events with the new text, reasoning or function calls of a response."""
         return b"".join(map(self._part, self._answer.update(update)))
 
     def end(self) -> bytes:
-        """Return the events that end the response, with its whole content."""
+        """Return the server-sent events that end a response, with its whole content."""
         cut = self._answer.finish_reason == "length"
         start = b"" if self._items else self._begin(Item("message"))
         last = self._close("incomplete" if cut else "completed")
@@ -198,7 +198,7 @@ class ResponseStream:
         return start + last + self._event(body["status"], response=body)
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the error, which ends the stream."""
+        """Return the server-sent event of an error, which ends the stream."""
         details = {"code": "server_error", "message": error.message}
         return self._event("failed", response={**self._response.head, "status": "failed", "error": details})
 
@@ -227,7 +227,7 @@ class ResponseStream:
         return begun
 
     def _close(self, status: str = "completed") -> bytes:
-        """Return the events that end the open item."""
+        """Return the server-sent events that end the output item in progress."""
         if not self._open:
             return b""
         self._open = False
@@ -252,7 +252,7 @@ class ResponseStream:
 
 
 def _head(body: ResponsesBody, model: str) -> dict[str, Any]:
-    """Return the fields of a response that are known before its answer."""
+    """Return the JSON fields of a response that are known before its answer is generated."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -297,7 +297,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items of an input as messages of a chat. Consecutive calls become one message."""
+    """Convert the input items of a Responses request into chat messages. Consecutive calls become one message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind = item.get("type", "message")

@@ -1,4 +1,4 @@
-"""A server in this process: an application on a socket, until a signal ends it."""
+"""Running of the HTTP server in this process: an application on a socket, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 
 def listen(host: str, port: int, stall: float) -> socket.socket:
-    """Return a listening socket.
+    """Return a listening TCP socket.
 
     Args:
         host: The address or name to listen on.
@@ -46,7 +46,7 @@ def listen(host: str, port: int, stall: float) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server. The first signal lets running requests end; the second one ends the server at once.
+    """A uvicorn server that ends gracefully on the first signal, and at once on the second.
 
     Args:
         app: The application of `create_app`.
@@ -75,13 +75,13 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, then call `on_ready`."""
+        """Start the HTTP server as uvicorn does, then call `on_ready`."""
         self._logged.attach()
         await super().startup(sockets)
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections and requests. Running requests have `drain` seconds to end."""
+        """Stop accepting connections and requests, and give running requests `drain` seconds to end."""
         draining = asyncio.ensure_future(self._service.worker.drain(self._service.settings.drain))
         await super().shutdown(sockets)
         draining.cancel()
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """End the server, and nothing else, on a signal. Only the main thread gets signals."""
+        """Install signal handlers that end the server and nothing else. Only the main thread gets signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -107,7 +107,7 @@ class Server(uvicorn.Server):
 
 
 def run(app: Starlette, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serve until a signal comes."""
+    """Serve the application over HTTP on a socket, until a signal ends it."""
     # The event loop needs little time, but soon: it sends every token as it comes.
     sys.setswitchinterval(0.001)
     with listener:

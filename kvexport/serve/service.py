@@ -1,4 +1,4 @@
-"""The service behind every route: it reads bodies, encodes prompts, and answers requests whole or as a stream."""
+"""The service behind every HTTP route: it reads bodies, encodes prompts, and runs requests on the engine."""
 
 from __future__ import annotations
 
@@ -50,27 +50,30 @@ _LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
 class Rendering(Protocol):
-    """The events of a stream in the form of one API. Every method returns events, or b"" for none."""
+    """Interface of a writer of server-sent events in the form of one API.
+
+    Every method returns events, or b"" for none.
+    """
 
     def begin(self) -> bytes:
-        """Return the events before the answer."""
+        """Return the server-sent events before the answer."""
         ...
 
     def add(self, update: Update) -> bytes:
-        """Return the events for the tokens of one step."""
+        """Return the server-sent events for the tokens of one engine step."""
         ...
 
     def end(self) -> bytes:
-        """Return the events after all requests have finished."""
+        """Return the server-sent events after all answers are complete."""
         ...
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the events that end the stream with an error."""
+        """Return the server-sent events that end the stream with an error."""
         ...
 
 
 class Service:
-    """The state of one server: the engine behind its worker, the limits, the sessions and the metrics.
+    """The state of one HTTP server: the engine behind its worker thread, the limits, the sessions and the metrics.
 
     Args:
         engine: The engine. From here on only the worker's thread uses it.
@@ -105,7 +108,7 @@ class Service:
         self._encoders = anyio.CapacityLimiter(1)
 
     async def read(self, request: Request, kind: type[B]) -> B:
-        """Return the body of a request as a model.
+        """Read the body of an HTTP request, and return it as an object of its schema `kind`.
 
         Raises:
             ApiError: The body is too long, too slow, no JSON, or has a wrong field.
@@ -119,7 +122,7 @@ class Service:
         return await self.beside(lambda: parse(kind, data)) if len(data) > 100_000 else parse(kind, data)
 
     def check_model(self, name: str | None) -> str:
-        """Return the model's name for the answer.
+        """Check the model name of a request, and return the name for the response.
 
         Raises:
             ApiError: The server has no model of this name.
@@ -131,13 +134,13 @@ class Service:
         raise ApiError(404, message, code="model_not_found", param="model")
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs in another thread than the event loop's."""
+        """Run a function in another thread than the event loop's, and return its result."""
         return await anyio.to_thread.run_sync(work, limiter=self._encoders)
 
     async def encode(
         self, prompt: str | Sequence[int], *, special: bool = True, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a prompt.
+        """Return the token ids of a prompt, encoded in another thread than the event loop's.
 
         Args:
             prompt: A text, or token ids.
@@ -160,7 +163,14 @@ class Service:
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a conversation, as the chat template writes it. variables: the template's own."""
+        """Return the token ids of a conversation, rendered by the model's chat template.
+
+        Args:
+            messages: The messages in the form that chat templates read.
+            tools: The tools that the template lists.
+            variables: The template's own variables.
+            fits: Whether a prompt that fills the context is refused.
+        """
         engine = self.engine
 
         def work() -> Sequence[int] | NDArray[Any]:
@@ -178,7 +188,7 @@ class Service:
         return next_turn(self.engine, snapshot, messages, tools, **variables)
 
     def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
-        """Return the token ids of a text. A text that cannot fit whatever its tokens are is refused before."""
+        """Return the token ids of a text. A text that is too long for the model in any encoding is refused first."""
         least = tokenizer.least_tokens(text)
         if least >= self.engine.max_length and len(text) > _SHORT_TEXT:
             self.check_length(least, at_least=True)
@@ -189,7 +199,7 @@ class Service:
                 give_back_memory()
 
     async def text_of_prompt(self, prompt: str | Sequence[int]) -> str:
-        """Return a prompt as text.
+        """Return a prompt as text; token ids are decoded.
 
         Raises:
             ApiError: A token id is out of range, or the artifact has no tokenizer.
@@ -209,7 +219,7 @@ class Service:
         return self.engine.encode(ids)
 
     def check_length(self, tokens: int, *, at_least: bool = False) -> None:
-        """Check that at least one token can follow a prompt.
+        """Check that a prompt leaves room for at least one more token in the model's context.
 
         Args:
             tokens: The tokens of the prompt.
@@ -225,7 +235,7 @@ class Service:
             raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
 
     def requests(self, ids: Any, settings: Sequence[GenerationSettings], priority: int = 0) -> list[EngineRequest]:
-        """Return a request for each of the settings. The prompt is read once for all of them."""
+        """Return one engine request for each of `settings`, all for the same prompt, which is read once."""
         deadline = time.monotonic() + self.settings.timeout
         first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline)
         return [first, *(first.fork(other) for other in settings[1:])]
@@ -233,7 +243,7 @@ class Service:
     async def prepare(
         self, conversation: Conversation, sampling: Sampling, tokens: int | None, **settings: Any
     ) -> Prepared:
-        """Return requests that answer a conversation.
+        """Return engine requests that answer a conversation, ready to be queued.
 
         Args:
             conversation: The conversation.
@@ -283,7 +293,7 @@ class Service:
         form: Grammar | None = None,
         **settings: Any,
     ) -> Prepared:
-        """Return requests for answers to token ids.
+        """Return engine requests that generate answers to token ids, possibly after a session's saved state.
 
         Args:
             ids: The new token ids [n].
@@ -308,7 +318,7 @@ class Service:
         return Prepared(requests, session, start)
 
     def check_choices(self, answers: int) -> None:
-        """Check the number of answers of one request.
+        """Check that an HTTP request does not want more answers than the server allows.
 
         Raises:
             ApiError: The server allows fewer.
@@ -318,12 +328,12 @@ class Service:
             raise ApiError(400, message[:200], param="n")
 
     def longest(self, prompt_tokens: int, limit: int | None, default: int | None = None) -> int:
-        """Return the tokens of an answer at most: `limit`, or else `default`, or else all that fit."""
+        """Return the most tokens an answer may have: `limit`, or else `default`, or else all that fit the context."""
         room = self.engine.max_length - prompt_tokens
         return min(x for x in (limit or default or room, room, self.settings.max_tokens) if x is not None)
 
     async def submit(self, requests: Sequence[EngineRequest], *, streams: bool) -> Job:
-        """Queue requests for lanes. `end` must follow.
+        """Queue engine requests until they get lanes of the batch. Call `end` on the returned job afterwards.
 
         Raises:
             ApiError: The queue is full, or the server is shutting down.
@@ -339,7 +349,7 @@ class Service:
         return job
 
     def end(self, job: Job) -> None:
-        """End a job. Requests of it that still run are cancelled."""
+        """End the job of an HTTP request, and cancel its engine requests that still run."""
         if job.timer is not None:
             job.timer.cancel()
         self.worker.cancel(job)
@@ -349,7 +359,7 @@ class Service:
         self.worker.cancel(job)
 
     async def whole(self, request: Request, prepared: Prepared) -> None:
-        """Wait until the engine has answered all requests.
+        """Run all engine requests of a non-streaming HTTP request to their end.
 
         Raises:
             Exception: The error that ended a request.
@@ -373,7 +383,7 @@ class Service:
             await self.sessions.keep(prepared.session, snapshot, prepared.start)
 
     async def stream(self, prepared: Prepared, rendering: Rendering) -> Response:
-        """Return a response that streams the answers as events."""
+        """Return an HTTP response that streams the answers as server-sent events while they are generated."""
         job = await self.submit(prepared.requests, streams=True)
         events = self._events(job, prepared, rendering)
         return EventStream(events, self.settings.stall, on_end=lambda: self.end(job), headers=prepared.headers)
@@ -399,11 +409,11 @@ class Service:
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system: the C library keeps what a long text took. Does nothing without glibc."""
+    """Return freed heap memory to the system (glibc's malloc_trim). Does nothing without glibc."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def session_bytes(manifest: Manifest) -> int:
-    """Return the bytes that one session can have at most."""
+    """Return the most bytes that one session (a stored conversation with its KV cache) can take."""
     return state_bytes(manifest.recipe, manifest.cache) + 16 * manifest.limits.max_length + (1 << 20)

@@ -1,4 +1,4 @@
-"""The routes /v1/sessions/NAME: read a session as bytes, write it on another server, delete it."""
+"""The routes /v1/sessions/NAME: download a stored conversation's state, upload it to another server, delete it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvexport.serve.sessions import session_name
 
 
 async def get_session(service: Service, request: Request) -> Response:
-    """Answer a session as bytes, which another server of the same artifact can take."""
+    """Answer GET /v1/sessions/NAME: a stored conversation as bytes, for another server of the same artifact."""
     name = _path_name(request)
     snapshot = await service.sessions.get(name)
     if snapshot is None:
@@ -22,7 +22,7 @@ async def get_session(service: Service, request: Request) -> Response:
 
 
 async def put_session(service: Service, request: Request) -> Response:
-    """Keep a session whose bytes came from another server."""
+    """Answer PUT /v1/sessions/NAME: store a conversation whose bytes came from another server."""
     name = _path_name(request)
     data = await read_bytes(request, service.session_bytes)
     try:
@@ -35,7 +35,7 @@ async def put_session(service: Service, request: Request) -> Response:
 
 
 async def delete_session(service: Service, request: Request) -> Response:
-    """Delete a session."""
+    """Answer DELETE /v1/sessions/NAME: delete a stored conversation."""
     name = _path_name(request)
     try:
         known = await service.sessions.delete(name)

@@ -1,4 +1,4 @@
-"""The server's sessions: conversations whose state is kept between requests (docs/tasks/sessions.md)."""
+"""The server's sessions: conversations whose KV cache is kept between HTTP requests (docs/tasks/sessions.md)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("kvexport.serve")
 
 @dataclass(frozen=True)
 class Start:
-    """The state that a turn begins from.
+    """The stored state that a new turn of a session (conversation) begins from.
 
     Attributes:
         snapshot: The state, None for a new session or a lost state.
@@ -45,7 +45,9 @@ class Start:
 
 
 class Sessions:
-    """A store that is used by one thread at a time. The event loop never waits for its files.
+    """Asynchronous access to the server's stored sessions (conversations with their KV caches).
+
+    One thread works on their files, so that the event loop never waits for them.
 
     Args:
         manifest: The manifest of the artifact.
@@ -59,7 +61,7 @@ class Sessions:
         self._one = anyio.CapacityLimiter(1)
 
     async def start(self, name: str, *, required: bool = False) -> Start:
-        """Return the state that the next turn of a conversation begins from. A lost state is logged.
+        """Return the stored state that the next turn of a session begins from. A lost state is logged.
 
         Args:
             name: The session.
@@ -86,11 +88,11 @@ class Sessions:
             raise ApiError(410, message, code="session_lost", param="session_id") from error
 
     async def get(self, name: str) -> Snapshot | None:
-        """Return the state of a session, None for a new name. Errors are those of `start`."""
+        """Return the stored state (snapshot) of a session; None for a new name. Errors are those of `start`."""
         return (await self.start(name, required=True)).snapshot
 
     async def keep(self, name: str, snapshot: Snapshot, start: Start) -> None:
-        """Keep the state after a turn.
+        """Store the state of a session after a turn.
 
         Args:
             name: The session.
@@ -111,11 +113,11 @@ class Sessions:
             raise ApiError(507, message, code="session_not_kept") from error
 
     async def delete(self, name: str) -> bool:
-        """Forget a session and return whether it was known."""
+        """Delete a stored session, and return whether there was one."""
         return await self._in_turn(lambda: self.store.delete(name))
 
     async def take(self, name: str, data: bytes) -> None:
-        """Keep a session that came from another server.
+        """Store a session whose bytes came from another server.
 
         Raises:
             SnapshotError: The bytes are damaged, or of another artifact.
@@ -124,7 +126,7 @@ class Sessions:
         await self._in_turn(lambda: self.store.put(name, Snapshot.from_bytes(data, self._manifest)))
 
     async def flush(self) -> None:
-        """Write all sessions to the folder, if there is one. A failure is logged."""
+        """Write all sessions in memory to the session folder, if there is one. A failure is logged."""
         try:
             await self._in_turn(self.store.flush)
         except KvexportError as error:
@@ -148,7 +150,7 @@ def _store(manifest: Manifest, settings: ServeSettings) -> SessionStore | Shared
 
 
 def session_name(request: Request, body_name: str | None, answers: int = 1) -> str | None:
-    """Return the session of a request: the body's name, or else the header's.
+    """Return the name of the session that an HTTP request belongs to, from its body or else its header.
 
     Args:
         request: The request with its headers.

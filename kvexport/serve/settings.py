@@ -1,4 +1,4 @@
-"""The limits and options of a server."""
+"""The limits and options of the HTTP server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The limits and options of a server.
+    """The limits and options of an HTTP server.
 
     Attributes:
         names: Names of the model in requests. /v1/models lists the first one. "*" accepts any name.
@@ -64,7 +64,7 @@ class ServeSettings:
     latency_budget: float | None = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse keys that no client can send."""
+        """Raise UsageError for API keys that no client can send."""
         check_keys(self.api_keys)
 
 

@@ -1,4 +1,4 @@
-"""The state of the lanes at a moment, for the page, /metrics and /stats."""
+"""The occupancy of batch lanes and KV caches at a moment, for the server's page, /metrics and /stats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvexport.serve.service import Service
 
 
 async def stats(service: Service, _: Request) -> Response:
-    """Answer the lanes, the memory of their state, and how many tokens were generated."""
+    """Answer /stats: the state of each batch lane, the memory of the KV caches, and how many tokens were generated."""
     worker = service.worker
     seen = await worker.call(lambda: lanes_now(service.engine, service.lanes))
     plan = service.engine.plan
@@ -42,7 +42,7 @@ async def stats(service: Service, _: Request) -> Response:
 
 
 def measure(service: Service) -> None:
-    """Register the figures of the lanes, the prefixes and the sessions at /metrics."""
+    """Register Prometheus metrics of the batch lanes, the prefix cache and the sessions."""
     engine, worker, lanes, metrics = service.engine, service.worker, service.lanes, service.metrics
 
     def running() -> int:
@@ -80,7 +80,7 @@ def measure(service: Service) -> None:
 
 
 def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
-    """Return the state of each lane.
+    """Return the state of each batch lane as JSON.
 
     Returns:
         One entry a lane: `state`, `tokens` that its cache has seen, and occupied `slots`, the mean over its layers. An
@@ -100,25 +100,25 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
 
 
 def occupied(plan: CachePlan, lanes: Lanes, lane: int) -> float:
-    """Return how many slots a lane's entries occupy, the mean over its layers."""
+    """Return how many KV-cache slots a lane occupies, averaged over the layers."""
     counters = lanes.counters(lane)
     return math.fsum(counters.held) / len(plan.caches) + counters.added
 
 
 def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
-    """Return the tokens per occupied slot, over all lanes in use; 0 if none is in use."""
+    """Return the compression: tokens per occupied KV-cache slot, over all lanes in use; 0 if none is in use."""
     used = [request.lane for request in engine.running()]
     slots = sum(occupied(engine.plan, lanes, lane) for lane in used)
     return sum(lanes.length[lane] for lane in used) / slots if slots else 0.0
 
 
 def full_bytes_per_token(plan: CachePlan) -> int:
-    """Return the bytes that each token takes in a full cache."""
+    """Return the bytes that each token would take in a full KV cache, without compression."""
     return sum(layer.slot_bytes() for layer in plan.caches)
 
 
 async def slots(service: Service, request: Request) -> Response:
-    """Answer the entries of one head of one lane, in order of position.
+    """Answer a request for the KV-cache entries of one head of one lane, in order of position.
 
     An entry has the position of the latest token that it stands for, and its votes: how many tokens it stands for.
     """
@@ -131,7 +131,7 @@ async def slots(service: Service, request: Request) -> Response:
 
 
 def entries(lanes: Lanes, lane: int, layer: int, head: int) -> tuple[Sequence[float], Sequence[int]]:
-    """Return votes and positions of the occupied slots, oldest position first."""
+    """Return the votes and positions of the occupied KV-cache slots of a head, oldest position first."""
     names = [tensor.past(layer) for tensor in STATE if tensor.name in ("votes", "position")]
     state = lanes.read(lane, names)
     votes, position = (state[name][head] for name in names)

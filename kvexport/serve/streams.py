@@ -1,4 +1,4 @@
-"""Answers as server-sent events, sent while they are generated, and clients that go away."""
+"""HTTP responses as streams of server-sent events, and detection of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its answer."""
+    """The exception for an HTTP client that closed the connection before its answer."""
 
 
 def event(data: Any, name: str = "") -> bytes:
-    """Return one server-sent event with JSON data. name: the event's name, "" for none."""
+    """Return one server-sent event with JSON data, as bytes; `name` is the event's name, "" for none."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def error_event(error: ApiError, path: str) -> bytes:
-    """Return the event that ends a stream with an error, in the form of the API at `path`."""
+    """Return the server-sent event that ends a stream with an error, in the form of the API at `path`."""
     if path.startswith("/v1/messages"):
         return event(error.body(path), "error")
     return event(error.body(path)) + DONE
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, unless the client goes away before.
+    """Await `work` and return its result, unless the HTTP client disconnects first.
 
     Raises:
         ClientGone: The client went away. `work` was cancelled.
@@ -52,7 +52,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """A response that sends events as they come.
+    """An HTTP response that sends server-sent events as they are generated.
 
     Args:
         events: The bytes of the events.
@@ -72,7 +72,7 @@ class EventStream(Response):
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the events end or the client has gone."""
+        """Send the server-sent events until they end or the client has disconnected."""
         tasks = [asyncio.ensure_future(work) for work in (self._send(send), _gone(receive), self._watch())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +93,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _watch(self) -> None:
-        """Return when a single event has been on its way for longer than `stall` seconds."""
+        """Return as soon as sending one event takes longer than `stall` seconds, because the client reads nothing."""
         loop = asyncio.get_running_loop()
         while self._sending_since is None or loop.time() - self._sending_since < self._stall:
             await asyncio.sleep(self._stall / 4)

@@ -1,4 +1,4 @@
-"""The routes /tokenize and /detokenize, with the fields of vLLM."""
+"""The routes /tokenize and /detokenize, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvexport.serve.service import Service
 
 
 class TokenizeBody(Body):
-    """The body of /tokenize: a prompt, or messages."""
+    """Schema of the JSON body of /tokenize: a prompt, or chat messages."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -27,13 +27,13 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """The body of /detokenize: token ids."""
+    """Schema of the JSON body of /detokenize: token ids."""
 
     tokens: TokenIds
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Answer the token ids of a prompt or of messages."""
+    """Answer /tokenize: the token ids of a prompt or of chat messages."""
     body = await service.read(request, TokenizeBody)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -51,7 +51,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Answer the text of token ids, special tokens included."""
+    """Answer /detokenize: the text of token ids, special tokens included."""
     body = await service.read(request, DetokenizeBody)
     service.check_model(body.model)
     return JSONResponse({"prompt": await service.text_of_prompt(body.tokens)})

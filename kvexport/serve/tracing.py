@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests: the time in the queue, in prefill and in decode.
+"""OpenTelemetry spans of requests: their time in the queue, in prefill and in decode.
 
 Tracing is on if OTEL_TRACES_EXPORTER (`otlp` or `console`) or OTEL_EXPORTER_OTLP_ENDPOINT is set, or if the process has
 a tracer provider already (`opentelemetry-instrument`). A span is a child of the span in the client's `traceparent`
@@ -30,7 +30,7 @@ _parent: ContextVar[Any] = ContextVar("kvexport_trace_parent", default=None)
 
 
 class Times(NamedTuple):
-    """The times of one request by time.perf_counter(), 0 for a state that it did not reach.
+    """The times at which one request changed its state, by time.perf_counter(); 0 for a state that it did not reach.
 
     Attributes:
         added: It was queued.
@@ -46,7 +46,7 @@ class Times(NamedTuple):
 
 
 class Tracing:
-    """The tracing of one server.
+    """The OpenTelemetry tracing of one server's requests.
 
     Args:
         model: The name of the model.
@@ -59,15 +59,15 @@ class Tracing:
         self._tracer = provider.get_tracer("kvexport", __version__)
 
     def enter(self, headers: Mapping[str, str]) -> None:
-        """Take the parent span from the headers of the request that the current task answers."""
+        """Read the parent span from the headers of the HTTP request that the current task answers."""
         _parent.set(importlib.import_module("opentelemetry.propagate").extract(dict(headers)))
 
     def parent(self) -> Any:
-        """Return the parent span of the request that the current task answers."""
+        """Return the parent span of the HTTP request that the current task answers."""
         return _parent.get()
 
     def finished(self, request: Request, times: Times, parent: Any) -> None:
-        """Export the spans of a finished request."""
+        """Export the OpenTelemetry spans of a finished request."""
         offset = time.time_ns() - int(time.perf_counter() * 1e9)
 
         def at(seconds: float) -> int:
@@ -92,13 +92,13 @@ class Tracing:
         span.end(at(times.ended))
 
     def close(self) -> None:
-        """Export the spans that wait."""
+        """Export the spans that are still buffered, before the server ends."""
         if hasattr(self._provider, "force_flush"):
             self._provider.force_flush()
 
 
 def start(model: str) -> Tracing | None:
-    """Return the tracing that the environment variables ask for, None if they ask for none.
+    """Set up the OpenTelemetry tracing that the environment variables ask for; return None if they ask for none.
 
     Raises:
         UsageError: The exporter is unknown.

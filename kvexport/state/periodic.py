@@ -339,7 +339,7 @@ class PeriodicState(ModelState):
         return tensors | self._positions(lane) if names is None and lane in self._contents else tensors
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """Write tensors of a lane, as `ModelState.write` describes, and restore the part at saved positions."""
+        """Overwrite one lane's state tensors and rebuild its reduced cache by saved positions (`ModelState.write`)."""
         self._settle(lane)
         self._forget(lane)
         positions = {name: array for name, array in state.items() if name.endswith((f".{READ}", f".{NEXT}"))}

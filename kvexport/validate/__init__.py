@@ -1,1 +1,1 @@
-"""Proof that an engine and its PyTorch reference agree."""
+"""Validation of an exported model: comparison of its ONNX graphs with a PyTorch reference."""

@@ -1,4 +1,4 @@
-"""The PyTorch reference behind the interface that `Lanes` drives."""
+"""The PyTorch reference with the interface of a `LaneState` (KV caches of a batch and calls that advance them)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceBackend(LaneState):
-    """A `LaneState` that computes with the PyTorch reference over its own state tensors.
+    """KV caches of a batch whose decode and merge calls are computed by the PyTorch reference (a `LaneState`).
 
     Attributes:
         telemetry: Receives the inputs of all attention and every merge; None if nobody watches.
@@ -38,7 +38,7 @@ class ReferenceBackend(LaneState):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to all lanes. See `LaneState.decode`."""
+        """Append tokens to all lanes by the PyTorch reference, and return logits. See `LaneState.decode`."""
         assert first == 0 and len(input_ids) == len(self.length), "a reference runs all its lanes"
         feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
         present = self.reference.decode(feed, self.telemetry, self.hidden)
@@ -49,7 +49,7 @@ class ReferenceBackend(LaneState):
         return logits
 
     def merge(self, first: int, last: int) -> None:
-        """Bring lanes first <= lane < last back within their budgets. See `LaneState.merge`."""
+        """Compress the KV cache of each lane first <= lane < last to its budget, by the PyTorch reference."""
         feed = {name: array[first:last] for name, array in self.state.items()}
         present = self.reference.merge(feed)
         self.merged(feed, present, first)
@@ -58,14 +58,14 @@ class ReferenceBackend(LaneState):
         self._take(present, slice(first, last))
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Fail: the lanes of a reference are never used twice."""
+        """Raise an error: the batch lanes of a reference run are never used twice."""
         raise AssertionError("a reference runs once")
 
     def decoded(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
-        """Receive the inputs and outputs of each decoder call before the state changes. Subclasses override this."""
+        """Receive the inputs and outputs of each decoder call before the state is updated; a hook for subclasses."""
 
     def merged(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]], first: int) -> None:
-        """Receive the state before and after each merge. `first` is the first merged lane. Subclasses override this."""
+        """Receive the state before and after each merge, from lane `first` on. Subclasses override this hook."""
 
     def _take(self, present: dict[str, NDArray[Any]], lanes: slice) -> None:
         for name, array in present.items():

@@ -1,4 +1,4 @@
-"""Differences between two states of a layer, or between two sets of rows, and their tolerances."""
+"""Comparison of two states of a layer's KV cache, or of two arrays, within tolerances."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_SCORE = 1e-7  # a probability too small to affect any selection
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest difference from PyTorch that one operator, or one layer, may have.
+    """The tolerances of a comparison with PyTorch, by kind of tensor, for one operator or one layer.
 
     Attributes:
         hidden: Relative to the norm of what a layer adds to the hidden state.
@@ -71,14 +71,14 @@ WHOLE = {
 
 
 def tolerance_of(table: Mapping[str, Tolerance], *types: str) -> Tolerance:
-    """Return the tolerance for several types at once: the largest of their entries in `table`, field by field."""
+    """Return the tolerance for several data types at once: the largest of their entries in `table`, field by field."""
     tolerances = [table[name] for name in types]
     return Tolerance(*(max(getattr(x, field.name) for x in tolerances) for field in fields(Tolerance)))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one tensor, relative to its tolerance.
+    """The largest difference between two versions of a tensor, with its tolerance and its place.
 
     Attributes:
         tensor: Name of the tensor.
@@ -97,7 +97,7 @@ class Difference:
     slot: int
 
     def at(self, lane: int, head: int) -> Difference:
-        """Return a copy that names another lane and head. Use it for a difference in one head cut out of a batch."""
+        """Return a copy that names another lane and head, for a difference in one head that was cut out of a batch."""
         return replace(self, lane=lane, head=head)
 
 
@@ -107,7 +107,7 @@ def norm(x: Array) -> Array:
 
 
 def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference | None:
-    """Return the entry of `difference` that exceeds its tolerance by the largest factor.
+    """Return the element of `difference` that exceeds its tolerance by the largest factor.
 
     Args:
         tensor: Name for the result.
@@ -128,7 +128,7 @@ def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference 
 
 
 def named_state(layer: LayerCache, state: Sequence[Array]) -> dict[str, Array]:
-    """Return the state tensors of a layer by name.
+    """Return the state tensors (keys, values, votes, ...) of a layer's KV cache by name.
 
     Keys and values of an int8 or int4 cache are dequantized to float32, so their scales are left out.
     """
@@ -142,7 +142,7 @@ def named_state(layer: LayerCache, state: Sequence[Array]) -> dict[str, Array]:
 def state_difference(
     layer: LayerCache, method: Method, actual: Sequence[Array], expected: Sequence[Array], tolerance: Tolerance
 ) -> Difference | None:
-    """Return the first state tensor [B, H, ...] of a layer that differs by more than `tolerance`, or None.
+    """Return the first state tensor [B, H, ...] of a layer's KV cache that differs beyond its tolerance, or None.
 
     Positions, and tensors that are only copied, must be equal. Keys and values are compared by their norms, votes and
     scores by their sizes.
@@ -181,7 +181,7 @@ def _score_difference(method: Method, gap: Array, size: Array, tolerance: Tolera
 
 
 def largest_differences(name: str, a: Array, b: Array, heads: Array | None = None) -> float:
-    """Return the largest difference of one state tensor [B, H, ...].
+    """Return the largest difference between two versions of a state tensor [B, H, ...].
 
     Args:
         name: Name of the tensor. Differences of keys and values are relative to their norms, all others absolute.

@@ -1,4 +1,4 @@
-"""The comparison of one run with PyTorch: each layer, each merge, in-place buffers, and an independent run."""
+"""Comparison of an exported model's run with PyTorch: each layer, each merge, in-place buffers, a separate run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Comparison:
-    """A reference run, the engine's graphs compared with it call by call, and an independent run of the engine."""
+    """Comparison of an exported model with PyTorch, call by call.
+
+    It has a reference run, the engine's graphs compared with each call of it, and an independent run of the engine.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Comparison:
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
 
     def step(self, tokens: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
-        """Run one decoder call and the merges that are due after it.
+        """Run and compare one decoder call and the merges that are due after it.
 
         Args:
             tokens: Token ids for each lane; empty for a lane that takes no part.
@@ -86,7 +89,7 @@ class Comparison:
                 self.result.note(Mismatch(len(self.result.steps) - 1, "independent run", i, *at))
 
     def finish(self) -> None:
-        """Summarize the figures that need the whole run: the KL of the independent run, and rounding errors."""
+        """Compute figures that need the whole run: the KL divergence of the independent run, and rounding errors."""
         self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
         self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
         for (phase, tensor), pairs in self.errors.items():
@@ -96,7 +99,7 @@ class Comparison:
             self.result.rounding.append(Rounding(phase, tensor, len(engine), *quantiles, least))
 
     def decoded(self, feed: Arrays, present: Arrays, hidden: dict[int, NDArray[Any]], whole: bool) -> None:
-        """Compare one decoder call with the reference, layer by layer and, if `whole` is set, over the full depth.
+        """Compare one decoder call with PyTorch, layer by layer and, if `whole` is set, over the full depth.
 
         Each layer receives the reference's hidden state, so one layer's error does not reach the next.
         """
@@ -127,7 +130,7 @@ class Comparison:
         self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 
     def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """Compare one merge with the reference, head by head, and in place. `first` is the first merged lane."""
+        """Compare one merge of KV caches with PyTorch's, head by head and in place; `first` is the first lane."""
         past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
             outputs: Arrays = self.runners.merge.infer(OrderedDict(past))
@@ -174,7 +177,7 @@ class Comparison:
         hidden: Mapping[int, NDArray[Any]],
         largest: dict[str, float],
     ) -> list[Difference | None]:
-        """Return the differences of one layer: of its state, and of the hidden state at its end."""
+        """Return the differences of one layer from PyTorch: of its KV cache, and of the hidden state at its end."""
         differences = [self._state(i, outputs, present, self.tolerance)]
         if i + 1 in reached:
             begin = hidden[max((b for b in reached if b <= i), default=0)].astype(np.float64)
@@ -240,7 +243,7 @@ class Comparison:
         self.errors[at].append((np.nan_to_num(engine, nan=np.inf), pytorch))
 
     def _in_place(self, feed: Arrays, separate: Arrays) -> None:
-        """Run the call with past and present in the same buffers, as in production, and require the same bits."""
+        """Run a graph again with past and present in the same buffers, as in production, and require the same bits."""
         input_ids, query_length = feed["input_ids"], feed["query_length"]
         state = self.engine.new_state(len(input_ids))
         state.set_state(self.locked.state, self.locked.length)
@@ -267,7 +270,7 @@ class Comparison:
 
 
 class LockedBackend(ReferenceBackend):
-    """A `LaneState` that computes with the reference and passes every call to a comparison."""
+    """A PyTorch reference run that passes every decoder call and merge to a comparison with the engine."""
 
     whole = False
 
@@ -277,11 +280,11 @@ class LockedBackend(ReferenceBackend):
         self.hidden = {}
 
     def decoded(self, feed: Arrays, present: Arrays) -> None:
-        """Pass a decoder call to the comparison. See `ReferenceBackend.decoded`."""
+        """Pass the reference's decoder call to the comparison. See `ReferenceBackend.decoded`."""
         self.comparison.decoded(feed, present, self.hidden or {}, self.whole)
 
     def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """Pass a merge to the comparison. See `ReferenceBackend.merged`."""
+        """Pass the reference's merge to the comparison. See `ReferenceBackend.merged`."""
         self.comparison.merged(feed, present, first)
 
 
@@ -291,13 +294,13 @@ def _keep(largest: dict[str, float], kind: str, sizes: NDArray[Any]) -> None:
 
 
 def _real(feed: Arrays) -> NDArray[Any]:
-    """Return [B, T] bool: True for tokens, False for padding."""
+    """Return a mask [B, T] bool of a decoder call's tokens: True for tokens, False for padding."""
     real: NDArray[Any] = np.arange(feed["input_ids"].shape[1]) < feed["query_length"]
     return real
 
 
 def _are_largest(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:
-    """Return whether `top` holds the largest of `logits` [vocabulary], and the right softmax mass of the others."""
+    """Return whether `top` holds the n largest of `logits` [vocabulary], and the right softmax mass."""
     if top is None or not 0 <= top.ids.min() <= top.ids.max() < logits.size:
         return False
     largest = -np.sort(-logits)[: top.ids.size]

@@ -1,4 +1,4 @@
-"""decoder.onnx cut between its layers.
+"""The ONNX decoder graph cut between its layers, so that each layer's error can be measured by itself.
 
 Each layer of the cut decoder takes the reference's hidden state as an input. Its error is then measured by itself,
 without the errors of the layers before it.
@@ -20,7 +20,7 @@ STATE_INPUT = "past_key_values."
 
 
 def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
-    """Return, for layers 1, 2, ..., the tensor that alone leads into the layer.
+    """Return for layers 1, 2, ... the tensor of the ONNX graph that alone leads into the layer (the residual stream).
 
     A border is the last place before a layer's attention where all later nodes depend on the tokens through one tensor
     (state tensors aside). In decoders with residuals this is the residual stream. Layers without such a tensor are left
@@ -52,7 +52,7 @@ def border_name(layer: int) -> str:
 
 
 class CutDecoder:
-    """A session of the cut decoder.
+    """A session of the ONNX decoder that is cut between its layers.
 
     Args:
         path: The uncut decoder.onnx.
@@ -70,7 +70,7 @@ class CutDecoder:
     def infer(
         self, feed: Mapping[str, NDArray[Any]], hidden: Mapping[int, NDArray[Any]]
     ) -> tuple[dict[str, NDArray[Any]], dict[int, NDArray[Any]]]:
-        """Run the cut decoder.
+        """Run the decoder that is cut between its layers on given hidden states.
 
         Args:
             feed: The inputs of decoder.onnx.

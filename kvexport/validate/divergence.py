@@ -20,7 +20,7 @@ def kl(p_logits: Row, q_logits: Row) -> float:
 
 
 def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
-    """Return the positions of each sequence to compare: those with logits past the smallest budget.
+    """Return the positions of each sequence at which logits are compared: those past the smallest cache budget.
 
     If no sequence is longer than that budget, all positions with logits are returned.
     """
@@ -30,7 +30,7 @@ def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[l
 
 
 def measure_divergence(result: Any, own: list[dict[int, Row]], full: list[dict[int, Row]]) -> None:
-    """Append KL(full || engine) and top-1 agreement at every position of `full` to `result`."""
+    """Measure KL(full cache || engine) and top-1 agreement at every position of `full`, and append them to `result`."""
     for engine_rows, full_rows in zip(own, full, strict=True):
         positions = sorted(full_rows)
         result.positions.append(positions)

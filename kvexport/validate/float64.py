@@ -1,4 +1,4 @@
-"""Arithmetic in float64, exact or with random errors of the size of float32's rounding."""
+"""PyTorch arithmetic in float64, exact or with random errors of the size of float32's rounding."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def in_float64(roundings: float = 0.0, seed: int = 0) -> Iterator[None]:
 
 
 def as_ever(forward: Any) -> Any:
-    """Wrap `forward` so that it runs in float32 even inside `in_float64`."""
+    """Wrap the function `forward` so that it runs in float32 even inside `in_float64`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():

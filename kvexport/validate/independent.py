@@ -1,4 +1,4 @@
-"""The engine's independent run: from the first token to the last on its own state, as in production.
+"""The engine's independent run over the validation sequences, on its own state as in production.
 
 Its logits have to stay near those of PyTorch's run. Where two selections of a merge are equal except for rounding, the
 two runs may select different entries and differ from there on although neither is wrong. The engine's run then
@@ -30,7 +30,7 @@ SAME_VOTES = 1e-3  # relative; another merge target changes votes by far more
 
 
 class Merge(NamedTuple):
-    """One merge of a run.
+    """One recorded merge (compression) of KV caches: the state before and after it.
 
     Attributes:
         first: The first merged lane.
@@ -43,7 +43,7 @@ class Merge(NamedTuple):
     present: Arrays
 
     def lane(self, lane: int) -> Merge | None:
-        """Return the merge of one lane, numbered in the batch; None if the lane took no part."""
+        """Return the record of the merge for one lane of the batch; None if that lane did not merge."""
         if not self.first <= lane < self.first + len(next(iter(self.past.values()))):
             return None
         row = slice(lane - self.first, lane - self.first + 1)
@@ -51,7 +51,7 @@ class Merge(NamedTuple):
 
 
 class WatchedState:
-    """A `ModelState` that stores the merges of the call under way, and is otherwise the state it wraps."""
+    """A wrapper of a `ModelState` (KV caches of a batch) that records the merges of the current call."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -61,7 +61,7 @@ class WatchedState:
         return getattr(self._state, name)
 
     def merge(self, first: int, last: int) -> None:
-        """Bring lanes first <= lane < last back within their budgets. See `LaneState.merge`."""
+        """Run the wrapped state's merge of lanes first <= lane < last, and record the KV caches before and after."""
         past = {name: x[first:last] for name, x in self._state.get_state().items()}
         self._state.merge(first, last)
         present = {
@@ -71,7 +71,7 @@ class WatchedState:
 
 
 class IndependentRun:
-    """The engine's independent run and its distance from the reference's run.
+    """The engine's own run over the validation sequences, and its distance from PyTorch's run.
 
     Attributes:
         lanes: The engine's lanes.
@@ -96,7 +96,7 @@ class IndependentRun:
         prefill: bool,
         unread: Collection[int],
     ) -> list[tuple[int, list[Merge], list[Merge]]]:
-        """Run one call, and compare it with the reference's call.
+        """Run one call of the engine's own run, and compare its logits and merges with PyTorch's.
 
         Args:
             tokens: Token ids for each lane; empty for a lane that takes no part.
@@ -129,7 +129,7 @@ class IndependentRun:
         return parting
 
     def _select_alike(self, own: list[Merge], expected: list[Merge]) -> bool:
-        """Return whether two runs evicted the same entries, into the same targets, in every merge of a call."""
+        """Return whether engine and PyTorch evicted the same entries, into the same targets, in a call's merges."""
         layers = [(i, layer.state) for i, layer in enumerate(self._plan.caches) if layer.merges]
         return len(own) == len(expected) and all(
             np.array_equal(a.present[state[4].present(i)], b.present[state[4].present(i)])
@@ -146,7 +146,7 @@ class IndependentRun:
         tolerance: Tolerance,
         merge_tolerance: Tolerance,
     ) -> Iterator[tuple[int, Difference]]:
-        """Yield the reasons why the merges of a parting lane cannot be explained by rounding.
+        """Yield the differences of a lane's merges between engine and PyTorch that rounding cannot explain.
 
         Args:
             own: The engine's merges of the lane in one call.

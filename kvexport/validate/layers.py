@@ -1,4 +1,4 @@
-"""The first layers of an artifact's model, built as the artifact was.
+"""Builds of only the first layers of an artifact's model, for validation.
 
 `validate --layers` compares these if the whole model is too large for PyTorch, or would take too long. Every layer
 keeps the cache that it has in the artifact.
@@ -91,7 +91,7 @@ def require_checkpoint(checkpoint: Any, manifest: Manifest, path: Path) -> None:
 
 
 def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> None:
-    """Write a checkpoint with a config of `count` layers. Its weight files are links to the files of `source`."""
+    """Write a checkpoint whose config has only `count` layers. Its weight files are links to the files of `source`."""
     from transformers import AutoConfig
 
     from kvexport.export.model.checkpoint import TOKENIZER_FILES

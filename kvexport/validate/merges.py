@@ -39,7 +39,7 @@ MOST_EXAMINED = 24  # heads that one run merges again in float64; a wrong engine
 
 @dataclass(frozen=True)
 class Flip:
-    """A head whose merge differs from PyTorch's.
+    """A KV head whose merge selected other entries than PyTorch's merge.
 
     Attributes:
         layer: Number of the cache.
@@ -64,7 +64,7 @@ class Flip:
 
     @property
     def right(self) -> bool:
-        """Whether rounding explains the selection."""
+        """Whether rounding errors of float32 explain the different selection."""
         return self.roundings is not None
 
 
@@ -77,7 +77,7 @@ def compare_merge(
     tolerance: Tolerance,
     examined: int,
 ) -> Iterator[Flip]:
-    """Yield every head of a merge that differs from the reference's.
+    """Compare a merge of KV caches with PyTorch's, and yield every head that differs.
 
     Args:
         plan: The cache plan.
@@ -139,7 +139,10 @@ def _explained(
     engine: Arrays,
     tolerance: Tolerance,
 ) -> float | None:
-    """Return the error, in float32 roundings, with which float64 merges this head as the engine does, or None."""
+    """Return the size of error, in float32 roundings, with which float64 makes the engine's merge of a head.
+
+    The result is None if float64 never makes that merge.
+    """
     head = difference.head or 0
     one = (slice(difference.lane, difference.lane + 1), slice(head, head + 1))
     before = [torch.from_numpy(np.ascontiguousarray(past[tensor.past(i)][one])) for tensor in layer.state]
@@ -160,11 +163,10 @@ def _explained(
 
 
 def _among(engine: Arrays, draws: Sequence[Arrays]) -> bool:
-    """Return whether a head's merge [1, 1, ...] lies among draws that all differ from one another.
+    """Return whether a head's merge [1, 1, ...] is as near to random float64 merges (draws) as these to each other.
 
     Draws are compared by the positions that one keeps and another does not. Among rows whose positions all of them
-    keep,
-    at most as many may differ as there are such positions.
+    keep, at most as many may differ as there are such positions.
     """
     rows = [{int(p): i for i, p in enumerate(x["position"][0, 0]) if x["votes"][0, 0, i] > 0} for x in (engine, *draws)]
     own, *others = rows

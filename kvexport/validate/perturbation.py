@@ -1,4 +1,4 @@
-"""Perturbation telemetry as figures: the effect of every merge on the attention output, in tables and drawings."""
+"""Figures, tables and drawings of perturbation: how much each merge of KV-cache entries changes attention outputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def theorem_5(epsilon: Any, gamma: Any) -> Any:
 
 @dataclass(frozen=True)
 class Bound:
-    """How often and how tightly the bound of KeepKV's Theorem 5 applies.
+    """Statistics of the error bound of KeepKV's Theorem 5 over attention heads, next to observed errors.
 
     Attributes:
         heads: The number of heads for which the bound is defined.
@@ -98,7 +98,7 @@ BOUND_NOTE = (
 
 
 def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> list[Section]:
-    """Return tables with one row for each named set of merges, and a second table of bounds if any set has one.
+    """Return tables of the attention errors of merges, with one row for each named set, and a table of bounds if any.
 
     Args:
         named: (name, merges) pairs; the names are layers or methods.
@@ -114,7 +114,7 @@ def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> li
 
 
 def layer_sections(rows: Sequence[Perturbation], of: str = "layer") -> list[Section]:
-    """Return the tables of one run, layer by layer, and its drawings. `of` names the rows: "layer" or "cache"."""
+    """Return the report on one run's attention errors: tables layer by layer, and drawings."""
     if not rows:
         return [Paragraph("No perturbation by merging: no entry had to be evicted.")]
     named = [(f"{of} {i}", [r for r in rows if r.layer == i]) for i in sorted({r.layer for r in rows})]
@@ -125,7 +125,7 @@ def layer_sections(rows: Sequence[Perturbation], of: str = "layer") -> list[Sect
 
 
 def drawings(rows: Sequence[Perturbation], name: str, of: str = "layer") -> list[Section]:
-    """Return plots of errors and bounds merge by merge, and a heat map of layers and merges.
+    """Return plots of attention errors and bounds merge by merge, and a heat map of layers and merges.
 
     Args:
         rows: The merges of one run.
@@ -159,13 +159,13 @@ def _plot(title: str, over: str, lines: Sequence[Series]) -> Plot:
 
 
 def _mean(rows: Sequence[Perturbation], figure: str) -> float | None:
-    """Return the mean of a figure over the heads of all rows."""
+    """Return the mean of a figure of merges, weighted by the number of heads of each."""
     heads = sum(r.heads for r in rows)
     return sum(r.heads * getattr(r, figure) for r in rows) / heads if heads else None
 
 
 def _median(rows: Sequence[Perturbation], figure: str) -> float | None:
-    """Return the median of a figure over the rows that have a bound."""
+    """Return the median of a figure of merges, over those that have an error bound."""
     values = [getattr(r.theorem, figure) for r in rows if r.theorem and r.theorem.heads]
     return float(np.median(values)) if values else None
 
@@ -186,13 +186,13 @@ def _bounded(rows: Sequence[Perturbation]) -> tuple[Cell, ...]:
 
 
 def _line(name: str, rows: Sequence[Perturbation], figure: Callable[[Sequence[Perturbation]], float | None]) -> Series:
-    """Return a figure over all layers, merge by merge, as a line of a plot."""
+    """Return a figure of merges, combined over all layers, as a line of a plot."""
     merges = [(step, list(of_step)) for step, of_step in groupby(rows, key=lambda r: r.step)]
     return Series(name, [float(step) for step, _ in merges], [figure(of_step) for _, of_step in merges])
 
 
 def _map(rows: Sequence[Perturbation], title: str, of: str) -> HeatMap:
-    """Return a heat map of layers against intervals of merges."""
+    """Return a heat map of attention errors: layers against intervals of merges."""
     steps, layers = sorted({r.step for r in rows}), sorted({r.layer for r in rows})
     stretches = [s.tolist() for s in np.array_split(steps, min(INTERVALS, len(steps)))]
     ticks = [f"{s[0]}" if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches]

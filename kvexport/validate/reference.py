@@ -36,7 +36,7 @@ VOTES = STATE_NAMES.index("votes")
 
 
 class _Eager:
-    """Attention computed by `vote_attention` over given state tensors; `telemetry` receives its inputs."""
+    """PyTorch implementation of attention over given KV-cache tensors; `telemetry` receives its inputs."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class _Eager:
 
 
 class TorchReference:
-    """The decoder and merge graphs in PyTorch, over numpy arrays with the names that the ONNX graphs use."""
+    """PyTorch versions of the exported decoder and merge graphs, over numpy arrays with the ONNX graphs' names."""
 
     def __init__(
         self, checkpoint: Checkpoint, plan: CachePlan, geometry: list[LayerGeometry], method: Method, recipe: Any
@@ -97,7 +97,7 @@ class TorchReference:
 
     @torch.no_grad()
     def decode_in_float64(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Run `decode` with every operation in float64."""
+        """Compute the decoder in PyTorch with every operation in float64."""
         with in_float64():
             return self.decode(feed)
 
@@ -108,7 +108,7 @@ class TorchReference:
         telemetry: Telemetry | None = None,
         hidden: dict[int, NDArray[Any]] | None = None,
     ) -> Arrays:
-        """Compute decoder.onnx.
+        """Compute the decoder in PyTorch, with the inputs and outputs of decoder.onnx.
 
         Args:
             feed: input_ids [B, T], query_length [B, 1], past_length [B, 1] and past_key_values.*.
@@ -142,7 +142,7 @@ class TorchReference:
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
     def time_decode(self, lanes: int, tokens: int) -> float:
-        """Return the seconds that one call takes for `lanes` lanes of `tokens` tokens over an empty cache."""
+        """Return the seconds of one PyTorch decoder call with `lanes` * `tokens` tokens and empty KV caches."""
         empty = {
             name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
             for name, _, layer, kind in self.plan.state_names()
@@ -155,7 +155,7 @@ class TorchReference:
 
     @torch.no_grad()
     def merge(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Compute merge.onnx: past_key_values.* to present.* for the caches that can exceed their budgets."""
+        """Compute the merge of KV caches in PyTorch, with the inputs and outputs of merge.onnx."""
         present = {}
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
@@ -211,7 +211,7 @@ def full_logits(
 
 
 def _load_attending(checkpoint: Checkpoint, recipe: Any) -> Any:
-    """Load the model with an attention implementation of transformers: sdpa in float32, if the model supports it."""
+    """Load the Hugging Face model with an attention implementation of transformers: sdpa in float32, if supported."""
     if recipe.model.dtype == "float32":
         try:
             return load_model(checkpoint, recipe, "sdpa")

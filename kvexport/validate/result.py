@@ -1,4 +1,4 @@
-"""The result of a validation, and its report."""
+"""The result of a validation (the comparison of an exported model with PyTorch), and its report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A difference between engine and reference that exceeds its tolerance.
+    """A difference between the exported model and PyTorch that exceeds its tolerance.
 
     Attributes:
         step: Number of the call.
@@ -51,7 +51,7 @@ class Mismatch:
     slot: int | None = None
 
     def line(self, of: str) -> str:
-        """Return the difference as one line of text; `of` is the word for a cache, "layer" or "cache"."""
+        """Return the difference and its place as one line of text; `of` is the word for a cache, "layer" or "cache"."""
         where = "" if self.layer is None else f"{of} {self.layer}, "
         named = {"lane": self.lane, "head": self.head, "slot" if self.head is not None else "token": self.slot}
         at = "".join(f", {name} {number}" for name, number in named.items() if number is not None)
@@ -79,17 +79,16 @@ class Quantiles:
 
 
 def level_of(count: int) -> float:
-    """Return the quantile that the validation checks among `count` errors.
+    """Return which quantile of `count` rounding errors the validation checks.
 
     This is the 99th percentile of 1,000 errors or more. For fewer errors it is the quantile that `ABOVE` of them
-    exceed,
-    and never below the median.
+    exceed, and never below the median.
     """
     return max(0.5, min(0.99, 1.0 - ABOVE / max(count, 1)))
 
 
 def quantiles_of(errors: NDArray[Any]) -> Quantiles:
-    """Return the quantiles of any number of errors; zeros if there are none."""
+    """Return quantiles of rounding errors; zeros if there are no errors."""
     if not errors.size:
         return Quantiles(0.0, 0.0, 0.0, 0.0)
     levels = (0.5, level_of(errors.size), 0.99, 1.0)
@@ -98,7 +97,7 @@ def quantiles_of(errors: NDArray[Any]) -> Quantiles:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding errors of vectors over the full depth of the model: the engine's and PyTorch's, from the same state.
+    """Rounding errors against float64 over the model's full depth, of the engine and of PyTorch from the same state.
 
     Attributes:
         phase: "prefill" or "decode".
@@ -118,19 +117,19 @@ class Rounding:
 
     @property
     def holds(self) -> bool:
-        """Whether the engine's errors are at most `ROUNDING_RATIO` times PyTorch's."""
+        """Whether the engine's rounding errors are at most `ROUNDING_RATIO` times PyTorch's."""
         few = self.engine.p99 <= OUTLIERS * ROUNDING_RATIO * max(self.pytorch.p99, self.least)
         return self.ratio <= ROUNDING_RATIO and few
 
     @property
     def ratio(self) -> float:
-        """The engine's checked quantile relative to PyTorch's."""
+        """The checked quantile of the engine's rounding errors divided by that of PyTorch's."""
         return self.engine.checked / max(self.pytorch.checked, self.least)
 
 
 @dataclass
 class ValidationResult:
-    """Everything that a validation compared, and the differences it measured.
+    """The result of a validation: all comparisons of an exported model with PyTorch, and the differences.
 
     Attributes:
         artifact: Path of the artifact.
@@ -194,29 +193,29 @@ class ValidationResult:
     seconds: float = 0.0
 
     def note(self, mismatch: Mismatch) -> None:
-        """Count a mismatch, and store it if fewer than `KEPT` are stored."""
+        """Count a difference beyond tolerance, and store it if fewer than `KEPT` are stored."""
         self.mismatched += 1
         if len(self.mismatches) < KEPT:
             self.mismatches.append(mismatch)
 
     @property
     def mismatch(self) -> Mismatch | None:
-        """The first mismatch; None if there is none."""
+        """The first difference beyond tolerance; None if there is none."""
         return self.mismatches[0] if self.mismatches else None
 
     @property
     def passed(self) -> bool:
-        """Whether the validation found no problem."""
+        """Whether the exported model agrees with PyTorch in everything that was compared."""
         return not self.problems
 
     @property
     def problem(self) -> str:
-        """The first problem in one line; "" if there is none."""
+        """The first reason why the validation failed, in one line; "" if it passed."""
         return next(iter(self.problems), "")
 
     @property
     def problems(self) -> list[str]:
-        """All problems, one line each."""
+        """All reasons why the validation failed, one line each."""
         problems = []
         if self.mismatch:
             more = f" (the first of {self.mismatched})" if self.mismatched > 1 else ""
@@ -248,11 +247,11 @@ class ValidationResult:
         return problems
 
     def largest(self, kind: str) -> float:
-        """Return the largest difference of one kind of tensor over all steps."""
+        """Return the largest difference from PyTorch of one kind of tensor, over all calls."""
         return max((s["largest"][kind] for s in self.steps if kind in s["largest"]), default=0.0)
 
     def mean_kl(self, text: str | None = None) -> float:
-        """Return the mean KL(full || engine) in nats over the compared positions of the sequences with content `text`.
+        """Return the mean KL(full cache || engine) in nats over the compared positions of sequences of kind `text`.
 
         None stands for all sequences.
         """
@@ -260,7 +259,7 @@ class ValidationResult:
         return float(np.mean(values)) if values else 0.0
 
     def agreement(self, text: str | None = None) -> float:
-        """Return the share of compared positions whose most likely token equals the full cache's."""
+        """Return the share of compared positions whose most likely token equals that of the full cache."""
         values = [v for row in self._rows(self.agrees, text) for v in row]
         return float(np.mean(values)) if values else 1.0
 
@@ -268,7 +267,7 @@ class ValidationResult:
         return [row for row, kind in zip(rows, self.texts, strict=False) if text in (None, kind)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures and their summaries as JSON values."""
+        """Return all figures of the validation and their summaries as JSON values."""
         return {
             **asdict(self),
             "mismatch": asdict(self.mismatch) if self.mismatch else None,
@@ -280,7 +279,7 @@ class ValidationResult:
         }
 
     def sections(self) -> list[Section]:
-        """Return the report's sections: the comparison, the differences, and the distance to the uncompressed model."""
+        """Return the validation report's sections: comparison, differences, and distance to the uncompressed model."""
         sections: list[Section] = [KeyValues("Validation", self._summary()), self._largest()]
         if self.mismatches:
             rows = [

@@ -1,4 +1,4 @@
-"""`kvexport validate`: an artifact compared with PyTorch, step by step and past the budget, in a ragged batch.
+"""The command `kvexport validate`: an exported model compared with PyTorch, step by step, in a ragged batch.
 
 Every layer receives PyTorch's hidden state and cache, so a difference shows where it arises and at its own size. Every
 merge has to equal PyTorch's, or a merge that float64 could make with float32's rounding errors. The full depth of the
@@ -48,7 +48,7 @@ def validate_artifact(
     device: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> ValidationResult:
-    """Compare the artifact at `path` with PyTorch.
+    """Compare the exported model in the folder `path` with PyTorch.
 
     Args:
         path: The artifact.
@@ -138,7 +138,7 @@ def validate_artifact(
 
 
 def _whole_calls(prefill: list[bool]) -> set[int]:
-    """Return the calls to compare over the full depth, by number: the first, the last and some between, by phase."""
+    """Return the numbers of the decoder calls to compare over the full depth: first, last, some between, by phase."""
     chosen: set[int] = set()
     for phase in (True, False):
         of_phase = [i for i, p in enumerate(prefill) if p == phase]
@@ -148,7 +148,7 @@ def _whole_calls(prefill: list[bool]) -> set[int]:
 
 
 def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], whole: int) -> str:
-    """Return a text that estimates the duration, from a trial of the longest call of each phase over an empty cache."""
+    """Return an estimate of the validation's duration as text, from timing the longest call of each phase."""
     seconds = 0.0
     for phase in (True, False):
         of_phase = [parts for parts, prefill in calls if prefill == phase]

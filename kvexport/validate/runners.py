@@ -1,4 +1,4 @@
-"""The backends that run an artifact on this machine."""
+"""Search for the backends (ONNX Runtime, TensorRT) that can run an artifact on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 
 
 def backends_here(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, str]]:
-    """Return the backends, on each of their devices, that run the artifact at `path` on this machine.
+    """Return the backends and devices that can run the artifact at `path` on this machine.
 
     Returns:
         (backend, device) pairs, and for every other backend the reason why it cannot run the artifact.

@@ -1,4 +1,4 @@
-"""Perturbation telemetry: the effect of every merge on the attention output of the queries before and after it.
+"""Perturbation telemetry: measurement of how each merge of KV-cache entries changes attention outputs.
 
 The effect is compared with the bound of KeepKV's Theorem 5 (arXiv 2504.09936).
 
@@ -32,7 +32,7 @@ When = Literal["current", "next"]
 
 @dataclass(frozen=True)
 class Cache:
-    """The slots of one sequence in one layer, in float64.
+    """The KV-cache slots of one sequence in one layer, in float64.
 
     Attributes:
         key: [H, C, D].
@@ -48,7 +48,7 @@ class Cache:
 
 
 def joined(caches: Sequence[Cache]) -> Cache:
-    """Return one cache with the slots of several caches, in order."""
+    """Return one KV cache with the slots of several, in order."""
     return Cache(*(torch.cat([getattr(cache, field.name) for cache in caches], dim=1) for field in fields(Cache)))
 
 
@@ -58,7 +58,7 @@ def _cache(key: Tensor, value: Tensor, votes: Tensor, _: Tensor, position: Tenso
 
 @dataclass(frozen=True)
 class Query:
-    """The query of one token.
+    """The attention query of one token.
 
     Attributes:
         vector: [Hq, D] float64.
@@ -73,7 +73,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of one query over one cache.
+    """The attention of one query over one KV cache: outputs and logarithms of weights.
 
     Attributes:
         output: [H, G, Dv], where G query heads share a KV head.
@@ -87,7 +87,7 @@ class Attention:
 
 
 def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> Attention:
-    """Return VoteAttention of one query over a cache that holds the query's own token and no later one."""
+    """Return the attention of one query over a KV cache that holds the query's own token and no later one."""
     heads, _, size = cache.key.shape
     logit = (query.vector * attributes.scale).reshape(heads, -1, size) @ cache.key.transpose(-1, -2)
     logit = capped(logit, attributes)
@@ -104,7 +104,7 @@ def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> A
 
 @dataclass(frozen=True)
 class _Followed:
-    """The new slot of each slot after a merge.
+    """Where a merge moved each KV-cache slot of one sequence in one layer.
 
     Attributes:
         to: [H, C] int64, the slot after the merge; -1 if the entry was dropped.
@@ -117,7 +117,7 @@ class _Followed:
 
 @dataclass(frozen=True)
 class _Merge:
-    """One merge of one sequence in one layer.
+    """One merge of the KV cache of one sequence in one layer, as telemetry records it.
 
     Attributes:
         step: Number of the merge.
@@ -146,15 +146,13 @@ def _bounds(
     after: Attention,
     attributes: VoteAttentionAttributes,
 ) -> Tensor:
-    """Return two bounds [2, H, G] on the change of the attention output by a merge.
+    """Return two upper bounds [2, H, G] on the change of the attention output by a merge.
 
     The first bound is Theorem 5, infinite where it does not apply. The second is the step of the theorem's proof before
     all errors are replaced by the largest: a slot of mass w whose estimate is a share of its merge set moves the output
-    by
-    ``|share w_r - w| |v - o|`` divided by the sum of masses after the merge, where w_r is the mass of the merged slot.
-    Both bounds start from the cache without the dropped entries; the distance from there to the cache before the merge
-    is
-    computed and added.
+    by ``|share w_r - w| |v - o|`` divided by the sum of masses after the merge, where w_r is the mass of the merged
+    slot. Both bounds start from the cache without the dropped entries; the distance from there to the cache before the
+    merge is computed and added.
     """
     slots = followed.to.shape[-1]  # tokens appended after the merge take no part in it
     stays = followed.to >= 0
@@ -189,7 +187,7 @@ def _bounds(
 
 
 class _Numbered:
-    """A method over values extended by one-hot slot numbers, which begin at dimension `size`.
+    """A compression method over values extended by one-hot slot numbers, which show where a merge moves each slot.
 
     The method must not select by these numbers, so its keep score gets values without them. Methods that keep estimates
     pick merge targets by keys, which have no such numbers.
@@ -206,7 +204,7 @@ class _Numbered:
 
 
 class Telemetry:
-    """Observer of one run. Call `attended` for every layer of every decoder call and `merged` for every merge.
+    """Observer of a PyTorch reference run that measures how each merge changes attention outputs.
 
     `rows` then returns the figures.
     """
@@ -233,7 +231,7 @@ class Telemetry:
         query_length: Tensor,
         sinks: Tensor | None,
     ) -> None:
-        """Receive the inputs of a layer's VoteAttention, in its shapes, before the layer computes it."""
+        """Receive the inputs of a layer's attention, in the shapes of VoteAttention, before the layer computes it."""
         sink_logits = None if sinks is None else sinks.double()
         for lane, count in enumerate(query_length[:, 0].tolist()):
             if not count:
@@ -251,7 +249,7 @@ class Telemetry:
             self._query[at] = Query(query[lane, :, count - 1].double(), int(places[-1]), sink_logits)
 
     def merged(self, first: int, past: Mapping[str, NDArray[Any]], present: Mapping[str, NDArray[Any]]) -> None:
-        """Receive the state of sequences first, first + 1, ... before and after a merge, by the names of merge.onnx."""
+        """Receive the KV caches of the sequences from `first` on, before and after a merge, by merge.onnx's names."""
         for i, layer in enumerate(self.plan.caches):
             if not layer.merges:
                 continue
@@ -273,7 +271,7 @@ class Telemetry:
         self._steps += 1
 
     def _followed(self, layer: int, state: list[Tensor]) -> _Followed:
-        """Return the new slot of every slot of one sequence.
+        """Return where a merge moved each KV-cache slot of one sequence in a layer.
 
         A merge of values with one-hot slot numbers appended shows where each slot went.
         """
@@ -302,7 +300,7 @@ class Telemetry:
         self._samples.setdefault((merge.step, merge.layer, when), []).append((query.position + 1, figures))
 
     def rows(self) -> list[Perturbation]:
-        """Return the figures by merge and layer, the current query before the next one."""
+        """Return the changes of attention outputs by merge and layer, the current query before the next one."""
         figures = []
         for step, layer, when in sorted(self._samples, key=lambda k: (k[0], k[1], QUERIES.index(k[2]))):
             samples = self._samples[step, layer, when]

@@ -1,4 +1,4 @@
-"""The sequences on which an artifact is validated: text and random tokens, longer than every budget."""
+"""The token sequences on which an exported model is validated: text and random tokens, longer than every budget."""
 
 from __future__ import annotations
 
@@ -22,28 +22,27 @@ COPIES = 5  # copies of a state: reference before and after; engine independent,
 
 
 def decode_steps(limits: Limits) -> int:
-    """Return the number of tokens at the end of a sequence that are appended one by one."""
+    """Return how many tokens at the end of a validation sequence are appended one by one (decoded)."""
     return min(max(FEWEST_STEPS, MERGES * limits.merge_every + 4), MOST_STEPS)
 
 
 def default_length(plan: CachePlan, limits: Limits) -> int:
-    """Return the length of the longest sequence in tokens: enough for some merges in prefill and in decode."""
+    """Return the default length of the longest validation sequence: enough for some merges in prefill and decode."""
     merging = max((layer.capacity for layer in plan.caches if layer.merges), default=0)
     return min(limits.max_length, merging + CHUNKS_PAST * limits.prefill_chunk + decode_steps(limits))
 
 
 def default_batch(plan: CachePlan, limits: Limits) -> int:
-    """Return three sequences, or fewer if their states would take too much memory."""
+    """Return the default number of validation sequences: three, or fewer if their KV caches need too much memory."""
     fits = MEMORY // (COPIES * plan.bytes(1))
     return int(max(1, min(3, limits.max_batch, fits)))
 
 
 def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> tuple[list[Ids], list[str]]:
-    """Return the token ids of every sequence, and the content of each.
+    """Return the token ids of every validation sequence, and its content, "text" or "random".
 
     The longest sequence comes first; the others are 2/3, 1/2, ... as long. Contents are "text" and "random" in turn if
-    the
-    artifact has a tokenizer that returns its own text unchanged, else all are "random".
+    the artifact has a tokenizer that returns its own text unchanged, else all are "random".
 
     Raises:
         UsageError: The artifact was not built for such a batch.
@@ -95,7 +94,7 @@ def schedule(tokens: list[Ids], chunk: int, steps: int | None = None) -> Iterato
 
 
 def goes_on(later: Sequence[tuple[list[Ids], bool]]) -> list[int]:
-    """Return the sequences whose prompts continue in the next of the calls in `later`."""
+    """Return the numbers of the sequences whose prompts continue in the first of the decoder calls `later`."""
     if not later or not later[0][1]:
         return []
     return [lane for lane, tokens in enumerate(later[0][0]) if len(tokens)]

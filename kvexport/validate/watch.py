@@ -1,4 +1,4 @@
-"""Telemetry of a reference run on given sequences."""
+"""Perturbation telemetry of a PyTorch reference run: how its merges change attention outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvexport.validate.tokens import goes_on, schedule
 
 
 def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int64]]) -> list[Perturbation]:
-    """Return the effect of every merge while the reference reads the given sequences in one batch.
+    """Run the PyTorch reference over sequences in one batch, and return how each merge changes attention outputs.
 
     Two thirds of each sequence come in chunks, the rest token by token.
     """

@@ -18,7 +18,7 @@ from kvexport.export.weights.specs import weight_specs
 
 
 def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
-    """Load the model of a checkpoint in eval mode, in the recipe's type.
+    """Load the Hugging Face model of a checkpoint in eval mode, with the weights rounded as the recipe says.
 
     Args:
         checkpoint: The checkpoint.

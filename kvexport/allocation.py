@@ -1,4 +1,4 @@
-"""The allocation of the budget to the caches of layers or KV heads."""
+"""The allocation of the cache budget to the KV caches of layers or KV heads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvexport.recipe.fields import Recipe
 
 
 def allocate(recipe: Recipe, layers: int) -> list[int]:
-    """Return the slots of every cache, on average `recipe.budget`.
+    """Return the budget in slots of every KV cache, on average `recipe.budget`.
 
     A layer has one cache, or one for each KV head if the recipe lists shares of heads. The shares of layer l of L are
     ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` for the kind cosine (KeepKV), ``m_l = 1 - (1-d) l / (L-1)`` for pyramid
-    (PyramidKV), and those of `cache.allocation.shares` for listed. They are scaled to the budget. Whole layers have
-    `limits.max_length` slots, and the others share the rest.
+    (PyramidKV), and those of `cache.allocation.shares` for listed. They are scaled to the budget. Whole layers, which
+    evict nothing, have `limits.max_length` slots, and the others share the rest.
 
     Args:
         recipe: The recipe.
@@ -56,7 +56,7 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
 
 
 def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[float]:
-    """Return slots in the ratios of `cache.allocation.shares`, bounded for each cache.
+    """Return cache budgets in slots in the ratios of `cache.allocation.shares`, bounded for each cache.
 
     Args:
         recipe: The recipe.
@@ -82,13 +82,13 @@ def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[flo
 
 
 def least_slots(recipe: Recipe) -> float:
-    """Return the smallest budget that holds the sinks, the recent slots and two more."""
+    """Return the smallest cache budget that holds the sinks, the recent slots and two more."""
     protected, recent = recipe.cache.sinks + 2, recipe.cache.recent
     return protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
 
 
 def _left_by_whole_layers(recipe: Recipe, layer_numbers: Sequence[int]) -> int:
-    """Return the slots of all caches together that whole layers leave.
+    """Return the total slots that layers which evict nothing leave for the caches of all other layers.
 
     Args:
         recipe: The recipe.
@@ -112,7 +112,7 @@ def _left_by_whole_layers(recipe: Recipe, layer_numbers: Sequence[int]) -> int:
 
 
 def head_shares(recipe: Recipe) -> list[list[float]]:
-    """Return `cache.allocation.shares` for KV heads, layer by layer.
+    """Return the shares of the budget that a recipe lists for KV heads (`cache.allocation.shares`), layer by layer.
 
     The list is empty if a layer has one budget for all of its heads.
     """

@@ -1,4 +1,4 @@
-"""The cache plan: names, shapes, types and bytes of every state tensor (docs/reference/contract.md)."""
+"""The KV cache plan: names, shapes, types and bytes of every state tensor (docs/reference/contract.md)."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The cache of one layer, or of one KV head if heads have budgets of their own.
+    """The plan of the KV cache of one layer, or of one KV head if heads have budgets of their own.
 
-    A sequence's part of `key` is [kv_heads, capacity, key_size]. The slack is capacity - budget.
+    In the tensor `key` a sequence has [kv_heads, capacity, key_size]. The slack is capacity - budget.
 
     Attributes:
         kv_heads: The number of KV heads.
@@ -85,11 +85,11 @@ class LayerCache:
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """The state tensors, in the order of every ONNX graph."""
+        """The state tensors of the layer's cache, in the order of every ONNX graph."""
         return (*STATE, *self.extra)
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each state tensor for `batch` sequences."""
+        """Return the shape of each state tensor of the layer's cache by name, for `batch` sequences."""
         sizes = {
             "B": batch,
             "H": self.kv_heads,
@@ -101,23 +101,23 @@ class LayerCache:
         return {tensor.name: tensor.stored_shape(self.dtype, sizes) for tensor in self.state}
 
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """Return the type of each state tensor."""
+        """Return the data type of each state tensor of the layer's cache by name."""
         return {tensor.name: np.dtype(tensor.stored_dtype(self.dtype)) for tensor in self.state}
 
     def bytes(self, batch: int = 1) -> int:
-        """Return the bytes of all state tensors for `batch` sequences."""
+        """Return the bytes of all state tensors of the layer's cache for `batch` sequences."""
         dtypes = self.dtypes()
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes(batch).items())
 
     def slot_bytes(self) -> int:
-        """Return the bytes of the keys and values of one slot in all heads."""
+        """Return the bytes of the keys and values of one cache slot in all heads of the layer."""
         shapes, dtypes = self.shapes(1), self.dtypes()
         return self.kv_heads * sum(shapes[name][-1] * dtypes[name].itemsize for name in ("key", "value"))
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The caches of a model in the order of its layers.
+    """The plan of a model's KV caches in the order of its layers.
 
     Attributes:
         caches: One cache for each layer, or one for each KV head if heads have budgets of their own.
@@ -127,18 +127,18 @@ class CachePlan:
 
     @property
     def cache_positions(self) -> bool:
-        """Whether keys are rotated by their places in the cache.
+        """Whether RoPE rotates keys by their places in the cache, and not by token positions.
 
         Every head of every layer then holds the same number of entries.
         """
         return self.caches[0].rotary.cache_positions
 
     def rank_plan(self, ranks: int) -> CachePlan:
-        """Return the plan of one of `ranks` processes, which have equally many KV heads each."""
+        """Return the cache plan of one of `ranks` tensor parallel processes, which have equally many KV heads each."""
         return CachePlan(tuple(replace(layer, kv_heads=layer.kv_heads // ranks) for layer in self.caches))
 
     def bytes(self, batch: int = 1) -> int:
-        """Return the bytes of the whole state for `batch` sequences, `past_length` included."""
+        """Return the bytes of the whole KV cache state for `batch` sequences, `past_length` included."""
         return sum(layer.bytes(batch) for layer in self.caches) + 8 * batch
 
     def state_names(self) -> Iterator[tuple[str, str, LayerCache, str]]:
@@ -148,12 +148,12 @@ class CachePlan:
                 yield tensor.past(i), tensor.present(i), layer, tensor.name
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the plan in the form that the manifest contains."""
+        """Return the cache plan in the form that an artifact's manifest contains."""
         return [asdict(layer) for layer in self.caches]
 
 
 def stored_rows(stored: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.float32]:
-    """Return the keys or values that a state tensor contains, as float32; those of a small cache stay rotated.
+    """Return the keys or values in a state tensor as float32; those of an 8-bit or 4-bit cache stay Hadamard-rotated.
 
     Args:
         stored: The tensor: [..., D], or uint8 [..., D / 2] for 4-bit numbers.
@@ -167,7 +167,7 @@ def stored_rows(stored: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.
 
 
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
-    """Return the cache plan of a recipe for a model.
+    """Return the KV cache plan of a recipe for a model: the budget, capacity and shapes of every cache.
 
     Args:
         recipe: The recipe.
@@ -200,7 +200,7 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
 
 
 def _planned(recipe: Recipe, method: Method, name: str, layer: LayerGeometry, share: int) -> LayerCache:
-    """Return the cache of a layer or KV head.
+    """Return the planned cache of one layer or KV head.
 
     Args:
         recipe: The recipe.
@@ -244,13 +244,13 @@ def _planned(recipe: Recipe, method: Method, name: str, layer: LayerGeometry, sh
 
 
 def _recent(recipe: Recipe, budget: int) -> int:
-    """Return `cache.recent` in slots."""
+    """Return the size of the recent window (`cache.recent`) in slots, for a cache of `budget` slots."""
     recent = recipe.cache.recent
     return int(recent * budget) if isinstance(recent, float) else recent
 
 
 def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
-    """Return the plan of the smaller cache into which some entries of the cache are copied, or None without one.
+    """Return the plan of the smaller cache into which selected entries of a full cache are copied, or None without one.
 
     Drafts (`speculate.draft: cache`) or decode steps (`cache.periodic`) read this smaller cache. It has room for the
     selected entries and for the tokens until the next selection.
@@ -283,7 +283,7 @@ def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
 
 
 def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
-    """Return the plan of the slots that a sequence uses at most once its prompt has been read.
+    """Return the plan of the cache slots that a sequence uses at most once its prompt has been read.
 
     This is `plan` itself, except where prompts merge at their end: a cache then uses its budget and the slots for the
     tokens until the next merge. The remaining slots stay allocated.
@@ -297,7 +297,7 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
 
 
 def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
-    """Return the notes for the user about a plan: a budget in slots that no sequence of the allowed length exceeds."""
+    """Return notes for the user about a cache plan, such as a budget that no sequence of the allowed length exceeds."""
     budget, length = recipe.cache.budget, recipe.limits.max_length
     if not recipe.cache.build_method().compresses or isinstance(budget, float) or budget < length:
         return []
@@ -310,7 +310,7 @@ def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
 
 
 def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
-    """Return the bytes of the state of `sequences` sequences: the caches of `plan` and those of `part_plan`.
+    """Return the bytes of the KV cache state of `sequences` sequences: the caches of `plan` and those of `part_plan`.
 
     The latter count twice if the next selection is copied while steps still read the last one.
     """
@@ -353,7 +353,7 @@ def _require_no_merges(recipe: Recipe, names: Sequence[str], caches: Sequence[La
 
 
 def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError for rows of an odd size in int4, because a byte stores two numbers of a row."""
+    """Raise UsageError for keys or values of an odd size in an int4 cache, because a byte stores two numbers."""
     types = types_of(recipe.cache_dtype)
     for i, layer in enumerate(geometry):
         for name, size in (("key", layer.key_size), ("value", layer.value_size)):
@@ -384,7 +384,7 @@ def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]
 
 
 def cache_geometry(geometry: Sequence[LayerGeometry], caches: int) -> list[LayerGeometry]:
-    """Return the geometry of every cache.
+    """Return the attention geometry of every cache of a plan.
 
     Args:
         geometry: The geometry of each layer.
@@ -400,20 +400,23 @@ def cache_geometry(geometry: Sequence[LayerGeometry], caches: int) -> list[Layer
 
 
 def layer_caches(geometry: Sequence[LayerGeometry], caches: int) -> list[range]:
-    """Return for every layer the numbers of its caches, if there are `caches` caches in all; see `cache_geometry`."""
+    """Return for every layer the numbers of its caches in a plan of `caches` caches.
+
+    There is one cache for each layer, or one for each KV head.
+    """
     ends = itertools.accumulate(1 if caches == len(geometry) else layer.kv_heads for layer in geometry)
     return [range(first, end) for first, end in itertools.pairwise((0, *ends))]
 
 
 def _names(geometry: Sequence[LayerGeometry], caches: int) -> list[str]:
-    """Return the name of every cache in messages; see `cache_geometry`."""
+    """Return the name of every cache for messages, such as its layer and KV head."""
     if caches == len(geometry):
         return [f"layer {i}" for i in range(caches)]
     return [f"KV head {head} of layer {i}" for i, layer in enumerate(geometry) for head in range(layer.kv_heads)]
 
 
 def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError if shares of KV heads do not fit the model's heads, or several processes share the heads."""
+    """Raise UsageError if a recipe's budget shares of KV heads do not fit the model, or ranks split the heads."""
     shares, ranks = head_shares(recipe), recipe.backend.tensor_parallel
     for i, (row, layer) in enumerate(zip(shares, geometry, strict=bool(shares))):
         if len(row) != layer.kv_heads:

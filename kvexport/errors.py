@@ -1,4 +1,4 @@
-"""Errors that a user may see. Each names the problem, the value found, and the line that fixes it.
+"""The errors that a user may see. Each names the problem, the value found, and the line that fixes it.
 
 A command exits with the exit code of the error's class.
 """
@@ -24,41 +24,41 @@ class KvexportError(Exception):
 
 
 class UsageError(KvexportError):
-    """An unusable call, recipe, prompt or checkpoint."""
+    """The error for an unusable call, recipe, prompt or checkpoint."""
 
     exit_code = 2
 
 
 class EnvironmentProblem(KvexportError):
-    """Something that this machine lacks: a package, a provider, disk space."""
+    """The error for something that this machine lacks: a package, a provider, disk space."""
 
     exit_code = 3
 
 
 class MismatchError(KvexportError):
-    """A difference between an engine and its PyTorch reference."""
+    """The error for a difference between an engine and its PyTorch reference."""
 
     exit_code = 4
 
 
 class ArtifactError(KvexportError):
-    """A damaged or incomplete artifact, or one of another contract version."""
+    """The error for a damaged or incomplete artifact, or one of another contract version."""
 
     exit_code = 5
 
 
 class SnapshotError(KvexportError):
-    """A damaged snapshot, or one of another model, recipe or contract than the artifact's."""
+    """The error for a snapshot that is damaged, or belongs to another model, recipe or contract than the artifact's."""
 
     exit_code = 5
 
 
 class QueueFullError(KvexportError):
-    """A refused request: as many requests wait as are allowed."""
+    """The error for a request that is refused because as many requests wait as are allowed."""
 
 
 class DeadlineError(KvexportError):
-    """A request that got no lane before its deadline."""
+    """The error for a request that got no lane (row of the batch) before its deadline."""
 
 
 # torch and ONNX Runtime raise errors of their own types.
@@ -66,5 +66,5 @@ _NO_MEMORY = ("bad_alloc", "Failed to allocate memory", "can't allocate memory",
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is not enough memory."""
+    """Return whether an exception says that there is not enough memory."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)

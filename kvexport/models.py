@@ -1,4 +1,4 @@
-"""A user's own model: a hub id, a checkpoint's folder or a GGUF file becomes an artifact.
+"""The build of a user's own model: a hub id, a checkpoint's folder or a GGUF file becomes an artifact.
 
 `build_model` writes the artifact where the user says. `find_artifact` builds it once into the user's cache folder, and
 finds it there the next time.
@@ -73,11 +73,11 @@ def build_model(
     """Build an artifact of a model into the folder `out`, and return the folder.
 
     Args:
-        model: See `model_recipe`.
+        model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
         out: Where the artifact is written. An artifact that is there is replaced when the new one is complete.
-        budget: See `model_recipe`.
-        max_length: See `model_recipe`.
-        overrides: See `model_recipe`.
+        budget: Slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
+        max_length: The most tokens of one sequence; None takes the model's trained length, at most LONGEST.
+        overrides: "dotted.key=value" strings, as `--set` takes them.
         progress: Shows what the build is doing.
 
     Raises:
@@ -98,7 +98,7 @@ def find_artifact(
     overrides: Sequence[str] = (),
     progress: Show = silent,
 ) -> Path:
-    """Return the artifact of a source, which is built into the user's cache folder if it is not there.
+    """Return the artifact folder of a model, built into the user's cache folder if it is not there yet.
 
     The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, and
     of kvexport's version. A model that changes in place is built again.
@@ -151,7 +151,7 @@ def is_model(source: str) -> bool:
 
 
 def _trained_length(path: str, revision: str | None) -> int | None:
-    """Return the positions that the model was trained for, at most LONGEST; None if its config does not say."""
+    """Return the number of positions that a model was trained for, at most LONGEST; None if its config has none."""
     from kvexport.export.model.checkpoint import is_gguf, read_checkpoint, resolve_checkpoint
     from kvexport.export.model.shards import parse_object, read_file
 
@@ -166,7 +166,7 @@ def _trained_length(path: str, revision: str | None) -> int | None:
 
 
 def _key(recipe: LoadedRecipe, checkpoint: Checkpoint) -> str:
-    """Return the sha256 (hex) of everything that an artifact's content depends on."""
+    """Return the sha256 (hex) of everything that an artifact's content depends on, as a key of the artifact cache."""
     from kvexport.version import __version__
 
     files = sorted({entry.file for entry in checkpoint.tensors.values()})

@@ -1,4 +1,4 @@
-"""The packages that each command needs: which are missing or too old, and the line that installs them.
+"""The Python packages that each command needs: which are missing or too old, and the line that installs them.
 
 This module imports the standard library only, so it works where everything else is missing.
 """
@@ -30,7 +30,7 @@ VERBS = {
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that kvexport may need.
+    """A Python distribution that kvexport may need.
 
     Attributes:
         name: Name of the distribution.
@@ -48,7 +48,7 @@ class Package:
 
     @property
     def install(self) -> str:
-        """The line that installs the package with everything that belongs to it."""
+        """The command line that installs the package with everything that belongs to it."""
         return (
             f"pip install '{self.name}>={self.minimum}'"
             if self.extra == "run"
@@ -144,14 +144,14 @@ def package_state(package: Package) -> PackageState:
 
 
 def needs(verb: str, package: Package) -> bool:
-    """Return whether a command needs the package."""
+    """Return whether the kvexport command `verb` needs the package."""
     if package.name == "polygraphy":
         return verb == "validate"
     return package.extra == "run" or package.extra == VERBS[verb]
 
 
 def is_there(module: str) -> bool:
-    """Return whether a module could be imported. Only its parent packages are imported."""
+    """Return whether a Python module could be imported. Only its parent packages are imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

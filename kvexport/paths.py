@@ -1,4 +1,4 @@
-"""The folders of the package and of its checkout."""
+"""The folders of the kvexport package and of its repository."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEXT = PACKAGE / "validate" / "text.txt"
 
 
 def native_folder() -> Path:
-    """Return the folder of the native operators and plugins."""
+    """Return the folder of the compiled native operators and plugins."""
     return PACKAGE / "_native"
 
 

@@ -1,4 +1,4 @@
-"""The memory that a recipe will need, from the checkpoint's headers, before anything is built.
+"""The memory that a recipe will need, computed from the checkpoint's headers before anything is built.
 
 Weights and caches are counted exactly. Activations, and memory that the backend takes for itself, are not counted.
 """
@@ -23,7 +23,7 @@ NOT_COUNTED = "activations and the backend's own buffers are not counted"
 
 @dataclass(frozen=True)
 class Fit:
-    """The sequences and budgets that fit a given memory beside the weights.
+    """The number of sequences, and the largest cache budget, that fit a given memory together with the weights.
 
     Attributes:
         memory: The memory of every rank, in bytes.
@@ -39,7 +39,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a recipe.
+    """The memory that a recipe needs: its weights and its KV caches.
 
     Attributes:
         parameters: Parameters of the model; tied ones count once.
@@ -60,7 +60,7 @@ class MemoryPlan:
 
     @property
     def sequence_bytes(self) -> int:
-        """Bytes of the caches of one sequence, as the engine allocates them.
+        """The bytes of the KV caches of one sequence, as the engine allocates them.
 
         Small copies of a cache, for drafts or for decode steps, are included.
         """
@@ -68,14 +68,14 @@ class MemoryPlan:
 
     @property
     def settled_bytes(self) -> int:
-        """Bytes of the caches of one sequence that are in use after its prompt has been read and merged."""
+        """The bytes of the KV caches of one sequence that are in use after its prompt has been read and merged."""
         return state_bytes(self.recipe, settled_plan(self.recipe, self.cache))
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of a snapshot taken right after a prompt's merge.
+        """The bytes of a snapshot of one sequence's KV cache, taken right after the prompt's merge.
 
-        It contains the budgets' slots, and the reference queries that the next merge will still read
+        The snapshot contains the budgets' slots, and the reference queries that the next merge will still read
         (`Lanes.before_merge`).
         """
         recipe, caches = self.recipe, self.cache.caches
@@ -91,30 +91,33 @@ class MemoryPlan:
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of the caches of limits.max_batch sequences."""
+        """The bytes of the KV caches of `limits.max_batch` sequences."""
         return state_bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
 
     @property
     def ratio(self) -> float | None:
-        """full_bytes / sequence_bytes. Above 1 the recipe saves memory."""
+        """The bytes of a full cache divided by the bytes of the recipe's cache, for one sequence.
+
+        Above 1 the recipe saves memory. The ratio is None if the length is unlimited.
+        """
         return None if self.full_bytes is None else self.full_bytes / self.sequence_bytes
 
     @property
     def _bits(self) -> str:
-        """Return the bits of a parameter, scales included, as text; "" if no weight is packed."""
+        """Return the mean bits of a parameter, scales included, as text; "" if no weight is packed."""
         bits = 8 * self.weight_bytes / self.parameters
         return f", {bits:.2f} bits each" if bits < 15.9 else ""
 
     @property
     def _after_prompt(self) -> str:
-        """Return a text on the bytes in use after a prompt that is merged once, at its end."""
+        """Return a text on the cache bytes in use after a prompt that is merged once, at its end."""
         if self.recipe.cache.merge_prompts == "chunks":
             return ""
         used, saved = format_bytes(self.settled_bytes), format_bytes(self.snapshot_bytes)
         return f" while its prompt is read; {used} of it are used afterwards, {saved} are in a snapshot taken at once"
 
     def fit(self, memory: int) -> Fit:
-        """Return the sequences and budgets that fit `memory` bytes."""
+        """Return the number of sequences, and the largest budget, that fit into `memory` bytes with the weights."""
         room = max(0, memory - self.rank_weight_bytes)
         return Fit(memory, room // _rank_bytes(self.recipe, self.cache), self._largest_budget(room))
 
@@ -132,7 +135,10 @@ class MemoryPlan:
         return low if low and self._with_budget(low) else None
 
     def _fits(self, budget: int, room: int) -> bool:
-        """Return whether max_batch sequences fit; a budget too small for sinks and recent slots counts as fitting."""
+        """Return whether the caches of max_batch sequences with a uniform `budget` fit into `room` bytes.
+
+        A budget too small for sinks and recent slots counts as fitting.
+        """
         cache = self._with_budget(budget)
         return cache is None or _rank_bytes(self.recipe, cache, self.recipe.limits.max_batch) <= room
 
@@ -148,7 +154,7 @@ class MemoryPlan:
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures except the fit as JSON values."""
+        """Return all figures of the memory plan as JSON values, except `Fit`."""
         limits = self.recipe.limits
         return {
             "recipe": self.name,
@@ -177,7 +183,7 @@ class MemoryPlan:
         }
 
     def sections(self, fit: Fit | None = None) -> list[Section]:
-        """Return the sections of the report, with the fit if it is given."""
+        """Return the sections of the report on a recipe's memory, with the given fit if there is one."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,
@@ -226,7 +232,9 @@ class MemoryPlan:
 
 
 def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
-    """Plan the memory of a recipe. The checkpoint's headers are read, and the model is made without weights.
+    """Compute the memory that a recipe needs.
+
+    The checkpoint's headers are read, and the model is made without weights.
 
     Args:
         recipe: The recipe.
@@ -266,7 +274,7 @@ def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of `length` tokens in a full cache.
+    """Return the bytes of a layer's keys and values of `length` tokens in a full cache.
 
     A layer with a sliding window keeps the last `sliding_window` tokens. Votes, scores and positions are not counted.
     """
@@ -275,7 +283,7 @@ def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
 
 
 def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
-    """Return runs of neighbouring layers with equal caches as (numbers such as "0-31", one cache, count)."""
+    """Return runs of neighbouring layers with equal caches as (layer numbers such as "0-31", one cache, count)."""
     groups = []
     for _, alike in itertools.groupby(enumerate(cache.caches), key=lambda item: item[1]):
         members = list(alike)
@@ -285,7 +293,7 @@ def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
 
 
 def layer_table(cache: CachePlan, layers: int) -> Table:
-    """Return a table of a model's caches, one row for each run of equal neighbours. Bytes are of the whole run."""
+    """Return a table of a model's KV caches, one row for each run of equal neighbours. Bytes are of the whole run."""
     rows: list[Sequence[str | int]] = []
     for label, layer, count in layer_groups(cache):
         size = str(layer.key_size) if layer.key_size == layer.value_size else f"{layer.key_size}/{layer.value_size}"

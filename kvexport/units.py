@@ -24,7 +24,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds: seconds below 100, minutes below 100, then hours. 150 -> "2.5 minutes"."""
+    """Format a duration as text: seconds below 100, minutes below 100, then hours. 150 -> "2.5 minutes"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.2g} minutes" if seconds < 5970 else f"{seconds / 3600:.2g} hours"

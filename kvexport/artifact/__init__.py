@@ -1,1 +1,1 @@
-"""Artifacts: their manifest, their digests, and their publication."""
+"""Artifacts (built models): their manifest, their digests, and their publication."""

@@ -1,4 +1,4 @@
-"""The digests of an artifact: the form of manifest.json, and the checks of a directory against it."""
+"""The digests of an artifact: how manifest.json is written, and the checks of a directory against it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, str] | None = None) -> None:
-    """Write `manifest.json`: `content` with the fields `format`, `contract_version`, `manifest_sha256` and `files`.
+    """Write an artifact's `manifest.json`: `content`, and the digest and size of every file.
 
-    `files` maps every file of the stage, as a relative POSIX path, to {"sha256": hex, "bytes": size}. Call this
-    function last: a stage with a file that is not listed is refused.
+    The added fields are `format`, `contract_version`, `manifest_sha256` and `files`. `files` maps every file of the
+    stage, as a relative POSIX path, to {"sha256": hex, "bytes": size}. Call this function last: a stage with a file
+    that is not listed is refused.
 
     Args:
         stage: The directory of the stage.
@@ -70,10 +71,10 @@ def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, 
 
 
 class HashingWriter:
-    """A writer for a binary file that computes the SHA-256 of its data, for `write_manifest(known=...)`; no seeking."""
+    """A writer for a binary file that computes the SHA-256 of its data while it writes; it cannot seek."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Wrap a file.
+        """Wrap a file to compute the SHA-256 of the data that is written.
 
         Args:
             file: A file that is open for binary writing and buffered, so that a write is never partial.
@@ -82,13 +83,13 @@ class HashingWriter:
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of `data` (C-contiguous) and return the number of bytes."""
+        """Write all of `data` (C-contiguous) to the file, and return the number of bytes."""
         count = self._file.write(data)
         self._hash.update(data)
         return count
 
     def hexdigest(self) -> str:
-        """Return the digest of all data so far: 64 lowercase hexadecimal digits."""
+        """Return the SHA-256 of all data written so far: 64 lowercase hexadecimal digits."""
         return self._hash.hexdigest()
 
 
@@ -129,7 +130,7 @@ def check_artifact(root: Path, verify: bool) -> dict[str, Any]:
 
 
 def read_verified(root: Path, name: str, expected: str) -> bytes:
-    """Return the bytes of a listed file after comparing them with the manifest's digest.
+    """Return the bytes of an artifact's file after comparing them with the manifest's digest.
 
     The returned bytes are the checked ones, even if the file changes afterwards. Use this for files that are code.
 
@@ -184,7 +185,7 @@ def _read_manifest(root: Path) -> dict[str, Any]:
 
 
 def _listed(root: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, int]]:
-    """Return the manifest's files as (digest, bytes) by name; every name is safe to join to `root`."""
+    """Return the files that a manifest lists as (digest, bytes) by name; every name is safe to join to `root`."""
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise damaged(root, f"{MANIFEST} lists no files")
@@ -224,7 +225,7 @@ def _of_another_version(root: Path, manifest: dict[str, Any], version: str) -> A
 
 
 def _name_problem(name: str) -> str:
-    """Return why a listed name is refused, or "".
+    """Return why a file name in a manifest is refused, or "" if it is allowed.
 
     Only plain relative POSIX paths are allowed, because they have the same meaning for every reader.
     """
@@ -297,7 +298,7 @@ def _digest(path: Path, reader: BlockReader | None) -> str:
 
 
 def _self_digest(manifest: dict[str, Any]) -> str:
-    """Return the SHA-256 of the canonical JSON (sorted, compact, ASCII) of all fields except the digest itself."""
+    """Return the SHA-256 of a manifest: of the canonical JSON (sorted, compact, ASCII) of all fields but the digest."""
     rest = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
 
@@ -308,9 +309,9 @@ def _written_form(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _spells(manifest: dict[str, Any], raw: bytes) -> bool:
-    """Return whether `raw` is the written form of the manifest.
+    """Return whether the bytes `raw` of manifest.json are exactly the form in which kvexport writes the manifest.
 
-    It is compared piece by piece, because the indents of hostile nesting would fill the memory.
+    They are compared piece by piece, because the indents of hostile nesting would fill the memory.
     """
     offset = 0
     for piece in _written_form(manifest):

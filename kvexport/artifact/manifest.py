@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the artifact.
+    """A file of an artifact in its manifest.
 
     Attributes:
         sha256: The SHA-256 in hexadecimal.
@@ -39,7 +39,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The checkpoint's model.
+    """The description of the checkpoint's model in an artifact's manifest.
 
     Attributes:
         type: The type of the model in its config.
@@ -60,7 +60,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Graphs:
-    """The files of the ONNX graphs.
+    """The file names of an artifact's ONNX graphs.
 
     Attributes:
         decoder: The decoder; that of rank 0 if the model is split.
@@ -76,11 +76,11 @@ class Graphs:
 
     @property
     def rank_count(self) -> int:
-        """The number of processes that run the model together."""
+        """The number of tensor parallel processes that run the model together."""
         return 1 + len(self.ranks)
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the file of every graph."""
+        """Yield the name and the file name of every ONNX graph of an artifact."""
         graphs = ((name, getattr(self, name)) for name in ("decoder", "merge", "top_logits"))
         yield from ((name, file) for name, file in graphs if file is not None)
         yield from ((f"ranks.{i}", file) for i, file in enumerate(self.ranks))
@@ -88,7 +88,7 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest inputs of the ONNX graphs.
+    """The largest inputs that an artifact's ONNX graphs take.
 
     Attributes:
         max_length: The most tokens of a sequence.
@@ -136,7 +136,7 @@ class Manifest:
     contract_version: int = CONTRACT_VERSION
 
     def rank_manifest(self, rank: int) -> Manifest:
-        """Return the manifest of one rank: its decoder and its KV heads."""
+        """Return the manifest of one tensor parallel rank of an artifact: its decoder and its KV heads."""
         ranks, model = self.graphs.rank_count, self.model
         return replace(
             self,
@@ -147,11 +147,11 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """The size of all files."""
+        """The size of all files of the artifact in bytes."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields for `write_manifest`, without the files, which it digests itself."""
+        """Return the manifest's fields for `write_manifest`, without the files, which that function digests itself."""
         return {
             "recipe": {"name": self.name, **self.recipe.model_dump(mode="json")},
             "model": asdict(self.model),
@@ -196,7 +196,7 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
 
 
 def _check_ranks(root: Path, manifest: Manifest) -> None:
-    """Check that there are as many decoders as ranks, and that the ranks can share the heads.
+    """Check that an artifact has as many decoders as ranks, and that the ranks can share the heads.
 
     Raises:
         ArtifactError: If not.
@@ -210,7 +210,7 @@ def _check_ranks(root: Path, manifest: Manifest) -> None:
 
 
 def _check_cache(root: Path, place: str, cache: LayerCache) -> None:
-    """Check that the state of a cache can be allocated.
+    """Check that the state of a KV cache in a manifest can be allocated.
 
     Raises:
         ArtifactError: If not.
@@ -264,7 +264,7 @@ def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:
 
 
 def require_file(root: Path, manifest: Manifest, field: str, name: str) -> None:
-    """Check that the manifest lists a file.
+    """Check that an artifact's manifest lists a file.
 
     Args:
         root: The directory of the artifact, for messages.

@@ -1,4 +1,4 @@
-"""The publication of an artifact, whole or not at all (docs/reference/contract.md, section 5).
+"""The publication of an artifact in one step: whole or not at all (docs/reference/contract.md, section 5).
 
 An artifact is a directory of files and `manifest.json`. Next to a target `name`, on the same file system, there may be
 `.name.lock`, which a running build locks, `.name.stage-*`, which a build writes or a killed build left, and
@@ -76,7 +76,7 @@ def stage(target: Path) -> Iterator[Path]:
 
 
 def place(target: Path) -> Path:
-    """Return `target` with its parent resolved, so that two spellings of one place share one lock.
+    """Return the path of an artifact with its parent resolved, so that two spellings of one path share one lock.
 
     Raises:
         UsageError: If there cannot be a directory at this place.
@@ -100,7 +100,7 @@ def place(target: Path) -> Path:
 
 
 def _refuse_foreign(target: Path) -> None:
-    """Check that `target` is absent, an empty directory or an artifact, and that a rename can replace it.
+    """Check that a build may replace `target`: it is absent, an empty directory or an artifact on this file system.
 
     Raises:
         UsageError: If not.
@@ -127,7 +127,7 @@ def _refuse_foreign(target: Path) -> None:
 
 
 def is_artifact(path: Path) -> bool:
-    """Return whether a directory has the manifest of an artifact.
+    """Return whether a directory has an artifact's manifest.
 
     A damaged artifact counts, so that it can be built again.
     """
@@ -155,7 +155,7 @@ def _is_mount_point(path: Path) -> bool:
 
 
 def beside(target: Path, suffix: str) -> Path:
-    """Return a hidden name in the folder of `target`."""
+    """Return the path of a hidden file next to `target`: its name with a dot in front and `suffix` at the end."""
     return target.with_name(f".{target.name}.{suffix}")
 
 
@@ -164,7 +164,9 @@ def _stage_name(target: Path) -> Path:
 
 
 def acquire(target: Path) -> int:
-    """Return the locked descriptor of the target's lock file, which contains the id of this process.
+    """Lock the lock file of an artifact's directory, and return its file descriptor.
+
+    The file contains the id of this process.
 
     Raises:
         BlockingIOError: If another build has the lock.
@@ -206,7 +208,7 @@ def _acquire_or_refuse(target: Path) -> int:
 
 
 def release(target: Path, lock: int) -> None:
-    """Remove the lock file and then unlock it, so that no other build can lock a name that is about to be removed."""
+    """Remove a build's lock file and then unlock it, so that no other build can lock a name about to be removed."""
     try:
         path = beside(target, "lock")
         if identity(lock) == identity(path):
@@ -228,7 +230,10 @@ def identity(path: Path | int) -> tuple[int, int] | None:
 
 
 def _tidy(target: Path) -> None:
-    """Restore an artifact that a killed build had moved aside, and remove stages; the caller has the lock."""
+    """Restore an artifact that a killed build had moved aside, and remove the stages that killed builds left.
+
+    The caller has the lock of `target`.
+    """
     old = beside(target, "old")
     stages = re.compile(re.escape(f".{target.name}.stage-") + "[0-9a-f]{16}")
     try:
@@ -248,7 +253,10 @@ def _tidy(target: Path) -> None:
 
 
 def restore(target: Path) -> None:
-    """Finish a replacement that a kill interrupted between its two renames; the caller has the lock."""
+    """Finish the replacement of an artifact that a kill interrupted between its two renames.
+
+    The caller has the lock of `target`.
+    """
     old = beside(target, "old")
     if not os.path.lexists(target) and is_artifact(old):
         old.rename(target)
@@ -282,7 +290,7 @@ def _sync(path: Path) -> None:
 
 
 def _publish(work: Path, target: Path) -> None:
-    """Move the synced stage to the target; the old contents of the target are at `work` afterwards."""
+    """Move the synced stage of a build to the target; the old contents of the target are at `work` afterwards."""
     _refuse_foreign(target)
     try:
         if not (os.path.lexists(target) and any(target.iterdir())):
@@ -321,7 +329,7 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def _replace_in_two_steps(work: Path, target: Path) -> None:
-    """Exchange by way of `.name.old`, which `_tidy` restores if a kill comes between the two renames."""
+    """Exchange two directories by way of `.name.old`, which `_tidy` restores after a kill between the two renames."""
     old = beside(target, "old")
     try:
         target.rename(old)
@@ -361,7 +369,7 @@ def _disk_full(error: BaseException, work: Path) -> EnvironmentProblem | None:
 
 
 def _newest(work: Path) -> Path:
-    """Return the file that was changed last: the one being written if an error names none."""
+    """Return the file in a build's stage that was changed last: the one being written if an error names none."""
     with suppress(OSError):
         if times := {name: entry.st_mtime_ns for name, entry in scan(work).items()}:
             return work / max(times, key=lambda name: times[name])
@@ -369,5 +377,5 @@ def _newest(work: Path) -> Path:
 
 
 def quoted(path: Path) -> str:
-    """Return a path in the form that a shell reads."""
+    """Return a path quoted for a shell."""
     return shlex.quote(str(path))

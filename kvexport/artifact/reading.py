@@ -61,7 +61,7 @@ def load_checked(path: Path, *, verify: bool = True) -> dict[str, Any]:
 
 
 def _existing(path: Path) -> Path:
-    """Return the resolved directory at `path`; an artifact that a killed build had moved aside is restored first."""
+    """Return the resolved directory of an artifact; one that a killed build had moved aside is restored first."""
     deadline = time.monotonic() + 1.0
     while not path.is_dir():
         waits = (
@@ -80,7 +80,7 @@ def _existing(path: Path) -> Path:
 
 
 def _comes_back(target: Path) -> bool:
-    """Return whether to look again for a target that was absent a moment ago.
+    """Return whether to look again for an artifact that was absent a moment ago.
 
     Either it is restored here, or a build may be between its two renames.
     """
@@ -107,7 +107,7 @@ def _comes_back(target: Path) -> bool:
 
 
 def _checked_unless_replaced(root: Path, verify: bool) -> dict[str, Any] | None:
-    """Return the checked manifest, or None if another artifact replaced this one during the check."""
+    """Return an artifact's manifest after all checks, or None if another artifact replaced it during the check."""
     try:
         # The open descriptor keeps the inode number from being given to the artifact that replaces this one.
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,1 +1,1 @@
-"""Latency and throughput of an artifact, measured in this process."""
+"""Measurements of the latency and throughput of an artifact, in this process."""

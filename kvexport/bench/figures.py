@@ -1,4 +1,4 @@
-"""Percentiles of times, as results show them."""
+"""Percentiles of measured times, in the form in which results show them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """Return p50, p90, p99, mean and maximum in milliseconds.
+    """Return p50, p90, p99, mean and maximum of measured times, in milliseconds.
 
     Args:
         values: Times in seconds.
@@ -27,7 +27,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def cells(figures: dict[str, Any]) -> list[float | None]:
-    """Return the figures of `percentiles` in the order of COLUMNS."""
+    """Return p50, p90, p99, mean and maximum, in milliseconds, as one row of a table in the order of COLUMNS."""
     return [figures[f"p{p}"] for p in PERCENTILES] + [figures["mean"], figures["max"]]
 
 

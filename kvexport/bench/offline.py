@@ -1,4 +1,4 @@
-"""Measurements of an artifact in this process: decode steps by batch and context, prompts by length and chunk.
+"""Measurements of an artifact in this process: decode steps by batch and context, prefill by length and chunk.
 
 Prompts are random tokens; answers are greedy and of a fixed length. A decode step is one call of `Engine.step`:
 scheduling, the model, a merge if one is due, and sampling. A prompt is read by `Lanes`, chunk by chunk with its merges.
@@ -28,7 +28,7 @@ WARM_UP = 2  # steps of decoding that are not counted
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes to measure.
+    """The batch sizes, context lengths and chunk sizes that a benchmark measures.
 
     Attributes:
         batches: Numbers of sequences that decode together.
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass
 class Result:
-    """Figures of an artifact, one row per size, times in milliseconds."""
+    """The benchmark figures of an artifact, one row per batch, context or chunk size; times are in milliseconds."""
 
     artifact: str
     method: str
@@ -59,12 +59,12 @@ class Result:
     prefill: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as plain data."""
+        """Return all benchmark figures as plain data."""
         return asdict(self)
 
 
 def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> Result:
-    """Measure an engine in which no request runs.
+    """Measure decode steps and prefill of an engine in which no request runs.
 
     Args:
         engine: The engine.
@@ -132,7 +132,7 @@ def _shown(contexts: Sequence[int], what: str, show: Show | None) -> Iterator[in
 
 
 def _prefill(engine: Engine, prompt: list[int], chunk: int) -> float:
-    """Return the seconds from the first call to the logits after the prompt."""
+    """Return the seconds that prefill of a prompt takes, from the first call to the logits after the prompt."""
     every, prompts = engine.manifest.limits.merge_every, engine.manifest.recipe.cache.merge_prompts
     lanes = Lanes(engine.new_state(1), engine.plan, 1, prefill_chunk=chunk, merge_every=every, merge_prompts=prompts)
     start = time.perf_counter()
@@ -165,7 +165,7 @@ def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> tup
 
 
 def sections(result: Result) -> list[Section]:
-    """Return the sections of the report."""
+    """Return the sections of the report on a benchmark's result."""
     facts: dict[str, str | int] = {
         "artifact": result.artifact,
         "method": result.method,

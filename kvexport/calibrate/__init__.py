@@ -1,1 +1,1 @@
-"""Calibration: from a checkpoint and texts to the budgets of a recipe."""
+"""Calibration: cache budgets of layers or KV heads for a recipe, measured with a checkpoint on texts."""

@@ -1,10 +1,10 @@
 """`kvexport calibrate --of heads`: budgets of KV heads in proportion to the loss that evictions from each head cause.
 
-A text is read once with the full cache. For every head, small caches are computed from the same queries; with them the
-head's output differs by d. To second order this costs a KL of half the square of g d, where g is the gradient of a
-random projection of the logits whose mean square is their Fisher information. One forward pass and a few backward
-passes thus measure all heads and several budgets. The estimate neglects interactions between the d of two tokens or two
-heads.
+A text is read once with the full cache. For every head, small caches are computed from the same queries; with such a
+cache the head's output differs from that with the full cache by d. To second order this costs a KL divergence of half
+the square of g d, where g is the gradient of a random projection of the logits whose mean square is their Fisher
+information. One forward pass and a few backward passes thus measure all heads and several budgets. The estimate
+neglects interactions between the d of two tokens or two heads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RECALL = "recall"  # `kvexport calibrate --of recall`: questions about facts in 
 
 @dataclass(frozen=True)
 class HeadShares:
-    """The measured costs of evictions by KV head, and the shares of the budget that follow.
+    """The measured costs of evictions by KV head, and the shares of the cache budget that follow.
 
     Attributes:
         recipe: Name of the recipe.
@@ -61,11 +61,11 @@ class HeadShares:
     shares: list[list[float]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures as JSON values."""
+        """Return the measured costs and the budget shares of all KV heads as JSON values."""
         return {**asdict(self), "setting": setting_of(self.shares)}
 
     def sections(self) -> list[Section]:
-        """Return the sections of the report."""
+        """Return the sections of the report on the costs and budget shares of KV heads."""
         cost = np.concatenate([np.array(costs) for costs in self.costs.values()], -1)
         rows: list[Sequence[str | int | float]] = [
             (layer, head, *(f"{x:.3g}" for x in cost[layer, head]), share)
@@ -89,11 +89,10 @@ def calibrate_heads(
     tasks: Sequence[str] = ("text",),
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> HeadShares:
-    """Measure the cost of evictions in every KV head, and share the recipe's budget accordingly.
+    """Measure the cost of evictions in every KV head, and share the recipe's cache budget accordingly.
 
     The recipe's model runs in PyTorch over `passages` texts of each task. All tasks have the same weight: the costs of
-    a
-    task are relative to its loss if every head has the recipe's mean budget.
+    a task are relative to its loss if every head has the recipe's mean budget.
 
     Args:
         recipe: Name or file of the recipe.
@@ -102,16 +101,14 @@ def calibrate_heads(
         passages: The number of texts of each task.
         seed: Seed of the texts and random projections.
         text: The text that samples are cut from; None for source of Python's library that no evaluation uses, and
-            Python's
-            manual for RECALL.
+            Python's manual for RECALL.
         tasks: RECALL, or names of `kvexport.evaluate.tasks`.
         progress: Shows the stages.
 
     Raises:
         UsageError: Heads of the recipe cannot have different budgets, its budget cannot hold sinks and recent slots, a
             layer does not attend to every position alike (sliding windows, soft caps, sink logits), the checkpoint has
-            no
-            tokenizer, or a task is unknown.
+            no tokenizer, or a task is unknown.
     """
     from kvexport.export.build import read_model
     from kvexport.export.hooks.attention import IMPLEMENTATION
@@ -148,7 +145,7 @@ def calibrate_heads(
 
 
 def _samples(task: str, checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Sample]:
-    """Return the texts of a task. For RECALL these are passages with room for six questions and their answers."""
+    """Return the texts of a calibration task. For RECALL these are passages with room for six questions and answers."""
     if task == RECALL:
         return [asked_and_answered(each) for each in fact_passages(checkpoint, text, length * 7 // 8, count, seed)]
     language = text_language(checkpoint, text)
@@ -160,7 +157,7 @@ def _samples(task: str, checkpoint: Path, text: str | None, length: int, count: 
 
 
 def asked_and_answered(passage: Passage) -> Sample:
-    """Return a passage followed by every question and its answer. Only answers are evaluated."""
+    """Return a passage followed by every question about it and the answer. Only the answers' tokens are evaluated."""
     ids, counted = list(passage.ids), list[int]()
     for question in passage.questions:
         ids += question.ids
@@ -170,7 +167,7 @@ def asked_and_answered(passage: Passage) -> Sample:
 
 
 def measured_budgets(recipe: Recipe, length: int) -> list[int]:
-    """Return the budgets to measure, in slots of a head. The second is the recipe's share of `length` tokens.
+    """Return the cache budgets to measure, in slots of a head. The second is the recipe's share of `length` tokens.
 
     Raises:
         UsageError: That share cannot hold sinks, recent slots and two more.
@@ -241,7 +238,10 @@ class _Full:
         self.calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return causal attention over all positions. See `kvexport.export.hooks.attention`."""
+        """Return causal attention [1, Hq, T, Dv] over all positions, and store the layer's tensors.
+
+        The stored tensors are query, key, value and output.
+        """
         from torch.nn.functional import scaled_dot_product_attention
 
         layer: int = module.layer_idx  # type: ignore[assignment]
@@ -252,14 +252,14 @@ class _Full:
         return output
 
     def mask(self, mask_function: Any) -> Any:
-        """Return None, because attention is causal here."""
+        """Return None in place of an attention mask, because `attend` is causal itself."""
         return None
 
 
 def _compressed(
     plan: CachePlan, i: int, layer: LayerGeometry, method: Method, inputs: Sequence[Tensor], chunk: int
 ) -> Tensor:
-    """Return the attention output [1, Hq, T, Dv] of layer i over its compressed cache in `plan`."""
+    """Return the attention output [1, Hq, T, Dv] of layer i with the compressed cache of `plan`."""
     import torch
 
     from kvexport.export.graph.graphs import merge_attributes
@@ -285,14 +285,14 @@ def _compressed(
 def head_shares_of(
     cost: NDArray[np.float64], budgets: Sequence[int], slots: int, least: float, most: int
 ) -> list[list[float]]:
-    """Return the shares [layers, heads], relative to their mean, that cost least at `slots` mean slots of a head."""
+    """Return the cheapest budget shares [layers, heads], relative to their mean, at `slots` mean slots of a head."""
     each = cost.reshape(-1, cost.shape[-1])
     chosen = cheapest(each, budgets, slots * len(each), math.ceil(least), most)
     return (chosen / slots).round(2).reshape(cost.shape[:2]).tolist()  # type: ignore[no-any-return]
 
 
 def cheapest(cost: NDArray[np.float64], budgets: Sequence[int], total: int, least: int, most: int) -> NDArray[np.int64]:
-    """Return the slots [n] of n heads with the least sum of costs.
+    """Return the cache budgets in slots, [n] for n heads, with the least sum of eviction costs.
 
     Args:
         cost: [n, budgets] nats. Between the measured budgets the logarithm of the cost is linear; beyond them it is

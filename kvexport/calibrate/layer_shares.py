@@ -36,7 +36,7 @@ LEAST = 0.05  # least share relative to the mean: a layer that costs nothing on 
 
 @dataclass(frozen=True)
 class Shares:
-    """The measured costs of evictions by layer, and the shares of the budget that follow.
+    """The measured costs of evictions by layer, and the shares of the cache budget that follow.
 
     Attributes:
         recipe: Name of the recipe.
@@ -53,11 +53,11 @@ class Shares:
     shares: list[float]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures as JSON values."""
+        """Return the measured costs and the budget shares of all layers as JSON values."""
         return {**asdict(self), "setting": setting_of(self.shares)}
 
     def sections(self) -> list[Section]:
-        """Return the sections of the report."""
+        """Return the sections of the report on the costs and budget shares of layers."""
         rows = [
             (i, e.value, f"{e.low:.3g} to {e.high:.3g}", share)
             for i, (e, share) in enumerate(zip(self.layers, self.shares, strict=True))
@@ -69,12 +69,12 @@ class Shares:
 
 
 def setting_of(shares: Sequence[float] | Sequence[Sequence[float]]) -> str:
-    """Return shares of layers, or of their KV heads, as an argument of `--set`."""
+    """Return budget shares of layers, or of their KV heads, as an argument of the option `--set`."""
     return f"cache.allocation.shares={shares}"
 
 
 def summary_of(recipe: str, texts: int, length: int, shares: Sequence[float] | Sequence[Sequence[float]]) -> KeyValues:
-    """Return the report's summary: the texts that were read, and the lines to write into the recipe."""
+    """Return the summary of a calibration report: the texts that were read, and the lines to write into the recipe."""
     summary: dict[str, str] = {
         "recipe": recipe,
         "texts": f"{texts} of {length} tokens",
@@ -94,10 +94,10 @@ def calibrate_text(
     text: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Shares:
-    """Measure the cost of evictions in every layer, and share the recipe's budget accordingly.
+    """Measure the cost of evictions in every layer, and share the recipe's cache budget accordingly.
 
-    The recipe's model is built with its method and a full cache. One layer at a time is compressed to an eighth of
-    `passages` texts.
+    The recipe's model is built with its method and a full cache. One layer at a time is compressed to an eighth of the
+    tokens of each of `passages` texts.
 
     Args:
         recipe: Name or file of the recipe.
@@ -110,8 +110,7 @@ def calibrate_text(
 
     Raises:
         UsageError: Layers of the recipe cannot have different budgets (it evicts nothing, its positions are those in
-            the
-            cache, or an eighth cannot hold sinks and recent slots), or the checkpoint has no tokenizer.
+            the cache, or an eighth cannot hold sinks and recent slots), or the checkpoint has no tokenizer.
     """
     from kvexport.export.build import build, read_model
 
@@ -137,7 +136,7 @@ def calibrate_text(
 
 
 def require_budgets(recipe: Recipe) -> None:
-    """Raise UsageError if the layers of a recipe cannot have different budgets."""
+    """Raise UsageError if the layers of a recipe cannot have different cache budgets."""
     if not recipe.cache.build_method().compresses:
         problem = f"this recipe's cache evicts nothing (method {recipe.cache.method}), in no layer"
         raise UsageError(problem, "--set cache.method=ballot, or what you want to build")
@@ -147,11 +146,10 @@ def require_budgets(recipe: Recipe) -> None:
 
 
 def shares_of(losses: NDArray[np.float64]) -> list[float]:
-    """Return shares of the budget, relative to their mean, from the loss of each layer.
+    """Return shares of the cache budget, relative to their mean, from the eviction loss of each layer.
 
     The shares are the square roots of the losses. If a layer's loss is inversely proportional to its slots, which is
-    about
-    what measurements show, these shares minimize ``sum loss_i / slots_i``.
+    about what measurements show, these shares minimize ``sum loss_i / slots_i``.
     """
     roots = np.sqrt(np.maximum(losses, 0.0))
     relative = roots / roots.mean() if roots.any() else np.ones_like(roots)
@@ -165,7 +163,7 @@ def text_losses(
     layers: Sequence[LayerCache],
     advance: Callable[[int], None] = lambda _: None,
 ) -> NDArray[np.float64]:
-    """Return the loss [layers] of compressing a single layer: KL(full || compressed) in nats.
+    """Return the loss [layers] of compressing the cache of a single layer: KL(full || compressed) in nats.
 
     Args:
         engine: An engine that evicts nothing, keeps the method's statistics, and returns the logits of every token.
@@ -192,7 +190,7 @@ def text_losses(
 
 
 def _merge(lanes: Lanes, lane: int, i: int, layer: LayerCache, method: Method) -> None:
-    """Bring layer i of a lane within its budget, as MergeCache does."""
+    """Evict and merge entries of layer i of a lane until its cache is within its budget, as MergeCache does."""
     import torch
 
     from kvexport.export.graph.graphs import merge_attributes
@@ -212,7 +210,10 @@ def _merge(lanes: Lanes, lane: int, i: int, layer: LayerCache, method: Method) -
 
 
 def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
-    """Return the recipe, given as plain data, for texts of `length` tokens with uniform budgets."""
+    """Return the recipe with a budget of `slots` in every layer, for texts of `length` tokens.
+
+    `recipe` is given as plain data.
+    """
     cache = {**recipe["cache"], "budget": slots, "slack": None, "allocation": {"kind": "uniform"}}
     limits = {**recipe["limits"], "max_length": length, "max_batch": LANES}
     chunk = max(1, min(recipe["export"]["prefill_chunk"], length // CHUNKS))
@@ -221,7 +222,7 @@ def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
 
 
 def text_language(checkpoint: Path, text: str | None) -> Language:
-    """Return the language that texts are taken from: `text`, or library source that no evaluation uses.
+    """Return the source of calibration texts: `text`, or library source that no evaluation uses.
 
     Raises:
         UsageError: The checkpoint has no tokenizer.

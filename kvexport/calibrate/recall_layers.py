@@ -1,4 +1,7 @@
-"""`kvexport calibrate`: the layers on which recall depends, and those that a recipe's budget can keep whole."""
+"""`kvexport calibrate`: the layers on which recall of facts depends, and those that a recipe's budget can keep whole.
+
+A whole layer evicts nothing.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ THINGS = (
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured recall by layer.
+    """The measured effect of each layer's cache on the recall of facts.
 
     Attributes:
         recipe: Name of the recipe.
@@ -66,15 +69,15 @@ class Calibration:
 
     @property
     def setting(self) -> str:
-        """The whole layers as an argument of `--set`; "" if no layer is worth its slots."""
+        """The layers that evict nothing, as an argument of the option `--set`; "" if no layer is worth its slots."""
         return f"cache.allocation.whole={self.whole}" if self.whole else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures as JSON values."""
+        """Return the measured recall and the chosen whole layers as JSON values."""
         return {**asdict(self), "setting": self.setting}
 
     def sections(self) -> list[Section]:
-        """Return the sections of the report, the most important layers first."""
+        """Return the sections of the report on recall by layer, the most important layers first."""
         questions = (
             f"{self.exact.count} in texts of {self.length} tokens, the full cache answers {self.exact.value:.0%}"
         )
@@ -109,9 +112,10 @@ def calibrate(
     text: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Calibration:
-    """Measure the recall of facts by layer, and choose whole layers for the recipe's budget.
+    """Measure how much the recall of facts depends on each layer's cache, and choose layers that evict nothing.
 
-    The recipe's model is built with a full cache and asked for facts in `passages` texts.
+    The recipe's budget limits the number of such whole layers. The recipe's model is built with a full cache and asked
+    for facts in `passages` texts.
 
     Args:
         recipe: Name or file of the recipe.
@@ -147,7 +151,10 @@ def calibrate(
 
 
 def _full(recipe: dict[str, Any], length: int) -> Recipe:
-    """Return the recipe, given as plain data, with a full cache for a passage and its questions."""
+    """Return the recipe with a full cache, long enough for a passage and its questions.
+
+    `recipe` is given as plain data.
+    """
     cache = {**recipe["cache"], "method": "full", "parameters": {}}
     limits = {**recipe["limits"], "max_length": length + ROOM, "max_batch": FACTS}
     export = {**recipe["export"], "prefill_chunk": min(256, length)}
@@ -155,7 +162,10 @@ def _full(recipe: dict[str, Any], length: int) -> Recipe:
 
 
 def whole_layers(cost: Sequence[float], recipe: Recipe, geometry: Sequence[LayerGeometry]) -> list[int]:
-    """Return the most important layers above the threshold `MATTERS`, as many as the recipe's budget has slots for."""
+    """Return the layers that should evict nothing: the most important ones that the recipe's budget has slots for.
+
+    Only layers whose cost is above the threshold `MATTERS` count.
+    """
     least = MATTERS * sum(max(c, 0.0) for c in cost)
     dearest = sorted((i for i, c in enumerate(cost) if c > 0 and c >= least), key=lambda i: -cost[i])
     chosen = dearest[: max(1, int(MOST * recipe.budget * len(cost) / recipe.limits.max_length))]
@@ -178,7 +188,7 @@ def _fits(recipe: Recipe, whole: list[int], geometry: Sequence[LayerGeometry]) -
 
 
 def _require_a_whole_layer(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError if no layer of the recipe can be whole, before minutes of measuring."""
+    """Raise UsageError if the recipe's budget lets no layer evict nothing, before minutes of measuring."""
     if not recipe.cache.build_method().compresses or recipe.budget >= recipe.limits.max_length:
         raise UsageError(
             f"this recipe's cache evicts nothing (method {recipe.cache.method}, {recipe.budget} slots), so every "
@@ -192,7 +202,7 @@ def _require_a_whole_layer(recipe: Recipe, geometry: Sequence[LayerGeometry]) ->
 
 
 def fact_passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
-    """Return texts of about `length` tokens with FACTS facts each.
+    """Return texts of about `length` tokens with FACTS facts inserted in each.
 
     Raises:
         UsageError: The text is too short, or the checkpoint has no tokenizer.

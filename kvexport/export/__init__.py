@@ -1,1 +1,1 @@
-"""From a Hugging Face checkpoint to ONNX graphs."""
+"""The export of a model: from a Hugging Face checkpoint to ONNX graphs."""

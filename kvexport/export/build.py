@@ -1,4 +1,4 @@
-"""`kvexport build`: from a recipe to an artifact directory."""
+"""The `kvexport build` command's work: from a recipe to an artifact directory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 
 
 def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
-    """Read a checkpoint's headers, make its model without weights, and plan the cache that the recipe gives it.
+    """Read a checkpoint's headers, make its model without weights, and plan the KV cache that the recipe asks for.
 
     Args:
         recipe: The recipe.
         weights: Whether the headers of the weights are read. False reads no more of a hub model than its config.json
-            and small files, unless its config.json says that the weights are quantized; `checkpoint` is then None.
+            and small files, unless its config.json says that the weights are quantized; `checkpoint` of the result is
+            then None.
+
+    Returns:
+        The checkpoint, the model with fake tensors as parameters, the attention geometry of every layer, and the cache
+        plan.
 
     Raises:
         UsageError: This checkpoint or recipe cannot be built; every reason is found here.
@@ -67,14 +72,14 @@ def build(
     shared: SharedWeights | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
-    """Build `recipe` into the directory `out`; an artifact that was there is replaced at the very end.
+    """Build the artifact of `recipe` in the directory `out`, and replace an older artifact there as the last step.
 
     Args:
         recipe: The recipe.
         out: The directory of the artifact. Whatever happens, it holds the old artifact, the new one, or nothing.
         name: The user's name for the artifact.
-        graphs_only: Whether to leave the files that the backend prepares, such as engines, to
-            `kvexport.export.rebuild` on the machine that will run them.
+        graphs_only: Whether to leave the files that the backend prepares, such as engines, to `kvexport.export.rebuild`
+            on the machine that will run them.
         plan: The caches of the layers, in place of those that the recipe gives.
         shared: Weights to link to, if they are the weights of this recipe (`share_weights`).
         progress: Shows each stage.
@@ -115,7 +120,10 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
     """Write the weights of a recipe's checkpoint into `folder`, for several builds to link to.
 
     The checkpoint's files are hard-linked where no tensor needs a cast. Earlier contents of `folder` are removed.
-    Raises what `build` raises.
+
+    Raises:
+        UsageError: The recipe or the checkpoint cannot be used.
+        EnvironmentProblem: The disk is full, or a package is missing.
     """
     from kvexport.export.stages import write_and_digest
     from kvexport.export.weights.importance import save as save_importance
@@ -134,11 +142,10 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector.
+    """Pause Python's garbage collector within this context.
 
-    A trace consists of millions of objects that live as long as the trace. Searching them for garbage takes a sixth of
-    the
-    time.
+    The trace of a model consists of millions of objects that live as long as the trace. Searching them for garbage
+    takes a sixth of the time.
     """
     enabled = gc.isenabled()
     gc.disable()

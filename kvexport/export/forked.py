@@ -1,4 +1,4 @@
-"""Work on another core: in a process that begins as a copy of this one and hands back bytes."""
+"""Work on another core, in a forked copy of this process that returns its result as bytes."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
 
 
 def can_fork() -> bool:
-    """Return whether a copy of this process could work beside it.
+    """Return whether this process can fork a copy of itself that works on another core.
 
-    That takes Linux, more than one core, no other Python thread whose locks the copy would wait for, and a process
-    that multiprocessing lets have children.
+    This needs Linux, more than one core, no other Python thread whose locks the copy would wait for, and a process that
+    multiprocessing lets have children.
     """
     several = (os.cpu_count() or 1) > 1 and threading.active_count() == 1
     return sys.platform == "linux" and several and not multiprocessing.current_process().daemon

@@ -1,9 +1,9 @@
-"""One model as several ranks (docs/tasks/tensor-parallel.md): the split weights, the model of one rank, its weights.
+"""A model that is split over several ranks of tensor parallelism: the model of one rank, and its share of the weights.
 
 transformers' `base_model_tp_plan` says how to split. Some projections are split by outputs (queries, keys and values by
 heads, the first ones of the MLP by features). The projections that read these are split by inputs, and the ranks add up
 their products. Every rank has all other weights whole, embeddings and head included. All ranks have the same shapes, so
-one trace serves them all; their ONNX graphs differ in the places of the weights.
+one trace serves them all; their ONNX graphs differ in the places of the weights. See docs/tasks/tensor-parallel.md.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ SETTING = "backend.tensor_parallel"
 
 
 def split_model(shape: ModelShape, ranks: int) -> tuple[ModelShape, dict[str, int]]:
-    """Return the model of one rank.
+    """Return the model of one rank of tensor parallelism, and the dimension along which each parameter is split.
 
-    The model of `shape` becomes that of a rank.
+    The model in `shape` is changed in place to that of a rank.
 
     Args:
         shape: The whole model.
@@ -78,7 +78,7 @@ def split_model(shape: ModelShape, ranks: int) -> tuple[ModelShape, dict[str, in
 
 
 def _splits(model: Any, ranks: int) -> dict[str, int]:
-    """Return {parameter: split dimension}."""
+    """Return the dimension along which tensor parallelism splits each split parameter (0 outputs, 1 inputs)."""
     kind, plan = model.config.model_type, getattr(model.config.get_text_config(), "base_model_tp_plan", None)
     name, layers = layer_list(model)
     if not plan or not layers:
@@ -104,7 +104,10 @@ def _splits(model: Any, ranks: int) -> dict[str, int]:
 
 
 def _shrink(model: Any, mode: FakeTensorMode, splits: Mapping[str, int], ranks: int) -> None:
-    """Give the model the parameters of a rank, and let it add up products over the ranks if their inputs are split."""
+    """Give a model the parameter shapes of one rank, in place.
+
+    Projections that are split by inputs get a forward that adds up the products of all ranks.
+    """
     for name, dimension in splits.items():
         prefix, _, leaf = name.rpartition(".")
         module = model.get_submodule(prefix)
@@ -124,13 +127,13 @@ def _shrink(model: Any, mode: FakeTensorMode, splits: Mapping[str, int], ranks: 
 
 
 def _added_up(module: nn.Linear, data: Tensor) -> Tensor:
-    """Return the product summed over all ranks, plus the bias, once."""
+    """Return the output of a projection that is split by inputs: products summed over all ranks, plus the bias once."""
     whole: Tensor = ALL_REDUCE(nn.functional.linear(data, module.weight))
     return whole if module.bias is None else whole + module.bias
 
 
 def _require_heads(shape: ModelShape, wanted: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError unless the model of a rank runs with the heads of a rank."""
+    """Raise UsageError unless a forward pass of a rank's model has the numbers of heads in `wanted`."""
     found = probe_geometry(shape.model, shape.mode)
     for i, (layer, expected) in enumerate(zip(found, wanted, strict=True)):
         heads = (layer.query_heads, layer.kv_heads, layer.key_size, layer.value_size)
@@ -147,7 +150,11 @@ def _require_heads(shape: ModelShape, wanted: Sequence[LayerGeometry]) -> None:
 
 
 def rank_specs(specs: Sequence[Spec], splits: Mapping[str, int], ranks: int) -> list[list[Spec]]:
-    """Return the specs of every rank. Raises UsageError if a group of a packed weight would be cut."""
+    """Return the weight specs (where each initializer's bytes come from) of every rank of tensor parallelism.
+
+    Raises:
+        UsageError: A group of a packed weight would be cut.
+    """
     return [
         [spec if spec.name not in splits else _part(spec, splits[spec.name], rank, ranks) for spec in specs]
         for rank in range(ranks)
@@ -155,12 +162,12 @@ def rank_specs(specs: Sequence[Spec], splits: Mapping[str, int], ranks: int) -> 
 
 
 def together(specs: Sequence[Sequence[Spec]]) -> list[Spec]:
-    """Return the specs of all ranks as one list, with names that tell the ranks apart (`apart`)."""
+    """Return the weight specs of all ranks as one list. Each name begins with the rank, which `apart` removes."""
     return [replace(spec, name=f"{rank}/{spec.name}") for rank, own in enumerate(specs) for spec in own]
 
 
 def apart(locations: Mapping[str, Location], rank: int) -> dict[str, Location]:
-    """Return where the weights of one rank lie, by initializer."""
+    """Return the file locations of one rank's weights, by initializer, from those of all ranks."""
     start = f"{rank}/"
     return {name.removeprefix(start): at for name, at in locations.items() if name.startswith(start)}
 
@@ -186,7 +193,9 @@ def _part(spec: Spec, dimension: int, rank: int, ranks: int) -> Spec:
 
 
 def rank_weight_bytes(shape: ModelShape, recipe: Recipe) -> int:
-    """Return the bytes of one rank's weights (see `weight_bytes`). The model of `shape` becomes that of a rank.
+    """Return the bytes of one rank's weights in an artifact.
+
+    The model in `shape` is changed in place to that of a rank.
 
     Raises:
         UsageError: See `split_model` and `rank_specs`.
@@ -200,7 +209,7 @@ def rank_weight_bytes(shape: ModelShape, recipe: Recipe) -> int:
 
 @dataclass(frozen=True)
 class Columns:
-    """Some columns of a tensor, as floats."""
+    """A range of the columns of a checkpoint's tensor, read as float32: one rank's share of a weight."""
 
     entry: TensorEntry
     begin: int
@@ -209,28 +218,31 @@ class Columns:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the tensor in the checkpoint."""
         return self.entry.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs]."""
+        """The shape [outputs, inputs] of the range of columns."""
         return self.entry.shape[0], self.end - self.begin
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Its rows."""
+        """Yield the rows of the range of columns in float32, block by block."""
         n, k = self.entry.shape
         for rows in row_blocks(n, 4 * k):
             yield {"weight": read_rows(self.entry, rows)[:, self.begin : self.end]}
 
     def order(self) -> NDArray[np.int64]:
-        """There is none."""
+        """Raise NotImplementedError: the columns of a float weight have no other order."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Some rows (dimension 0) or columns (dimension 1) of a source; of a packed source whole groups."""
+    """A range of the rows (dimension 0) or columns (dimension 1) of a weight: one rank's share.
+
+    The range of a packed weight consists of whole groups.
+    """
 
     whole: Source
     dimension: int
@@ -239,23 +251,23 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the whole weight's tensor in the checkpoint."""
         return self.whole.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs]."""
+        """The shape [outputs, inputs] of the slice."""
         n, k = self.whole.shape
         size = self.end - self.begin
         return (size, k) if self.dimension == 0 else (n, size)
 
     @property
     def packing(self) -> PackedFormat | None:
-        """As the whole."""
+        """The packed format of the whole weight; None for floats."""
         return self.whole.packing
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Its rows."""
+        """Yield the rows of the slice, block by block."""
         packing, (_, k) = self.packing, self.whole.shape
         begin, end = (0, self.whole.shape[0]) if self.dimension else (self.begin, self.end)
         start = 0
@@ -277,5 +289,8 @@ class Slice:
         return values[rows, columns]
 
     def order(self) -> NDArray[np.int64]:
-        """Of the whole, whose columns are not split."""
+        """Return the stored order [inputs] of the whole weight's columns.
+
+        A weight with such an order is not split by columns.
+        """
         return self.whole.order()

@@ -1,6 +1,6 @@
-"""`kvexport build --from`: files that a backend prepares for this machine, such as engines.
+"""The `kvexport build --from` command's work: preparing an artifact for this machine.
 
-They are made from an artifact whose ONNX graphs come from another machine.
+The artifact's ONNX graphs come from another machine. The backend makes its own files, such as engines, from them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _take_over(source: Path, target: Path) -> None:
-    """Link a file into the stage, or copy it if the file system cannot link.
+    """Hard-link a file of an artifact into the stage of its copy, or copy it if the file system cannot link.
 
     Artifacts never change, so two may share a file.
     """

@@ -1,8 +1,7 @@
 """The stages of a build, which `kvexport.export.build` runs.
 
 They read the checkpoint, split it over ranks, trace it while its weights are written, write the graphs, and describe
-the
-artifact. This module imports torch and transformers, which commands that only read an artifact do without.
+the artifact. This module imports torch and transformers, which commands that only read an artifact do without.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ ShowProgress = Callable[[str, int | None], Progress]
 
 @dataclass(frozen=True)
 class Ranks:
-    """A model as its ranks have it.
+    """A model as it is split over the ranks of tensor parallelism.
 
     Attributes:
         shape: The model of one rank; the whole model where there is one rank.
@@ -75,7 +74,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Traced:
-    """A decoder's trace, its attention functions, the merge graph where a layer merges, and the written weights."""
+    """A decoder's trace, its attention functions, the merge graph if any layer merges, and the written weights."""
 
     decoder: ir.Model
     functions: list[onnx.FunctionProto]
@@ -84,18 +83,19 @@ class Traced:
 
 
 def vocabulary_of(shape: ModelShape) -> int:
-    """Return the number of tokens that the model knows."""
+    """Return the number of tokens in the vocabulary of a model."""
     count: int = shape.model.config.get_text_config().vocab_size
     return count
 
 
 def choose_weights(shape: ModelShape, recipe: Recipe, folder: Path, progress: ShowProgress) -> list[Spec]:
-    """Return the weights of an artifact, with the importance of their inputs if the recipe asks for it.
+    """Return the specs of an artifact's weights (copied, cast or rounded), with the importance of their inputs.
 
-    Importance is saved in `folder`. Notes that a user should read are shown.
+    Importance is measured or read only if the recipe asks for it, and saved in `folder`. Notes that a user should read
+    are shown.
 
     Raises:
-        UsageError: See `weight_specs`.
+        UsageError: Parameters are missing or have another shape, or the backend does not take the rounding.
     """
     specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe, progress)
     save_importance(specs, folder)
@@ -108,7 +108,7 @@ def choose_weights(shape: ModelShape, recipe: Recipe, folder: Path, progress: Sh
 
 
 def share_out(shape: ModelShape, specs: list[Spec], count: int) -> Ranks:
-    """Share a model and its weights out over `count` ranks. Raises UsageError where it cannot be shared equally."""
+    """Split a model and its weights over `count` ranks. Raise UsageError if they cannot be shared equally."""
     if count == 1:
         return Ranks(shape, [specs], specs)
     rank_shape, splits = split_model(shape, count)
@@ -148,7 +148,7 @@ def trace_and_write(
 
 
 def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> Graphs:
-    """Finish the graphs, check them, write them into `folder`, and return their names.
+    """Finish the ONNX graphs of an artifact, check them, write them into `folder`, and return their file names.
 
     Raises:
         KvexportError: A check of a finished graph fails.
@@ -225,7 +225,8 @@ def describe(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, specs
 def in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[[int], None]) -> Iterator[Future[T]]:
     """Run ``work(advance)`` in a thread, and yield its future.
 
-    If the block raises, the next call of `advance` in the thread raises too, so that the thread ends.
+    `advance` is the function with which `work` reports progress. If the block of this context raises, the next call of
+    `advance` in the thread raises too, so that the thread ends.
     """
     ended, interval = Event(), sys.getswitchinterval()
 
@@ -249,7 +250,7 @@ def in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[
 def write_and_digest(
     specs: list[Spec], folder: Path, mode: Literal["copy", "link"], advance: Callable[[int], None]
 ) -> WrittenWeights:
-    """Write weights as `write_weights` does, and compute the digests of linked files too."""
+    """Write weights as `write_weights` does, and also compute the digests of hard-linked files."""
     written = write_weights(specs, folder, mode, advance)
     for name, digest in linked_digests(specs, folder, written):
         written.digests[name] = digest
@@ -258,13 +259,16 @@ def write_and_digest(
 
 
 def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
-    """Return merge.onnx; no bytes where no layer merges."""
+    """Return the merge graph (merge.onnx) as bytes; no bytes if no layer merges."""
     model = merge_model(plan, method)
     return b"" if model is None else model.SerializeToString()
 
 
 def _parse_merge(model: bytes, method: Any) -> onnx.ModelProto | None:
-    """Return the graph of `_merge_bytes`, whose functions later builds of this process take again."""
+    """Parse the bytes of the merge graph, and cache its ONNX functions for later builds of this process.
+
+    The result is None if there are no bytes.
+    """
     if not model:
         return None
     parsed: onnx.ModelProto = onnx.ModelProto.FromString(model)

@@ -1,6 +1,6 @@
-"""The small files of a checkpoint that an artifact takes over: which may be read, and whether an engine can use them.
+"""The copy of a checkpoint's small files (tokenizer, chat template, JSON) into an artifact.
 
-They are read from the stage as an engine will read them, before the artifact takes the place of one that works.
+The copied files are read from the stage as an engine will read them, before the artifact replaces one that works.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_STOPS = 64  # each is compared with the text after every token; kvexport s
 
 
 def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
-    """Copy tokenizer files, chat template and JSON files of a checkpoint into the stage `folder`, and try them.
+    """Copy tokenizer files, chat template and JSON files of a checkpoint into the stage `folder`, and load them.
 
     Raises:
         UsageError: A link leads out of the checkpoint, a tokenizer or chat template cannot be read, or the generation

@@ -1,4 +1,4 @@
-"""The compression methods, one file each.
+"""The KV cache compression methods, one file each.
 
 The package scans this folder, so a new file here is a new method.
 """
@@ -14,7 +14,7 @@ from kvexport.methods.base import Method
 
 @cache
 def all_methods() -> dict[str, type[Method]]:
-    """Return every method class by its name, in alphabetical order."""
+    """Return every compression method's class by the method's name, in alphabetical order."""
     methods: dict[str, type[Method]] = {}
     for module in pkgutil.iter_modules(__path__):
         for item in vars(importlib.import_module(f"{__name__}.{module.name}")).values():

@@ -1,4 +1,4 @@
-"""AsymKV (arXiv 2506.05410): neighbouring slots merge in pairs, keys weighted by their Fisher information."""
+"""AsymKV (arXiv 2506.05410): neighbouring cache slots merge in pairs, keys weighted by their Fisher information."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from kvexport.methods.pairing import NeighbourPairs
 
 
 class AsymKV(NeighbourPairs):
-    """A forward-only surrogate of AsymKV.
+    """A forward-only surrogate of AsymKV (arXiv 2506.05410).
 
     The paper weights keys by their Fisher information, which needs a backward pass that no deployed graph has. Here the
-    weight of a key is the attention probability that its slot has accumulated. The rest follows the paper: pairs of
-    neighbours, one rotary frame, and sums of values and of token counts, which are never clipped.
+    weight of a key is the attention probability that its slot has accumulated. The rest follows the paper: neighbouring
+    slots merge in pairs, both keys rotated to one position, and the method sums values and token counts, which are
+    never clipped.
     """
 
     name: ClassVar[str] = "asymkv"

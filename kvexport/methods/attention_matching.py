@@ -1,4 +1,4 @@
-"""Attention Matching (arXiv 2602.16284): a fit of the kept slots' votes and values to recent queries.
+"""Attention Matching (arXiv 2602.16284): a fit of the kept cache slots' votes and values to recent queries.
 
 The votes are fitted to the attention mass of recent queries, the values to their attention outputs.
 """
@@ -47,23 +47,27 @@ class AttentionMatching(Fitting):
 
     @property
     def recent_receives(self) -> bool:
-        """True if the eviction is ballot's, which merges into recent slots."""
+        """Whether recent slots take in evicted ones: true if the eviction is that of the method `ballot`."""
         return self.after == "ballot"
 
     @property
     def vote_exponent(self) -> float:
-        """The exponent of the votes: 1, so votes count in full."""
+        """The factor alpha of the attention bias ``alpha * ln(votes)``: 1, so votes count in full."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistics of ballot, or one that is never updated, because the ring of reference queries replaces it."""
+        """The slot statistics of the method `ballot`, or one statistic that is never updated.
+
+        The latter is so if slots are ranked by the ring buffer of reference queries instead.
+        """
         return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 
     def policy(self) -> MergePolicy:
-        """Return the policy: ballot's merge, or selection by the reference queries and no merge, and then the fit.
+        """Return the method's rule as data for the native kernels.
 
-        The setting `selector` may replace the selection.
+        The rule is the merge of `ballot`, or selection by the reference queries without a merge, and then the fit. The
+        setting `selector` may replace the selection.
         """
         fit = replace(self.fit("votes_and_values"), vote_steps=self.steps, bias_max=self.bias_max)
         merge = Ballot().policy() if self.after == "ballot" else MergePolicy(select="attended", fit=fit)

@@ -1,4 +1,4 @@
-"""Ballot, this project's own method: evict the slots that another slot can replace best.
+"""Ballot, this project's own method: evict the cache slots that another slot can replace best.
 
 An evicted slot merges into the slot with the nearest key. Votes add up, to a bound.
 """
@@ -50,24 +50,27 @@ class Ballot(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """True: evicted slots may merge into recent ones."""
+        """Whether recent slots take in evicted ones: always true for this method."""
         return True
 
     @property
     def vote_exponent(self) -> float:
-        """The exponent of the votes: 1, so votes count in full."""
+        """The factor alpha of the attention bias ``alpha * ln(votes)``: 1, so votes count in full."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistics: the sum of probabilities, and ln of the moving average of exp(raw logit).
+        """The two statistics of each slot: the sum of probabilities, and ln of the moving average of exp(raw logit).
 
-        The first ranks slots for eviction, the second weights merges.
+        The sum ranks slots for eviction, the average weights merges.
         """
         return (Statistic("probability"), Statistic("log_ema", self.decay))
 
     def policy(self) -> MergePolicy:
-        """Return the policy: the lowest mean probability goes first, into the slot of the nearest key."""
+        """Return the method's rule as data for the native kernels.
+
+        The slot of the lowest mean attention probability is evicted first, and merges into the slot of the nearest key.
+        """
         return self.selected(
             MergePolicy(
                 select="mean",

@@ -1,4 +1,4 @@
-"""The base class of compression methods.
+"""The base class of KV cache compression methods.
 
 A method decides which statistics are kept, which slots are evicted, and what evicted slots merge into. It is one file
 in this folder with one subclass of `Method`, which `kvexport.methods` finds by a scan. The two operators of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Method(BaseModel):
-    """The base class of all methods.
+    """The base class of all KV cache compression methods.
 
     The pydantic fields of a subclass are the method's parameters. A recipe sets them under `cache.parameters`.
 
@@ -55,21 +55,24 @@ class Method(BaseModel):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The K statistics that VoteAttention keeps. The first ranks slots for eviction, the last weights merges."""
+        """The K statistics that attention updates for every cache slot.
+
+        The first statistic ranks slots for eviction, the last weights merges.
+        """
         return (Statistic(),)
 
     @property
     def extra_state(self) -> tuple[StateTensor, ...]:
-        """The state tensors that the method keeps in addition to the contract's five; none by default.
+        """The state tensors that the method keeps in addition to those of every cache; none by default.
 
-        Native kernels support only the ring of reference queries. A method with any other extra state runs from its
-        ONNX functions.
+        Every cache has keys, values, votes, scores and positions. Native kernels support only the ring buffer of
+        reference queries. A method with any other extra state runs from its ONNX functions.
         """
         return ()
 
     @property
     def reference_queries(self) -> int:
-        """The number of rows of the ring of reference queries (`kvexport.methods.fitting`), or 0 without a ring."""
+        """The number of recent queries in the method's ring buffer of reference queries, or 0 without a ring buffer."""
         return 0
 
     def update(self, extra: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...]:
@@ -90,7 +93,7 @@ class Method(BaseModel):
         return None
 
     def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """Return the keep score of every slot: slots of the lowest score are evicted first, ties by lowest position.
+        """Return the keep score of every cache slot: the lowest are evicted first, ties by lowest position.
 
         By default the policy defines the score.
 
@@ -114,7 +117,7 @@ class Method(BaseModel):
         return keep_score(policy, slots, target, count)
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the cache after evicted slots have merged into kept ones.
+        """Return a layer's KV cache after evicted slots have merged into kept ones.
 
         By default the policy defines the merge. Without a policy evicted slots are dropped.
 

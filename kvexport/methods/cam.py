@@ -1,4 +1,4 @@
-"""CaM (ICML 2024): an evicted slot adds its value to the slots after it and its key is dropped."""
+"""CaM (ICML 2024): an evicted cache slot adds its value to the slots after it, and its key is dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvexport.methods.slots import Evicted, Slots, gather_rows
 
 
 class CaM(Merging):
-    """The expected value of CaM's random merge.
+    """CaM with the expected value of its random merge of values.
 
     An evicted value is added to the next M kept slots, recent ones included: ``v_j += m v_e / M`` with ``m = clip(A_e /
     mean A, 0, 1)``, where A is the accumulated attention and the mean is over all kept slots. The paper draws a
@@ -31,11 +31,14 @@ class CaM(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """True: recent slots take in evicted values."""
+        """Whether recent slots take in evicted values: always true for this method."""
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the slots with the evicted values added; sums are float32 until they are stored."""
+        """Return the cache slots with the evicted values added to the slots after them.
+
+        Sums are float32 until they are stored.
+        """
         import torch
 
         mass = slots.score[:, :, -1]

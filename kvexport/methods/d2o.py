@@ -1,4 +1,4 @@
-"""D2O (arXiv 2406.13035): an evicted slot merges into the most similar key, if it is similar enough."""
+"""D2O (arXiv 2406.13035): an evicted cache slot merges into that of the most similar key, if similar enough."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class D2O(Merging):
-    """D2O: heavy hitters are kept, and evicted slots merge if their similarity reaches the mean of the call.
+    """D2O: heavy hitters are kept, and evicted slots merge if their similarity reaches the mean of the merge call.
 
-    An evicted slot merges into the target of the highest cosine u if u is at least the mean of these cosines over the
-    slots that the same call evicts from the head. Otherwise it is dropped. The paper averages the threshold over calls
-    as well, which would need state that the cache does not have. The paper keeps 4 sinks.
+    An evicted slot merges into the kept slot of the highest key cosine u if u is at least the mean of these cosines
+    over the slots that the same call evicts from the head. Otherwise it is dropped. The paper averages the threshold
+    over calls as well, which would need state that the cache does not have. The paper keeps 4 sinks.
     """
 
     name: ClassVar[str] = "d2o"
@@ -26,9 +26,10 @@ class D2O(Merging):
     source: ClassVar[str] = "arXiv 2406.13035"
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the slots after the merge.
+        """Return the cache slots after evicted ones have merged into the slots of the most similar keys.
 
-        Keys and values are means with the weights ``e`` for the target and ``e^u`` for each evicted slot.
+        Keys and values are means with the weights ``e`` for the target and ``e^u`` for each evicted slot, where u is
+        the cosine of its key and the target's.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""The base class of methods whose policy fits the cache to reference queries."""
+"""The base class of compression methods that fit the kept values, or votes, to reference queries (recent queries)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Fitting(Merging):
-    """A method that keeps a ring of recent queries and fits values to them after a merge.
+    """A method that keeps a ring buffer of recent queries and fits the kept values to them after a merge.
 
     The fit ignores a softcap of logits and sink logits.
 
     Attributes:
         queries: The number W of latest queries that are kept for each KV head. The query heads of the group share the
-            ring.
+            ring buffer.
         ridge: The regularization of the fit of values. The larger it is, the less the values change.
         change_max: The values of a head change by at most this share of their norm in one merge.
     """
@@ -33,7 +33,7 @@ class Fitting(Merging):
 
     @property
     def extra_state(self) -> tuple[StateTensor, ...]:
-        """The ring of reference queries; zeros are an empty ring."""
+        """The state tensors of the ring buffer of reference queries; zeros are an empty ring buffer."""
         rows = ("B", "H", self.queries)
         return (
             StateTensor("query", (*rows, "D"), "float32", "the latest queries, oldest first, times the logits' scale"),
@@ -44,11 +44,14 @@ class Fitting(Merging):
 
     @property
     def reference_queries(self) -> int:
-        """The number of rows of the ring."""
+        """The number of recent queries in the method's ring buffer."""
         return self.queries
 
     def update(self, extra: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...]:
-        """Return the ring with the queries of the call appended, ordered by token and then by query head."""
+        """Return the ring buffer of recent queries with the queries of one attention call appended.
+
+        The queries are ordered by token and then by query head.
+        """
         import torch
 
         ring, seen = extra
@@ -65,7 +68,7 @@ class Fitting(Merging):
         return gather_rows(query, index), gather_rows(seen, index)
 
     def fit(self, fitted: Literal["values", "votes_and_values"]) -> Fit:
-        """Return the fit of the method's policy; reference queries read with the method's own vote exponent.
+        """Return the settings of the fit to reference queries, which attend with the method's own vote exponent.
 
         Args:
             fitted: The tensors that the fit changes.

@@ -1,4 +1,4 @@
-"""The uncompressed cache: the capacity is the longest sequence.
+"""The method `full`, which does not compress: the cache's capacity is the longest sequence.
 
 Only entries that a sliding window has passed are evicted.
 """
@@ -12,7 +12,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class Full(Method):
-    """No compression: the baseline that every method is measured against."""
+    """The uncompressed KV cache: the baseline that every compression method is measured against."""
 
     name: ClassVar[str] = "full"
     summary: ClassVar[str] = "uncompressed: capacity is the longest sequence"
@@ -20,5 +20,5 @@ class Full(Method):
     compresses: ClassVar[bool] = False
 
     def policy(self) -> MergePolicy:
-        """Return the default policy, which is never applied."""
+        """Return the default merge policy, which is never applied because this method evicts nothing."""
         return MergePolicy()

@@ -1,4 +1,4 @@
-"""GRKV (arXiv 2605.31105): a ridge regression moves the contribution of evicted slots to the kept ones."""
+"""GRKV (arXiv 2605.31105): a ridge regression moves the contribution of evicted cache slots to the kept ones."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ class GRKV(Fitting):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistics of snapkv."""
+        """The statistics that rank slots for eviction: those of the method `snapkv`."""
         return SnapKV().statistics
 
     def policy(self) -> MergePolicy:
-        """Return the policy: snapkv's selection or that of another selector, no merge, and a fit of values."""
+        """Return the method's rule as data for the native kernels.
+
+        The rule is the selection of snapkv or of another selector, no merge, and a fit of the kept values.
+        """
         return self.selected(replace(SnapKV().policy(), fit=self.fit("values")))

@@ -1,4 +1,4 @@
-"""H2O, the heavy-hitter oracle (arXiv 2306.14048): slots with the largest sum of probabilities are kept."""
+"""H2O, the heavy-hitter oracle (arXiv 2306.14048): cache slots with the largest sum of probabilities are kept."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ class H2O(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The sum of probabilities without decay, averaged over the query heads of a group."""
+        """The statistic of each slot: its sum of attention probabilities without decay.
+
+        The sum is averaged over the query heads of a group.
+        """
         return (Statistic("probability"),)
 
     def policy(self) -> MergePolicy:
-        """Return the policy: the lowest sum is evicted first, and evicted slots are dropped."""
+        """Return the method's rule as data for the native kernels.
+
+        The slot with the lowest sum of attention probabilities is evicted first, and evicted slots are dropped.
+        """
         return MergePolicy(select="score")

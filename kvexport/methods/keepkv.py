@@ -1,4 +1,4 @@
-"""KeepKV (arXiv 2504.09936): a merge that leaves the current attention output unchanged."""
+"""KeepKV (arXiv 2504.09936): a merge of cache slots that leaves the current attention output unchanged."""
 
 from __future__ import annotations
 
@@ -49,18 +49,22 @@ class KeepKV(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The exponent of the votes: 1, so a slot of p votes attracts as much attention as p equal keys."""
+        """The factor alpha of the attention bias ``alpha * ln(votes)``: 1.
+
+        A slot of p votes therefore attracts as much attention as p equal keys.
+        """
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The logarithm of the moving average of exp(raw logit)."""
+        """The statistic of each slot: the logarithm of the moving average of exp(raw logit)."""
         return (Statistic("log_ema", self.decay, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """Return the policy: the bias-corrected average ranks and weights slots.
+        """Return the method's rule as data for the native kernels.
 
-        An evicted slot zips into the slot of the most similar key above the threshold.
+        The bias-corrected moving average of exp(logit) ranks slots and weights merges. An evicted slot merges into the
+        slot of the most similar key if the similarity is above the threshold.
         """
         return self.selected(
             MergePolicy(

@@ -1,4 +1,4 @@
-"""KVMerger (arXiv 2407.08454): each run of consecutive, similar tokens becomes one token.
+"""KVMerger (arXiv 2407.08454): each run of consecutive, similar tokens in the cache becomes one token.
 
 The weights of the merge are a Gaussian around the pivot, the most attended token of the run.
 """
@@ -45,7 +45,11 @@ class KVMerger(Merging):
     value_scale: Literal["mean", "set_size"] = "mean"
 
     def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """Return the keep score: joined slots other than pivots come first, then all others by importance."""
+        """Return the keep score [B, H, C] of every cache slot, by which slots are evicted, lowest first.
+
+        Slots of a run of similar tokens, other than the run's pivot, have the lowest scores. All other slots follow by
+        importance.
+        """
         import torch
 
         importance = self.importance(slots, target)
@@ -55,7 +59,7 @@ class KVMerger(Merging):
         return torch.where(pivot != place, place, others).float()
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the slots after the merge.
+        """Return the cache slots after each run of similar tokens has merged into its pivot.
 
         Keys and values are means with the weights ``g_i = exp(-|k_p - k_i|^2 / (2 sigma^2))``. The weight is 1 if all
         keys of a set are equal, where the computed sigma is zero.
@@ -83,7 +87,10 @@ class KVMerger(Merging):
         return sets.write(slots, key, value, votes, sets.scores(slots, self.statistics))
 
     def _pivots(self, slots: Slots, free: Tensor, importance: Tensor, count: int) -> Tensor:
-        """Return the slot that each slot's run merges into, or the slot itself if it is not joined; [B, H, C] int64."""
+        """Return the pivot slot that each slot's run of similar tokens merges into; [B, H, C] int64.
+
+        A slot that is in no run is its own pivot.
+        """
         import torch
 
         capacity = free.shape[-1]

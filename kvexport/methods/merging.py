@@ -1,4 +1,7 @@
-"""The base class of methods that merge: any selector combines with any merge rule."""
+"""The base class of methods that merge evicted cache slots: any selector combines with any merge rule.
+
+A selector ranks slots for eviction.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ SELECTORS: dict[str, type[H2O | SnapKV | PyramidInfer]] = {"h2o": H2O, "snapkv":
 
 
 class Merging(Method):
-    """A method that merges evicted slots.
+    """A compression method that merges evicted slots into kept ones.
 
     Attributes:
         selector: The method whose importance ranks slots for eviction: ``own`` for this method, or h2o, snapkv or
@@ -31,15 +34,15 @@ class Merging(Method):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistics of the method with the selector ``own``; by default the sum of probabilities.
+        """The slot statistics of the method with the selector ``own``; by default the sum of attention probabilities.
 
-        The last one weights merges.
+        The last statistic weights merges.
         """
         return (Statistic("probability"),)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The statistics: the first ranks slots, the last weights merges.
+        """The statistics that attention updates for every cache slot: the first ranks slots, the last weights merges.
 
         With the selector ``own`` one statistic may do both.
         """
@@ -48,7 +51,7 @@ class Merging(Method):
         return (*SELECTORS[self.selector]().statistics, self.own_statistics[-1])
 
     def selected(self, policy: MergePolicy) -> MergePolicy:
-        """Return a policy with the importance of the method's selector.
+        """Return a merge policy that ranks slots by the importance of the method's selector.
 
         Args:
             policy: The policy of the method with the selector ``own``.
@@ -59,7 +62,7 @@ class Merging(Method):
         return replace(policy, select=selector.select, pooled=selector.pooled, mean_adds=False)
 
     def importance(self, slots: Slots, target: Tensor) -> Tensor:
-        """Return the importance of every slot, [B, H, C] float32, by which a method without a policy ranks slots.
+        """Return the importance of every cache slot, [B, H, C] float32, which ranks slots if a method has no policy.
 
         Args:
             slots: The layer's cache.
@@ -70,5 +73,5 @@ class Merging(Method):
         return importance(self.selected(MergePolicy(select="score")), slots, target)
 
     def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """Return the keep score of the policy, or the importance if the method has no policy."""
+        """Return the keep score [B, H, C] of every cache slot: that of the policy, or without one the importance."""
         return self.importance(slots, target) if self.policy() is None else super().keep_score(slots, target, count)

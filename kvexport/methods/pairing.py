@@ -1,4 +1,7 @@
-"""The base class of AsymKV and KVSlimmer: neighbouring slots merge in pairs (kvexport/methods/primitives/pairs.py)."""
+"""The base class of AsymKV and KVSlimmer, which merge neighbouring cache slots in pairs.
+
+`kvexport/methods/primitives/pairs.py` has the rules.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class NeighbourPairs(Merging):
-    """A method that merges neighbouring unprotected slots in pairs, the least attended pairs first.
+    """A method that merges neighbouring unprotected cache slots in pairs, the least attended pairs first.
 
     If pairs cannot free enough slots, the least attended slots are dropped. To avoid this, the budget should hold at
     least as many unprotected slots as are evicted at once.
@@ -24,7 +27,7 @@ class NeighbourPairs(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The exponent of the votes: 1.
+        """The factor alpha of the attention bias ``alpha * ln(votes)``: 1.
 
         With summed values v the paper's ``sum e^l v / sum n e^l`` is a softmax with ln n added to the logits, over mean
         values.
@@ -32,5 +35,8 @@ class NeighbourPairs(Merging):
         return 1.0
 
     def policy(self) -> MergePolicy:
-        """Return the policy: pairs ranked by their importance, keys weighted by the last statistic."""
+        """Return the method's rule as data for the native kernels.
+
+        Pairs of neighbouring slots are ranked by importance, and their keys are weighted by the last statistic.
+        """
         return self.selected(MergePolicy(select="score", merge="pair", share_pairs=self.share_pairs))

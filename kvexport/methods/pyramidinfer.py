@@ -1,4 +1,4 @@
-"""PyramidInfer (arXiv 2405.12532): recent-weighted attention ranks slots, and deeper layers keep fewer."""
+"""PyramidInfer (arXiv 2405.12532): recent-weighted attention ranks cache slots, and deeper layers keep fewer."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ class PyramidInfer(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The recent-weighted sum of probabilities, averaged over the query heads of a group."""
+        """The statistic of each slot: its recent-weighted sum of attention probabilities.
+
+        The sum is averaged over the query heads of a group.
+        """
         return (Statistic("probability", 1.0, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """Return the policy: the lowest sum is evicted first, and evicted slots are dropped."""
+        """Return the method's rule as data for the native kernels.
+
+        The slot with the lowest sum of attention probabilities is evicted first, and evicted slots are dropped.
+        """
         return MergePolicy(select="score")

@@ -1,4 +1,4 @@
-"""Random eviction: the baseline that every selector has to beat."""
+"""Random eviction of cache slots: the baseline that every selector has to beat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Random(Method):
     seed: int = Field(0, ge=0, lt=2**31, description="The seed of the hash.")
 
     def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """Return the upper 24 bits of a hash of the position, as float32.
+        """Return a random keep score for each cache slot: the upper 24 bits of a hash of its position, as float32.
 
         The hash has three rounds of ``x = (x m + seed) mod 2^32``, each followed by an exchange of the 16-bit halves.
         """

@@ -1,4 +1,4 @@
-"""The data that methods work on: a layer's slots, their statistics, and the slots that are evicted."""
+"""The data that compression methods work on: a layer's cache slots, their statistics, and the evicted slots."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Slots:
-    """A layer's cache in the form that methods read: slots in order of position, empty ones last.
+    """A layer's KV cache in the form that methods read: slots in order of position, empty ones last.
 
     Attributes:
         key: [B, H, C, D] in the cache's type.
@@ -76,7 +76,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Evicted:
-    """The slots that are evicted, and the slots that they may merge into.
+    """The cache slots that a merge evicts, and the slots that they may merge into.
 
     Attributes:
         index: [B, H, V] int64, the evicted slots as indices into `Slots`.
@@ -114,7 +114,7 @@ class Call:
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows of x [B, H, C] or [B, H, C, D] at index [B, H, N].
+    """Return the rows of x [B, H, C] or [B, H, C, D] at `index` [B, H, N].
 
     The index of a row of D elements is expanded over the row. The ONNX function recognizes this form and copies whole
     rows.
@@ -123,7 +123,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_slots(slots: Slots, index: Tensor, extra_axes: tuple[int | None, ...] = ()) -> Slots:
-    """Return the slots at index [B, H, N].
+    """Return the cache slots at `index` [B, H, N], with all their tensors.
 
     Args:
         slots: The layer's cache.
@@ -143,7 +143,7 @@ def gather_slots(slots: Slots, index: Tensor, extra_axes: tuple[int | None, ...]
 
 
 def gather_along(x: Tensor, axis: int | None, index: Tensor) -> Tensor:
-    """Return x [B, H, ..., C, ...] at index [B, H, N] of dimension `axis`; x itself if `axis` is None."""
+    """Return x [B, H, ..., C, ...] at the indices `index` [B, H, N] of dimension `axis`; x itself if `axis` is None."""
     if axis is None:
         return x
     shape = list(x.shape)
@@ -152,7 +152,7 @@ def gather_along(x: Tensor, axis: int | None, index: Tensor) -> Tensor:
 
 
 def along(index: Tensor, axis: int, dims: int) -> Tensor:
-    """Return index [B, H, N] reshaped to `dims` dimensions, N at dimension `axis` and 1 at all others after H."""
+    """Return `index` [B, H, N] reshaped to `dims` dimensions, N at dimension `axis` and 1 at all others after H."""
     ones = [1] * (dims - 3)
     return index.reshape(*index.shape[:2], *ones[: axis - 2], index.shape[2], *ones[axis - 2 :])
 
@@ -166,7 +166,7 @@ def ranks(x: Tensor) -> Tensor:
 
 
 def corrected_log_ema(slots: Slots, k: int, decay: float) -> Tensor:
-    """Return the bias-corrected average ln(S / (1 - a^n)) of a statistic, [B, H, C] float32.
+    """Return the bias-corrected logarithm ln(S / (1 - a^n)) of each slot's moving average S, [B, H, C] float32.
 
     S is the stored moving average, and n = now - position + 1 is the number of queries since the slot's token. Queries
     outside the statistic's window count in n, because those inside stand for the whole call.

@@ -1,6 +1,6 @@
-"""SnapKV (arXiv 2404.14469): the slots that the last queries of the prompt attend to are kept.
+"""SnapKV (arXiv 2404.14469): the cache slots that the last queries of the prompt attend to are kept.
 
-Their neighbours are kept as well.
+Slots at neighbouring positions are kept as well.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ class SnapKV(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The sum of probabilities over the observation window, averaged over the query heads of a group.
+        """The statistic of each slot: the sum of attention probabilities over the observation window of last queries.
 
-        The sum ranks slots like the paper's mean does.
+        The sum is averaged over the query heads of a group. It ranks slots like the paper's mean does.
         """
         return (Statistic("probability", 1.0, self.window),)
 
     def policy(self) -> MergePolicy:
-        """Return the policy: selection by the sum over neighbouring unprotected slots; evicted slots are dropped."""
+        """Return the method's rule as data for the native kernels.
+
+        Slots are ranked by the sum of attention over neighbouring unprotected slots, and evicted slots are dropped.
+        """
         return MergePolicy(select="pooled", pooled=self.pool)

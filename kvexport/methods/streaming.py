@@ -16,5 +16,5 @@ class Streaming(Method):
     source: ClassVar[str] = "arXiv 2309.17453"
 
     def policy(self) -> MergePolicy:
-        """Return the policy: the lowest position is evicted first."""
+        """Return the method's rule as data for the native kernels: the slot of the lowest position is evicted first."""
         return MergePolicy(select="position")

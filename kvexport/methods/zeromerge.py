@@ -1,4 +1,4 @@
-"""ZeroMerge (arXiv 2503.10714): evicted slots join the running means of a few residual slots."""
+"""ZeroMerge (arXiv 2503.10714): evicted cache slots join the running means of a few residual slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class ZeroMerge(Merging):
-    """ZeroMerge: three regions besides the sinks, which are recent, context and residual slots.
+    """ZeroMerge: three regions of cache slots besides the sinks, which are recent, context and residual slots.
 
     The context slot of lowest score is evicted and merges into a residual slot. Residual slots are those that have
     merged before. If they are fewer than the region holds, the kept slots of lowest score complete it.
@@ -33,18 +33,19 @@ class ZeroMerge(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The paper's alpha."""
+        """The factor of the attention bias ``alpha * ln(votes)``: the parameter `alpha` of the ZeroMerge paper."""
         return self.alpha
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The decayed sum of the probabilities that attention computes with the votes."""
+        """The statistic of each slot: the decayed sum of the probabilities that attention computes with the votes."""
         return (Statistic("probability", self.decay),)
 
     def policy(self) -> MergePolicy:
-        """Return the policy: the lowest decayed sum is evicted first, and slots that have merged before last.
+        """Return the method's rule as data for the native kernels.
 
-        An evicted slot joins the running mean of the residual slot with the largest dot product.
+        The slot of the lowest decayed sum of attention is evicted first, and slots that have merged before last. An
+        evicted slot joins the running mean of the residual slot with the largest dot product.
         """
         return self.selected(
             MergePolicy(select="score", merged_last=True, merge="running_mean", measure="dot", residual=self.residual)

@@ -1,1 +1,1 @@
-"""The meaning of the operators VoteAttention and MergeCache in PyTorch, and the ONNX functions traced from it."""
+"""The operators VoteAttention and MergeCache defined in PyTorch, and the ONNX functions traced from the definitions."""

@@ -1,7 +1,8 @@
-"""Experts: the feed-forward experts of a mixture, each token's chosen ones alone, as one node.
+"""The operator Experts: the expert MLPs of a mixture-of-experts layer as one ONNX node.
 
-A router picks `k` experts for every token and gives each a weight. The router stays outside of this operator: it is
-traced as ordinary nodes, so any router fits. The operator computes
+Each token runs only the experts that the router picked for it. A router picks `k` experts for every token and gives
+each a weight. The router stays outside of this operator: it is traced as ordinary nodes, so any router fits. The
+operator computes
 
     first  = W_first[e] x + b_first[e]                     gate rows, then up rows, where experts have a gate
     inner  = activation(first)                             see `ExpertsForm`
@@ -29,13 +30,13 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """What the experts of a layer compute between their two products.
+    """The computation of a layer's experts between their two matrix products.
 
     Attributes:
         activation: The function of the gate, or of the only rows where experts have no gate.
         gate: Whether the first product has gate rows and up rows: ``inner = activation(gate) (up + up_offset)``.
         slope: The factor s of ``silu(x) = x sigmoid(s x)``.
-        limit: Gates are clamped to at most `limit` and ups to [-limit, limit] before the activation; 0: to nothing.
+        limit: Gates are clamped to at most `limit` and ups to [-limit, limit] before the activation; 0: no clamp.
         up_offset: A constant that is added to the clamped ups.
         bias: Whether both products have biases.
     """
@@ -49,24 +50,27 @@ class ExpertsForm:
 
     @property
     def inputs(self) -> list[str]:
-        """The names of the node's inputs, in their order."""
+        """The names of the inputs of an Experts node, in their order."""
         biases = ["first_bias"] * self.bias, ["down_bias"] * self.bias
         return ["input", "indices", "weights", "first", *biases[0], "down", *biases[1]]
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The node's attributes by their names."""
+        """The attributes of an Experts node by their names."""
         return dict(vars(self))
 
     @property
     def overload(self) -> str:
-        """The name of the form's ONNX function."""
+        """The overload name of the ONNX function that computes an Experts node of this form."""
         numbers = {"slope": (self.slope, 1.0), "limit": (self.limit, 0.0), "offset": (self.up_offset, 0.0)}
         named = [f"{name}{value:.6g}" for name, (value, default) in numbers.items() if value != default]
         return "_".join([self.activation, *["gate"] * self.gate, *named, *["bias"] * self.bias])
 
     def inner(self, first: Tensor) -> Tensor:
-        """Return the activation [..., inner] of the first product [..., inner] or, with a gate, [..., 2 inner]."""
+        """Apply the experts' activation to the first product, and return [..., inner].
+
+        The first product is [..., inner] or, with a gate, [..., 2 inner].
+        """
         if not self.gate:
             return self._activated(first)
         gate, up = first.chunk(2, -1)
@@ -123,10 +127,10 @@ def experts(
 
 
 def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
-    """Return the ONNX function of a form; its tensors are those of `experts`, all floats of one type.
+    """Return the ONNX function of an Experts node; its tensors are those of `experts`, all floats of one type.
 
-    The function loops over the experts and skips those that no token chose, so a step reads the weights of its chosen
-    experts alone, and of a prompt each expert multiplies its own tokens' rows.
+    The function loops over the experts and skips those that no token chose. So a decode step reads the weights of its
+    chosen experts alone, and in a prompt each expert multiplies only the rows of its own tokens.
     """
     body = f"""
         shape = Shape (input)
@@ -175,7 +179,7 @@ def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
 
 
 def _product(data: str, weight: str, form: ExpertsForm) -> str:
-    """Return the nodes of ``{weight}_sum = data {weight}[expert]^T + bias``."""
+    """Return ONNX nodes, as text, of one product of an expert: ``{weight}_sum = data {weight}[expert]^T + bias``."""
     lines = [
         f"{weight}_one = Gather <axis = 0> ({weight}, expert)",
         f"{weight}_turned = Transpose <perm = [1, 0]> ({weight}_one)",
@@ -191,7 +195,7 @@ def _product(data: str, weight: str, form: ExpertsForm) -> str:
 
 
 def _inner(form: ExpertsForm) -> str:
-    """Return the nodes that compute `inner` from `first_sum`."""
+    """Return ONNX nodes, as text, that compute the experts' activation `inner` from the first product `first_sum`."""
     lines, gate = [], "first_sum"
 
     def constant(name: str, value: float) -> None:

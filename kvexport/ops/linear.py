@@ -55,17 +55,17 @@ class Form:
 
     @property
     def count(self) -> int:
-        """The number of products."""
+        """The number of matrix products of a Linear node."""
         return len(self.output_heads)
 
     @property
     def weights(self) -> int:
-        """The number of weights, the gate's included."""
+        """The number of weights of a Linear node, the gate's included."""
         return self.count + self.gate
 
     @property
     def inputs(self) -> list[str]:
-        """The names of the node's inputs, in order."""
+        """The names of the inputs of a Linear node, in order."""
         names = ["input", *["norm"] * self.norm]
         for i, bias in enumerate(self.bias):
             names += [*self.weight_inputs(f"weight{i}", i), *[f"bias{i}"] * bias]
@@ -83,13 +83,13 @@ class Form:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the node by name."""
+        """The attributes of a Linear node by name."""
         values = {name: value for name, value in vars(self).items() if self.packed or name not in PACKED_ATTRIBUTES}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def overload(self) -> str:
-        """The overload name of the ONNX function."""
+        """The overload name of the ONNX function that computes a Linear node of this form."""
         words = {
             "norm": f"norm{self.epsilon:.6g}" * self.norm,
             "epsilon": "",
@@ -145,7 +145,7 @@ def linear_function(form: Form) -> onnx.FunctionProto:
 
 
 def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
-    """Return the nodes of product number i, and the name of its output."""
+    """Return the ONNX nodes, as text, of matrix product number i of a Linear, and the name of its output."""
     lines, weight = _dequantized(form, f"weight{i}", i)
     lines += [f"transposed{i} = Transpose <perm = [1, 0]> ({weight})", f"product{i} = MatMul ({rows}, transposed{i})"]
     last = f"product{i}"
@@ -190,7 +190,7 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
 
 
 def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
-    """Return the nodes that dequantize packed weight number i to the input's type, and the name of the result.
+    """Return the ONNX nodes that dequantize packed weight number i to the input's type, and the name of the result.
 
     A weight that is not packed needs no nodes.
     """

@@ -1,6 +1,6 @@
-"""The operator MergeCache: evict slots until the cache is within its budget, by the rule of a method.
+"""The operator MergeCache: evict slots of a KV cache until it is within its budget, by the rule of a method.
 
-This function defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`), and
+The function `merge_cache` defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`), and
 `tests/conformance` compares native kernels with it.
 """
 
@@ -62,7 +62,7 @@ def merge_cache(
     rows: tuple[Tensor, Tensor, Tensor] | None = None,
     recent: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return one layer's cache with at most `budget` occupied slots; a cache within its budget stays unchanged.
+    """Return one layer's KV cache with at most `budget` occupied slots; a cache within its budget stays unchanged.
 
     Occupied slots are a prefix, in any order.
 
@@ -156,7 +156,7 @@ def _merge_small(
     rows: tuple[Tensor, Tensor, Tensor] | None,
     recent: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return `merge_cache` of a small cache, computed in float32.
+    """Return the result of `merge_cache` for a cache of 8 or 4 bits, computed in float32.
 
     Methods see keys and values rotated by the Hadamard matrix, which changes no mean, product, cosine or distance. They
     see unrotated keys if the merge rotates keys to other positions, or if the method keeps state that it computed from
@@ -174,7 +174,7 @@ def _merge_small(
 
 
 def _without_holes(is_kept: Tensor) -> Tensor:
-    """Return for every row the row whose slot moves there; [B, H, W] int64.
+    """Return the source row of every cache row when kept slots move together after an eviction; [B, H, W] int64.
 
     The rows below the number n of kept slots receive the kept slots. All other rows map to themselves.
 

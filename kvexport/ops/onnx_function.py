@@ -1,4 +1,4 @@
-"""The ONNX functions of VoteAttention and MergeCache, traced from their PyTorch meaning.
+"""The ONNX functions of VoteAttention and MergeCache, traced from their definitions in PyTorch.
 
 A node of domain `kvexport` has attributes for native kernels. For every distinct meaning of its nodes the model has a
 function with the operator's name and an `overload` of its own. Batch, tokens, capacity and budget are symbolic in a
@@ -112,7 +112,7 @@ def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:
 
 
 def overload_of(meaning: dict[str, Any]) -> str:
-    """Return a short name that is equal for equal meanings."""
+    """Return the overload name of an ONNX function: a short hash that is equal for equal attributes and settings."""
     return hashlib.sha256(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
@@ -188,7 +188,7 @@ def vote_attention_function(
 
 
 def _method_meaning(method: Method) -> dict[str, Any]:
-    """Return what identifies a method whose meaning is its own code: its name and its parameters."""
+    """Return the name and the parameters of a compression method, which identify a method that has no policy."""
     return {"method": method.name, **method.model_dump()}
 
 
@@ -222,7 +222,7 @@ def merge_cache_function(
 
 
 def keep_merge_functions(method: Method, functions: Iterable[onnx.FunctionProto]) -> None:
-    """Store functions of MergeCache that a fork of this process traced for `method`."""
+    """Cache the ONNX functions of MergeCache that a fork of this process traced for a compression method."""
     _merge_functions.update({(type(method), function.overload): function for function in functions})
 
 
@@ -257,14 +257,14 @@ def _trace_merge_cache(
 
 
 def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], cache_type: str) -> list[Tensor]:
-    """Return zeros of the given sizes for every state tensor."""
+    """Return a tensor of zeros for every cache state tensor, with the given sizes, as example arguments of a trace."""
     return [
         torch.zeros(x.stored_shape(cache_type, sizes), dtype=getattr(torch, x.stored_dtype(cache_type))) for x in state
     ]
 
 
 def _state_dims(state: Sequence[StateTensor], batch: Any, capacity: Any) -> list[dict[int, Any]]:
-    """Return the symbolic dimensions of each state tensor."""
+    """Return the symbolic dimensions of each cache state tensor, for a trace."""
     symbols = {"B": batch, "C": capacity}
     return [{i: symbols[d] for i, d in enumerate(x.dims) if d in symbols} for x in state]
 
@@ -290,7 +290,7 @@ def _trace(
 
 
 def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """Return a stable sort as TopK over the whole dimension.
+    """Return the ONNX translation of a stable sort: TopK over the whole dimension.
 
     ONNX defines that ties of TopK go to the lower index. The exporter has no translation of a stable sort.
     """
@@ -301,7 +301,7 @@ def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: b
 
 
 def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """Return ``values.gather(dim, index)``.
+    """Return the ONNX translation of ``values.gather(dim, index)``.
 
     If `index` [B, H, N, D] is an expanded [B, H, N, 1], whole rows are copied instead of elements.
     """
@@ -316,14 +316,14 @@ def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any
 
 
 def _gather_rows(values: Any, indices: Any) -> Any:
-    """Return ``values[i, j, k]`` for full index tensors of one shape."""
+    """Return the ONNX translation of ``values[i, j, k]`` for full index tensors of one shape."""
     from onnxscript import opset23 as op
 
     return op.GatherND(values, _joined(indices))
 
 
 def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
-    """Return ``values.index_put((i, j, k), rows)``.
+    """Return the ONNX translation of ``values.index_put((i, j, k), rows)``.
 
     The index has the same nodes as that of `_gather_rows`, so they can be shared. The exporter's own translation would
     build others.
@@ -341,7 +341,7 @@ def _joined(indices: Any) -> Any:
 
 
 def _read_sizes_from(graph: onnx.GraphProto, source: int) -> None:
-    """Read sizes from input number `source` wherever that input has them.
+    """Make a graph read its symbolic sizes from input number `source` wherever that input has them.
 
     All layers share this input, so a runtime computes everything that depends on the sizes alone once for all layers.
     """
@@ -371,7 +371,7 @@ def _function(
     prologue: list[onnx.NodeProto] | None = None,
     absent: Sequence[str] = (),
 ) -> onnx.FunctionProto:
-    """Return `graph` as an ONNX function.
+    """Return a traced graph as an ONNX function.
 
     Inputs and outputs are renamed, and initializers become constants.
 

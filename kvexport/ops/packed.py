@@ -38,7 +38,7 @@ class PackedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
+        """The size of the tensor in bytes, as it is stored."""
         count = math.prod(self.shape)
         return -(-count // 2) if self.dtype in ("int4", "uint4") else count * np.dtype(self.dtype).itemsize
 
@@ -67,22 +67,22 @@ class PackedFormat:
 
     @property
     def dtype(self) -> str:
-        """The type of the weight and of the zero points: int4, uint4, int8 or uint8."""
+        """The type of a packed weight's numbers and of its zero points: int4, uint4, int8 or uint8."""
         return f"{'' if self.signed else 'u'}int{self.bits}"
 
     @property
     def lowest(self) -> int:
-        """The smallest number of `dtype`."""
+        """The smallest number that the type of the packed numbers can represent."""
         return -(1 << (self.bits - 1)) if self.signed else 0
 
     @property
     def label(self) -> str:
-        """A description for people, such as "int4, groups of 32, zero points"."""
+        """A description of the packed format for people, such as "int4, groups of 32, zero points"."""
         offset = {"none": "", "zero": ", zero points", "minimum": ", minima"}[self.offset]
         return f"{self.dtype}, groups of {self.group}{offset}{', columns in order of groups' * self.ordered}"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, PackedTensor]:
-        """Return the tensors of a weight [outputs, inputs] by name, in the order in which they are stored."""
+        """Return the tensors of a packed weight [outputs, inputs], such as its scale, by name in their stored order."""
         groups = (outputs, inputs // self.group)
         tensors = {
             "weight": PackedTensor(self.dtype, (outputs, inputs)),
@@ -95,11 +95,11 @@ class PackedFormat:
         return tensors
 
     def nbytes(self, outputs: int, inputs: int) -> int:
-        """Return the bytes of all tensors of a weight [outputs, inputs]."""
+        """Return the size in bytes of all tensors of a packed weight [outputs, inputs]."""
         return sum(tensor.nbytes for tensor in self.tensors(outputs, inputs).values())
 
     def fault(self, inputs: int) -> str:
-        """Return why a weight with `inputs` inputs cannot have this format; an empty string if it can."""
+        """Return why a weight with `inputs` inputs cannot have this packed format; an empty string if it can."""
         least, most = GROUPS
         if self.group != inputs and not least <= self.group <= most:
             return f"groups of {self.group} inputs, expected {least} to {most}, or all {inputs}"
@@ -109,7 +109,7 @@ class PackedFormat:
 
 
 def pack(values: Array, bits: int) -> Array:
-    """Return whole numbers in the form in which they are stored.
+    """Return the whole numbers of a packed weight as stored bytes.
 
     Args:
         values: Whole numbers of any shape.
@@ -125,7 +125,7 @@ def pack(values: Array, bits: int) -> Array:
 
 
 def unpack(stored: Array, tensor: PackedTensor) -> Array:
-    """Return the whole numbers that `pack` stored, as int8 or uint8.
+    """Return the whole numbers of a packed weight from the bytes that `pack` stored, as int8 or uint8.
 
     Args:
         stored: The stored bytes.
@@ -141,7 +141,7 @@ def unpack(stored: Array, tensor: PackedTensor) -> Array:
 
 
 def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> NDArray[np.float32]:
-    """Return the weight [outputs, inputs] float32 of a packed weight, columns in the order of the input's features.
+    """Return the float32 values [outputs, inputs] of a packed weight, columns in the order of the input's features.
 
     Args:
         packing: The format.

@@ -1,4 +1,4 @@
-"""Keys and values in 8 or 4 bits (docs/reference/contract.md, "A small cache").
+"""The KV cache in 8 or 4 bits: how keys and values are rounded and read (docs/reference/contract.md, "A small cache").
 
 A row is rotated by a Hadamard matrix, which spreads values that are large in a few dimensions over all dimensions. It
 is then rounded to multiples of one scale per row; a 4-bit cache rounds to sixteen of these multiples.
@@ -24,12 +24,12 @@ CODES = [min(range(16), key=lambda code: (abs(INT4[code] - number), abs(INT4[cod
 
 
 def is_small(stored: Tensor) -> bool:
-    """Return whether stored keys or values have scales: int8 numbers, or pairs of int4 in a byte."""
+    """Return whether cached keys or values are stored in 8 or 4 bits with scales (int8, or 4-bit pairs in uint8)."""
     return stored.dtype in (torch.int8, torch.uint8)
 
 
 def block_of(size: int) -> int:
-    """Return the number of dimensions that are rotated together.
+    """Return the number of dimensions that a Hadamard rotation of a key or value of `size` dimensions mixes.
 
     This is the largest power of two that divides `size`. With 1 nothing is rotated.
     """
@@ -37,7 +37,7 @@ def block_of(size: int) -> int:
 
 
 def rotated_by_hadamard(x: Tensor) -> Tensor:
-    """Return ``x H`` of the rows of x [..., D] float32.
+    """Rotate the rows x [..., D] float32 by the Hadamard matrix H, and return ``x H``.
 
     H is the orthonormal Hadamard matrix of every block of dimensions (see `block_of`). H is symmetric, so a second
     rotation restores x.
@@ -53,7 +53,7 @@ def rotated_by_hadamard(x: Tensor) -> Tensor:
 
 
 def quantized(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Return rows as whole numbers and scales.
+    """Return rows of keys or values as whole numbers of 8 or 4 bits with one scale per row.
 
     The scale of a row is ``max |x| / 127``, rounded to bfloat16. Products of a number and a scale are therefore exact
     in float32, the largest number of a row is 127, and a dequantized row becomes the same bits again. A row of zeros
@@ -83,7 +83,7 @@ def _packed(numbers: Tensor) -> Tensor:
 
 
 def dequantized(stored: Tensor, scale: Tensor) -> Tensor:
-    """Return the rows [..., D] float32 of stored numbers and scales.
+    """Return the rows [..., D] float32 of keys or values that are stored as 8-bit or 4-bit numbers and scales.
 
     Args:
         stored: int8 [..., D] or uint8 [..., D / 2].

@@ -1,6 +1,6 @@
 """Conversion of a PyTorch module to ONNX by torch.export and torch.onnx.export.
 
-The most expensive steps of both that do not change the result are skipped.
+The most expensive steps of these two functions that do not change the result are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def to_onnx(
     translations: Mapping[Any, Any],
     **names: Sequence[str],
 ) -> ir.Model:
-    """Return a module as an ONNX IR model of opset `OPSET`, without optimizations.
+    """Convert a PyTorch module to an ONNX IR model of opset `OPSET`, without optimizations.
 
     Errors of torch.export and torch.onnx pass through.
 
@@ -62,7 +62,7 @@ def to_onnx(
 
 
 def _pass_detached(exported: ExportedProgram) -> None:
-    """Remove in-place detach operators, which have no effect on tensors without gradients."""
+    """Remove in-place detach operators of an exported program; they have no effect on tensors without gradients."""
     for module in exported.graph_module.modules():
         for node in [node for node in module.graph.nodes if node.target is torch.ops.aten.detach_.default]:
             node.replace_all_uses_with(node.args[0])
@@ -80,7 +80,10 @@ def _changes_in_place(exported: ExportedProgram) -> bool:
 
 
 class _Signature:
-    """The signature of a translation, which onnxscript parses from its source only if more than the domain is read."""
+    """The lazy signature of an operator's translation to ONNX.
+
+    onnxscript parses the translation's source only if more of the signature than its domain is read.
+    """
 
     def __init__(self, translation: Any, make: Callable[[Any], Any]) -> None:
         self.domain: str = translation.opset.domain
@@ -92,7 +95,7 @@ class _Signature:
 
 @contextlib.contextmanager
 def _sources_unread() -> Iterator[None]:
-    """Keep torch.onnx from parsing the sources of its translations.
+    """Keep torch.onnx from parsing the sources of its operator translations, within this context.
 
     For every program torch.onnx looks up all of its 500 translations, and parses the source of each for its domain.
     """
@@ -110,9 +113,9 @@ def _sources_unread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _values_kept() -> Iterator[None]:
-    """Keep torch.onnx from computing the shapes of a whole program again.
+    """Keep torch.onnx from computing the tensor shapes of a whole program again, within this context.
 
-    It does so to make type promotion explicit, which does not change shapes.
+    torch.onnx does so to make type promotion explicit, which does not change shapes.
     """
     try:
         promotion: Any = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")

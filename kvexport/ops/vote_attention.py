@@ -1,7 +1,7 @@
-"""The operator VoteAttention: append new tokens to the cache, attend with a bias by votes, and update the scores.
+"""The operator VoteAttention: append new tokens to the KV cache, attend with a bias by votes, and update the scores.
 
-This function defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`), and
-`tests/conformance` compares native kernels with it.
+The function `vote_attention` defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`),
+and `tests/conformance` compares native kernels with it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def vote_attention(
     *past_extra: Tensor,
     attributes: VoteAttentionAttributes,
 ) -> tuple[Tensor, ...]:
-    """Return one layer's attention output, and its cache after the new tokens are appended.
+    """Return one layer's attention output, and its KV cache after the new tokens are appended.
 
     Products, softmax and scores are computed in float32. Occupied slots are a prefix. The number of occupied slots plus
     query_length must be at most C, so the caller merges before the cache is full.
@@ -153,7 +153,7 @@ def vote_attention(
 def _appended(
     past: Tensor, rows: Tensor, index: tuple[Tensor, ...], is_new: Tensor, past_scale: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Return keys or values with new rows written at `index`.
+    """Return the cached keys or values with new rows written at `index`.
 
     Args:
         past: The stored keys or values.
@@ -177,7 +177,7 @@ def _appended(
 
 
 def vote_bias(votes: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
-    """Return the bias ``alpha ln(votes)`` of occupied slots."""
+    """Return the bias ``alpha ln(votes)`` that attention adds to the logits of occupied cache slots."""
     return attributes.vote_exponent * torch.log(votes)
 
 
@@ -187,7 +187,7 @@ def capped(logits: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
 
 
 def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, call: Call) -> tuple[Tensor, ...]:
-    """Return the method's own state after the call.
+    """Return the state tensors that a compression method keeps of its own, after one call of attention.
 
     Args:
         method: The method, or None for a method without extra state.
@@ -205,7 +205,7 @@ def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, call:
 
 
 def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[Tensor, Tensor]:
-    """Return the number of queries that count, n [B, 1], and the logarithm of the weight of each row, [B, T].
+    """Return the number n [B, 1] of queries that a slot's statistic counts, and the log weight [B, T] of each query.
 
     The weight of counted query i is ``decay^(n-1-i)`` times its recency weight. The logarithm is LOG_ZERO for padding
     and for rows outside the window.
@@ -228,10 +228,11 @@ def _log_ema(
     log_weight: Tensor,
     statistic: Statistic,
 ) -> Tensor:
-    """Return ``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries of the call; [B, H, C].
+    """Return the updated log of a slot's moving average of exp(logit) over the queries of a call; [B, H, C].
 
-    S is the past average and s_i is exp(logit) of query i. With a window or a recency weight, the weighted mean of the
-    counted queries stands for every query of the call that sees the slot.
+    The result is ``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries. S is the past average and s_i
+    is exp(logit) of query i. With a window or a recency weight, the weighted mean of the counted queries stands for
+    every query of the call that sees the slot.
     """
     batch, heads, group, _, capacity = logits.shape
     rate = math.log(statistic.decay)
@@ -247,11 +248,11 @@ def _log_ema(
 
 
 def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float) -> Tensor:
-    """Return the factor by which the counted queries stand for all queries of the call, as a logarithm; [B, H, 1, C].
+    """Return the log factor by which counted queries stand for all queries of a call; [B, H, 1, C].
 
-    The factor is ``sum a^(n-1-i)`` over all queries that see a slot, divided by the sum of the weights of those that
-    count. With it ``1 - a^(now - position + 1)`` corrects the bias of windowed and recency-weighted averages like that
-    of any other.
+    A moving average over a window counts only some queries of a call. The factor is ``sum a^(n-1-i)`` over all queries
+    that see a slot, divided by the sum of the weights of those that count. With it ``1 - a^(now - position + 1)``
+    corrects the bias of windowed and recency-weighted averages like that of any other.
     """
     batch, heads, tokens, _ = visible.shape
     seen = visible.float()
@@ -266,9 +267,10 @@ def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float)
 def _probability_sum(
     probability: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic
 ) -> Tensor:
-    """Return ``d^n A + sum_i d^(n-1-i) mean_g p_i`` over the n counted queries; [B, H, C].
+    """Return the updated decayed sum of the attention probabilities that each slot received; [B, H, C].
 
-    A is the past sum, d the decay, and p_i the probability that query i gives the slot.
+    The result is ``d^n A + sum_i d^(n-1-i) mean_g p_i`` over the n counted queries. A is the past sum, d the decay, and
+    p_i the probability that query i gives the slot.
     """
     batch, heads, group, tokens, capacity = probability.shape
     weight = (

@@ -40,7 +40,7 @@ HeadShares = Annotated[list[Share], Field(min_length=1)]
 
 
 class AllocationSection(RecipeSection):
-    """How the layers, or the KV heads, share the budget."""
+    """The recipe's keys `cache.allocation`: how the layers, or the KV heads, share the cache budget."""
 
     kind: Literal["uniform", "cosine", "pyramid", "listed"] | None = Field(
         None,
@@ -72,7 +72,7 @@ class AllocationSection(RecipeSection):
 
 
 class CacheSection(RecipeSection):
-    """The KV cache: its method and its size."""
+    """The recipe's section `cache`: the KV cache, its compression method and its size."""
 
     method: str = Field(
         "keepkv",
@@ -138,7 +138,7 @@ class CacheSection(RecipeSection):
         return name
 
     def build_method(self) -> Method:
-        """Return the method with the recipe's parameters.
+        """Return the compression method with the recipe's parameters.
 
         Raises:
             pydantic.ValidationError: If a parameter is unknown or has an impossible value.

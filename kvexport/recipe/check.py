@@ -71,7 +71,7 @@ def check_recipe(tree: Tree, label: str, findings: Findings) -> Recipe | None:
 
 
 def get(tree: Tree, key: Key) -> Entry | None:
-    """Return the entry of `tree` at `key`, or None."""
+    """Return the entry of a recipe's tree at `key`, or None."""
     entry: Entry | None = tree
     for name in key:
         entry = entry.entries.get(name) if isinstance(entry, Tree) else None
@@ -79,13 +79,13 @@ def get(tree: Tree, key: Key) -> Entry | None:
 
 
 def scalar_at(tree: Tree, key: Key) -> Any:
-    """Return the value at `key`; None for a mapping or a missing key."""
+    """Return the value in a recipe's tree at `key`; None for a mapping or a missing key."""
     entry = get(tree, key)
     return entry.value if isinstance(entry, Leaf) else None
 
 
 def place_of(tree: Tree, key: Key) -> str:
-    """Return the place where `key`, or the nearest value above it, is written; "" if it is not written."""
+    """Return the file and line where a recipe's `key`, or the nearest value above it, is written; "" if it is not."""
     if (entry := get(tree, key)) is not None:
         return entry.origin.place
     above = get(tree, key[:-1])
@@ -93,7 +93,10 @@ def place_of(tree: Tree, key: Key) -> str:
 
 
 def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findings) -> dict[str, Any]:
-    """Return plain data without the keys that `model` does not have; each of those becomes a problem."""
+    """Return a recipe's tree as plain data without the keys that `model` does not have.
+
+    Each of those keys becomes a problem in `findings`.
+    """
     data: dict[str, Any] = {}
     for name, entry in tree.entries.items():
         key = (*above, name)
@@ -121,7 +124,7 @@ def _schema_keys(model: type[BaseModel], above: Key = ()) -> list[Key]:
 
 
 def _local(path: Leaf) -> Any:
-    """Return `model.path`, as an absolute path if it names a folder or GGUF file of this machine."""
+    """Return a recipe's `model.path`, made absolute if it names a folder or GGUF file of this machine."""
     value = path.value
     if not isinstance(value, str) or not value:
         return value
@@ -136,7 +139,7 @@ def _local(path: Leaf) -> Any:
 
 
 def _check_parameters(tree: Tree, cache: dict[str, Any], findings: Findings) -> Method | None:
-    """Return the method with the recipe's parameters, or None if one of them is wrong."""
+    """Return the compression method with the recipe's parameters, or None if one of them is wrong."""
     name = cache.get("method", CacheSection.model_fields["method"].default)
     if not isinstance(name, str) or name not in all_methods() or (findings.lost and "method" not in cache):
         return None
@@ -158,7 +161,7 @@ def _check_parameters(tree: Tree, cache: dict[str, Any], findings: Findings) -> 
 
 
 def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, list[Any]]]:
-    """Return the validated model, or None and pydantic's errors by key.
+    """Return the validated pydantic model, or None, and pydantic's errors by key.
 
     The validation is strict: "64" and true are not slots, and 8.0 is not 8.
     """
@@ -181,7 +184,7 @@ def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, li
 
 
 def _across(data: dict[str, Any], errors: dict[Key, list[Any]]) -> list[str]:
-    """Return the contradictions between values that are each valid.
+    """Return the contradictions between values of a recipe that are each valid.
 
     A contradiction that names an invalid value is left out, because it would repeat the message about that value.
     """
@@ -221,7 +224,7 @@ def _wording(tree: Tree, key: Key, items: list[Any]) -> str:
 
 
 def _meaning(key: Key, method: Any) -> str:
-    """Return the first sentence of the field's meaning in parentheses."""
+    """Return the first sentence of a recipe field's description in parentheses, for a message."""
     model: type[BaseModel] | None = Recipe
     if key[:2] == PARAMETERS and len(key) > 2:
         model, key = all_methods().get(str(method or CacheSection.model_fields["method"].default)), key[2:]
@@ -240,7 +243,7 @@ def _is_number(text: str) -> bool:
 
 
 def did_you_mean(near: Sequence[str]) -> str:
-    """Return the end of a message that suggests the nearest known name; "" without a near one."""
+    """Return the end of a message that suggests the nearest known name; "" if there is none."""
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -46,9 +46,9 @@ class ParameterInfo:
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the meaning of each field of a model.
+    """Return the description of each field of a pydantic model, by the field's name.
 
-    It is the field's description, or its entry in the section "Attributes" of the docstring of the class or a base
+    It is the field's own description, or its entry in the section "Attributes" of the docstring of the class or a base
     class.
     """
     entries: dict[str, str] = {}
@@ -60,7 +60,7 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the section that a field is, or None if it is a value.
+    """Return the class of a recipe's section if a field is one, or None if the field is a value.
 
     Args:
         model: The model.
@@ -71,7 +71,7 @@ def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def describe_fields(model: type[BaseModel], above: str = "") -> Iterator[ParameterInfo]:
-    """Yield the fields of a model; those of its sections have dotted keys.
+    """Yield a description of each field of a recipe section; fields of inner sections have dotted keys.
 
     Args:
         model: The model.

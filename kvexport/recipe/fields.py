@@ -17,7 +17,7 @@ from kvexport.recipe.section import RecipeSection
 if TYPE_CHECKING:
 
     class BackendSection(RecipeSection):
-        """The backend that runs the ONNX graphs; each backend adds keys of its own."""
+        """The recipe's section `backend`: the program that runs the ONNX graphs; each backend adds keys of its own."""
 
         name: str = ""
         tensor_parallel: int = 1
@@ -29,7 +29,7 @@ MOST_LANES = 1 << 16  # an engine has a list of all lanes
 
 
 def shown_length(length: int) -> int | str:
-    """Return a length in the form in which a recipe contains it."""
+    """Return a sequence length in the form in which a recipe contains it: a number or "unlimited"."""
     return UNLIMITED if length == MOST else length
 
 
@@ -45,7 +45,7 @@ Length = Annotated[
 
 
 class ModelSection(RecipeSection):
-    """The checkpoint."""
+    """The recipe's section `model`: the checkpoint and its data type."""
 
     path: str = Field(
         min_length=1,
@@ -98,7 +98,7 @@ class WeightsSection(RecipeSection):
 
     @property
     def shown_method(self) -> str:
-        """The method for people, with the calibration if it has one."""
+        """The rounding method of weights as text for people, with the calibration text or file if there is one."""
         if self.method == "rtn":
             return self.method
         return f"{self.method}, measured on {self.calibration or 'the text of the package'}"
@@ -112,7 +112,7 @@ class WeightsSection(RecipeSection):
 
 
 class ExportSection(RecipeSection):
-    """How the model becomes ONNX graphs."""
+    """The recipe's section `export`: how the model becomes ONNX graphs."""
 
     prefill_chunk: int = Field(
         128, ge=1, le=MOST, description="The most tokens of a sequence in one call of the decoder."
@@ -147,7 +147,7 @@ class SpeculateSection(RecipeSection):
 
 
 class LimitsSection(RecipeSection):
-    """The largest inputs that the engine is built for."""
+    """The recipe's section `limits`: the largest inputs that the engine is built for."""
 
     max_length: Length = Field(
         4096,
@@ -158,7 +158,7 @@ class LimitsSection(RecipeSection):
 
 
 class Recipe(RecipeSection):
-    """One deployment: a checkpoint, the settings of its cache, its export, and the backend that runs it."""
+    """A recipe, which describes a deployment: a checkpoint, its KV cache, its export, and the backend that runs it."""
 
     description: str = Field("", description="One line, shown by `kvexport recipes`.")
     model: ModelSection = Field(description="The checkpoint.")
@@ -257,11 +257,14 @@ class Recipe(RecipeSection):
 
     @property
     def slack(self) -> int:
-        """The slots beyond the budget. If budgets differ and a whole prompt has to fit, this is the mean."""
+        """The number of cache slots beyond the budget, which fill between merges.
+
+        If budgets differ and a whole prompt has to fit, this is the mean.
+        """
         return self.capacity(self.budget) - self.budget
 
     def capacity(self, budget: int) -> int:
-        """Return the allocated slots of a layer that evicts entries.
+        """Return the number of cache slots that are allocated for a layer that evicts entries.
 
         Args:
             budget: The slots that the layer keeps after a merge.
@@ -282,24 +285,24 @@ class Recipe(RecipeSection):
 
     @property
     def cache_dtype(self) -> str:
-        """The type of the cache's keys and values."""
+        """The data type of the keys and values in the KV cache."""
         return self.model.dtype if self.cache.dtype == "model" else self.cache.dtype
 
     @property
     def shown_dtype(self) -> str:
-        """The model's type, followed by the cache's type if it differs."""
+        """The model's data type as text, followed by the KV cache's type if it differs."""
         return self.model.dtype + ("" if self.cache.dtype == "model" else f", cache {self.cache.dtype}")
 
     @property
     def rotary_length(self) -> int:
-        """The number of positions that keys are rotated by: those of the longest sequence, or of the cache."""
+        """The number of positions that RoPE rotates keys by: those of the longest sequence, or of the cache."""
         if self.cache.positions == "absolute":
             return self.limits.max_length
         return min(self.budget + self.slack, self.limits.max_length)
 
     @property
     def budget(self) -> int:
-        """The mean budget of a layer in slots; `limits.max_length` for a method that compresses nothing."""
+        """The mean cache budget of a layer in slots; `limits.max_length` for a method that compresses nothing."""
         if not self.cache.build_method().compresses:
             return self.limits.max_length
         value = self.cache.budget

@@ -51,7 +51,7 @@ def locate(name: str, folder: Path, findings: Findings, place: str = "") -> Path
 
 
 def label_of(path: Path) -> str:
-    """Return the name of a file in messages, which is the same for a shipped recipe wherever it is installed."""
+    """Return the name of a recipe file for messages; a shipped recipe has one name wherever it is installed."""
     if path.parent == recipe_folder():
         return f"recipes/{path.name}"
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
@@ -65,7 +65,7 @@ def _identity(path: Path) -> Path:
 
 
 def read_with_parents(start: Path, findings: Findings) -> Tree:
-    """Return the contents of a file merged over those of all recipes that it extends."""
+    """Return the contents of a recipe file merged over those of all recipes that it extends."""
     layers: list[Tree] = []
     trail: dict[Path, str] = {}
     path: Path | None = start
@@ -95,9 +95,9 @@ def read_with_parents(start: Path, findings: Findings) -> Tree:
 
 
 def inherit(parent: Tree, child: Tree) -> Tree:
-    """Return `child` merged over `parent`.
+    """Return the keys of a recipe merged over those of the recipe that it extends.
 
-    If both have different methods, parameters that the child's method does not have are left out.
+    If both have different compression methods, parameters that the child's method does not have are left out.
     """
     method = scalar_at(child, METHOD)
     before = scalar_at(parent, METHOD) or CacheSection.model_fields["method"].default

@@ -1,4 +1,4 @@
-"""The listings of shipped recipes, and of methods with their parameters."""
+"""The listings of shipped recipes, and of compression methods with their parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RecipeInfo:
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """One entry of the list of methods.
+    """One entry of the list of compression methods.
 
     Attributes:
         name: The name that recipes use.
@@ -67,12 +67,12 @@ class MethodInfo:
 
 
 def list_recipes() -> list[RecipeInfo]:
-    """Return every recipe of the folder by name; one that cannot be loaded is listed with its problem."""
+    """Return every recipe of the recipe folder by name; one that cannot be loaded is listed with its problem."""
     return [_describe(name, path) for name, path in named_recipes().items()]
 
 
 def describe_method_parameters() -> list[MethodInfo]:
-    """Return every method with its parameters, their defaults and constraints."""
+    """Return every compression method with its parameters, their defaults and constraints."""
     return [
         MethodInfo(
             name,

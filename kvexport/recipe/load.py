@@ -64,7 +64,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
 
 
 def checked(tree: Tree, label: str, name: str, findings: Findings) -> LoadedRecipe:
-    """Return the recipe that a tree describes.
+    """Return the recipe that a tree of YAML values describes, after all checks.
 
     Args:
         tree: The values of all files and overrides, merged.

@@ -1,4 +1,4 @@
-"""The overrides `--set KEY=VALUE` of a command line."""
+"""The overrides of recipe keys on a command line, `--set KEY=VALUE`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvexport.recipe.parse import Findings, Origin, Source, Tree, merge, nest
 
 
 def read_overrides(overrides: Sequence[str], findings: Findings) -> Tree:
-    """Return the overrides as one tree, in which a later one overrides an earlier one.
+    """Return the `--set` overrides of a command line as one tree, in which a later one overrides an earlier one.
 
     Args:
         overrides: Texts of the form KEY=VALUE, with a dotted key and a value in YAML.

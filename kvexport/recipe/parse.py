@@ -1,4 +1,4 @@
-"""A YAML reader that records where every value is written, and reports unreadable text as problems with their lines.
+"""A YAML reader for recipes that records where every value is written, and reports unreadable text with its lines.
 
 Values are those of `yaml.safe_load`: there are no tags of Python or other applications. In addition every key is text
 and appears once, numbers are finite and fit 64 bits, and the size of a text is bounded, so that neither aliases nor
@@ -26,7 +26,7 @@ SCALARS = tuple(CORE + kind for kind in ("null", "bool", "int", "float", "str", 
 
 @dataclass
 class Findings:
-    """The problems of a recipe.
+    """The problems found in a recipe.
 
     Attributes:
         problems: The messages.
@@ -37,14 +37,14 @@ class Findings:
     lost: bool = False
 
     def lose(self, problem: str) -> None:
-        """Add a problem that leaves a part of the recipe unread."""
+        """Add a problem, and record that a part of the recipe could not be read."""
         self.problems.append(problem)
         self.lost = True
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where an entry is written.
+    """The place where an entry of a recipe is written.
 
     Attributes:
         place: The place of the value: "recipes/x.yaml:7" or "--set key=value".
@@ -59,7 +59,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value: a scalar, or a list with all of its items."""
+    """A value of a recipe with its origin: a scalar, or a list with all of its items."""
 
     value: Any
     origin: Origin
@@ -67,7 +67,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Tree:
-    """A mapping; its place is that of its key."""
+    """A mapping of a recipe with its origin, which is that of its key."""
 
     entries: dict[str, Entry]
     origin: Origin
@@ -77,7 +77,7 @@ Entry: TypeAlias = "Leaf | Tree"
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Return `above` merged over `below`: mappings merge, and all other values are replaced."""
+    """Return the tree `above` merged over `below`: mappings merge, and all other values are replaced."""
     entries = dict(below.entries)
     for key, entry in above.entries.items():
         old = entries.get(key)
@@ -86,7 +86,7 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 
 def nest(key: tuple[str, ...], entry: Entry) -> Tree:
-    """Return a tree that contains only `entry` at `key`."""
+    """Return a tree of recipe values that contains only `entry` at `key`."""
     for name in reversed(key):
         entry = Tree({name: entry}, entry.origin)
     assert isinstance(entry, Tree)
@@ -94,18 +94,18 @@ def nest(key: tuple[str, ...], entry: Entry) -> Tree:
 
 
 def plain(entry: Entry) -> Any:
-    """Return the entry as plain data without origins."""
+    """Return an entry of a recipe as plain data without the places where its values are written."""
     return entry.value if isinstance(entry, Leaf) else {key: plain(value) for key, value in entry.entries.items()}
 
 
 def shown_key(dotted: str) -> str:
-    """Return a key for a message: at most 120 characters, on one line."""
+    """Return a recipe's key for a message: at most 120 characters, on one line."""
     text = dotted if dotted.isprintable() else repr(dotted)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def read_file(path: Path, label: str, extended_at: str, findings: Findings) -> Tree:
-    """Return the mapping in a file; an empty one if the file cannot be read.
+    """Return the mapping in a recipe file; an empty one if the file cannot be read.
 
     Args:
         path: The file.
@@ -143,7 +143,7 @@ def read_file(path: Path, label: str, extended_at: str, findings: Findings) -> T
 
 @dataclass
 class Source:
-    """One YAML text: a file, or the value of an override.
+    """A YAML text that is read into a recipe: a file, or the value of an override.
 
     Attributes:
         label: The name of the file or override in messages.
@@ -160,7 +160,7 @@ class Source:
     values: int = 0
 
     def read(self, text: str) -> Entry | None:
-        """Return the value of the text; None, and a problem, if it is not YAML."""
+        """Parse a YAML text, and return its value; None, and a problem in `findings`, if it is not YAML."""
         try:
             loader = yaml.SafeLoader(text)
             try:
@@ -191,7 +191,7 @@ class Source:
     def _entry(
         self, loader: yaml.SafeLoader, node: yaml.Node, key: str, key_place: str, above: tuple[int, ...]
     ) -> Entry | None:
-        """Return the value of a node; None, and a problem, if it cannot be read."""
+        """Return the value of a YAML node; None, and a problem in `findings`, if it cannot be read."""
         self.values += 1
         if id(node) in above or len(above) > MAX_DEPTH or self.values > MAX_VALUES:
             reason = "it contains itself, is nested too deep, or has too many values"
@@ -239,7 +239,7 @@ class Source:
     def _merged(
         self, loader: yaml.SafeLoader, node: yaml.Node, key: str, place: str, above: tuple[int, ...]
     ) -> Iterator[Tree]:
-        """Yield the mappings of a merge key (<<); for each key the first mapping that has it wins."""
+        """Yield the mappings of a YAML merge key (<<); for each key the first mapping that has it wins."""
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             entry = self._entry(loader, item, key, place, above)
             if isinstance(entry, Tree):

@@ -1,4 +1,4 @@
-"""The fields of a recipe for decoding over a selection of a full cache's entries."""
+"""The recipe's keys `cache.periodic`: decoding over a selection of a full cache's entries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvexport.recipe.section import MOST, RecipeSection
 
 
 class PeriodicSection(RecipeSection):
-    """Decoding over entries selected from a full cache, selected again every so many tokens.
+    """The recipe's keys `cache.periodic`: decode steps read entries selected from a full cache.
 
-    See docs/tasks/periodic.md.
+    The entries are selected again every so many tokens. See docs/tasks/periodic.md.
     """
 
     slots: int | None = Field(
@@ -44,7 +44,10 @@ class PeriodicSection(RecipeSection):
 
     @property
     def chosen(self) -> int:
-        """The slots of a layer that a selection fills; the remaining slots take the tokens until the next selection."""
+        """The number of slots of a layer that a selection from the full cache fills.
+
+        The remaining slots take the tokens until the next selection.
+        """
         return (self.slots or 0) - self.every - self.delay
 
     @field_validator("store")

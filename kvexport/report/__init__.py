@@ -1,1 +1,1 @@
-"""Tables and plots, as text and as HTML."""
+"""Reports of tables and plots, as text and as HTML."""

@@ -1,4 +1,4 @@
-"""Axes of plots: places of ticks, and numbers as text."""
+"""The axes of plots in reports: places of ticks, and numbers as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TINY = 1e-100  # smaller numbers are not drawn
 
 
 def format_number(value: float | None) -> str:
-    """Return a number as text; None becomes a dash.
+    """Return a number as text for a report; None becomes a dash.
 
     An integer is written in full. A float has 4 significant digits; it is rounded to an integer from 1,000 on, and
     scientific below 1e-4 and from 1e7 on.
@@ -26,20 +26,20 @@ def format_number(value: float | None) -> str:
 
 
 def scientific(value: float, digits: int) -> str:
-    """Return scientific notation with at most `digits` digits after the point, such as 1.5e-7."""
+    """Return a number in scientific notation with at most `digits` digits after the point, such as 1.5e-7."""
     mantissa, exponent = f"{value:.{digits}e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
 
 
 class Axis(NamedTuple):
-    """An axis: ticks from one end to the other, their labels, and whether the axis is logarithmic."""
+    """The axis of a plot: ticks from one end to the other, their labels, and whether the axis is logarithmic."""
 
     ticks: Sequence[float]
     labels: Sequence[str]
     log: bool
 
     def place(self, value: float) -> float:
-        """Return the place of a value: 0 at the first tick, 1 at the last.
+        """Return the place of a value on the axis: 0 at the first tick, 1 at the last.
 
         Values beyond the ends, such as a band that reaches zero, are placed at the end.
         """
@@ -49,7 +49,7 @@ class Axis(NamedTuple):
 
 
 def axis_of(values: Sequence[float], log: bool, fits: Callable[[Sequence[str]], bool]) -> Axis:
-    """Return the axis with the most ticks that spans the values and whose labels fit."""
+    """Return the axis of a plot with the most ticks that spans the values and whose labels fit."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     wide = log and math.log10(high) - math.log10(low) > 0.5
     tried = [Axis(ticks, labels, log) for ticks, labels in (_log_ticks(values) if wide else _even_ticks(low, high))]
@@ -57,7 +57,7 @@ def axis_of(values: Sequence[float], log: bool, fits: Callable[[Sequence[str]], 
 
 
 def _log_ticks(values: Sequence[float]) -> Iterator[tuple[list[float], list[str]]]:
-    """Yield ever fewer ticks and their labels.
+    """Yield ever fewer ticks of a logarithmic axis, with their labels.
 
     Ticks are powers of two if every value is one (lengths, budgets), else 1-2-5 steps and then powers of ten.
     """
@@ -75,7 +75,10 @@ def _log_ticks(values: Sequence[float]) -> Iterator[tuple[list[float], list[str]
 
 
 def _even_ticks(low: float, high: float) -> Iterator[tuple[list[float], list[str]]]:
-    """Yield ever fewer ticks and their labels, 1, 2 or 5 times a power of ten apart, that enclose the values."""
+    """Yield ever fewer ticks of a linear axis, with their labels: 1, 2 or 5 times a power of ten apart.
+
+    The ticks enclose the values.
+    """
     size = max(abs(low), abs(high))
     if high - low <= max(1e-9 * size, TINY):
         pad = 0.1 * size if size > TINY else 1.0

@@ -37,7 +37,7 @@ def figure(drawing: Plot | HeatMap) -> str:
 
 
 def _points(plot: Plot, series: Series, left_out: Counter[str]) -> list[_Point | None]:
-    """Return the points of a series, None for those that cannot be drawn; count the reasons in `left_out`."""
+    """Return the points of a plot's series, None for those that cannot be drawn; count the reasons in `left_out`."""
     points: list[_Point | None] = []
     given = [
         [None] * len(series.x) if values is None else values for values in (series.x, series.y, series.low, series.high)
@@ -107,7 +107,10 @@ def _framed(chart: Plot | HeatMap, above: str, size: tuple[float, float], parts:
 def _lines(
     index: int, name: str, points: Sequence[_Point | None], at: Callable[[float, float], str]
 ) -> tuple[str, str, str]:
-    """Return the band, the line with its markers, and the entry of the legend. A gap interrupts band and line."""
+    """Return a series of a plot as SVG: the band, the line with its markers, and the legend's entry.
+
+    A gap interrupts band and line.
+    """
     bands, lines, colour, shape = "", "", f'style="color:var(--s{index % 7})"', SHAPES[index % len(SHAPES)]
     for run in ([p for p in run if p] for there, run in groupby(points, key=bool) if there):
         if any(low != high for _, _, low, high in run):
@@ -127,7 +130,7 @@ def _lines(
 
 
 def _shade(share: float) -> tuple[str, str]:
-    """Return the colour at 0 to 1 of the scale, and the class of text that is legible on it."""
+    """Return the colour of a heat map's cell at 0 to 1 of the scale, and the CSS class of text legible on it."""
     spot = min(max(share, 0.0), 1.0) * (len(SCALE) - 1)
     below = min(int(spot), len(SCALE) - 2)
     red, green, blue = (

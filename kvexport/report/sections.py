@@ -1,4 +1,4 @@
-"""Sections of a report as plain data, and the text of their cells."""
+"""The sections of a report (tables, plots, text) as plain data, and the text of their cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Highlight = Callable[[int, int], Flag | None] | Mapping[tuple[int, int], Flag] |
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table of a report.
 
     Attributes:
         title: Title.
@@ -72,7 +72,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines over common axes.
+    """A plot of a report: lines over common axes.
 
     Points that an axis cannot show (NaN, infinity, zero on a logarithmic axis) are left out and counted in the note.
 
@@ -101,7 +101,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A grid of coloured values.
+    """A heat map of a report: a grid of coloured values.
 
     Attributes:
         title: Title.
@@ -138,7 +138,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Names and values, shown in the order of the mapping."""
+    """A section of a report with names and values, shown in the order of the mapping."""
 
     title: str
     mapping: Mapping[str, Cell]
@@ -146,7 +146,7 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Text in paragraphs, separated by empty lines."""
+    """A section of a report with text in paragraphs, separated by empty lines."""
 
     text: str
 
@@ -169,13 +169,13 @@ def escape(value: object) -> str:
 
 
 def flag_of(table: Table, row: int, column: int) -> Flag | None:
-    """Return the flag of one cell, or None."""
+    """Return the flag of one cell of a table ("good" or "bad"), or None."""
     if isinstance(table.highlight, Set):
         return "bad" if (row, column) in table.highlight else None
     return table.highlight.get((row, column)) if isinstance(table.highlight, Mapping) else table.highlight(row, column)
 
 
 def numeric_columns(table: Table) -> list[bool]:
-    """Return for each column whether it holds a number."""
+    """Return for each column of a table whether it holds a number."""
     columns = ([row[column] for row in table.rows] for column in range(len(table.columns)))
     return [any(isinstance(value, Real) and not isinstance(value, bool) for value in column) for column in columns]

@@ -1,4 +1,4 @@
-"""The description of an operator's attribute: its name, type, default, range and meaning."""
+"""The description of an ONNX operator's attribute: its name, type, default, range and meaning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Kind = Literal["float", "int", "bool", "word", "words", "floats", "ints"]
 
 @dataclass(frozen=True)
 class Attribute:
-    """One attribute of a node.
+    """One attribute of an ONNX operator of kvexport.
 
     Attributes:
         name: The name.
@@ -40,7 +40,7 @@ class Attribute:
 
     @property
     def bounds(self) -> str:
-        """The range in words for errors and tables; empty without bounds."""
+        """The range of the attribute in words, for errors and tables; empty without bounds."""
         low = f"at least {_number(self.least)}" if self.least is not None else ""
         low = f"above {_number(self.above)}" if self.above is not None else low
         high = f"at most {_number(self.most)}" if self.most is not None else ""
@@ -48,7 +48,7 @@ class Attribute:
         return " and ".join(bound for bound in (low, high) if bound)
 
     def problem(self, value: Any) -> str:
-        """Return why `value` is not allowed; an empty string if it is."""
+        """Return why the attribute cannot have `value`; an empty string if it can."""
         if self.kind in ("word", "words"):
             words = [value] if self.kind == "word" else value.split(",") if isinstance(value, str) else list(value)
             unknown = [word for word in words if word not in self.words]
@@ -68,7 +68,7 @@ class Attribute:
         )
 
     def node_value(self, value: Any) -> Any:
-        """Return `value` in the type that ONNX stores."""
+        """Return an attribute's value in the type that an ONNX node stores."""
         if self.kind == "words":
             return value if isinstance(value, str) else ",".join(value)
         if self.kind == "floats":

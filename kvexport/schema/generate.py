@@ -29,7 +29,7 @@ WRITTEN = """// Written by `python -m kvexport.schema.generate` from kvexport/sc
 
 
 def header() -> str:
-    """Return the text of plugins/abi/kvexport.h."""
+    """Return the text of plugins/abi/kvexport.h: the C structs of the operators' calls."""
     lines = [
         "// The operators of docs/reference/contract.md as plain structs: one struct for a call of each operator,",
         "// with its attributes and the addresses of its tensors. The kernels of the CPU (../cpu/kvexport_cpu.h)",
@@ -76,7 +76,7 @@ def _member(field: Field) -> list[str]:
 
 
 def reader() -> str:
-    """Return the text of plugins/abi/attributes.h."""
+    """Return the text of plugins/abi/attributes.h: C++ functions that read a node's attributes into structs."""
     lines = [
         "// A node's attributes: their names, and functions that read those of one value into the structs of a call.",
         "// ../bindings/node/read.h defines the interface of Node.",
@@ -133,7 +133,7 @@ def _read(a: Attribute) -> list[str]:
 
 
 def policy_check() -> str:
-    """Return the text of plugins/math/policy.h."""
+    """Return the text of plugins/math/policy.h: the merge policies that the kernels support."""
     lines = [
         "// Which combinations of merge policy fields the native kernels support (kvexport/schema/policy.py).",
         WRITTEN,
@@ -228,7 +228,7 @@ FILES: dict[str, Callable[[str], str]] = {
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
-    """Write the files, or with ``--check`` report those that are not current.
+    """Write the files that are derived from the schema, or with ``--check`` report those that are not current.
 
     Args:
         arguments: The command line arguments.

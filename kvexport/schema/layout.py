@@ -19,7 +19,7 @@ _C_TYPES = {"query": "void", "cache": "void", "float32": "float", "int32": "int3
 
 @dataclass(frozen=True)
 class Field:
-    """A member of a struct.
+    """A member of a C struct.
 
     Attributes:
         type: The C type of the member, or of the elements of an array.
@@ -35,18 +35,18 @@ class Field:
 
 
 def enumerations() -> dict[str, tuple[str, ...]]:
-    """Return every enumeration: its prefix, and its words in the order of their numbers."""
+    """Return every C enumeration of the kernels' ABI: its prefix, and its words in the order of their numbers."""
     words = {a.name: a.words for a in (*POLICY, *FIT) if a.kind == "word"}
     return {"statistic": STATISTIC_KINDS, **words}
 
 
 def number(attribute: str, word: str) -> int:
-    """Return the number of a word in the enumeration of an attribute."""
+    """Return the number of a word in the C enumeration of an attribute."""
     return enumerations()[attribute].index(word)
 
 
 def structs() -> dict[str, list[Field]]:
-    """Return the members of every struct by its name; a struct comes after those that it contains."""
+    """Return the members of every C struct of the kernels' ABI by its name; a struct comes after those it contains."""
     return {
         "KvState": [Field(_C_TYPES[x.dtype] + "*", x.name, _dims(x.dims)) for x in STATE],
         "KvScales": [
@@ -108,13 +108,13 @@ _SCALES = (
 
 
 def scalars(operator: Operator) -> list[Attribute]:
-    """Return the attributes of the operator that are single values, without those of the policy."""
+    """Return the attributes of an operator that are single values, without those of the merge policy."""
     attributes = [a for a in operator.attributes if a.name not in {p.name for p in POLICY}]
     return [a for a in attributes if a.kind in ("float", "int", "bool", "word") and not a.optional]
 
 
 def _statistic() -> list[Field]:
-    """Return the members of a statistic: the attributes of VoteAttention that list a number for each statistic."""
+    """Return the members of the C struct of a statistic: the attributes that VoteAttention lists per statistic."""
     lists = [a for a in VOTE_ATTENTION.attributes if a.kind in ("floats", "ints")]
     return [Field(a.kind.removesuffix("s"), a.name, a.meaning) for a in lists]
 

@@ -1,4 +1,4 @@
-"""The operators of domain `kvexport`: inputs, outputs and attributes (docs/reference/contract.md, section 3)."""
+"""The operators of ONNX domain `kvexport`: inputs, outputs and attributes (docs/reference/contract.md, section 3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Role = Literal["query", "cache", "float32", "int32", "int64"]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a node reads or writes.
+    """A tensor that an ONNX node reads or writes.
 
     Attributes:
         name: The name.
@@ -33,7 +33,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator.
+    """An operator of the ONNX domain `kvexport`.
 
     Attributes:
         name: The name.
@@ -58,7 +58,7 @@ class Operator:
         return [operand.name for operand in self.outputs]
 
     def with_state(self, extra: Iterable[StateTensor]) -> Operator:
-        """Return the operator of a method with extra state, whose tensors follow all others.
+        """Return the operator with the extra state tensors of a compression method, after all other inputs and outputs.
 
         Args:
             extra: The extra state tensors.
@@ -67,7 +67,7 @@ class Operator:
         return replace(self, inputs=(*self.inputs, *past), outputs=(*self.outputs, *present))
 
     def node_attributes(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return attributes in the form that a node stores.
+        """Return attribute values in the form that an ONNX node of the operator stores.
 
         Args:
             values: The values by attribute name.

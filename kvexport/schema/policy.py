@@ -1,4 +1,4 @@
-"""The merge policy: the rules that merge kernels know, as data.
+"""The merge policy: the rules by which native kernels evict and merge cache slots, as data.
 
 A method whose rule combines these primitives returns a `MergePolicy` and has no code of its own. PyTorch interprets the
 fields (kvexport/methods/primitives), the MergeCache node contains them as attributes, and native kernels read them.
@@ -32,7 +32,7 @@ def _switch(meaning: str) -> Any:
 
 
 class Requirement(NamedTuple):
-    """A policy whose `field` has `value` needs `other` to be one of `allowed`."""
+    """A rule between two fields of a merge policy: if `field` is `value`, `other` has to be one of `allowed`."""
 
     field: str
     value: str
@@ -41,7 +41,7 @@ class Requirement(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """The message for a policy that breaks the rule, in Python and in the kernels."""
+        """The error message for a merge policy that breaks the rule, in Python and in the kernels."""
         allowed = " or ".join(str(value).lower() for value in self.allowed)
         return f"{self.field} is {self.value}, which needs {self.other} to be {allowed}"
 
@@ -57,9 +57,9 @@ NEEDS_FIT = "select is attended, which needs the reference queries of a fit"
 
 @dataclass(frozen=True)
 class Fit:
-    """A least-squares fit of kept slots to reference queries, after the merge.
+    """A least-squares fit of kept cache slots to reference queries, after the merge.
 
-    It needs the ring of reference queries (kvexport/methods/fitting.py).
+    The fit needs the ring buffer of recent queries (kvexport/methods/fitting.py).
     """
 
     fit: Literal["values", "votes_and_values"] = _word(
@@ -78,7 +78,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class MergePolicy:
-    """The rules by which slots are evicted and merged.
+    """The rules by which cache slots are evicted and merged.
 
     The metadata of each field describes it.
 
@@ -159,13 +159,13 @@ class MergePolicy:
 
     @property
     def why_not_native(self) -> str:
-        """The reason why no native kernel runs this policy; empty if the kernels do."""
+        """The reason why no native kernel runs this merge policy; empty if the kernels do."""
         if self.fit and self.merge not in ("drop", "zip"):
             return f"a fit after merge = {self.merge} has no native kernel"
         return "share_pairs has no native kernel" if self.share_pairs else ""
 
     def node_attributes(self) -> dict[str, Any]:
-        """Return every field by name in the form that a node stores, and those of the fit if there is one."""
+        """Return every field of the policy by name in the form that an ONNX node stores, those of a fit included."""
         return {
             a.name: a.node_value(getattr(source, a.name))
             for source, attributes in ((self, POLICY), (self.fit, FIT))

@@ -1,4 +1,4 @@
-"""The tensors of a layer's cache: names, dimensions, types and contents (docs/reference/contract.md, section 2)."""
+"""The tensors of a layer's KV cache: names, dimensions, types and contents (docs/reference/contract.md, section 2)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIMENSIONS = {
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a layer's state; zeros are an empty cache.
+    """One tensor of a layer's KV cache state; zeros are an empty cache.
 
     Attributes:
         name: The name.
@@ -53,7 +53,7 @@ class StateTensor:
         return self.dims.index("C") if "C" in self.dims else None
 
     def shape(self, sizes: Mapping[str, T]) -> tuple[T | int, ...]:
-        """Return the shape with the letters replaced by `sizes`."""
+        """Return the shape of the state tensor, its dimension letters replaced by `sizes`."""
         return tuple(d if isinstance(d, int) else sizes[d] for d in self.dims)
 
     def stored_dtype(self, cache_type: str) -> str:
@@ -72,11 +72,11 @@ class StateTensor:
         return (*slots, size // 2 if self.stored_dtype(cache_type) == "uint8" else size)
 
     def past(self, layer: int) -> str:
-        """Return the name of the graph input of this tensor in a layer."""
+        """Return the name of the ONNX graph input that is this state tensor of a layer."""
         return f"past_key_values.{layer}.{self.name}"
 
     def present(self, layer: int) -> str:
-        """Return the name of the graph output of this tensor in a layer."""
+        """Return the name of the ONNX graph output that is this state tensor of a layer."""
         return f"present.{layer}.{self.name}"
 
 
@@ -124,7 +124,7 @@ def types_of(cache_type: str) -> dict[str, str]:
 
 
 def scales_of(cache_type: str) -> tuple[StateTensor, ...]:
-    """Return the state tensors that a cache of type `cache_type` has in addition to the five."""
+    """Return the tensors of scales that a cache of 8-bit or 4-bit type has in addition to the five state tensors."""
     return SCALES if cache_type in SMALL else ()
 
 

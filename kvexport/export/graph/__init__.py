@@ -1,1 +1,1 @@
-"""Tracing a model to the graphs of an artifact."""
+"""The trace of a model, and the ONNX graphs of an artifact that are made from it."""

@@ -1,4 +1,8 @@
-"""Experts nodes of a traced decoder: each takes the inputs of its form, and the name of its form's function."""
+"""The Experts nodes (mixture of experts) of a traced decoder.
+
+Each node gets the inputs of its form, which says what the experts compute, and the name of the ONNX function of that
+form.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ from kvexport.ops.onnx_function import DOMAIN
 
 
 def finish_experts(graph: ir.Graph) -> list[ExpertsForm]:
-    """Name the function of every Experts node and leave out the inputs that its form does not have.
+    """Name the ONNX function of every Experts node in a graph, and leave out the inputs that the node does not need.
+
+    A node's form (what its experts compute between their two matrix products) decides on both.
 
     Returns:
         The forms of the nodes, each once, in the order of their functions' names.
@@ -36,5 +42,5 @@ def finish_experts(graph: ir.Graph) -> list[ExpertsForm]:
 
 
 def experts_form_of(node: ir.Node) -> ExpertsForm:
-    """Return what an Experts node computes between its products."""
+    """Return the form of an Experts node: what its experts compute between their two matrix products."""
     return ExpertsForm(**{name: node.attributes[name].value for name in vars(ExpertsForm())})

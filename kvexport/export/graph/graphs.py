@@ -74,7 +74,7 @@ def finish_decoder(
     *,
     float_input: bool,
 ) -> onnx.ModelProto:
-    """Complete a traced decoder: weights as external data, caches, attributes and functions of VoteAttention.
+    """Complete a traced decoder: weights as external data, KV caches as inputs and outputs, VoteAttention's functions.
 
     Args:
         model: The trace.
@@ -122,9 +122,9 @@ def finish_decoder(
 
 
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
-    """Let the decoder take state with any number of slots, so that caches of several sizes can share it.
+    """Make the number of cache slots a free dimension of the decoder, so that caches of any size can use its graph.
 
-    Only the shapes of inputs and outputs name a capacity; the computation does not depend on it.
+    Only the shapes of inputs and outputs name a capacity. The computation does not depend on the capacity.
     """
     axes = {
         name: x.slot_axis
@@ -138,7 +138,11 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
-    """merge.onnx: the state of every layer that can exceed its budget, in and out; None where no layer can."""
+    """Return merge.onnx, the graph that evicts and merges cache entries until every layer is within its budget.
+
+    Its inputs and outputs are the cache state of every layer that can exceed its budget. The result is None if no layer
+    can.
+    """
     nodes, inputs, outputs = [], [], []
     functions: dict[str, onnx.FunctionProto] = {}
     for i, layer in enumerate(plan.caches):
@@ -167,7 +171,7 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
 
 
 def merge_attributes(layer: LayerCache, method: Method) -> MergeCacheAttributes:
-    """Return the attributes of a layer's MergeCache."""
+    """Return the attributes of the MergeCache node that compresses the KV cache of one layer."""
     return MergeCacheAttributes(method, layer.budget, layer.sinks, layer.recent, layer.sliding_window, layer.rotary)
 
 
@@ -183,7 +187,7 @@ def _set_attributes(node: onnx.NodeProto, overload: str, attributes: dict[str, A
 
 
 def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx.ModelProto:
-    """Attach the functions, set the versions, and remove the exporter's notes about the machine that it ran on."""
+    """Attach functions to an ONNX model, set its versions, and remove the exporter's notes about the machine."""
     proto.ir_version = IR_VERSION
     proto.producer_name, proto.producer_version, proto.doc_string = "kvexport", "", ""
     del proto.opset_import[:]

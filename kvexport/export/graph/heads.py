@@ -20,13 +20,21 @@ HEADS = {"query": 1, "key": 1, "value": 1, "sink_logits": 0}  # the dimension th
 
 
 def layers_plan(plan: CachePlan, geometry: Sequence[LayerGeometry]) -> CachePlan:
-    """Return a plan of one cache for each layer, to trace a decoder with; capacities are those of its first head."""
+    """Return a cache plan with one KV cache for each layer, to trace a decoder with.
+
+    The capacity of a layer's cache is that of the layer's first cache in `plan`, where KV heads may have caches of
+    their own.
+    """
     caches = zip(geometry, layer_caches(geometry, len(plan.caches)), strict=True)
     return CachePlan(tuple(replace(plan.caches[own[0]], kv_heads=layer.kv_heads) for layer, own in caches))
 
 
 def split_heads(graph: ir.Graph, geometry: Sequence[LayerGeometry], plan: CachePlan) -> None:
-    """Give every layer of a decoder that was traced with `layers_plan` the caches of `plan`."""
+    """Split each VoteAttention node of a decoder into nodes that each read one KV cache of `plan`, in place.
+
+    The decoder was traced with `layers_plan`, that is with one cache for each layer. In `plan` KV heads have caches of
+    their own.
+    """
     if len(plan.caches) == len(geometry):
         return
     operator, caches = VOTE_ATTENTION.with_state(plan.caches[0].extra), layer_caches(geometry, len(plan.caches))
@@ -68,7 +76,10 @@ def _split(graph: ir.Graph, node: ir.Node, caches: range, plan: CachePlan, opera
 def _parts(
     graph: ir.Graph, node: ir.Node, value: ir.Value | None, name: str, caches: range
 ) -> Sequence[ir.Value | None]:
-    """Return the heads of each cache in the node's input `name`."""
+    """Split one input of a VoteAttention node by KV heads, and return the slice that belongs to each cache.
+
+    The result is None for every cache if the node lacks the input.
+    """
     if value is None:
         return [None] * len(caches)
     attributes = [ir.AttrInt64("axis", HEADS[name]), ir.AttrInt64("num_outputs", len(caches))]

@@ -1,4 +1,4 @@
-"""Which layers of a decoder do the same, told by watching one forward pass of the model without weights.
+"""The decoder layers that compute the same function, found by watching a forward pass of the model without weights.
 
 Two layers do the same when they call the same operations in the same order with the same numbers, on tensors that come
 from the same places: their own parameters of one name, constants of one value, their own results, the hidden state they
@@ -28,10 +28,10 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.lay
 
 @dataclass(frozen=True)
 class Layers:
-    """The decoder layers of a model.
+    """The decoder layers of a model, and which of them compute the same function.
 
     Attributes:
-        name: The name of their list in the model.
+        name: The name of the model's module list that has the layers.
         modules: The layers.
         first: For each layer the number of the first layer that computes the same.
     """
@@ -41,12 +41,12 @@ class Layers:
     first: tuple[int, ...]
 
     def traced(self) -> tuple[int, ...]:
-        """Return the layers to trace: the first two layers of each kind. The second checks the copies of the first."""
+        """Return the numbers of the layers to trace: the first two of each kind. The second is a check."""
         return tuple(i for i, first in enumerate(self.first) if self.first[:i].count(first) < 2)
 
 
 def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
-    """Return the decoder layers of `model`.
+    """Return the decoder layers of `model`, grouped by what they compute.
 
     Returns None if a layer cannot stand for another: the layers are not one list, or more than one hidden state goes
     from each layer to the next.
@@ -80,7 +80,7 @@ def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Itera
 
 @contextlib.contextmanager
 def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterator[None]:
-    """Let the layers of these numbers pass their hidden state on unchanged within this context."""
+    """Make the decoder layers of these numbers return their hidden state unchanged within this context."""
     modules: Any = model.get_submodule(layers.name)
     for i in numbers:
         modules[i] = _PassesOn(layers.modules[i])
@@ -92,7 +92,10 @@ def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterat
 
 
 class _PassesOn(nn.Module):
-    """A stand-in for a layer that has all its attributes but no parameters, which a trace would take up."""
+    """A stand-in for a decoder layer that is not traced.
+
+    It has all attributes of the layer but no parameters, because a trace would record them as weights.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -106,7 +109,7 @@ class _PassesOn(nn.Module):
 
 
 def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
-    """Return the name of the list of decoder layers, and the layers; no layers if several lists qualify."""
+    """Return the name of the model's list of decoder layers, and the layers; no layers if several lists qualify."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(lists) > 1 and hasattr(model, "get_decoder"):  # an image encoder may have as many layers
@@ -116,7 +119,7 @@ def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A recorder of the operations of each layer.
+    """A recorder of the PyTorch operations that each decoder layer runs.
 
     Attributes:
         regular: False once a layer reads or changes a tensor that is neither its own nor shared.
@@ -167,7 +170,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return query.new_empty(*query.shape[:3], value.shape[3])
 
     def mask(self, mask_function: Any) -> Any:
-        """Return no mask, as in the trace."""
+        """Return None in place of an attention mask, as during the trace."""
         return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
-"""Copies of a traced layer for all the layers that do the same.
+"""Copies of a traced decoder layer for all the layers that compute the same function.
 
-A trace made for this holds a few layers between borders: LayerBorder nodes where the hidden state enters a layer and
-where it comes out. A layer consists of the nodes that depend on the hidden state within its borders or on the layer's
-own parameters. All other values that they read (positions, rotary tables, sizes, constants) are shared by all layers.
+Such a trace holds a few layers between borders: LayerBorder nodes where the hidden state enters a layer and where it
+comes out. A layer consists of the nodes that depend on the hidden state within its borders or on the layer's own
+parameters. All other values that they read (positions, rotary tables, sizes, constants) are shared by all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BORDER = "LayerBorder"
 
 @dataclass
 class _Layer:
-    """A traced layer: its number, the borders where the hidden state enters and leaves, and its nodes in order."""
+    """A decoder layer in a trace: its number, its nodes in order, and where its hidden state enters and leaves."""
 
     number: int
     entry: ir.Node
@@ -32,11 +32,10 @@ class _Layer:
 
 
 def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
-    """Complete a trace of the layers `layers.traced()`.
+    """Complete a trace that has only the layers `layers.traced()`, so that its graph has all decoder layers.
 
-    Every other layer becomes a copy of the first layer of its kind, with parameters and state of its own. The borders
-    are
-    removed.
+    Every other layer becomes a copy of the first layer of its kind, with parameters and state of its own. The border
+    nodes are removed.
 
     Returns:
         False if the graph contradicts `layers`: two traced layers of a kind differ, or something other than one hidden
@@ -69,7 +68,10 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 
 
 def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
-    """Return the layers between borders by number; none if more than one hidden state connects them."""
+    """Return the traced decoder layers by number, found between the border nodes of the graph.
+
+    The result is empty if more than one hidden state connects the layers.
+    """
     borders = {
         tuple(node.attributes[a].as_int() for a in ("layer", "end")): node for node in graph if node.op_type == BORDER
     }
@@ -103,7 +105,7 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
 
 
 def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
-    """Return layer j's name of the value that is `name` in layer i; None for a value that layers share."""
+    """Return the name in layer j of the value that is called `name` in layer i; None for a value that layers share."""
     for start in (prefix, "past_key_values.", "present."):
         if name.startswith(f"{start}{i}."):
             return f"{start}{j}." + name.removeprefix(f"{start}{i}.")
@@ -111,9 +113,9 @@ def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
 
 
 def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
-    """Return whether two layers compute the same function of hidden state, parameters and state.
+    """Return whether two traced layers compute the same function of hidden state, parameters and cache state.
 
-    The comparison starts at their outputs and goes back.
+    The comparison starts at the layers' outputs and goes back to their inputs.
     """
     if first is other:
         return True
@@ -151,7 +153,7 @@ def _same_leaf(x: ir.Value, y: ir.Value, i: int, j: int, prefix: str) -> bool:
 
 
 def _meaning(node: ir.Node) -> tuple[Any, ...]:
-    """Return a node's operator and attributes without its layer's number."""
+    """Return a node's operator and attributes without the number of its layer, to compare nodes of two layers."""
     attributes = {
         name: attribute.value for name, attribute in node.attributes.items() if (node.domain, name) != (DOMAIN, "layer")
     }
@@ -168,7 +170,7 @@ def _bytes(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
 def _copy(
     graph: ir.Graph, layer: _Layer, j: int, hidden: ir.Value | None, prefix: str, plan: CachePlan
 ) -> ir.Value | None:
-    """Copy a layer as layer j, which reads `hidden`, and return the hidden state after it.
+    """Add a copy of a traced layer to the graph as layer j, with input `hidden`, and return its output hidden state.
 
     The parameters of the copy have no data.
     """
@@ -210,9 +212,9 @@ def _copy(
 
 
 def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
-    """Return the sort key of a graph input or output: layers by number, their state in the order of the ABI.
+    """Return the sort key of a graph input or output: layers by number, and a layer's cache state as in the contract.
 
-    Values that are not state stay in front, because sorting is stable.
+    Values that are not cache state stay in front, because sorting is stable.
     """
     match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
     if not match:

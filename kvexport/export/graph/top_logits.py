@@ -1,6 +1,6 @@
-"""top_logits.onnx: the largest logits of every row.
+"""The ONNX graph top_logits.onnx, which finds the largest logits of every row.
 
-They are found on the device that computed the row, so no whole row has to be copied to the host.
+The device that computed a row finds its largest logits, so no whole row has to be copied to the host.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ COUNT = 256  # of a row, where the vocabulary is not smaller
 
 
 def top_logits_model(vocabulary: int) -> onnx.ModelProto:
-    """Return the graph that finds the largest logits of every row.
+    """Return the ONNX graph that finds the largest logits of every row.
 
     logits [B, 1, vocabulary] float32 -> values [B, 1, n] float32, descending; ids [B, 1, n] int32; mass [B, 1, 1]
     float32, the sum over the row of exp(logit - largest logit). n is the smaller of COUNT and `vocabulary`.
-    `kvexport.language.top_logits` uses them.
+    `kvexport.language.top_logits` reads these outputs.
     """
     n = min(COUNT, vocabulary)
     nodes = [

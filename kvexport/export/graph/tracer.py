@@ -34,7 +34,7 @@ from kvexport.schema.operators import VOTE_ATTENTION, Operator
 
 
 def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttributes:
-    """Return the attributes of a layer's VoteAttention: what the model fixes and what the method chooses."""
+    """Return the attributes of a layer's VoteAttention node, which the model and the compression method determine."""
     return VoteAttentionAttributes(
         scale=layer.scale,
         vote_exponent=method.vote_exponent,
@@ -46,9 +46,9 @@ def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttri
 
 
 def used_slots(votes: Tensor) -> Tensor:
-    """Return the used slots [B, 1] int64 from votes [B, H, C].
+    """Return the number of used cache slots [B, 1] int64 of each lane, from votes [B, H, C]; empty slots have votes 0.
 
-    All heads use equally many. With cache.positions: cache this is the next token's place.
+    All heads use equally many slots. With `cache.positions: cache` this number is the next token's position.
     """
     return (votes[:, 0] > 0).to(torch.int64).sum(-1, keepdim=True)
 
@@ -64,14 +64,20 @@ ALL_REDUCE: Any = torch.ops.kvexport.all_reduce.default
 
 
 def _attention_placeholder(operator: Operator) -> Any:
-    """Return VoteAttention as a PyTorch operator: the inputs of `operator` in their order, and the layer's number."""
+    """Return a PyTorch operator that stands for VoteAttention in a trace.
+
+    Its arguments are the inputs of `operator` in their order, and the layer's number.
+    """
     inputs = tuple((x.name, x.optional) for x in operator.inputs)
     return _placeholder(inputs, tuple(x.name for x in operator.outputs))
 
 
 @cache
 def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...]) -> Any:
-    """Return a PyTorch operator that depends on the names of its inputs and outputs alone, not on sizes."""
+    """Return a PyTorch operator that stands for an ONNX node in a trace.
+
+    The operator depends on the names of its inputs and outputs alone, not on sizes.
+    """
     # PyTorch knows one operator of a name: inputs that are not everybody's are part of it.
     names = [name for name, _ in inputs]
     name = "_".join(["kvexport::vote_attention", *names[len(VOTE_ATTENTION.inputs) :]])
@@ -89,7 +95,7 @@ def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...])
 
 
 class _Tracing:
-    """Puts one VoteAttention placeholder per layer into the trace and collects its present state."""
+    """The attention of a model in a trace: one VoteAttention placeholder per layer, and the layers' present state."""
 
     def __init__(
         self, operator: Operator, position: Tensor, query_length: Tensor, past: dict[int, dict[str, Tensor]]
@@ -119,7 +125,10 @@ class _Tracing:
 
 
 class _Decoder(nn.Module):
-    """The traced module, from (input_ids, query_length, past_length, state) to (logits, present_length, state)."""
+    """The PyTorch module that is traced as decoder.onnx.
+
+    It maps (input_ids, query_length, past_length, past cache state) to (logits, present_length, present cache state).
+    """
 
     def __init__(self, model: Any, plan: CachePlan, last_logits: bool) -> None:
         super().__init__()
@@ -154,16 +163,15 @@ class _Decoder(nn.Module):
 
 
 def initializer_names(model: Any) -> dict[str, str]:
-    """Return {parameter of `model`: initializer of its trace}."""
+    """Return the name of the ONNX initializer that a trace gives each parameter, by the parameter's name in `model`."""
     return {name: f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_logits: bool) -> ir.Model:
     """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node per layer.
 
-    The nodes carry only the numbers of their layers. Initializers without data are those of `initializer_names`. Layers
-    of
-    one kind are traced once, and once more as a check.
+    The VoteAttention nodes carry only the numbers of their layers. Initializers have no data, and the names that
+    `initializer_names` returns. Layers that compute the same function are traced once, and once more as a check.
 
     Raises:
         UsageError: The model cannot be traced.
@@ -179,7 +187,7 @@ def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_log
 
 
 def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Layers) -> ir.Model:
-    """Trace the decoder with the layers `layers.traced()` alone, each between borders."""
+    """Trace the decoder with the layers `layers.traced()` alone, each between two nodes that mark its borders."""
     wanted = layers.traced()
     rest = [i for i in range(len(plan.caches)) if i not in wanted]
     border = torch.ops.kvexport.layer_border
@@ -192,7 +200,7 @@ def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers
 
 
 def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Sequence[int]) -> ir.Model:
-    """Trace the decoder with the layers `wanted`."""
+    """Trace the decoder to an ONNX IR model with the layers of the numbers `wanted`."""
     decoder.layers = wanted
     batch, tokens = Dim("batch"), Dim("tokens")
     with mode:
@@ -239,7 +247,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
 
 
 def _reason(error: Exception) -> str:
-    """Return why a trace failed: the first line of the error that the others were raised from."""
+    """Return why a trace failed: the first line of the message of the innermost error in the chain of causes."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
@@ -249,7 +257,7 @@ def _reason(error: Exception) -> str:
 
 
 def _shape_experts(graph: ir.Model, model: Any) -> None:
-    """Give the weights of Experts nodes the shapes that they have in an artifact."""
+    """Give the expert weights of a trace the shapes that they have in an artifact."""
     names = initializer_names(model)
     for name, layout in expert_layouts(model).items():
         value = graph.graph.initializers.get(names[name])
@@ -277,7 +285,7 @@ def _operator(
     attributes: Sequence[str] | Mapping[str, str],
     optional: Sequence[str] = (),
 ) -> Any:
-    """Return the translation of a placeholder to a node of domain kvexport.
+    """Return the translation of a PyTorch placeholder operator to an ONNX node of domain kvexport.
 
     Every input and output has a type variable of its own.
 

@@ -1,1 +1,1 @@
-"""Hooks into transformers: where a decoder's layers hand their computation to kvexport."""
+"""Functions registered with transformers, to which a decoder's layers hand their attention and their experts."""

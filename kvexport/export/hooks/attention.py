@@ -1,8 +1,8 @@
 """The attention hook: one attention function, one mask function and one cache object for every decoder.
 
-transformers calls a registered function for every attention layer, with everything it needs (query, key, value, scale,
-window, softcap, sink logits). That function calls the `Attending` object of the current context: a probe, the tracer,
-or the PyTorch reference.
+transformers calls a registered function for every attention layer, with everything that attention needs (query, key,
+value, scale, window, softcap, sink logits). That function calls the `Attending` object of the current context: a probe,
+the tracer, or the PyTorch reference.
 """
 
 from __future__ import annotations
@@ -26,11 +26,19 @@ class Attending(Protocol):
     """An object that computes the layers' attention within a context of `attending`."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return [B, Hq, T, Dv] from query [B, Hq, T, D] and the new tokens' key and value [B, H, T, D / Dv]."""
+        """Return the attention output [B, Hq, T, Dv] of one layer.
+
+        Args:
+            module: The layer's attention module.
+            query: [B, Hq, T, D].
+            key: [B, H, T, D], the new tokens' keys.
+            value: [B, H, T, Dv], the new tokens' values.
+            options: The other arguments that transformers passes, such as the scale.
+        """
         ...
 
     def mask(self, mask_function: Any) -> Any:
-        """Return the attention mask that layers are given; `mask_function` tells which positions a query sees."""
+        """Return the attention mask that layers receive; `mask_function` defines which positions a query sees."""
         ...
 
 
@@ -48,7 +56,9 @@ def attending(attention: Attending) -> Iterator[None]:
 
 
 class PassThroughCache(Cache):
-    """A cache that returns the new keys and values alone: the past is in inputs of the ONNX graph.
+    """A cache of transformers that returns the new keys and values alone.
+
+    The keys and values of earlier tokens are inputs of the ONNX graph instead.
 
     Attributes:
         model_type: The model's name in errors.
@@ -68,7 +78,7 @@ class PassThroughCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Return 0: positions are always given explicitly.
+        """Return 0 as the number of cached tokens: positions are always given explicitly.
 
         Raises:
             UsageError: An attention layer asks for the length of its own past, which only inputs of the graph know.
@@ -82,11 +92,11 @@ class PassThroughCache(Cache):
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0, as for an empty cache."""
+        """Return 0 as the position of the first query, as for an empty cache."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (query length, 0), as for an empty cache."""
+        """Return (number of keys, offset of the first key) for the mask: (query length, 0), as for an empty cache."""
         return query_length, 0
 
     def _no_attention(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,13 +133,13 @@ AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
 class TokenLogits:
-    """Makes the model compute the logits of the last real token only.
+    """A hook that makes a model compute the logits of each sequence's last token that is not padding.
 
-    A hook on the model's output projection picks that token's row, so that whatever the model does to logits
+    The hook on the model's output projection picks that token's row, so that whatever the model does to logits
     afterwards (softcap, scaling) still happens.
 
     Attributes:
-        query_length: [B, 1], set before a call; None keeps every token.
+        query_length: [B, 1], the number of tokens that are not padding, set before a call; None keeps every token.
     """
 
     def __init__(self, model: Any) -> None:

@@ -1,8 +1,9 @@
-"""How a Hugging Face decoder's experts become Experts nodes: one experts function.
+"""The experts hook: one function that turns the experts of a Hugging Face decoder into Experts nodes.
 
 transformers hands the experts of a layer to a registered function with the tokens' rows, the experts that the router
 picked, and their weights. Routers are traced as they are. The function here calls a placeholder operator, which stands
-for the Experts node in a probe and in a trace; `experts_form` tells what the experts compute between their products.
+for the Experts node in a probe and in a trace; `experts_form` determines what the experts compute between their matrix
+products.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ EXPERTS: Any = torch.ops.kvexport.experts.default
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of an experts tensor in a module of transformers.
+    """The layout of a tensor of expert weights in a module of transformers.
 
-    Experts takes [E, outputs, inputs], with the rows of the gate before those of the up projection.
+    An Experts node takes [E, outputs, inputs], with the rows of the gate before those of the up projection.
 
     Attributes:
         transposed: The module has [E, inputs, outputs].
@@ -51,17 +52,17 @@ class Layout:
     interleaved: bool
 
     def artifact_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that a tensor of the module has in an artifact."""
+        """Return the shape that a module's tensor of expert weights has in an artifact."""
         return (shape[0], shape[2], shape[1]) if self.transposed else shape
 
     def to_artifact(self, x: Tensor) -> Tensor:
-        """Return a tensor [experts, ...] of the module as an artifact has it."""
+        """Return a module's tensor of expert weights [experts, ...] in the layout of an artifact."""
         if self.transposed:
             x = x.transpose(1, 2)
         return torch.cat([x[:, 0::2], x[:, 1::2]], 1) if self.interleaved else x
 
     def to_module(self, x: Tensor) -> Tensor:
-        """Return a tensor of an artifact as the module has it: the inverse of `to_artifact`."""
+        """Return an artifact's tensor of expert weights in the layout of the module: the inverse of `to_artifact`."""
         if self.interleaved:
             x = torch.stack(x.chunk(2, 1), 2).flatten(1, 2)
         return x.transpose(1, 2) if self.transposed else x
@@ -75,7 +76,7 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def expert_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Return the layout of every tensor that an Experts node reads, by the parameter's name."""
+    """Return the layout of every tensor of expert weights that an Experts node reads, by the parameter's name."""
     layouts = {}
     for prefix, module in expert_modules(model):
         interleaved = module.has_gate and not module.is_concatenated
@@ -89,16 +90,16 @@ def expert_layouts(model: nn.Module) -> dict[str, Layout]:
 
 
 def find_forms(model: nn.Module) -> None:
-    """Find the form of all experts of a model, for its probe and its trace. Raise what `experts_form` raises."""
+    """Determine what all experts of a model compute, for its probe and its trace. Raise what `experts_form` raises."""
     for _, module in expert_modules(model):
         _forms[module] = experts_form(module)
 
 
 def experts_form(module: Any) -> ExpertsForm:
-    """Return what the experts of `module` compute between their products.
+    """Return what the experts of `module` compute between their two matrix products: the activation and its numbers.
 
-    The module's own activation is run on a grid of gates and ups in float64, and the form that gives the same values
-    is taken. Numbers (slope, limit) are looked for among the module's attributes.
+    The module's own activation is run on a grid of gates and ups in float64, and the form that gives the same values is
+    taken. Numbers (slope, limit) are looked for among the module's attributes.
 
     Raises:
         UsageError: No form gives the module's values, or the experts do more than two products and an activation.
@@ -127,7 +128,7 @@ def experts_form(module: Any) -> ExpertsForm:
 
 
 def _candidates(module: Any) -> Iterator[ExpertsForm]:
-    """Yield the forms that a module may have: every activation with numbers that the module names."""
+    """Yield the forms that the experts of a module may have: every activation, with numbers that the module names."""
     numbers = {float(x) for name, x in vars(module).items() if isinstance(x, (int, float)) and not name.startswith("_")}
     gate, bias = int(module.has_gate), int(module.has_bias)
     for activation in ACTIVATIONS:
@@ -143,7 +144,7 @@ def _candidates(module: Any) -> Iterator[ExpertsForm]:
 
 
 def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """Compute the experts of a layer by the placeholder: hidden [N, hidden], indices and weights [N, k]."""
+    """Call the placeholder of an Experts node: hidden [N, hidden], the experts' indices and weights [N, k]."""
     first = FIRST[bool(module.has_gate)]
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (first, "down_proj")]
     output: Tensor = EXPERTS(

@@ -1,1 +1,1 @@
-"""The checkpoint, and the model without its weights."""
+"""The checkpoint, and the model of transformers without its weights."""

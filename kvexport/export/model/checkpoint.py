@@ -1,4 +1,4 @@
-"""A checkpoint on disk: found, validated and described without reading one weight.
+"""A checkpoint on disk: located, validated and described without reading a weight.
 
 Only safetensors are read, never a pickle and never code of the checkpoint. Not covered: whether the tensors are those
 that the model needs, which only its trace knows (`kvexport.export.weights.write` compares shapes).
@@ -36,7 +36,7 @@ class Checkpoint:
     """A validated checkpoint.
 
     Attributes:
-        path: The folder of its texts, which also holds the weights unless they are in a GGUF file.
+        path: The folder of its texts (config, tokenizer), which also holds the weights unless they are in a GGUF file.
         config: The content of config.json.
         generation_config: The content of generation_config.json; empty if there is none.
         tensors: Its tensors by name.
@@ -104,7 +104,7 @@ def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True)
 
 
 def is_gguf(path: str) -> bool:
-    """Whether `path` names a GGUF file that is there."""
+    """Return whether `path` names an existing GGUF file."""
     return path.endswith(GGUF) and Path(path).is_file()
 
 
@@ -113,8 +113,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     Args:
         path: A folder with config.json and safetensors shards, or a GGUF file. As in transformers, `model.safetensors`
-            has
-            precedence over an index. Only the tensors that an index names count, and a name in two shards is refused.
+            has precedence over an index. Only the tensors that an index names count, and a name in two shards is
+            refused.
 
     Returns:
         The checkpoint. No weights are read, except small tensors that describe how others are packed.
@@ -195,8 +195,7 @@ def refuse_link(file: Path) -> None:
     """Raise UsageError if a file of a checkpoint is a link that leads elsewhere or back to itself.
 
     Such a link could copy any file of this machine into an artifact. Links within the checkpoint are allowed, and so
-    are
-    those of the hub's cache, from snapshots/COMMIT to blobs.
+    are those of the hub's cache, from snapshots/COMMIT to blobs.
     """
     loop = UsageError(f"{file} is a link that leads back to itself", f"download {file.name} again")
     try:
@@ -218,12 +217,11 @@ def refuse_link(file: Path) -> None:
 def refuse_remote_code(config: Mapping[str, Any]) -> None:
     """Raise UsageError if config.json needs Python code of the checkpoint.
 
-    This is so if it has an `auto_map` and transformers has no class for its `model_type`. transformers is imported only
-    for
-    a config with an `auto_map`, which official checkpoints of supported models often keep.
+    This is so if config.json has an `auto_map` and transformers has no class for its `model_type`. transformers is
+    imported only for a config with an `auto_map`, which official checkpoints of supported models often keep.
 
     Raises:
-        UsageError: See above.
+        UsageError: The config needs Python code of the checkpoint.
         EnvironmentProblem: transformers is not installed.
     """
     if not config.get("auto_map"):

@@ -1,4 +1,7 @@
-"""config.json as a config of transformers. Fields of a wrong type or size are named, and so are impossible models."""
+"""The config.json of a checkpoint as a config of transformers.
+
+Errors name fields of a wrong type or size, and models that are impossible.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
 
 
 def blame(raw: Mapping[str, Any], works: Callable[[dict[str, Any]], object]) -> str:
-    """Return words that name the first field without which `works` raises nothing; empty if there is none."""
+    """Return words that name the first field of a config without which `works` raises nothing; empty if none does."""
     for name, rest in _without_one(raw):
         try:
             works(rest)

@@ -1,8 +1,8 @@
 """Parameters that transformers assembles from tensors of a checkpoint under other names or in other shapes.
 
 transformers' conversion rules say which tensors make a parameter and by which operations (stacked experts, concatenated
-gate and up rows, chunks of a fused projection). The operations run here as they run there, when the weight is written,
-and one expert at a time where they treat experts alike: memory is that of one expert.
+gate and up rows, chunks of a fused projection). kvexport runs the same operations when it writes the weight. Operations
+that treat experts alike run one expert at a time, so memory is that of one expert.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Assembled:
         inputs: (source pattern of the rule, its tensors in order) of all tensors that are read.
         experts: The number of experts that are computed one after another; 0: all at once.
         stacked: Whether each input is one tensor of all experts, not a tensor for each expert.
-        layout: How the module holds the result, where the parameter belongs to experts.
+        layout: The layout of the parameter in the module of transformers, if the parameter belongs to experts.
         rule: transformers' conversion rule; None: the only input is the parameter.
         output: The name of the parameter in the results of the rule.
-        context: What the rule's operations are given beside tensors.
+        context: The arguments of the rule's operations other than tensors.
     """
 
     name: str
@@ -68,12 +68,16 @@ class Assembled:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [rows of all experts, columns]."""
+        """The shape [rows of all experts, columns] of the assembled parameter as a matrix."""
         columns = self.full_shape[-1]
         return math.prod(self.full_shape) // max(columns, 1), columns
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the rows in float32, an expert at a time. Raises UsageError for values that are not finite."""
+        """Yield the rows of the assembled parameter in float32, an expert at a time.
+
+        Raises:
+            UsageError: A value is not finite.
+        """
         for expert in range(self.experts) if self.experts else (None,):
             named = {pattern: self._read(tensors, expert) for pattern, tensors in self.inputs}
             value = self._convert(named)
@@ -82,7 +86,7 @@ class Assembled:
             yield {"weight": value.contiguous().reshape(-1, self.shape[1]).numpy()}
 
     def order(self) -> Any:
-        """Raise: a weight of floats has no order of columns."""
+        """Raise NotImplementedError: the columns of a float weight have no other order."""
         raise NotImplementedError
 
     def _read(self, tensors: tuple[Stored, ...], expert: int | None) -> list[Tensor]:
@@ -97,7 +101,7 @@ class Assembled:
 
 
 def _values(tensor: Stored, expert: int | None) -> Array:
-    """Return a tensor in float32, of all experts or [1, ...] of one."""
+    """Return a checkpoint tensor in float32: whole, or [1, ...], the slice of one expert."""
     if isinstance(tensor, TensorEntry):
         if not tensor.shape:
             raise UsageError(f"tensor {tensor.name!r} in {tensor.file} is a single number, expected a weight")
@@ -107,12 +111,12 @@ def _values(tensor: Stored, expert: int | None) -> Array:
 
 
 def assembled_parameters(model: Any, tensors: Mapping[str, Stored], present: Mapping[str, str]) -> dict[str, Assembled]:
-    """Return the parameters of `model` that no tensor of the checkpoint is as it stands.
+    """Return the parameters of `model` that have to be assembled from tensors of the checkpoint.
 
     Args:
         model: A model of transformers, with or without weights.
         tensors: The checkpoint's tensors by their names.
-        present: The parameters that are a tensor of the checkpoint, and its name.
+        present: The parameters that are a tensor of the checkpoint as it stands, and the tensor's name.
 
     Raises:
         UsageError: The tensors do not fit the rule that assembles them.
@@ -154,7 +158,7 @@ def assembled_parameters(model: Any, tensors: Mapping[str, Stored], present: Map
 def _collected(
     model: Any, tensors: Mapping[str, Stored], parameters: Mapping[str, Any]
 ) -> dict[str, tuple[Any, dict[str, list[str]]]]:
-    """Return {target: (conversion rule, {source pattern: tensors in order})}, as transformers collects them."""
+    """Return {parameter: (conversion rule, {source pattern: tensors in order})}, grouped as in transformers."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -170,7 +174,7 @@ def _collected(
 
 
 def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str, Tensor]:
-    """Run the operations of a rule, as transformers does."""
+    """Run the operations of one of transformers' conversion rules on tensors, and return the parameters by name."""
     results: Any = dict(named)
     for operation in rule.operations:
         results = operation.convert(
@@ -181,7 +185,10 @@ def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str
 
 
 def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool]:
-    """Return (experts, stacked) of `Assembled`; 0 experts where the operations mix them."""
+    """Return (number of experts to compute one by one, whether each tensor stacks all experts).
+
+    The number is 0 if the rule's operations mix experts.
+    """
     first, *rest = rule.operations
     merges = isinstance(first, MergeModulelist) and first.dim == 0
     alone = (Concatenate, Chunk, Interleave, Transpose)
@@ -199,7 +206,10 @@ def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool
 
 
 def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return a context whose model has parameters of one expert: operations compare shapes with them."""
+    """Return a context for a conversion rule in which the model's expert parameters have the shape of one expert.
+
+    The rule's operations compare tensor shapes with these parameters.
+    """
     shapes = {name: (1, *p.shape[1:]) for name, p in parameters.items() if p.ndim == 3}
     model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=torch.Size(shapes[name])))
     return SimpleNamespace(**{**vars(context), "model": model})

@@ -1,4 +1,4 @@
-"""ggml's blocks of quantized values as packed weights with exactly the same values.
+"""The blocks of quantized values in GGUF files (ggml), converted to packed weights with exactly the same values.
 
 The library `gguf` converts blocks to floats only; here the numbers stay packed. Source of the layouts: ggml-quants.c;
 tests compare them with `gguf.dequantize`. Numbers of 5 and 6 bits take 8 bits here. Each scale of the K types is a
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 
 class Layout(NamedTuple):
-    """How blocks of one type become packed weights.
+    """The layout of one ggml block type, and its conversion to packed weights.
 
     Attributes:
         block: NumPy's type of one block.
@@ -39,7 +39,7 @@ def _pairs(numbers: Array) -> Array:
 
 
 def _halves(levels: Array, width: int) -> Array:
-    """Return the low 4 bits of every `width` bytes, then their high 4 bits."""
+    """Unpack 4-bit numbers: return the low 4 bits of every `width` bytes, then the high 4 bits of these bytes."""
     bytes_ = levels.reshape(len(levels), -1, 1, width)
     return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=2)
 
@@ -73,7 +73,10 @@ def _q8_0(blocks: Array) -> dict[str, Array]:
 
 
 def _k_scales(blocks: Array) -> dict[str, Array]:
-    """Return scale and minimum of the eight groups of 32 of each block: 6-bit numbers times the block's own."""
+    """Return scale and minimum of the eight groups of 32 weights in each block of a ggml K type.
+
+    Each is a 6-bit number times the block's own scale.
+    """
     q = blocks["scales"]
     low, high, upper = q[:, :4], q[:, 4:8], q[:, 8:]
     scale = np.concatenate([low & 63, (upper & 15) | (low >> 6 << 4)], axis=1)

@@ -1,4 +1,4 @@
-"""GGUF files, versions 2 and 3: the metadata, where each tensor lies, and its blocks as packed weights.
+"""A reader of GGUF files, versions 2 and 3: the metadata, the place of each tensor, and its blocks as packed weights.
 
 Nothing but the header is read before a weight is written. Source of the format and of the block layouts: ggml's
 docs/gguf.md and ggml-quants.c.
@@ -113,7 +113,7 @@ class _Described(NamedTuple):
 
 
 def _placed(cursor: _Cursor, described: list[_Described], start: int, alignment: int) -> dict[str, TensorEntry]:
-    """Return the tensors with their offsets in the file, in the order of the file's bytes."""
+    """Return the tensors of a GGUF file with their byte offsets, in the order of the offsets."""
     tensors: dict[str, TensorEntry] = {}
     real, end = cursor.file.resolve(), start
     for name, shape, kind, offset in sorted(described, key=lambda item: item.offset):
@@ -137,7 +137,7 @@ def _placed(cursor: _Cursor, described: list[_Described], start: int, alignment:
 
 
 class _Cursor:
-    """A position in a file from which values are read in order, each checked against the file's size."""
+    """A read position in the header of a GGUF file; each value that is read is checked against the file's size."""
 
     def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
         self.file, self.data, self.size, self.at = file, data, size, 0
@@ -151,7 +151,10 @@ class _Cursor:
         return values
 
     def count(self, promised: int, least: int) -> int:
-        """Return the promised number of entries. Each takes at least `least` bytes, which must fit into the file."""
+        """Return `promised`, a number of entries in a GGUF header, after a check against the file's size.
+
+        Each entry takes at least `least` bytes, which must fit into the rest of the file.
+        """
         if promised * least > self.size - self.at:
             raise self.damaged(f"ends early: at byte {self.at} of {self.size} it promises {promised} more entries")
         return promised
@@ -183,7 +186,7 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class GgufWeight:
-    """A matrix [outputs, inputs] of a GGUF file.
+    """A weight matrix [outputs, inputs] in a GGUF file.
 
     Attributes:
         entry: Place and type of the tensor.
@@ -196,12 +199,12 @@ class GgufWeight:
 
     @property
     def name(self) -> str:
-        """Return the name of the tensor."""
+        """Return the name of the weight's tensor in the GGUF file."""
         return self.entry.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return [outputs, inputs]."""
+        """Return the shape [outputs, inputs] of the weight."""
         n, k = self.entry.shape
         return n, k
 
@@ -212,7 +215,7 @@ class GgufWeight:
         return None if layout is None else layout.packing
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rows as arrays by name, several whole heads at a time.
+        """Yield the rows of the weight matrix as arrays by name (weight, scale, minimum), whole heads at a time.
 
         Raises:
             UsageError: The file ends early.
@@ -242,5 +245,5 @@ class GgufWeight:
         )
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: rows of GGUF files have no other order."""
+        """Raise NotImplementedError: the columns of weights in GGUF files have no other order."""
         raise NotImplementedError

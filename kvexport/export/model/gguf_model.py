@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: tensors under transformers' names, and its metadata as Hugging Face files.
+"""A GGUF file as a checkpoint: its tensors under transformers' names, and its metadata as Hugging Face files.
 
 Architectures: Llama (which includes Mistral files), Qwen 2 and 3. Tokenizers: byte-level BPE with a known splitting
 rule, and SentencePiece's BPE, both as transformers reads them.
@@ -56,7 +56,7 @@ _SET_APART = "smollm"  # digits set apart first
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
-    """Return the stored tensors and the computed weights, by transformers' names.
+    """Return the float tensors of a GGUF file, and its packed weights as sources, both by transformers' names.
 
     Raises:
         UsageError: A type or a name is unknown.
@@ -109,10 +109,10 @@ def _architecture(gguf: Gguf) -> str:
 
 
 def cached_texts(gguf: Gguf) -> Path:
-    """Return the folder in the user's cache with config.json and the tokenizer's files, and write it if needed.
+    """Return the cache folder with config.json and the tokenizer's files of a GGUF file, after writing it if needed.
 
     Raises:
-        UsageError: See `write_texts`.
+        UsageError: The file's metadata is missing or has a wrong type.
         EnvironmentProblem: The cache cannot be written.
     """
     folder = cache_folder("gguf") / gguf.digest[:32]
@@ -121,7 +121,7 @@ def cached_texts(gguf: Gguf) -> Path:
 
 
 def write_texts(gguf: Gguf, folder: Path) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files, config.json last.
+    """Write a GGUF file's metadata as config.json, generation_config.json and the tokenizer's files, config.json last.
 
     Raises:
         UsageError: Metadata is missing or has a wrong type.
@@ -171,7 +171,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
 
 
 def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, Any]:
-    """Return the scaling of rotary frequencies in transformers' form; empty if there is none."""
+    """Return the scaling of a GGUF file's rotary frequencies as rope parameters of transformers; empty if none."""
     meta = gguf.metadata
     named = meta.get(f"{kind}.rope.scaling.type", "none")
     if _ROPE_FACTORS in gguf.tensors and size:
@@ -196,7 +196,7 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
 
 
 def _llama3_factors(base: float, size: int, parameters: Mapping[str, float]) -> Any:
-    """By what each frequency is divided."""
+    """Return the factor by which Llama 3's scaling divides each rotary frequency."""
     frequencies = base ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     lengths = 2 * math.pi / frequencies
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
@@ -205,7 +205,7 @@ def _llama3_factors(base: float, size: int, parameters: Mapping[str, float]) -> 
 
 
 def shortest(value: float) -> float:
-    """1e-05 and not the float32 nearest to it."""
+    """Return the float64 whose shortest decimal text rounds to this float32: 1e-05, not 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
@@ -237,7 +237,7 @@ def _write_tokenizer(gguf: Gguf, folder: Path) -> None:
 
 
 def _digits_apart(meta: Mapping[str, Any]) -> Any:
-    """Byte-level BPE after digits were set apart, which is what `pre: smollm` stands for in llama.cpp."""
+    """Return a byte-level BPE tokenizer that splits off single digits first, as `pre: smollm` of llama.cpp does."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = meta["tokenizer.ggml.tokens"]

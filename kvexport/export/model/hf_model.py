@@ -31,11 +31,10 @@ PROBE_SPAN = 1 << 18
 
 
 def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, FakeTensorMode]:
-    """Make a model in eval mode without its weights.
+    """Make a model of transformers in eval mode without its weights.
 
     Parameters are fake tensors (shape and type, no memory). Buffers that no checkpoint stores, such as rotary
-    frequencies,
-    are real. Buffers that checkpoints store become parameters.
+    frequencies, are real. Buffers that checkpoints store become parameters.
 
     Returns:
         The model, and the mode of its fake tensors.
@@ -70,7 +69,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
 
 
 def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = IMPLEMENTATION) -> Any:
-    """Return the model with parameters on the meta device and real buffers.
+    """Return the model of a config with parameters on the meta device and real buffers.
 
     Args:
         config: The config.
@@ -99,7 +98,7 @@ def auto_class(config: Any) -> Any:
 
 
 def decoder_class(config: Any) -> Any:
-    """Return the model's own class, None where transformers has no decoder for the config."""
+    """Return the class of transformers that is the decoder of a config; None if transformers has no decoder for it."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]
@@ -118,11 +117,10 @@ def _initialize_buffers(module: Any, owner: Any) -> None:
 
 
 def buffers_as_parameters(model: Any) -> None:
-    """Turn persistent buffers into parameters.
+    """Turn the persistent buffers of a model into parameters.
 
     Checkpoints store them (Apertus' activation, Gemma 4's layer scalars), so the values that transformers computes are
-    only
-    their initial ones.
+    only their initial ones.
     """
     for prefix, module in model.named_modules():
         for name, buffer in list(module._buffers.items()):
@@ -175,9 +173,10 @@ def _depends_on_length(rope_type: str) -> bool:
 
 
 def length_notes(config: Any, max_length: int) -> list[str]:
-    """Return notes on rotary frequencies that depend on the length (see `fix_rotary_frequencies`).
+    """Return notes for the user on rotary frequencies that depend on the sequence length.
 
-    Shorter sequences do not get the frequencies that transformers would give them.
+    `fix_rotary_frequencies` fixes them at those of the longest sequence, so shorter sequences do not get the
+    frequencies that transformers would give them.
     """
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     notes = []
@@ -192,7 +191,7 @@ def length_notes(config: Any, max_length: int) -> list[str]:
 
 
 class _Probe:
-    """Runs a forward pass on fake tensors and records how each layer calls its attention."""
+    """A recorder of how each layer calls its attention, in a forward pass on fake tensors."""
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
@@ -233,7 +232,9 @@ class _Probe:
         return mask_function
 
     def _window(self, name: str, mask_function: Any) -> int:
-        """Return the number of positions that a query sees, its own included; 0 for all.
+        """Return the size of a layer's sliding window, the number of positions that a query sees; 0 for all.
+
+        A query's own position counts.
 
         Raises:
             UsageError: The mask is neither causal nor a plain window.
@@ -310,7 +311,7 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The tensors that operations read, by their ids."""
+    """A recorder of the tensors that PyTorch operations read, by the tensors' ids."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -327,7 +328,7 @@ def is_composite(config: Any) -> bool:
 
 
 def _keep_read(model: Any, reads: _Reads) -> None:
-    """Remove the parameters that tokens alone do not read: those of encoders of images and sounds."""
+    """Remove the parameters that a forward pass on tokens does not read: those of image and audio encoders."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in reads.ids:
@@ -335,7 +336,7 @@ def _keep_read(model: Any, reads: _Reads) -> None:
 
 
 def text_part_notes(config: Any) -> list[str]:
-    """Return a note that says what is built where the model is more than a decoder of text."""
+    """Return a note that only the text decoder is built, if the model has other parts such as an image encoder."""
     return [f"the text part of {config.model_type} is built: it reads no images"] if is_composite(config) else []
 
 
@@ -350,7 +351,7 @@ def _refuse_own_positions(model: Any) -> None:
 
 
 def _refuse_experts(model: Any) -> None:
-    """Raise UsageError for experts in a model's own code, which no registered function can replace."""
+    """Raise UsageError if the model computes experts in code of its own, which no registered function can replace."""
     known = {name for name, _ in expert_modules(model)}
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Experts") and name not in known:
@@ -362,9 +363,10 @@ def _refuse_experts(model: Any) -> None:
 
 
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
-    """Return the checkpoint tensor of each parameter, by transformers' renaming rules. Tied parameters share a tensor.
+    """Return the name of the checkpoint tensor of each parameter, by transformers' renaming rules.
 
-    Parameters that transformers would assemble from several tensors (experts stored one by one) are left out.
+    Tied parameters share a tensor. Parameters that transformers would assemble from several tensors (experts stored one
+    by one) are left out.
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

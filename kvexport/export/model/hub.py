@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face hub: what is downloaded, and what is said where it cannot be."""
+"""The download of checkpoints from the Hugging Face hub, and the errors for downloads that fail."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NOT_DOWNLOADED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 
 
 def download(hub_id: str, revision: str | None, *, weights: bool = True) -> Path:
-    """Return the folder of a hub model in the hub's cache, after downloading what the cache lacks.
+    """Return the folder of a hub model in the hub's cache, after downloading the files that the cache lacks.
 
-    Pickles and code are never downloaded. Offline this fails within a second and prints nothing, while transformers'
-    own readers of single files repeat every request for 25 seconds and print each failure.
+    Pickles and code are never downloaded. Offline this function fails within a second and prints nothing, while
+    transformers' own readers of single files repeat every request for 25 seconds and print each failure.
 
     Args:
         hub_id: "organisation/name".

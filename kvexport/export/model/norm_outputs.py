@@ -1,6 +1,7 @@
-"""The projections that read the output of a norm.
+"""The projections of a model that read the output of a norm.
 
-If nothing else reads it, a factor of each channel can move from the norm's weight into the weights of the projections.
+If only projections read the output of a norm, a factor of each channel can move from the norm's weight into the weights
+of the projections.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class NormOutputs(TorchFunctionMode):
-    """While a model runs in it: what its norms return, and what else than projections reads that.
+    """A recorder, while a model runs within it, of the outputs of norms and of the operations that read these outputs.
 
-    offsets: of each norm, by its tensor's name, c where it multiplies with (c + weight): 0, or 1 as Gemma's do. others:
-    norms whose output something else reads.
+    Attributes:
+        offsets: For each norm, by the name of its weight, c if the norm multiplies by (c + weight): 0, or 1 in Gemma.
+        others: The norms whose output is read by an operation other than a projection.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class NormOutputs(TorchFunctionMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Ignore the reads within this context."""
+        """Record no reads of norm outputs within this context."""
         self._aside = True
         try:
             yield
@@ -49,7 +51,7 @@ class NormOutputs(TorchFunctionMode):
             self._aside = False
 
     def hook(self, tensor: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        """Return a forward hook for the norm whose weight is `tensor`."""
+        """Return a forward hook that records the outputs of the norm whose weight is called `tensor`."""
 
         def made(module: nn.Module, args: tuple[Any, ...], y: Any) -> None:
             with self.aside():
@@ -61,16 +63,16 @@ class NormOutputs(TorchFunctionMode):
         return made
 
     def of(self, x: Any) -> str:
-        """Return the norm whose output `x` is; empty if `x` is another tensor."""
+        """Return the name of the norm whose output is `x`; empty if `x` is another tensor."""
         made, tensor = self._made.get(id(x), (None, ""))
         return tensor if made is not None and made() is x else ""
 
     def read_by(self, weight: Any) -> None:
-        """Take the next product with this weight for a projection's."""
+        """Count the next matrix product with this weight as a read by a projection."""
         self._weight = weight
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `TorchFunctionMode`."""
+        """Record the norm outputs among the arguments of a PyTorch call, and run the call (see `TorchFunctionMode`)."""
         name = getattr(func, "__name__", "")
         if not self._aside and name not in LOOKS and not (name == "linear" and args[1] is self._weight):
             self.others.update(norm for x in tree_leaves((args, kwargs)) if (norm := self.of(x)))
@@ -78,7 +80,7 @@ class NormOutputs(TorchFunctionMode):
 
 
 def _offset(module: nn.Module, args: tuple[Any, ...], y: Any) -> float | None:
-    """Return c if the module multiplies with (c + weight); None if it does so with neither 0 nor 1."""
+    """Return c (0 or 1) if a norm multiplies by (c + weight); None if neither gives the norm's output `y`."""
     weight: Any = module.weight
     if len(args) != 1 or not isinstance(y, Tensor) or y.shape[-1:] != weight.shape:
         return None

@@ -1,6 +1,7 @@
-"""A decoder's rotary embedding as frequencies, for methods that rotate keys and for positions in the cache.
+"""The rotary embedding of a decoder as frequencies.
 
-The frequencies are measured on the model's own functions; unusual embeddings are refused by name.
+Methods that rotate keys, and positions in the cache, need these frequencies. They are measured on the model's own
+functions; unusual embeddings are refused by name.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ CACHE_POSITIONS = "cache.positions: cache turns keys to their places in the cach
 
 
 class _NotRotary(Exception):
-    """The reason why keys cannot be rotated by frequencies."""
+    """The error that says why a model's keys cannot be rotated by frequencies."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a model's rotary function.
+    """One call of a model's rotary embedding function.
 
     It consists of the function, the module that computed its cosines, and the other arguments of both.
     """
@@ -49,7 +50,7 @@ class _Call:
 
 
 class _Probe:
-    """Runs a forward pass on fake tensors and records which rotary call came before each layer's attention."""
+    """A recorder of the rotary embedding call before each layer's attention, in a forward pass on fake tensors."""
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
@@ -71,7 +72,7 @@ class _Probe:
         return None
 
     def note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """Store the cosines that a rotary module computed (a forward hook)."""
+        """Store the cosines that a rotary embedding module computed. This method is a forward hook of the module."""
         extra = (
             {"layer_type": arguments[2]}
             if len(arguments) > 2
@@ -82,7 +83,7 @@ class _Probe:
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Within this context calls of the rotary modules and functions are noted."""
+        """Record calls of the model's rotary embedding modules and functions within this context."""
         namespaces = {type(m).__module__ for m in model.modules() if hasattr(sys.modules[type(m).__module__], APPLY)}
         own = {name: getattr(sys.modules[name], APPLY) for name in namespaces}
         hooks = [m.register_forward_hook(self.note, with_kwargs=True) for m in self.modules]
@@ -112,7 +113,9 @@ class _Probe:
 def read_rotary(
     model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry], *, cache_positions: bool = False
 ) -> list[LayerGeometry]:
-    """Return `geometry` with the rotary embedding of every layer; a layer that rotates nothing gets none.
+    """Return the layers' attention geometry `geometry` completed by the rotary embedding of every layer.
+
+    A layer that rotates nothing gets no rotary embedding.
 
     Raises:
         UsageError: An embedding is not a rotation of the first dimensions by position times fixed frequencies; for

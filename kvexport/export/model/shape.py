@@ -1,4 +1,4 @@
-"""What is known of a checkpoint and its model before anything is built."""
+"""The description of a checkpoint and its model before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The safetensors shards of a checkpoint and their headers. Everything is checked, and no weight is read."""
+"""The safetensors shards of a checkpoint and their headers, read and checked without reading a weight."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGEST_COUNT = 1 << 62
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its header and size as they lie there, and its tensors by name."""
+    """One safetensors file of a checkpoint: its header as bytes, its size in bytes, and its tensors by name."""
 
     header: bytes
     size: int
@@ -37,7 +37,7 @@ class Shard:
 
 
 def list_shards(path: Path) -> dict[str, frozenset[str] | None]:
-    """Return for each shard's file name the tensors that the index takes from it; None for all of them.
+    """Return for each shard's file name the tensors that the checkpoint's index takes from it; None for all of them.
 
     Raises:
         UsageError: There are no shards.
@@ -137,7 +137,7 @@ def read_shard(file: Path) -> Shard:
 
 
 def _read_header(file: Path, header: bytes) -> tuple[dict[str, TensorEntry], int]:
-    """Return the tensors of a header, and the end of the last one in bytes after the header."""
+    """Return the tensors of a safetensors header, and the end of the last one in bytes after the header."""
     again = f"download {file.name} again"
     table = parse_object(file, header, unique=True)
     metadata = table.pop("__metadata__", None)
@@ -158,7 +158,10 @@ def _read_header(file: Path, header: bytes) -> tuple[dict[str, TensorEntry], int
 
 
 def _parse_info(file: Path, name: str, info: object) -> tuple[str, tuple[int, ...], int, int]:
-    """(dtype, shape, begin, end) of one entry of a header; begin and end count from the end of the header."""
+    """Return (dtype, shape, begin, end) of one tensor in a safetensors header.
+
+    `begin` and `end` are in bytes and count from the end of the header.
+    """
     where, again = f"tensor {name!r} in {file}", f"download {file.name} again"
     if not isinstance(info, dict):
         raise UsageError(
@@ -192,12 +195,12 @@ def _is_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def is_present(file: Path) -> bool:
-    """Whether there is a file, or a dangling link: a broken download, not an absent file."""
+    """Return whether a path is a file or a dangling link: a broken download, not an absent file."""
     return file.exists() or file.is_symlink()
 
 
 def read_file(file: Path) -> bytes:
-    """All of it. Raises UsageError where it is missing or cannot be read."""
+    """Return the bytes of a file. Raise UsageError if the file is missing or cannot be read."""
     if not file.is_file():
         raise UsageError(
             f"{file} is missing", f"download {file.name} again, or set model.path to the directory that holds it"
@@ -209,7 +212,7 @@ def read_file(file: Path) -> bytes:
 
 
 def parse_object(file: Path, data: bytes, unique: bool = False) -> dict[str, Any]:
-    """Return the JSON object in `data`.
+    """Parse `data` as a JSON object and return it.
 
     Args:
         file: The file, for messages.
@@ -241,7 +244,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Return the first three names and the number of others, for a message.
+    """Return the first three of a list of names and the number of further names, as text for a message.
 
     Names are escaped, because names of a downloaded file could control a terminal.
     """

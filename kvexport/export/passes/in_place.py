@@ -1,4 +1,4 @@
-"""Proof, read off the graph, that a graph is right when past and present state share their buffers.
+"""A proof from the nodes of an ONNX graph that past and present cache state may share their buffers.
 
 ONNX Runtime's planner does not know that two of its buffers are one. Writing `present.x` over `past.x` is safe iff
 every other node that reads `past.x`, or a view of it, must run before the writer, and the writer itself reads it only
@@ -21,7 +21,10 @@ VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
 
 
 def check_in_place(model: onnx.ModelProto) -> None:
-    """Raise KvexportError if a node would read a state tensor after it was overwritten; name both."""
+    """Raise KvexportError if a node of a graph may read a cache state tensor after it was overwritten in place.
+
+    The error names the node and the tensor.
+    """
     graph = inliner.inline_local_functions(model).graph
     nodes = list(graph.node)
     producer = {name: i for i, node in enumerate(nodes) for name in node.output if name}
@@ -71,6 +74,9 @@ def check_in_place(model: onnx.ModelProto) -> None:
 
 
 def _reads_safely(writer: onnx.NodeProto, names: set[str]) -> bool:
-    """Return whether a scatter reads its updates only from rows that it has not overwritten."""
+    """Return whether the node that overwrites a cache state tensor reads that tensor safely.
+
+    It does if it reads each element before it writes it. A scatter may not read its indices or updates from the tensor.
+    """
     rest = writer.input[1:] if writer.op_type.startswith("Scatter") else []
     return writer.op_type in SAFE_WRITERS and names.isdisjoint(rest)

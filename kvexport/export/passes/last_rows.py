@@ -1,11 +1,11 @@
-"""The row of the last token is picked where attention ends in the last layer, not before the logits.
+"""The graph pass that picks the last token's row right after the last layer's attention, not before the logits.
 
     m = ... Linear(...), norms, residuals ...       [B, T, C], each row computed by itself; nothing else reads it
     y = GatherElements<axis = 1>(m, Expand(row))    row [B, 1, 1]: one row of every sequence, [B, 1, C]
 =>  GatherND of every x that these nodes read rows of; they compute one row, [B, 1, C]; the GatherElements is gone
 
-A decoder that gives logits of the last token alone ends so: a chunk of a prompt needs what follows the last attention
-(output projection, norms, MLP, residuals) for one row of each sequence.
+A decoder that gives logits of the last token alone ends with these nodes. For a chunk of a prompt it needs the nodes
+after the last attention (output projection, norms, MLP, residuals) for one row of each sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ELEMENTWISE = {
 
 
 class Match(NamedTuple):
-    """The GatherElements, what it picks from [B, T, C], and its index before the Expand."""
+    """The nodes of a match: the GatherElements, the tensor [B, T, C] that it picks a row from, and the row's index."""
 
     pick: ir.Node
     data: ir.Value
@@ -38,7 +38,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a GatherElements with an index from an Expand."""
+    """Return the matches at a GatherElements node whose index comes from an Expand node."""
     if not is_op(node, "GatherElements"):
         return []
     data, index = node.inputs
@@ -48,7 +48,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """One row of every sequence is picked, and products above it can do without the others."""
+    """Return why picking the last token's row cannot move up the graph; empty if it can.
+
+    It can if one row of every sequence is picked, and a matrix product above it needs no other row.
+    """
     pick, data, row = match
     shape, axis = dims(data), pick.attributes.get_int("axis", 0)
     if axis != 1 or len(shape) != 3 or None in shape:
@@ -64,7 +67,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """See the module."""
+    """Pick the last token's row right after the last layer's attention, so that the nodes below compute one row."""
     graph, moved = match.pick.graph, _movable(match)
     assert isinstance(graph, ir.Graph)
     sources = dict.fromkeys(value for inputs in moved.values() for value in inputs if value.producer() not in moved)
@@ -80,7 +83,7 @@ def rewrite(match: Match) -> None:
 
 
 def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
-    """Return the nodes that only need the picked row, last to first, each with the inputs that it reads by row."""
+    """Return the nodes that need to compute only the picked row, last to first, each with its inputs read by row."""
     pick, graph = match.pick, match.pick.graph
     assert isinstance(graph, ir.Graph)
     batch, tokens, _ = dims(match.data)
@@ -96,10 +99,10 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
 
 
 def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
-    """Return the inputs that a node reads row by row, for rows [B, T].
+    """Return the inputs that an ONNX node reads row by row, for rows [B, T].
 
-    Each row of all its outputs has to depend on that row of these inputs only, and on values that all rows share. The
-    result is empty if the shapes leave a doubt.
+    Each row of all the node's outputs has to depend on that row of these inputs only, and on values that all rows
+    share. The result is empty if the shapes leave a doubt.
     """
     inputs = [value for value in node.inputs if value is not None]
     if not inputs or not all(_has_rows(value, rows) for value in node.outputs):
@@ -139,15 +142,15 @@ def _has_rows(value: ir.Value, rows: Dims) -> bool:
 
 
 def _same_for_all_rows(value: ir.Value) -> bool:
-    """Whether it broadcasts along the tokens of [B, T, C]."""
+    """Return whether a value broadcasts along the tokens of [B, T, C], so that all rows share it."""
     shape = dims(value)
     return value.shape is not None and len(shape) <= 3 and (1, 1, *shape)[-2] == 1
 
 
 def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
-    """Return the `row` [B, 1, 1] of a value [B, T, C] or [B, heads, T, D].
+    """Add nodes that pick one token's row of a value [B, T, C] or [B, heads, T, D], and return the picked row.
 
-    For the latter the rows of all heads are picked with one index [B, heads, 1, 1].
+    `row` [B, 1, 1] is the token's index. With heads the rows of all heads are picked with one index [B, heads, 1, 1].
     """
     heads = dims(value)[1] if len(dims(value)) == 4 else 0
     index = row
@@ -170,7 +173,7 @@ def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
 
 
 def _with_one_row(value: ir.Value) -> ir.Shape:
-    """Its shape with 1 for the tokens, which are the last dimension but one."""
+    """Return the shape of a value with 1 for the number of tokens, the last dimension but one."""
     shape = dims(value)
     return ir.Shape([*shape[:-2], 1, shape[-1]])
 

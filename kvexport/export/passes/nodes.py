@@ -1,4 +1,4 @@
-"""What the passes ask of nodes and values, and how they put one node in the place of several."""
+"""Questions that graph passes ask about ONNX nodes and values, and the replacement of several nodes by one."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ Dims = tuple[int | str | None, ...]
 
 
 def is_op(node: ir.Node, op_type: str, domain: str = "") -> bool:
-    """Return whether a node is of this type."""
+    """Return whether an ONNX node has this operator type and domain."""
     return node.op_type == op_type and node.domain == domain
 
 
 def permutes(node: ir.Node, order: list[int]) -> bool:
-    """Return whether a node is a Transpose of this order."""
+    """Return whether an ONNX node is a Transpose with the permutation `order`."""
     perm = node.attributes.get("perm") if is_op(node, "Transpose") else None
     return perm is not None and list(perm.as_ints()) == order
 
 
 def producer(node: ir.Node, i: int, op_type: str, domain: str = "") -> ir.Node | None:
-    """Return the node that computes input `i`, if it is of this type; else None."""
+    """Return the ONNX node that computes input `i` of a node, if it has this operator type and domain; else None."""
     value = node.inputs[i]
     made = value.producer() if value is not None else None
     return made if made is not None and is_op(made, op_type, domain) else None
 
 
 def read_only(value: ir.Value, times: int = 1) -> bool:
-    """Return whether a value is read exactly `times` times and is no output of the graph."""
+    """Return whether a value of an ONNX graph is read exactly `times` times and is no output of the graph."""
     return len(value.uses()) == times and not value.is_graph_output()
 
 
@@ -46,16 +46,15 @@ def known_shape(value: ir.Value | None) -> tuple[int | str, ...]:
 
 
 def show(shape: Sequence[int | str | None]) -> str:
-    """Return a shape as text for a reason."""
+    """Return a tensor shape as text, for the reason of a refusal."""
     return f"[{', '.join('?' if d is None else str(d) for d in shape)}]" if shape else "an unknown shape"
 
 
 def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] | None = None) -> None:
-    """Insert `new` after the last of `nodes` with that node's name.
+    """Replace `nodes` of a graph by the node `new`, which is inserted after the last of them and takes its name.
 
     The outputs of `new` replace `outputs` (None: the outputs of the last node). Nodes of `nodes` that no other node
-    reads
-    are removed.
+    reads are removed.
     """
     last = nodes[-1]
     new.name = last.name
@@ -70,7 +69,7 @@ def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] 
 
 
 def _remove_unread(node: ir.Node) -> None:
-    """Remove a node that no node reads, and the nodes that computed values for it alone."""
+    """Remove a node whose outputs no node reads, and the nodes that computed values for it alone."""
     graph = node.graph
     if not isinstance(graph, ir.Graph) or any(x.uses() or x.is_graph_output() for x in node.outputs):
         return

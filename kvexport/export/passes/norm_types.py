@@ -1,4 +1,4 @@
-"""float16 rows become float32 before a norm whose scale is float32.
+"""The graph pass that casts float16 rows to float32 before an RMSNorm whose scale is float32.
 
     y = RMSNormalization(x, scale)      x float16, scale float32
 =>  y = RMSNormalization(Cast<to = float32>(x), scale)
@@ -17,7 +17,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 def pattern(node: ir.Node) -> list[ir.Node]:
-    """Return the matches of an RMSNormalization of two types."""
+    """Return the matches at an RMSNormalization node whose rows and scale have different data types."""
     if not is_op(node, "RMSNormalization"):
         return []
     rows, scale = _inputs(node)
@@ -25,7 +25,10 @@ def pattern(node: ir.Node) -> list[ir.Node]:
 
 
 def check(norm: ir.Node) -> str:
-    """Return why the types must stay: the cast is not from float16 to float32, which loses nothing."""
+    """Return why the rows of an RMSNormalization cannot be cast to the type of its scale; empty if they can.
+
+    Only the cast from float16 to float32 is made, because it loses nothing.
+    """
     rows, scale = _inputs(norm)
     if (rows.dtype, scale.dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT):
         return ""
@@ -33,7 +36,7 @@ def check(norm: ir.Node) -> str:
 
 
 def rewrite(norm: ir.Node) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Insert a Cast to float32 between an RMSNormalization node and its float16 rows."""
     rows, graph = _inputs(norm)[0], norm.graph
     assert isinstance(graph, ir.Graph)
     cast = ir.node("Cast", [rows], {"to": ir.DataType.FLOAT}, name=f"{norm.name}.rows")

@@ -1,4 +1,4 @@
-"""Passes over a whole ONNX graph: nodes that nothing reads are removed, nodes stand after those they read."""
+"""Two passes over a whole ONNX graph: one removes unused nodes, the other sorts nodes after the nodes they read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from kvexport.export.passes.report import PassReport
 
 
 def remove_unused(model: ir.Model) -> PassReport:
-    """Remove nodes, initializers and functions that no node reads; `applied` counts nodes."""
+    """Remove the nodes, initializers and functions of a graph that no node reads, and return the pass's report.
+
+    The report's `applied` is the number of removed nodes.
+    """
     before = len(model.graph)
     RemoveUnusedNodesPass()(model)
     return PassReport("unused nodes", applied=before - len(model.graph))
 
 
 def sort_nodes(model: ir.Model) -> PassReport:
-    """Sort the nodes so that each comes after the nodes whose outputs it reads.
+    """Sort the nodes of a graph so that each comes after the nodes whose outputs it reads.
 
     A Linear of several products stands at the place of the last of them, which may come after a reader of the first.
 

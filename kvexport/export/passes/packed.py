@@ -1,6 +1,6 @@
-"""Packed weights in an ONNX graph: what stands in the place of a float initializer w [N, K] whose groups are of g.
+"""The nodes of an ONNX graph that dequantize a packed weight in place of a float initializer w [N, K].
 
-Wherever it is read, but by a Gather of its rows:
+A scale belongs to a group of g inputs. Every reader of w other than a Gather of its rows reads d instead:
 
     d = DequantizeLinear<axis = 1, block_size = g, output_dtype>(w, scale, zero?)
     with a minimum:  d = DequantizeLinear<..., output_dtype = float32>(w, scale)
@@ -8,7 +8,7 @@ Wherever it is read, but by a Gather of its rows:
                      d = Cast(Reshape(s, [N, K]))                     casts only where types differ
     with an order:   y = MatMul(x, Transpose(w))  =>  y = MatMul(Gather<axis = -1>(x, order), Transpose(d))
 
-Read by a Gather of its rows (an embedding), which dequantizes those rows alone:
+A Gather of the rows of w (an embedding) becomes nodes that dequantize those rows alone:
 
     y = Gather<axis = 0>(w, ids)  =>  r = Gather<axis = 0>(rows, ids), scale, zero and minimum likewise;
                                       four bits set apart, cast to float32, (r - zero) * scale + minimum
@@ -42,7 +42,7 @@ ROWS = "rows"
 
 
 class Packed(NamedTuple):
-    """The parts of a packed weight as values of a graph. group: inputs that share a scale."""
+    """The tensors of a packed weight as values of an ONNX graph. group: the number of inputs that share a scale."""
 
     weight: ir.Value
     scale: ir.Value
@@ -52,7 +52,10 @@ class Packed(NamedTuple):
 
 
 def packed_of(value: ir.Value | None) -> Packed | None:
-    """Return the packed weight whose dequantized form, in the order of the stored columns, is `value`; None if none."""
+    """Return the packed weight that the graph's nodes dequantize to `value`; None if `value` is no such result.
+
+    `value` has the columns in their stored order.
+    """
     node, minimum = value.producer() if value is not None else None, None
     if node is not None and is_op(node, "Cast"):
         node = producer(node, 0, "Reshape")
@@ -74,7 +77,7 @@ def packed_of(value: ir.Value | None) -> Packed | None:
 def put_packed(
     model: ir.Model, packings: Mapping[str, PackedFormat], same: Callable[[str, str], bool]
 ) -> dict[str, str]:
-    """Replace initializers by packed ones without data, wherever they are read.
+    """Replace float initializers of a model by packed weights without data, and add the nodes that dequantize them.
 
     Args:
         model: The model.
@@ -82,7 +85,7 @@ def put_packed(
         same: Returns whether two initializers hold the same bytes.
 
     Returns:
-        For each initializer whose name differs from the tensor of a packed weight that it holds: that tensor.
+        {initializer: tensor} for each initializer that holds the bytes of a packed weight's tensor under another name.
 
     Raises:
         UsageError: A weight with ordered columns is not read by a product as its second factor.
@@ -118,9 +121,10 @@ def _order_input(
     known: dict[ir.Value, list[tuple[ir.Value, ir.Value]]],
     same: Callable[[str, str], bool],
 ) -> None:
-    """Reorder the input of products that read a Transpose to the order of the weight's columns.
+    """Reorder the inputs of matrix products to the stored column order of their packed weight, with Gather nodes.
 
-    Products with one input and one order share the reordered input.
+    The products read the weight through the Transpose `node`. Products with one input and one order share the reordered
+    input.
     """
     products = [(use, i) for use, i in node.outputs[0].uses()] if permutes(node, [1, 0]) else []
     if not products or any(not is_op(use, "MatMul") or i != 1 for use, i in products):
@@ -142,7 +146,7 @@ def _order_input(
 
 
 class _Putter:
-    """Puts the nodes of one packed weight into a graph."""
+    """Adds the nodes that dequantize one packed weight to a graph."""
 
     def __init__(
         self, graph: ir.Graph, name: str, parts: Mapping[str, PackedTensor], packing: PackedFormat, dtype: ir.DataType
@@ -153,7 +157,7 @@ class _Putter:
         self.made = 0
 
     def part(self, part: str, shape: Sequence[int] | None = None, dtype: str = "") -> ir.Value:
-        """Return the initializer of a tensor of the packed weight, and make it if needed."""
+        """Return the initializer of one tensor of the packed weight, such as its scale, after adding it if needed."""
         name = part_name(self.name, part)
         if name not in self.graph.initializers:
             kind, sizes = (dtype, shape) if shape is not None else self.parts[part]
@@ -161,7 +165,7 @@ class _Putter:
         return self.graph.initializers[name]
 
     def node(self, op_type: str, inputs: Sequence[ir.Value], **attributes: int | str) -> ir.Value:
-        """One more node before `self.before`."""
+        """Insert a new node before `self.before` in the graph, and return its output."""
         self.made += 1
         name = f"{self.name}.dequantize.{self.made}"
         made = ir.node(op_type, inputs, attributes, name=name)
@@ -170,7 +174,7 @@ class _Putter:
         return made.outputs[0]
 
     def constant(self, numbers: Sequence[int], dtype: type = np.int64) -> ir.Value:
-        """Whole numbers; equal ones are one initializer."""
+        """Return an initializer of these whole numbers; equal numbers share one initializer."""
         name = f"kvexport.{np.dtype(dtype).name}.{'_'.join(map(str, numbers))}"
         if name not in self.graph.initializers:
             tensor = ir.tensor(np.array(numbers, dtype), name=name)
@@ -180,11 +184,11 @@ class _Putter:
         return self.graph.initializers[name]
 
     def cast(self, value: ir.Value, stored: ir.DataType, wanted: ir.DataType) -> ir.Value:
-        """`value`, of the type `stored`, as `wanted`."""
+        """Return `value`, whose type is `stored`, as type `wanted`, with a Cast node if the types differ."""
         return value if stored == wanted else self.node("Cast", [value], to=int(wanted))
 
     def dense(self) -> ir.Value:
-        """Return the whole dequantized weight, computed at the beginning of the graph."""
+        """Return the whole dequantized weight, computed by nodes at the beginning of the graph."""
         self.before = self.graph[0]
         packing, (n, k) = self.packing, self.shape
         least = packing.offset == "minimum"
@@ -202,7 +206,7 @@ class _Putter:
         return value
 
     def embedding(self, gather: ir.Node) -> None:
-        """Replace a Gather by the dequantized rows that it picks."""
+        """Replace a Gather of the weight's rows by nodes that gather the packed rows and dequantize them."""
         self.before = gather
         packing, k = self.packing, self.shape[1]
         ids, computed = gather.inputs[1], ir.DataType.FLOAT
@@ -220,13 +224,13 @@ class _Putter:
         self.graph.remove(gather, safe=True)
 
     def floats(self, part: str, ids: ir.Value) -> ir.Value:
-        """[B, T, groups, 1] float32 of a part."""
+        """Return the scales or minimums of the gathered rows as float32 [B, T, groups, 1]."""
         picked = self.node("Gather", [self.part(part), ids], axis=0)
         picked = self.cast(picked, TYPES[self.packing.scale_dtype], ir.DataType.FLOAT)
         return self.node("Unsqueeze", [picked, self.constant([-1])])
 
     def numbers(self, part: str, ids: ir.Value, count: int, group: int) -> ir.Value:
-        """[B, T, groups, group] float32 of `count` whole numbers a row."""
+        """Return `count` packed numbers of each gathered row as float32 [B, T, count / group, group]."""
         packing = self.packing
         shape = self.constant([0, 0, count // group, group])
         name = ROWS if part == "weight" else f"{part}_{ROWS}"

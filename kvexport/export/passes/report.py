@@ -38,7 +38,9 @@ Pass = Callable[[ir.Model], PassReport]
 
 @dataclass(frozen=True)
 class Rewrite(Generic[Match]):
-    """A pass that looks at the nodes of a graph one by one, in order; nodes that it removed are left out.
+    """A pass over the nodes of an ONNX graph, one by one in order, that rewrites each match of a pattern.
+
+    Nodes that the pass removed are left out.
 
     Attributes:
         name: The name of the pass.
@@ -54,7 +56,7 @@ class Rewrite(Generic[Match]):
     rewrite: Callable[[Match], None]
 
     def __call__(self, model: ir.Model) -> PassReport:
-        """Rewrite every match in the graph of `model`."""
+        """Rewrite every match in the graph of `model`, and return the report of the pass."""
         report = PassReport(self.name)
         for node in list(model.graph):
             if node.graph is not None:

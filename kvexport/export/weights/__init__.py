@@ -1,1 +1,1 @@
-"""Weights: from a checkpoint's tensors to the files of an artifact."""
+"""The path of weights from a checkpoint's tensors to the files of an artifact."""

@@ -47,26 +47,29 @@ class ScaledNorm:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the norm's weight in the checkpoint."""
         return self.entry.name
 
     @property
     def shape(self) -> Any:
-        """The shape [inputs]."""
+        """The shape [inputs] of the norm's weight."""
         return self.entry.shape
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """All of it."""
+        """Yield the whole norm weight as one block: float32 [inputs], multiplied by the factors plus the addends."""
         factor, addend = np.frombuffer(self.factors, np.float32).reshape(2, -1)
         yield {"weight": load_tensor(self.entry, "float32") * factor + addend}
 
     def order(self) -> NDArray[np.int64]:
-        """There is none."""
+        """Raise NotImplementedError: a norm's weight has no order of columns."""
         raise NotImplementedError
 
 
 class Search:
-    """The errors of every alpha, projection by projection as the model calls them."""
+    """A search for AWQ's exponent alpha: the squared rounding errors of every candidate, summed per norm.
+
+    `note` adds the errors of one projection, when the model calls the projection.
+    """
 
     def __init__(self, rounded: Mapping[str, Rounded]) -> None:
         self._rounded = rounded
@@ -76,11 +79,11 @@ class Search:
         self._unfit: set[str] = set()
 
     def note(self, norm: str, tensor: str, x: Floats, weight: Floats | None, importance: Floats | None) -> None:
-        """Note that a projection reads the output of a norm.
+        """Add the squared errors that each alpha causes in one projection that reads the output of a norm.
 
         Args:
-            norm: The norm's tensor.
-            tensor: The projection's tensor.
+            norm: The name of the norm's weight.
+            tensor: The name of the projection's weight.
             x: The output of the norm [tokens, inputs].
             weight: The projection's weight [outputs, inputs]; None if it is not rounded.
             importance: The importance of its inputs; None if it is not rounded.
@@ -100,14 +103,14 @@ class Search:
         self._tensors.setdefault(norm, []).append(tensor)
 
     def scales(self, offsets: Mapping[str, float], others: set[str]) -> dict[str, Floats]:
-        """Return the scales of every norm that only rounded projections read, and of these projections.
+        """Return AWQ's scales with the least error, for each norm that only rounded projections read.
 
         Args:
-            offsets: See `NormOutputs.offsets`.
-            others: See `NormOutputs.others`.
+            offsets: For each norm, by the name of its weight, c if the norm multiplies by (c + weight).
+            others: The norms whose output is read by an operation other than a projection.
 
         Returns:
-            The scales by their names in the file of importance.
+            The scales of the norms and of their projections, by their names in the file of importance.
         """
         found: dict[str, Floats] = {}
         for norm in [norm for norm in self._tensors if norm in offsets and norm not in self._unfit | others]:

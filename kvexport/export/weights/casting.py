@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as blocks of bytes in the type that an artifact wants: read, looked at, cast."""
+"""Reading a checkpoint's tensors as blocks of bytes, checked and cast to the data type that an artifact wants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EXPONENT = {
 
 
 def require_float(entry: TensorEntry) -> None:
-    """Raise UsageError for a tensor of a type that cannot be cast."""
+    """Raise UsageError if a tensor's data type is not a float type that can be cast."""
     if entry.dtype not in STORED:
         raise UsageError(
             f"tensor {entry.name!r} in {entry.file} is {entry.dtype}, expected one of {', '.join(STORED)}",
@@ -41,10 +41,10 @@ def require_float(entry: TensorEntry) -> None:
 
 
 def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
-    """Return a small tensor in memory, of `entry.shape`, cast as `cast_blocks` casts.
+    """Read a small tensor of a checkpoint as an array of shape `entry.shape`, cast to `dtype`.
 
     Raises:
-        UsageError: See `cast_blocks` and `require_float`.
+        UsageError: The tensor's type is no float, a value is not finite or overflows, or the file ends early.
     """
     require_float(entry)
     tensor = np.empty(entry.shape, WANTED[dtype])
@@ -56,10 +56,11 @@ def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
 
 
 def cast_blocks(entry: TensorEntry, wanted: Dtype) -> Iterator[bytes | memoryview]:
-    """Yield the tensor's bytes in the wanted dtype, a few MiB at a time.
+    """Yield the bytes of a checkpoint's tensor, cast to the data type `wanted`, a few MiB at a time.
 
     Raises:
-        UsageError: Values overflowed; raised after the last block.
+        UsageError: A value is infinite or NaN, the file ends early, or values overflowed in the cast. An overflow is
+            raised after the last block.
     """
     lost = at = 0
     for block in read_blocks(entry):
@@ -83,7 +84,7 @@ def cast_blocks(entry: TensorEntry, wanted: Dtype) -> Iterator[bytes | memoryvie
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """Yield the tensor's bytes unchanged. Raises UsageError if the file ends before the tensor."""
+    """Yield the bytes of a checkpoint's tensor unchanged. Raise UsageError if the file ends before the tensor."""
     with entry.file.open("rb") as stream:
         stream.seek(entry.offset)
         left = entry.nbytes
@@ -97,7 +98,10 @@ def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
 
 
 def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> None:
-    """Raise UsageError if a value of the block is infinite or NaN. at: the bytes of the tensor before the block."""
+    """Raise UsageError if a value in a block of a tensor's bytes is infinite or NaN.
+
+    at: the number of the tensor's bytes before the block.
+    """
     signed, exponent = _EXPONENT[entry.dtype]
     bits = np.frombuffer(block, signed)
     # Without its sign such a value is at least `exponent` as an integer: of positive values the largest integer, and of
@@ -130,7 +134,11 @@ def _cast(block: bytes, stored: str, wanted: Dtype) -> tuple[np.ndarray[Any, Any
 
 
 def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
-    """Return neighbouring rows of a tensor in float32, all finite. Raises UsageError as `cast_blocks` does."""
+    """Return neighbouring rows of a checkpoint's tensor in float32.
+
+    Raises:
+        UsageError: A value is infinite or NaN, or the file ends early.
+    """
     with entry.file.open("rb") as stream:
         block = read_at(entry, stream, rows)
     require_finite(entry, block, rows.start * (entry.nbytes // entry.shape[0]))
@@ -154,7 +162,7 @@ def read_at(entry: TensorEntry, stream: BinaryIO, rows: range) -> bytes:
 
 
 def row_blocks(count: int, row_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[range]:
-    """Yield the rows of a matrix in turns of at most `block_bytes`, at least one row each."""
+    """Yield ranges of rows that together cover a matrix, each of at most `block_bytes` bytes but at least one row."""
     step = max(1, block_bytes // max(1, row_bytes))
     yield from (range(begin, min(begin + step, count)) for begin in range(0, count, step))
 
@@ -179,7 +187,7 @@ def _bfloat16_as_float16() -> np.ndarray[Any, Any]:
 
 
 def shrunk(entry: TensorEntry, size: int) -> UsageError:
-    """Return the error for a file of `size` bytes that ends before the tensor."""
+    """Return the error for a checkpoint file of `size` bytes that ends before the end of a tensor."""
     return UsageError(
         f"{entry.file} ends before tensor {entry.name!r}: expected at least {entry.offset + entry.nbytes} bytes, "
         f"found {size}",

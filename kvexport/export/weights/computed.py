@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class ComputedSpec:
-    """One initializer that is computed.
+    """An initializer whose bytes are computed from a weight of the checkpoint, and not copied.
 
     Attributes:
         name: The name in the graph.
@@ -39,7 +39,7 @@ class ComputedSpec:
 
     @property
     def parts(self) -> dict[str, PackedTensor]:
-        """The tensors that it is stored as: those of its packing, or the weight alone."""
+        """The tensors that store an initializer: those of a packed weight, such as its scale, or the weight alone."""
         packing = self.source.packing
         return (
             {"weight": PackedTensor(self.dtype, self.shape)} if packing is None else packing.tensors(*self.source.shape)
@@ -47,19 +47,19 @@ class ComputedSpec:
 
     @property
     def nbytes(self) -> int:
-        """The bytes in the artifact."""
+        """The number of bytes that the initializer takes in the artifact."""
         return sum(part.nbytes for part in self.parts.values())
 
 
 def part_name(initializer: str, part: str) -> str:
-    """Return the name of a part of a packed initializer: q_proj.weight for the weight, q_proj.scale for its scale."""
+    """Return the name of one tensor of a packed initializer: q_proj.weight for the weight, q_proj.scale for its scale."""
     return initializer if part == "weight" else f"{initializer.removesuffix('weight')}{part}"
 
 
 def parts_of(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Yield (tensor of the packed weight, its bytes block by block) in the order of `spec.parts`.
+    """Yield (tensor, its bytes block by block) for each tensor that stores an initializer, in a fixed order.
 
-    Each tensor is read to its end before the next.
+    Each tensor is read to its end before the next. The order is that of `spec.parts`.
 
     Raises:
         UsageError: A scale is infinite or NaN, or the dtype cannot represent a float.

@@ -1,4 +1,4 @@
-"""How much each input of a projection matters: its mean square over a text that the float model reads.
+"""The importance of each input of a projection: its mean square over a text that the float model reads.
 
 The error of a product is `sum_j e_j x_j`, e the errors of a weight's row; where inputs x are uncorrelated its mean
 square is `sum_j e_j^2 E[x_j^2]`. So a group's scale is chosen by squared errors that count by `E[x_j^2]` (llama.cpp's
@@ -46,8 +46,7 @@ def weigh(
 
     Raises:
         UsageError: There is no tokenizer, the text is missing or too short, the file belongs to another checkpoint, or
-            the
-            model cannot be run layer by layer.
+            the model cannot be run layer by layer.
     """
     rounded, method = _rounded(specs), recipe.weights.method
     if method == "rtn" or not rounded:
@@ -73,7 +72,10 @@ def weigh(
 
 
 def save(specs: Sequence[Spec], folder: Path) -> None:
-    """Into `folder`, of the specs that `weigh` returned; no file where no weight has any."""
+    """Write the importance of all weights, and AWQ's scales, into a file in `folder`; no file if no weight has any.
+
+    `specs` are those that `weigh` returned.
+    """
     from safetensors.numpy import save_file
 
     rounded = _rounded(specs)
@@ -89,7 +91,10 @@ def save(specs: Sequence[Spec], folder: Path) -> None:
 
 
 def as_built(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with the importance file of an artifact's `folder`, if there is one."""
+    """Return a recipe that takes the importance of weights from the file in an artifact's `folder`.
+
+    The recipe is returned unchanged if its rounding uses no importance (`weights.method: rtn`).
+    """
     if recipe.weights.method == "rtn":
         return recipe
     weights = recipe.weights.model_copy(update={"calibration": str(folder / FILE)})
@@ -97,7 +102,7 @@ def as_built(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _rounded(specs: Sequence[Spec]) -> dict[str, Rounded]:
-    """By the names of their tensors."""
+    """Return the rounded weights among `specs`, by the names of their tensors in the checkpoint."""
     sources = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
     return {source.name: source for source in sources if isinstance(source, Rounded)}
 
@@ -108,7 +113,10 @@ def _measure(
     recipe: Recipe,
     progress: Callable[[str, int | None], Progress],
 ) -> Importance:
-    """Of every weight; of an embedding, of which rows are picked, all inputs are alike."""
+    """Run the float model on a text, and return the importance [inputs] of every rounded weight, and AWQ's scales.
+
+    The importance of an embedding, whose rows are only picked, is 1 for all inputs.
+    """
     import torch
 
     from kvexport.export.model.streamed import run_streamed
@@ -153,7 +161,7 @@ def _measure(
 
 
 def _pieces(checkpoint: Checkpoint, recipe: Recipe) -> list[list[int]]:
-    """Token ids of pieces of the text, all of one length, each with what the tokenizer puts before a text."""
+    """Return token ids of pieces of the calibration text, all of one length, each with the tokenizer's start tokens."""
     if not (checkpoint.path / FILE_NAME).is_file():
         raise UsageError(
             f"weights.method is {recipe.weights.method}, which reads a text, and {checkpoint.path} has no {FILE_NAME}",
@@ -207,7 +215,7 @@ def _read(file: Path, method: str) -> Importance:
 
 
 def _channels(found: Importance, tensor: str, shape: tuple[int, ...], file: str | None) -> bytes:
-    """AWQ's of a tensor, or the factors of a norm's weight; empty where it has none."""
+    """Return AWQ's scales of a weight, or the factors and addends of a norm's weight, as bytes; empty if none."""
     values = found.get(f"{tensor}{SUFFIX}")
     if values is None:
         return b""

@@ -1,12 +1,12 @@
-"""Quantizing at build: a float weight of a checkpoint, rounded to 4 or 8 bits in groups of inputs.
+"""Quantization at build time: a float weight of a checkpoint is rounded to 4 or 8 bits in groups of inputs.
 
 Each group takes, of a few scales, the one with the least squared error: its largest value goes to the lowest number, or
 to a little less of it, of either sign; then the scale is fitted to the rounded numbers by least squares and they are
-rounded again. Of normally distributed weights in 4 bits that has nine tenths of the squared error of the first scale
+rounded again. For normally distributed weights in 4 bits the squared error is nine tenths of that of the first scale
 alone, and 1.02 times that of a search through 80 scales.
 
-Where it is known how much each input matters (`importance.py`), squared errors count by it: the least
-squared error of the products with inputs that are uncorrelated, and not of the weights.
+Where it is known how much each input matters (`importance.py`), squared errors count by it: the scale then has the
+least squared error of the products with inputs that are uncorrelated, and not of the weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds a
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight that is rounded while it is read.
+    """A weight of the checkpoint that is rounded to 4 or 8 bits while it is read.
 
     Attributes:
         entry: The weight [outputs, inputs]: a tensor, or a source of floats.
@@ -44,8 +44,7 @@ class Rounded:
         importance: The bytes of [inputs] float32 of at least 0, the weights of squared errors; empty for equal weights.
         positive: Whether all scales are above 0.
         channels: The bytes of [inputs] float32, factors of the inputs' weights (`kvexport.export.weights.awq`); empty
-            for
-            none.
+            for none.
     """
 
     entry: TensorEntry | Source
@@ -56,17 +55,21 @@ class Rounded:
 
     @property
     def name(self) -> str:
-        """The name of the tensor."""
+        """The name of the weight's tensor in the checkpoint."""
         return self.entry.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs]."""
+        """The shape [outputs, inputs] of the weight."""
         n, k = self.entry.shape
         return n, k
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rounded rows. Raises UsageError for values that are not finite, or that float32 cannot hold."""
+        """Yield the rounded rows of the weight with their scales and zero points, block by block.
+
+        Raises:
+            UsageError: A value is not finite, or float32 cannot represent it.
+        """
         importance = np.frombuffer(self.importance, np.float32).reshape(-1, self.packing.group)
         for rows in self._rows():
             if self.channels:
@@ -88,12 +91,12 @@ class Rounded:
             yield from (values[rows.start : rows.stop] for rows in row_blocks(len(values), 4 * k, BLOCK_BYTES))
 
     def order(self) -> NDArray[np.int64]:
-        """Raise: rounded weights have no order of columns."""
+        """Raise NotImplementedError: the columns of rounded weights have no other order."""
         raise NotImplementedError
 
 
 def fitting_group(wanted: int, inputs: int) -> int | None:
-    """Return the largest group that divides `inputs`, among `wanted` and its halves; None if there is none."""
+    """Return the largest quantization group that divides `inputs`, among `wanted` and its halves; None if none does."""
     while wanted >= GROUPS[0]:
         if inputs % wanted == 0:
             return wanted
@@ -104,7 +107,7 @@ def fitting_group(wanted: int, inputs: int) -> int | None:
 def round_groups(
     groups: Floats, packing: PackedFormat, importance: Floats | None = None, *, positive: bool = False
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-    """Round groups of weights.
+    """Round groups of weights to 4 or 8 bits.
 
     Args:
         groups: [rows, groups of a row, group].
@@ -137,7 +140,10 @@ def round_groups(
 
 
 def rounded_values(rows: Floats, packing: PackedFormat, importance: Floats, *, positive: bool) -> Floats:
-    """Return the values [rows, inputs] of rows after rounding. `importance` [inputs] weights squared errors."""
+    """Return the values [rows, inputs] that weight rows have after rounding.
+
+    `importance` [inputs] weights squared errors.
+    """
     groups = rows.reshape(len(rows), -1, packing.group)
     matter = importance.reshape(-1, packing.group)
     numbers, parts = round_groups(groups, packing, matter, positive=positive)
@@ -163,10 +169,10 @@ def _with_zero(columns: Floats, matter: Floats | None, high: int, bits: int) -> 
 def _best(
     columns: Floats, matter: Floats | None, starts: Sequence[Floats], zero: Floats, low: int, high: int
 ) -> tuple[Floats, ...]:
-    """Return numbers, scale and error of the scale with the least squared error for each column.
+    """Return the rounded numbers, scale and error of the scale with the least squared error for each column.
 
     Args:
-        columns: [group, columns]
+        columns: [group, columns], a group of weights in each column.
         matter: The weights of squared errors, of the shape of `columns`; None: all errors count alike.
         starts: The scales to begin with, one for each column.
         zero: The zero point of each column.
@@ -195,7 +201,7 @@ def _best(
 
 
 def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Return for each column the candidate with the smaller error, which is the third array of both.
+    """Return for each column the (numbers, scale, error) with the smaller error, out of `kept` and `tried`.
 
     The result is written into `kept`, which is empty at first.
     """
@@ -215,6 +221,6 @@ def _rounded(columns: Floats, scale: Floats, zero: Floats, low: int, high: int) 
 
 
 def _as_stored(scale: Floats) -> Floats:
-    """Return a scale rounded to float16, and not 0."""
+    """Return quantization scales rounded to float16 as they are stored, but never 0."""
     stored = scale.astype(np.float16).astype(np.float32)
     return np.where(np.abs(stored) < _LEAST_SCALE, _LEAST_SCALE, stored)

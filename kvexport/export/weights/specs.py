@@ -1,4 +1,4 @@
-"""What becomes of every parameter of a model: copied, cast, rounded, or taken over as the checkpoint has packed it."""
+"""The decision for every parameter of a model: copied, cast, rounded, or stored as the checkpoint has packed it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spec]:
-    """Return the source of every initializer's bytes in the checkpoint.
+    """Return the source of every initializer's bytes: a checkpoint tensor to copy or cast, or a computed weight.
 
     Raises:
         UsageError: Parameters are missing or have another dtype or shape, or the backend does not take the rounding.
@@ -123,7 +123,7 @@ def _packed_only(formats: Iterable[tuple[str, PackedFormat | str]]) -> dict[str,
 
 
 def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> tuple[str, str] | None:
-    """Return why the recipe's backend does not take a weight of this format, and the fix; None if it does."""
+    """Return why the recipe's backend cannot read a packed weight of this format, and the fix; None if it can."""
     backend, offset = backends.get(recipe.backend.name), packing.offset != "none"
     return backend.packing_problem(packing.dtype, packing.group, has_offset=offset, picked=picked)
 
@@ -147,7 +147,7 @@ def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> i
 
 
 def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:
-    """Return the formats of the packed weights, by initializer."""
+    """Return the packed formats of the packed weights among `specs`, by initializer."""
     return {
         spec.name: spec.source.packing
         for spec in specs
@@ -160,11 +160,10 @@ def _embeddings(model: Any) -> set[str]:
 
 
 def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
-    """Return why a packed weight of the checkpoint becomes floats; "" if it stays packed.
+    """Return why a packed weight of the checkpoint is stored as floats in the artifact; "" if it stays packed.
 
     If `picked`, rows of an embedding are read one by one. Its columns then have to be in order, and no row of zero
-    points
-    may begin within a byte.
+    points may begin within a byte.
     """
     packing = source.packing
     assert packing is not None
@@ -176,13 +175,13 @@ def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
 
 
 def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
-    """Return how many weights are packed in each format; tied weights count once."""
+    """Return the number of weights that are packed in each format; tied weights count once."""
     sources = dict.fromkeys(spec.source for spec in specs if isinstance(spec, ComputedSpec))
     return dict(sorted(Counter(source.packing.label for source in sources if source.packing is not None).items()))
 
 
 def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
-    """Return notes for the user on weights that are changed, or not rounded as the recipe says."""
+    """Return notes for the user on weights that the build changes, or does not round although the recipe says so."""
     notes, section = list(checkpoint.notes), recipe.weights
     formats = dict(rounded_formats(model, recipe))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}

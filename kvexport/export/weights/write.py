@@ -1,7 +1,7 @@
-"""Writes a checkpoint's tensors into an artifact as ONNX external data, block by block.
+"""The writer of a checkpoint's tensors into an artifact as ONNX external data, block by block.
 
 Memory does not grow with the model. Not covered: the manifest, syncing, and cleaning up a stage whose build failed.
-These belong to the artifact.
+These belong to `kvexport.artifact`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One initializer that is a tensor of the checkpoint.
+    """An initializer whose bytes are those of a tensor of the checkpoint, copied or cast.
 
     Attributes:
         name: The name in the graph.
@@ -62,13 +62,19 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """The bytes in the artifact, after the cast."""
+        """The number of bytes that the initializer takes in the artifact, after the cast."""
         return math.prod(self.shape) * np.dtype(WANTED[self.dtype]).itemsize
 
 
 @dataclass(frozen=True)
 class Location:
-    """ONNX external data. file: relative to the stage, with forward slashes. offset, nbytes: bytes in that file."""
+    """The place of an initializer's bytes, as ONNX external data.
+
+    Attributes:
+        file: The file, relative to the stage, with forward slashes.
+        offset: Where the initializer begins in the file, in bytes.
+        nbytes: The initializer's size in bytes.
+    """
 
     file: str
     offset: int
@@ -94,7 +100,7 @@ class WrittenWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Weights in `folder`, to which every artifact whose initializers are `specs` can link."""
+    """Written weights in `folder`, to which every artifact with the same weight specs `specs` can link."""
 
     folder: Path
     specs: tuple[Spec, ...]
@@ -102,12 +108,15 @@ class SharedWeights:
 
 
 def total_bytes(specs: Sequence[Spec]) -> int:
-    """Return the sum of all arguments of `progress` in one `write_weights` of these specs; tied tensors count once."""
+    """Return the sum of all byte counts that one `write_weights` of these specs passes to `progress`.
+
+    Tied tensors count once.
+    """
     return sum(spec.nbytes for spec in _distinct(specs))
 
 
 def check_specs(specs: Sequence[Spec]) -> None:
-    """Raise UsageError for a tensor whose shape is not the graph's, or whose dtype is no float."""
+    """Raise UsageError if a tensor's shape is not that of its initializer, or its data type is no float."""
     for spec in specs:
         if isinstance(spec, ComputedSpec):
             _check_computed(spec)
@@ -135,21 +144,31 @@ def _check_computed(spec: ComputedSpec) -> None:
 def write_weights(
     specs: Sequence[Spec], stage: Path, mode: Literal["copy", "link"], progress: Callable[[int], None]
 ) -> WrittenWeights:
-    """Bring every tensor of `specs` into the directory `stage`, cast to the dtype its spec asks for, or computed.
+    """Write every weight of `specs` into the directory `stage`: copied, cast to the data type of its spec, or computed.
 
-    copy: all in one file, `decoder.weights`, in the order of the specs; tensors of 64 KiB and more begin at a multiple
-    of 4096 bytes (ONNX Runtime maps them), smaller ones at a multiple of 64. link: a source file whose tensors need no
-    cast is hard-linked to `weights/<file name>` (copied whole where the file system cannot link) and pointed into; the
-    rest goes to `decoder.weights`, and so does everything where some weights are computed.
-    A hard link shares its bytes with the checkpoint: rewriting that file in place changes the artifact, as its
-    digest will tell.
+    Two specs of one entry and one dtype, or of one source, share their bytes, and so do equal orders of columns. Peak
+    memory is some tens of MiB, whatever the size of a tensor.
 
-    Two specs of one entry and one dtype, or of one source, share their bytes, and so do equal orders of columns.
-    `progress` receives the bytes of initializers put in place
-    since its last call. Peak memory is some tens of MiB, whatever the size of a tensor. Raises UsageError for a shape
-    other than the graph's, a dtype that is no float, values that are infinite or NaN, or that the wanted dtype cannot
-    hold, and a source shorter than its header said; ValueError for a name given twice; OSError of reading and writing
-    passes through. Files that are hard-linked are not read here: `linked_digests` reads them.
+    Args:
+        specs: The weights.
+        stage: The directory.
+        mode: "copy" writes all weights into one file, `decoder.weights`, in the order of the specs; tensors of 64 KiB
+            and more begin at a multiple of 4096 bytes (ONNX Runtime maps them), smaller ones at a multiple of 64.
+            "link" hard-links a source file whose tensors need no cast to `weights/<file name>` (or copies the whole
+            file if the file system cannot link); the other weights go to `decoder.weights`, and so do all weights if
+            some are computed. A hard link shares its bytes with the checkpoint: rewriting that file in place changes
+            the artifact, as its digest will tell.
+        progress: Receives the number of bytes of initializers that were written since its last call.
+
+    Returns:
+        The place of every initializer, and the digests of the written files. Hard-linked files are not read here:
+        `linked_digests` reads them.
+
+    Raises:
+        UsageError: A shape is not the graph's, a dtype is no float, a value is infinite or NaN or does not fit the
+            wanted dtype, or a source is shorter than its header says.
+        ValueError: Two specs have one name.
+        OSError: Reading or writing fails.
     """
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError("two specs have the same initializer name")
@@ -174,7 +193,7 @@ def write_weights(
 
 
 def linked_digests(specs: Sequence[Spec], stage: Path, written: WrittenWeights) -> Iterator[tuple[str, str]]:
-    """Yield (file, sha256) of hard-linked files, and check their values.
+    """Yield (file, sha256) of the hard-linked weight files in `stage`, and check that their values are finite.
 
     Raises:
         UsageError: A value is infinite or NaN.
@@ -189,7 +208,7 @@ def linked_digests(specs: Sequence[Spec], stage: Path, written: WrittenWeights) 
 
 
 def link_shared(shared: SharedWeights, stage: Path, progress: Callable[[int], None]) -> WrittenWeights:
-    """Hard-link the files of `shared` into the directory `stage`, or copy them if the file system cannot link.
+    """Hard-link the weight files of `shared` into the directory `stage`, or copy them if the file system cannot link.
 
     `progress` is called as in `write_weights`. An OSError passes through.
     """
@@ -217,7 +236,7 @@ class _DataFile:
         self._orders: dict[bytes, Location] = {}
 
     def append_all(self, spec: Spec, progress: Callable[[int], None]) -> dict[str, Location]:
-        """Append the parts of an initializer, one after another, and return their places."""
+        """Append the tensors of an initializer to the weight file, one after another, and return the place of each."""
         if isinstance(spec, TensorSpec):
             return {"weight": self._append(spec.nbytes, cast_blocks(spec.entry, spec.dtype), progress)}
         placed = {}
@@ -261,7 +280,7 @@ def _bytes(block: np.ndarray[Any, Any]) -> memoryview:
 
 
 def _key(spec: Spec) -> Key:
-    """Return the key that two specs have in common if they share their bytes."""
+    """Return the key of a weight spec; two specs with equal keys share their bytes in the artifact."""
     return (spec.entry if isinstance(spec, TensorSpec) else spec.source, spec.dtype)
 
 
@@ -312,7 +331,7 @@ def _link_files(
 def _copy_file(
     source: Path, target: Path, counted: int, progress: Callable[[int], None], seen: Callable[[int, memoryview], None]
 ) -> tuple[str, int]:
-    """Copy a whole shard, and return its sha256 and size.
+    """Copy a whole shard of a checkpoint, and return the copy's sha256 and size in bytes.
 
     Args:
         source: The shard.
@@ -334,7 +353,7 @@ def _copy_file(
 
 
 def _finite(entries: Sequence[TensorEntry]) -> Callable[[int, memoryview], None]:
-    """Return a function that takes the blocks of a file and raises UsageError if one of these tensors is not finite.
+    """Return a function that takes the blocks of a file and raises UsageError if a value of `entries` is not finite.
 
     No block begins or ends within a value, because both lie at multiples of its size.
     """

@@ -1,1 +1,1 @@
-"""The meaning of the fields of `MergePolicy` in PyTorch; methods without a policy use the same functions."""
+"""The rules that a `MergePolicy` can name, defined in PyTorch; methods without a policy use the same functions."""

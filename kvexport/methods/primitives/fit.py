@@ -1,4 +1,4 @@
-"""Least-squares fits of the kept slots to reference queries.
+"""Least-squares fits of the kept cache slots to reference queries (recent queries that a method stores).
 
 After an eviction the values, or the votes and the values, of the kept slots are changed so that the reference queries
 receive the outputs, and give the attention mass, that they had with all slots.
@@ -25,15 +25,15 @@ MOST_SHARE = 34.5  # the largest logarithm of a slot's share of the mass: produc
 
 
 def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
-    """Return `merged` with values, or votes and values, that are fitted to the reference queries.
+    """Return the merged cache slots with values, or votes and values, that are fitted to the reference queries.
 
     The reference queries should read the same outputs from the kept slots as from all slots of `before`. Slots that
     cannot receive, and heads from which nothing is evicted, keep their bits.
 
     Args:
         fit: The settings of the fit.
-        before: The slots before the merge. `extra` holds the ring: queries [B, H, W, D] float32 and the tokens that
-            each query has seen [B, H, W] int32.
+        before: The slots before the merge. `extra` holds the ring buffer: queries [B, H, W, D] float32 and the tokens
+            that each query has seen [B, H, W] int32.
         merged: The slots after the merge; `before` itself if evicted slots are dropped.
         evicted: The slots that are evicted.
     """
@@ -57,7 +57,7 @@ def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
 
 
 def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
-    """Return which slots are occupied and not evicted; [B, H, C] bool."""
+    """Return a mask of the cache slots that are occupied and not evicted; [B, H, C] bool."""
     import torch
 
     occupied = slots.votes > 0
@@ -65,9 +65,9 @@ def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
 
 
 def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
-    """Return the queries [B, H, W, D] rotated to their places after the merge.
+    """Return the reference queries [B, H, W, D] rotated (RoPE) to their positions after the merge.
 
-    With positions in the cache, recent keys move down by as many places as slots are evicted. The reference queries
+    With positions in the cache, recent keys move down by as many positions as slots are evicted. The reference queries
     move with them.
     """
     if not slots.rotary.cache_positions:
@@ -77,7 +77,7 @@ def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
 
 
 def attended(fit: Fit, slots: Slots) -> Tensor:
-    """Return for every slot the sum of the squared probabilities of the reference queries; [B, H, C] float32.
+    """Return for every cache slot the sum of the squared probabilities of the reference queries; [B, H, C] float32.
 
     Probabilities of at most 1e-6 count as zero, so that a value that underflows in one backend only cannot decide an
     eviction.
@@ -90,7 +90,7 @@ def attended(fit: Fit, slots: Slots) -> Tensor:
 
 
 def attention(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """Return the probabilities with which queries attend to slots; [B, H, W, C] float32.
+    """Return the probabilities with which reference queries attend to cache slots; [B, H, W, C] float32.
 
     All probabilities of a query that sees no slot are 0. The arguments are those of `logits`.
     """
@@ -98,7 +98,9 @@ def attention(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha:
 
 
 def logits(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """Return the logits of queries over slots; [B, H, W, C] float32, LOW for every slot that a query does not see.
+    """Return the attention logits of reference queries over cache slots; [B, H, W, C] float32.
+
+    The logit of a slot that a query does not see is the constant LOW.
 
     Args:
         slots: The layer's cache.
@@ -122,7 +124,7 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def shares_of(slot_logits: Tensor, all_logits: Tensor) -> Tensor:
-    """Return exp(logit) of each slot as a share of the total over other logits.
+    """Return exp(logit) of each cache slot as a share of the total over other slots' logits.
 
     Args:
         slot_logits: [..., C]; LOW gives the share 0.
@@ -146,7 +148,7 @@ def _masses(logits: Tensor, top: Tensor) -> Tensor:
 
 
 def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, ridge: float, change_max: float) -> Tensor:
-    """Return values with which the queries read given outputs; [B, H, C, Dv] float32.
+    """Return the values of cache slots with which the reference queries read given outputs; [B, H, C, Dv] float32.
 
     The result is ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the free slots: the ridge regression that starts from
     the present values, in its dual form, a system of W equations.
@@ -196,7 +198,7 @@ def inverse(gram: Tensor, ridge: float) -> Tensor:
 
 
 def newton_steps(size: int, ridge: float) -> int:
-    """Return the number of Newton steps after which the error is below 2^-24.
+    """Return the number of steps after which Newton's iteration for a matrix inverse has an error below 2^-24.
 
     The error of the initial guess is ``(k - 1) / (k + 1)`` for the condition number k. Every step squares it.
 
@@ -211,7 +213,7 @@ def newton_steps(size: int, ridge: float) -> int:
 def fitted_votes(
     fit: Fit, slots: Slots, merged: Slots, read: Tensor, shares: Tensor, kept: Tensor, evicted: Evicted
 ) -> Tensor:
-    """Return votes with which the kept slots hold the attention mass of all slots; [B, H, C] float32.
+    """Return votes with which the kept cache slots receive the attention mass of all slots; [B, H, C] float32.
 
     Every fitted vote is within ``exp(+-bias_max)``. The sum of the fitted votes is at most the sum over the free and
     the evicted slots before the merge, because no slot stands for tokens that never existed.
@@ -236,10 +238,11 @@ def fitted_votes(
 
 
 def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
-    """Return factors for the votes with which the kept slots hold the mass of all slots; [B, H, C] float32.
+    """Return factors for the votes with which the kept slots receive the mass of all slots; [B, H, C] float32.
 
-    This is the non-negative least-squares fit ``min |sum_j f_j P_ij - 1|`` over the queries i, by multiplicative
-    updates (Lee and Seung 2001), which start at 1 and stay positive without a bound.
+    The mass is the sum of attention probabilities. This is the non-negative least-squares fit ``min |sum_j f_j P_ij -
+    1|`` over the queries i, by multiplicative updates (Lee and Seung 2001), which start at 1 and stay positive without
+    a bound.
 
     Args:
         read: [B, H, W, C], the probabilities over all slots before the merge.

@@ -1,4 +1,4 @@
-"""The merge of a policy: how evicted slots change the kept ones."""
+"""The merge of a `MergePolicy`: how evicted cache slots change the kept ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
-    """Return the slots after a policy's merge and the fit that follows it; see `Method.merge`.
+    """Return the cache slots after the merge of a policy and the fit that follows it; see `Method.merge`.
 
     Args:
         policy: The policy.
@@ -57,10 +57,10 @@ def _merged(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots
 
 
 def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
-    """Return `score` [B, H, V, K] with the first statistic replaced by the sum of the means per observation.
+    """Return the statistics `score` [B, H, V, K] of merged slots, the first replaced by a sum of means.
 
-    The new value is the sum of the merged slots' means times the observations of the merged slot, which begin with its
-    latest token.
+    The new value is the sum of the merged slots' means per observation, times the observations of the merged slot,
+    which begin with its latest token.
     """
     import torch
 
@@ -70,7 +70,7 @@ def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
 
 
 def residual_slots(policy: MergePolicy, slots: Slots, evicted: Evicted) -> Tensor:
-    """Return the slots that a running mean may merge into; [B, H, C] bool.
+    """Return a mask of the residual slots, into which evicted slots may merge as a running mean; [B, H, C] bool.
 
     They are the share `policy.residual` of the slots that can receive, at least one: first slots that have merged
     before, then those of lowest importance.

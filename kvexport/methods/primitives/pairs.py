@@ -1,4 +1,4 @@
-"""Merges of neighbouring slots in pairs, in one rotary frame (AsymKV, KVSlimmer).
+"""Merges of neighbouring cache slots in pairs, both keys rotated to one position (AsymKV, KVSlimmer).
 
 Unprotected slots in order of position form the pairs (1, 2), (3, 4), ..., so no slot is in two pairs. The least
 attended pairs merge: the older slot is evicted into the younger. Values become means by votes, and votes add up. If
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def pair_order(scores: Tensor, target: Tensor, *, share: bool) -> Tensor:
-    """Return a keep score that evicts the older slots of pairs first, then all others; [B, H, C] float32.
+    """Return keep scores that evict the older slots of pairs of neighbours first, then all others; [B, H, C] float32.
 
     Pairs are ordered by the sum of their two importances, all other slots by their own importance.
 
@@ -45,7 +45,7 @@ def pair_order(scores: Tensor, target: Tensor, *, share: bool) -> Tensor:
 
 
 def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[MergeSets, Tensor, Tensor, Tensor]:
-    """Return the merged pairs as sets, their keys and values [B, H, V, D], and their votes [B, H, V].
+    """Return the merged pairs of cache slots as sets, their keys and values [B, H, V, D], and their votes [B, H, V].
 
     The older key is rotated to the position of the younger one. The new key is the mean by `key_weights`, the new value
     ``sum n v / sum n`` and the new votes ``sum n``, where n are the votes.
@@ -69,9 +69,10 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
 
 
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
-    """Return the nonnegative weights of the younger key (the target) and of the older key, each [B, H, V].
+    """Return the weights of the younger and of the older slot's key in each merged pair, each [B, H, V].
 
-    The weights are the last statistic, or KVSlimmer's terms of the Hessian if `policy.weigh` is ``hessian``.
+    Weights are not negative. They are the last statistic, or KVSlimmer's terms of the Hessian if `policy.weigh` is
+    ``hessian``. The younger slot is the target of the merge.
     """
     import torch
 
@@ -91,7 +92,7 @@ def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Ten
 
 
 def _older(free: Tensor) -> Tensor:
-    """Return the first slot of every pair of unprotected slots; [B, H, C] bool.
+    """Return a mask of the first (older) slot of every pair of neighbouring unprotected slots; [B, H, C] bool.
 
     Unprotected slots are contiguous: sinks come before them, recent and empty slots after.
     """
@@ -105,7 +106,7 @@ def _older(free: Tensor) -> Tensor:
 
 
 def rotated(key: Tensor, steps: Tensor, rotary: Rotary) -> Tensor:
-    """Return keys rotated by a number of positions, in float32.
+    """Return keys rotated by RoPE to positions a number of steps later, in float32.
 
     Args:
         key: [B, H, V, D].

@@ -1,4 +1,4 @@
-"""The selection of evicted slots: the importance of each slot, and the eviction order of a policy."""
+"""The selection of evicted cache slots: the importance of each slot, and the eviction order of a policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST = 1e30  # above every error
 
 
 def importance(policy: MergePolicy, slots: Slots, target: Tensor) -> Tensor:
-    """Return the importance of every slot by the rule `policy.select`; [B, H, C] float32.
+    """Return the importance of every cache slot by the rule `policy.select`; [B, H, C] float32.
 
     Args:
         policy: The policy.
@@ -39,7 +39,7 @@ def importance(policy: MergePolicy, slots: Slots, target: Tensor) -> Tensor:
 
 
 def mean_per_observation(slots: Slots) -> Tensor:
-    """Return the first statistic's mean per observation, ``A / (now - position + 1)``; [B, H, C]."""
+    """Return the first statistic A of each slot per query that saw it, ``A / (now - position + 1)``; [B, H, C]."""
     import torch
 
     seen = torch.clamp(slots.now - slots.position + 1, min=1)
@@ -47,9 +47,10 @@ def mean_per_observation(slots: Slots) -> Tensor:
 
 
 def pooled(slots: Slots, target: Tensor, reach: int) -> Tensor:
-    """Return ``sum_{|o| <= reach} A[position + o]`` over unprotected slots; [B, H, C].
+    """Return each slot's attention summed over neighbouring slots, ``sum_{|o| <= reach} A[position + o]``; [B, H, C].
 
-    The terms are added in order of position, so that slots with the same neighbours have equal sums.
+    Only unprotected slots count. The terms are added in order of position, so that slots with the same neighbours have
+    equal sums.
     """
     import torch
 
@@ -65,7 +66,7 @@ def pooled(slots: Slots, target: Tensor, reach: int) -> Tensor:
 
 
 def keep_score(policy: MergePolicy, slots: Slots, target: Tensor, count: int) -> Tensor:
-    """Return the keep score of a policy; see `Method.keep_score`.
+    """Return the keep score of every cache slot by a policy; see `Method.keep_score`.
 
     Slots are ordered by importance in the way that `policy.order` names.
     """
@@ -86,9 +87,9 @@ def keep_score(policy: MergePolicy, slots: Slots, target: Tensor, count: int) ->
 
 
 def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: Tensor) -> Tensor:
-    """Return ranks: first the slots of the pool that have a near target, then all others, each by score.
+    """Return keep scores: lowest for the pool's slots that have a near merge target, then all others by importance.
 
-    Ranks are used because no score can then outweigh the nearness.
+    The scores are ranks, because no score can then outweigh the nearness.
     """
     import torch
 
@@ -103,7 +104,10 @@ def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: T
 def _least_error_first(
     policy: MergePolicy, slots: Slots, pool: EvictionPool, pool_scores: Tensor, higher: Tensor
 ) -> Tensor:
-    """Return the error of the cheapest merge of each slot of the pool; other slots follow by their ranks."""
+    """Return keep scores: the error of the cheapest merge for each slot of the pool, and ranks for other slots.
+
+    The other slots are evicted after the pool's.
+    """
     import torch
 
     distance = squared_distances(slots.key, pool.index) * squared_distances(slots.value, pool.index)
@@ -116,7 +120,7 @@ def _least_error_first(
 
 @dataclass(frozen=True)
 class EvictionPool:
-    """The slots of lowest importance, among which evicted ones are chosen.
+    """The cache slots of lowest importance, among which evicted ones are chosen.
 
     Attributes:
         index: [B, H, P] int64, the slots, lowest importance first; all slots if there are fewer than P.
@@ -130,7 +134,7 @@ class EvictionPool:
 
 
 def eviction_pool(slots: Slots, scores: Tensor, target: Tensor, times: int, count: int) -> EvictionPool:
-    """Return the `times` times `count` slots of lowest score.
+    """Return the pool of candidates for eviction: the `times` times `count` cache slots of lowest score.
 
     Args:
         slots: The layer's cache.

@@ -21,7 +21,9 @@ NO_TARGET = NO_GATE
 
 @dataclass(frozen=True)
 class MergeSets:
-    """The evicted slots and their targets.
+    """The evicted cache slots and the kept slots that they merge into.
+
+    A merge set is a kept slot, the target, with all evicted slots that merge into it.
 
     Attributes:
         index: [B, H, V] int64, the evicted slots.
@@ -38,11 +40,11 @@ class MergeSets:
     writes: Tensor
 
     def pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [B, H, C, ...] of the targets and of the evicted slots, each [B, H, V, ...] in float32."""
+        """Return x [B, H, C, ...] at the targets and at the evicted slots, each [B, H, V, ...] in float32."""
         return gather_rows(x, self.targets).float(), gather_rows(x, self.index).float()
 
     def sum(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the sum of every set; [B, H, V] or [B, H, V, D].
+        """Return the sum of a quantity over every merge set (a target and its evicted slots); [B, H, V] or [..., D].
 
         Args:
             target: The target's term, [B, H, V] or [B, H, V, D].
@@ -53,13 +55,13 @@ class MergeSets:
         return target + self.same @ evicted
 
     def largest(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the largest value of every set; [B, H, V]. The arguments are those of `sum`."""
+        """Return the largest value of a quantity in every merge set; [B, H, V]. The arguments are those of `sum`."""
         import torch
 
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -torch.inf).amax(-1))
 
     def mean(self, x: Tensor, target_weight: Tensor, evicted_weight: Tensor) -> Tensor:
-        """Return the weighted mean of x over every set; [B, H, V, D] float32.
+        """Return the weighted mean of x over every merge set (a target and its evicted slots); [B, H, V, D] float32.
 
         Args:
             x: [B, H, C, D].
@@ -71,14 +73,14 @@ class MergeSets:
         return total / self.sum(target_weight, evicted_weight)[..., None]
 
     def latest(self, slots: Slots) -> Tensor:
-        """Return the latest position of every set; [B, H, V]."""
+        """Return the latest token position in every merge set (a target and its evicted slots); [B, H, V]."""
         import torch
 
         target, evicted = (gather_rows(slots.position, index) for index in (self.targets, self.index))
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -1).amax(-1))
 
     def scores(self, slots: Slots, statistics: tuple[Statistic, ...]) -> Tensor:
-        """Return the statistics of every set; [B, H, V, K] float32.
+        """Return the merged statistics of every merge set (a target and its evicted slots); [B, H, V, K] float32.
 
         Probability sums add up. Averages of exp(logit) become the mean by votes, ``S = sum p S / sum p``, stored as ln
         S. A statistic of kind ``none`` keeps the target's value.
@@ -101,7 +103,7 @@ class MergeSets:
         return torch.stack(rows, dim=-1)
 
     def write(self, slots: Slots, key: Tensor | None, value: Tensor, votes: Tensor, score: Tensor) -> Slots:
-        """Return `slots` with the results of every set written to its target.
+        """Return the cache slots with the merged result of every set written to the set's target.
 
         The target's position becomes the latest position of the set.
 
@@ -137,7 +139,7 @@ class MergeSets:
 
 
 def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
-    """Return the sets of evicted slots that merge.
+    """Group the evicted slots that merge by their target slots, and return the groups as merge sets.
 
     Args:
         evicted: The slots that are evicted.
@@ -177,7 +179,7 @@ def unit(key: Tensor) -> Tensor:
 
 
 def nearness(slots: Slots, index: Tensor, measure: Literal["cosine", "dot", "distance"]) -> Tensor:
-    """Return how near the keys at `index` are to all keys; [B, H, V, C] float32.
+    """Return how similar the keys at `index` are to all keys of the cache; [B, H, V, C] float32, larger is nearer.
 
     Args:
         slots: The layer's cache.
@@ -194,7 +196,7 @@ def nearness(slots: Slots, index: Tensor, measure: Literal["cosine", "dot", "dis
 
 
 def nearest(slots: Slots, evicted: Evicted, measure: Literal["cosine", "dot", "distance"]) -> tuple[Tensor, Tensor]:
-    """Return the nearest target of every evicted slot and its `nearness`, each [B, H, V].
+    """Return the kept slot of the nearest key for every evicted slot, and its `nearness`, each [B, H, V].
 
     The nearness is ``NO_TARGET`` if no slot can receive. Among equally near targets the one of lowest position is
     chosen.

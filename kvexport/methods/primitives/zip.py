@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def zipped(
     slots: Slots, sets: MergeSets, logit: Tensor, mode: str, key_factor_max: float = math.inf
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return every set's key and value [B, H, V, D] and votes [B, H, V] by KeepKV's rule.
+    """Return the merged key and value [B, H, V, D] and votes [B, H, V] of every merge set by KeepKV's rule.
 
     With the weights ``w = p exp(logit)``, where p are the votes, the new key is ``k = sum w k / sum w``, and the new
     value likewise. With ``L = sum w logit / sum w`` the mode decides the votes and the key's length.
@@ -56,14 +56,15 @@ def zipped(
 
 
 def key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:
-    """Return the key factor ``ln m / L`` of Eq. 7.
+    """Return the factor ``ln m / L`` by which KeepKV scales a merged key (Eq. 7 of arXiv 2504.09936).
 
-    It is infinite at the pole. It is 1 if both logarithms are equal up to rounding, because L may then be 0 and the
-    ratio noise.
+    The factor is infinite at the pole. It is 1 if both logarithms are equal up to rounding, because L may then be 0 and
+    the ratio noise.
 
     Args:
-        log_mean: [B, H, V], ln m = ln(sum w) - ln(sum p).
-        mean_logit: [B, H, V], L.
+        log_mean: [B, H, V], ln m = ln(sum w) - ln(sum p), for the votes p and the weights w = p exp(logit) of a merge
+            set.
+        mean_logit: [B, H, V], L, the mean of the logits by w.
     """
     import torch
 

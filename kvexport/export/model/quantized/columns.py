@@ -1,9 +1,9 @@
-"""GPTQ and AWQ: words of 32 bits over a matrix [inputs, outputs].
+"""The layouts of GPTQ and AWQ checkpoints: 32-bit words that pack a weight matrix [inputs, outputs].
 
 GPTQ packs neighbouring inputs: word [k / 8, n] holds inputs k to k + 7 of output n, from the lowest bits up. Version 1
 stores each zero point less 1. `g_idx` names every input's group; where groups are not contiguous ("act-order") columns
 are put in the order of their groups. AWQ packs outputs: word [k, n / 8] holds outputs n to n + 7 of input k, in the
-order 0, 2, 4, 6, 1, 3, 5, 7. Both: (number - zero) * scale. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's
+order 0, 2, 4, 6, 1, 3, 5, 7. In both a weight is (number - zero) * scale. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's
 convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
 """
 
@@ -40,7 +40,7 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class ColumnPacked:
-    """A weight of words over [inputs, outputs]."""
+    """A weight of a GPTQ or AWQ checkpoint: 32-bit words that pack numbers of a matrix [inputs, outputs]."""
 
     qweight: TensorEntry
     qzeros: TensorEntry
@@ -51,18 +51,18 @@ class ColumnPacked:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the weight's tensor in the checkpoint."""
         return self.qweight.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs]."""
+        """The shape [outputs, inputs] of the weight."""
         rows, columns = self.qweight.shape
         numbers = 32 // self.packing.bits
         return (columns * numbers, rows) if self.layout == "awq" else (columns, rows * numbers)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield blocks of outputs in order.
+        """Yield the packed rows of the weight: blocks of outputs in order, with their scales and zero points.
 
         Raises:
             UsageError: A scale is 0, or the file ends early.
@@ -97,7 +97,7 @@ class ColumnPacked:
         return packed.reshape(len(outputs), -1)
 
     def order(self) -> NDArray[np.int64]:
-        """Return the columns in the order of their groups, [inputs]."""
+        """Return the permutation [inputs] that sorts the columns of the weight by group (GPTQ's act-order)."""
         assert self.g_idx is not None
         order = groups_in_order(self.g_idx, self.packing.group)
         assert order is not None
@@ -105,14 +105,14 @@ class ColumnPacked:
 
 
 def _awq_numbers(words: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[rows, outputs] of the bytes of words [rows, outputs / 2]."""
+    """Return the 4-bit numbers [rows, outputs] of AWQ's words, given as bytes [rows, outputs / 2]."""
     numbers = halves(words)
     ordered: NDArray[np.uint8] = numbers.reshape(len(words), -1, 8)[..., _AWQ_ORDER]
     return ordered.reshape(len(words), -1)
 
 
 def _zeros(entry: TensorEntry, bits: int, layout: Layout) -> NDArray[np.uint8]:
-    """Return the zero points [groups, outputs]."""
+    """Return the zero points [groups, outputs] of a GPTQ or AWQ weight."""
     words = whole(entry).view(np.uint8)
     if layout == "awq":
         return _awq_numbers(words)

@@ -1,9 +1,9 @@
-"""Weights in 4-bit floats: NVFP4, MXFP4, and bitsandbytes' NF4 and FP4.
+"""Readers of weights in 4-bit floats: NVFP4, MXFP4, and bitsandbytes' NF4 and FP4.
 
 E2M1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two in a byte, the first input in the low half.
-Twice each is a whole number, so these weights are kept, each number in 8 bits, with half the scale. A scale is an
-8-bit float for 16 inputs times one float for the tensor (NVFP4; compressed-tensors stores its reciprocal), or a power
-of two for 32 (MXFP4). bitsandbytes' sixteen numbers are a table of floats, and its blocks of 64 run over the
+Twice each is a whole number, so these weights are kept as packed weights, each number in 8 bits, with half the scale. A
+scale is an 8-bit float for 16 inputs times one float for the tensor (NVFP4; compressed-tensors stores its reciprocal),
+or a power of two for 32 (MXFP4). bitsandbytes' sixteen numbers are a table of floats, and its blocks of 64 run over the
 flattened matrix, the first number of two in the high half: these weights are cast. Sources: compressed-tensors'
 NVFP4PackedCompressor, ModelOpt's NVFP4QTensor, bitsandbytes' QuantState and dequantize_4bit; OCP Microscaling Formats
 1.0.
@@ -44,7 +44,10 @@ _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], n
 
 @dataclass(frozen=True)
 class Float4:
-    """A weight of E2M1. total: the tensor's own scale, by which the others are multiplied, or divided (`divides`)."""
+    """A weight of 4-bit floats (E2M1), as in NVFP4 and MXFP4.
+
+    total: the scale of the whole tensor, by which the scales of its groups are multiplied, or divided if `divides`.
+    """
 
     weight: TensorEntry
     scale: TensorEntry
@@ -54,17 +57,21 @@ class Float4:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the weight's tensor in the checkpoint."""
         return self.weight.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs]."""
+        """The shape [outputs, inputs] of the weight."""
         n, half = self.weight.shape
         return n, 2 * half
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Its rows. Raises UsageError for scales that are 0, and where the file ends early."""
+        """Yield the packed rows of the weight with their scales.
+
+        Raises:
+            UsageError: A scale is 0, or the file ends early.
+        """
         n, k = self.shape
         scale = require_scales(self.scale.name, self._scales()) * np.float32(0.5)
         for rows in row_blocks(n, k // 2, BLOCK_BYTES):
@@ -73,7 +80,7 @@ class Float4:
             yield {"weight": _DOUBLED[halves(stored)].view(np.uint8), "scale": scale[rows.start : rows.stop]}
 
     def _scales(self) -> NDArray[np.float32]:
-        """Return the scales [outputs, groups]."""
+        """Return the scales [outputs, groups] of the weight."""
         stored = np.frombuffer(b"".join(read_blocks(self.scale)), np.uint8).reshape(self.scale.shape)
         if self.scale.dtype != _FP8:
             powers = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
@@ -87,14 +94,14 @@ class Float4:
         return product
 
     def order(self) -> NDArray[np.int64]:
-        """There is none."""
+        """Raise NotImplementedError: the columns of 4-bit float weights have no other order."""
         raise NotImplementedError
 
 
 def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: str, *, divides: bool) -> Float4:
-    """Return the weight of a module whose numbers are the tensor `entry`.
+    """Return the 4-bit float weight (MXFP4 or NVFP4) of a module whose numbers are the tensor `entry`.
 
-    It is MXFP4 if its scales are integers, else NVFP4 with a scale for the whole tensor, named `total`.
+    The weight is MXFP4 if its scales are integers, else NVFP4 with a scale for the whole tensor, named `total`.
 
     Raises:
         UsageError: Tensors do not fit each other.
@@ -136,7 +143,7 @@ def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
 
 @dataclass(frozen=True)
 class TableOf16:
-    """A weight of bitsandbytes' 4 bits [outputs, inputs], as floats."""
+    """A bitsandbytes weight [outputs, inputs] of 4-bit indices into a table of 16 floats; it is read as floats."""
 
     weight: TensorEntry
     table: TensorEntry
@@ -150,12 +157,12 @@ class TableOf16:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the weight's tensor in the checkpoint."""
         return self.weight.name
 
     @cached_property
     def _scales(self) -> NDArray[np.float32]:
-        """Of all blocks."""
+        """Return the scales of all blocks of a bitsandbytes weight."""
         scale = whole(self.scale).reshape(-1)
         if self.nested is not None:
             table, own = map(whole, self.nested)
@@ -163,7 +170,11 @@ class TableOf16:
         return scale.astype(np.float32)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Its rows. Raises UsageError where the file ends early."""
+        """Yield the dequantized rows of the weight in float32.
+
+        Raises:
+            UsageError: The file ends early.
+        """
         (n, k), table = self.shape, whole(self.table).astype(np.float32)
         scale = self._scales
         for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
@@ -175,12 +186,12 @@ class TableOf16:
             yield {"weight": values.reshape(len(rows), k)}
 
     def order(self) -> NDArray[np.int64]:
-        """There is none."""
+        """Raise NotImplementedError: the columns of bitsandbytes weights have no other order."""
         raise NotImplementedError
 
 
 def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the 4-bit weights of a bitsandbytes checkpoint, which become floats.
+    """Return the 4-bit weights of a bitsandbytes checkpoint, which are cast to floats when the artifact is written.
 
     Raises:
         UsageError: The weights have 8 bits, or tensors do not fit each other.

@@ -1,4 +1,4 @@
-"""Which quantization a checkpoint says it has, and the reader of its layout."""
+"""The quantization that a checkpoint declares, and the reader of its layout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,11 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] 
 
 
 def read_quantized(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the packed weights that `quantization_of` describes. All other tensors stay tensors.
+    """Return the packed weights of a quantized checkpoint. Its other tensors are left out.
+
+    Args:
+        config: The description of the quantization, as `quantization_of` returns it.
+        tensors: The tensors of the checkpoint.
 
     Raises:
         UsageError: Tensors do not fit each other, or no weight is packed.

@@ -1,4 +1,4 @@
-"""What the readers of all layouts share: tensors of a module, small ones whole, columns of large ones."""
+"""Functions that the readers of all quantized layouts share: checks of tensors, and reading tensors or columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TYPES = {"I32": "<i4", "I64": "<i8", "I8": "i1", "U8": "u1", "F16": "<f2", "F32
 
 
 def wrong(entry: TensorEntry, expected: str, fix: str = "") -> UsageError:
-    """Return the error for a tensor that does not fit the others."""
+    """Return the error for a tensor of a quantized weight that does not fit the weight's other tensors."""
     return UsageError(
         f"tensor {entry.name!r} in {entry.file} is {entry.dtype} {list(entry.shape)}, expected {expected}",
         fix or f"download {entry.file.name} again",
@@ -32,20 +32,20 @@ def wrong(entry: TensorEntry, expected: str, fix: str = "") -> UsageError:
 
 
 def require(tensors: Tensors, name: str, beside: str) -> TensorEntry:
-    """Return the tensor `name`, which `beside` needs. Raise UsageError if it is missing."""
+    """Return the checkpoint's tensor `name`, which the tensor `beside` needs. Raise UsageError if it is missing."""
     if name not in tensors:
         raise UsageError(f"the checkpoint has a tensor {beside!r} and no {name!r}", "download the checkpoint again")
     return tensors[name]
 
 
 def require_shape(entry: TensorEntry, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    """Raise UsageError for a tensor of another type or shape."""
+    """Raise UsageError if a tensor has another type or shape than expected."""
     if entry.dtype not in dtypes or entry.shape != shape:
         raise wrong(entry, f"{' or '.join(dtypes)} {list(shape)}")
 
 
 def whole(entry: TensorEntry) -> Array:
-    """Return a small tensor in memory; bfloat16 becomes float32."""
+    """Read a small tensor of the checkpoint as one array; bfloat16 becomes float32."""
     data = b"".join(read_blocks(entry))
     if entry.dtype == "BF16":
         wide = np.frombuffer(data, "<u2").astype("<u4") << 16
@@ -57,7 +57,7 @@ def whole(entry: TensorEntry) -> Array:
 
 @cache
 def float8_values() -> NDArray[np.float32]:
-    """Return the value of each byte as a float of type E4M3 without infinities."""
+    """Return the value of each of the 256 bytes as an 8-bit float of type E4M3 without infinities."""
     import ml_dtypes
 
     values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -65,7 +65,7 @@ def float8_values() -> NDArray[np.float32]:
 
 
 def column_bytes(entry: TensorEntry, columns: range) -> NDArray[np.uint8]:
-    """Neighbouring columns of a matrix as bytes [rows, bytes of a row's columns]."""
+    """Read neighbouring columns of a matrix as bytes [rows, bytes of a row's columns]."""
     rows, width = entry.shape
     item = entry.nbytes // (rows * width)
     found = np.empty((rows, len(columns) * item), np.uint8)
@@ -78,14 +78,14 @@ def column_bytes(entry: TensorEntry, columns: range) -> NDArray[np.uint8]:
 
 
 def halves(stored: Array) -> NDArray[np.uint8]:
-    """Numbers of 4 bits along the last axis, the low half of each byte first."""
+    """Return the 4-bit numbers that bytes pack along the last axis, the low half of each byte first."""
     numbers = np.empty((*stored.shape[:-1], stored.shape[-1] * 2), np.uint8)
     numbers[..., 0::2], numbers[..., 1::2] = stored & 15, stored >> 4
     return numbers
 
 
 def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
-    """Return the order of inputs in which the groups of `g_idx` are contiguous; None if they are already.
+    """Return the permutation of inputs that makes the groups of GPTQ's `g_idx` contiguous; None if they already are.
 
     Raises:
         UsageError: Groups differ in size.
@@ -106,7 +106,7 @@ def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
 
 
 def require_scales(name: str, scale: Array) -> Array:
-    """Scales as they are kept; raises UsageError for one that is 0, which no quantizer writes."""
+    """Return the scales of a weight unchanged. Raise UsageError if one is 0, which no quantizer writes."""
     if not scale.all():
         raise UsageError(f"the scales of tensor {name!r} hold a 0", "download the checkpoint again")
     return scale

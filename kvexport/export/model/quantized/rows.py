@@ -1,9 +1,9 @@
-"""compressed-tensors, and checkpoints in 8-bit floats: numbers over a matrix [outputs, inputs], as weights lie.
+"""Readers of compressed-tensors checkpoints and of 8-bit floats: numbers of a weight matrix [outputs, inputs].
 
 `pack-quantized`: words of 32 bits along the inputs, from the lowest bits up, of numbers to which half their range was
-added; zero points likewise, along the outputs. `int-quantized`: int8. 4-bit floats: float4.py. 8-bit floats (`float-
-quantized`, ModelOpt's FP8, transformers' fp8) are cast: value = float * scale, one scale for the tensor, a row, or a
-block. Sources: compressed-tensors' pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's
+added; zero points likewise, along the outputs. `int-quantized`: int8. 4-bit floats: float4.py. 8-bit floats
+(`float-quantized`, ModelOpt's FP8, transformers' fp8) are cast: value = float * scale, one scale for the tensor, a row,
+or a block. Sources: compressed-tensors' pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's
 hf_quant_config.
 """
 
@@ -42,7 +42,7 @@ _FP8 = "F8_E4M3"
 
 @dataclass(frozen=True)
 class RowPacked:
-    """A weight of whole numbers [outputs, inputs], in words or one by one."""
+    """A compressed-tensors weight of whole numbers [outputs, inputs], packed in 32-bit words or stored as int8."""
 
     weight: TensorEntry
     scale: TensorEntry
@@ -53,11 +53,15 @@ class RowPacked:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the weight's tensor in the checkpoint."""
         return self.weight.name
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Its rows. Raises UsageError for scales that are 0, and where the file ends early."""
+        """Yield the packed rows of the weight with their scales and zero points.
+
+        Raises:
+            UsageError: A scale is 0, or the file ends early.
+        """
         (n, k), bits = self.shape, self.packing.bits
         in_words = self.weight.dtype == "I32"
         scale = np.broadcast_to(require_scales(self.scale.name, whole(self.scale)), (n, k // self.packing.group))
@@ -76,7 +80,7 @@ class RowPacked:
             yield block if zero is None else {**block, "zero": zero[part]}
 
     def order(self) -> NDArray[np.int64]:
-        """Return the columns in the order of their groups, [inputs]."""
+        """Return the permutation [inputs] that sorts the columns of the weight by group (act-order)."""
         assert self.g_idx is not None
         order = groups_in_order(self.g_idx, self.packing.group)
         assert order is not None
@@ -84,7 +88,7 @@ class RowPacked:
 
 
 def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
-    """Return the zero points [outputs, groups]."""
+    """Return the zero points [outputs, groups] of a compressed-tensors weight as int8."""
     stored = whole(entry)
     if entry.dtype == "I8":
         return stored
@@ -96,7 +100,10 @@ def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
 
 @dataclass(frozen=True)
 class Float8:
-    """A weight of 8-bit floats [outputs, inputs], as floats. block: rows and columns that share a scale."""
+    """A weight of 8-bit floats [outputs, inputs], read as float32.
+
+    block: the numbers of rows and of columns that share a scale.
+    """
 
     weight: TensorEntry
     scale: TensorEntry
@@ -105,17 +112,21 @@ class Float8:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the weight's tensor in the checkpoint."""
         return self.weight.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs]."""
+        """The shape [outputs, inputs] of the weight."""
         n, k = self.weight.shape
         return n, k
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Its rows. Raises UsageError for scales that are 0, and where the file ends early."""
+        """Yield the dequantized rows of the weight in float32.
+
+        Raises:
+            UsageError: A scale is 0, or the file ends early.
+        """
         n, k = self.shape
         tall, wide = self.block
         scale = require_scales(self.scale.name, whole(self.scale)).astype(np.float32)
@@ -127,7 +138,7 @@ class Float8:
             yield {"weight": float8_values()[stored] * np.repeat(own, wide, axis=1)[:, :k]}
 
     def order(self) -> NDArray[np.int64]:
-        """There is none."""
+        """Raise NotImplementedError: the columns of 8-bit float weights have no other order."""
         raise NotImplementedError
 
 
@@ -218,7 +229,7 @@ def _packed(prefix: str, entry: TensorEntry, tensors: Tensors, shape: tuple[int,
 
 
 def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the 8-bit float weights of a checkpoint, which become floats.
+    """Return the 8-bit float weights of a checkpoint, which are cast to floats when the artifact is written.
 
     Raises:
         UsageError: Tensors do not fit each other.

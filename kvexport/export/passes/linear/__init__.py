@@ -1,1 +1,5 @@
-"""The nodes of a traced decoder that become a Linear (`kvexport.ops.linear`), if the shapes in the graph prove it."""
+"""Graph passes that turn nodes of a traced decoder into Linear nodes, if the shapes in the graph prove it possible.
+
+A Linear (`kvexport.ops.linear`) is kvexport's operator of one or more matrix products with norm, bias, gate, residual
+and rotary embedding.
+"""

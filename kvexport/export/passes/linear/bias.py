@@ -1,4 +1,4 @@
-"""A bias becomes an input of its Linear.
+"""The graph pass that makes a bias an input of its Linear node.
 
     p = Linear(x, w)        read by nothing else, nothing fused yet
     y = Add(p, b)           or Add(b, p); b an initializer [outputs]
@@ -27,12 +27,15 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a Linear plus an initializer."""
+    """Return the matches at an Add node that adds an initializer to the output of a Linear node."""
     return [Match(linear, other, node) for linear, other in operands(node, "Add") if other.is_initializer()]
 
 
 def check(match: Match) -> str:
-    """Return why the sum is not a bias: it has not one number for every output, or other nodes need the product."""
+    """Return why an addition to a Linear's output is not its bias; empty if it is.
+
+    The reasons: the addend has not one number for every output, or other nodes read the product.
+    """
     if not read_only(match.linear.outputs[0]):
         return READ_TWICE
     if steps_of(match.linear) != Form():
@@ -44,7 +47,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace a Linear node and the Add of its bias by one Linear node with the bias as an input."""
     form = replace(form_of(match.linear), bias=(1,))
     put_linear([match.linear, match.add], [*match.linear.inputs, match.bias], form)
 

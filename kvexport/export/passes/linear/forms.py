@@ -1,4 +1,4 @@
-"""What the passes around a Linear ask of it, and how they replace it by one that does more."""
+"""Functions with which graph passes read the attributes of a Linear node and replace it by a Linear that does more."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ READ_TWICE = "its product is read by other nodes too"
 
 
 def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
-    """Return the functions of the Linears in the graph, each once."""
+    """Return the ONNX functions of the Linear nodes in a graph, each once."""
     forms = {form_of(node) for node in graph if is_linear(node)}
     return [linear_function(form) for form in sorted(forms, key=lambda form: form.overload)]
 
 
 def take_floats(graph: ir.Graph) -> None:
-    """Let every Linear of packed weights multiply them with its input as it is, unrounded."""
+    """Set every Linear node of packed weights to multiply the weights with its float input, without rounding it."""
     for node in graph:
         if is_linear(node) and (form := form_of(node)).packed:
             form = replace(form, float_input=1)
@@ -38,12 +38,12 @@ def is_linear(node: ir.Node) -> bool:
 
 
 def linear_of(node: ir.Node, i: int) -> ir.Node | None:
-    """Return the Linear that computes input `i` of a node; None if another node does."""
+    """Return the Linear node that computes input `i` of a node; None if another node does."""
     return producer(node, i, "Linear", DOMAIN)
 
 
 def form_of(linear: ir.Node) -> Form:
-    """Return the steps of a Linear beside its products, read off its attributes."""
+    """Return the form of a Linear node, read off its attributes: its products and the steps around them."""
     values: dict[str, Any] = {}
     for name in vars(Form()):
         if name in linear.attributes:  # those of packed weights are there only where one is
@@ -53,12 +53,12 @@ def form_of(linear: ir.Node) -> Form:
 
 
 def steps_of(linear: ir.Node) -> Form:
-    """Return the form of a Linear without the packing of its weights."""
+    """Return the form of a Linear node without the packed formats of its weights."""
     return replace(form_of(linear), packed=(), group=())
 
 
 def join(form: Form, linears: Iterable[ir.Node]) -> Form:
-    """Return `form` with the packing of the weights of `linears`, in their order."""
+    """Return the form `form` of a fused Linear with the packed formats of the weights of `linears`, in their order."""
     forms = [form_of(linear) for linear in linears]
     if not any(one.packed for one in forms):
         return form
@@ -69,25 +69,28 @@ def join(form: Form, linears: Iterable[ir.Node]) -> Form:
 
 
 def dtype_of(linear: ir.Node) -> ir.DataType | None:
-    """Return the type of a Linear's input and outputs."""
+    """Return the data type of a Linear node's input and outputs."""
     data = linear.inputs[0] if form_of(linear).packed else weight_of(linear)
     return data.dtype if data is not None else None
 
 
 def weight_of(linear: ir.Node) -> ir.Value:
-    """Return the weight [outputs, inputs] of a Linear's first product."""
+    """Return the weight [outputs, inputs] of the first matrix product of a Linear node."""
     weight = linear.inputs[1 + form_of(linear).norm]
     assert weight is not None
     return weight
 
 
 def outputs_of(linear: ir.Node) -> int | str:
-    """Return the number of outputs of a Linear's first product."""
+    """Return the number of outputs of the first matrix product of a Linear node."""
     return known_shape(weight_of(linear))[0]
 
 
 def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
-    """Return (Linear, other input) for each input of a two-input node of this type that a Linear computes."""
+    """Return (Linear node, the other input) for each input of a two-input node that a Linear node computes.
+
+    The result is empty if the node is not of type `op_type`.
+    """
     if not is_op(node, op_type) or len(node.inputs) != 2:
         return []
     pairs = [(linear_of(node, i), node.inputs[1 - i]) for i in (0, 1)]
@@ -97,7 +100,7 @@ def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
 def put_linear(
     nodes: Sequence[ir.Node], inputs: Iterable[ir.Value | None], form: Form, outputs: Sequence[ir.Value] | None = None
 ) -> None:
-    """Put a Linear of this form in the place of `nodes` (see `nodes.replace`)."""
+    """Replace `nodes` of a graph by one Linear node with these inputs and this form (see `nodes.replace`)."""
     attributes = ir.convenience.convert_attributes(form.attributes)
     linear = ir.Node(DOMAIN, "Linear", list(inputs), attributes, overload=form.overload, num_outputs=form.count)
     graph_nodes.replace(nodes, linear, outputs)

@@ -1,4 +1,4 @@
-"""A product that SiLU of another one multiplies becomes one Linear with a gate.
+"""The graph pass that fuses two products of a gated MLP, one under SiLU, into one Linear node with a gate.
 
     p = Linear(x, w)                read by nothing else; it may have a bias
     g = Linear(x, v)                nothing fused yet; read twice, here
@@ -30,7 +30,7 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The matched nodes, by their names in the module's text.
+    """The matched nodes of a gated MLP: p, g, s and y in the figure of the module.
 
     An activation other than SiLU is one node, which fills both middle names.
     """
@@ -43,7 +43,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a Linear times an activation of another Linear."""
+    """Return the matches at a Mul of the output of one Linear node and an activation of the output of another."""
     found = []
     for linear, other in operands(node, "Mul"):
         activation = other.producer()
@@ -59,9 +59,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why two products cannot be one gated Linear.
+    """Return why two products cannot be one Linear node with a gate; empty if they can.
 
-    They read different inputs, differ in size, or other nodes need a value between them.
+    The reasons: they read different inputs, they differ in size, or other nodes need a value between them.
     """
     linear, gate, sigmoid, silu, _ = match
     if sigmoid is silu:
@@ -82,7 +82,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace the two Linear nodes of a gated MLP and the activation between them by one Linear node with a gate."""
     form = join(replace(form_of(match.linear), gate=1), [match.linear, match.gate])
     put_linear(
         [match.linear, match.gate, match.sigmoid, match.silu, match.product],

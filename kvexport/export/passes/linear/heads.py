@@ -1,4 +1,4 @@
-"""Heads become a dimension of their own within a Linear, or stop being one.
+"""The graph passes that make a Linear node split its output into heads, or read an input that is split into heads.
 
     p = Linear(x, w, ...)                       [B, T, H D], read by nothing else
     h = Reshape(p, ...)                         [B, T, H, D]
@@ -24,7 +24,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The three matched nodes."""
+    """The matched nodes: a Linear, a Reshape and a Transpose between [B, T, H D] and [B, H, T, D]."""
 
     linear: ir.Node
     reshape: ir.Node
@@ -48,7 +48,10 @@ def output_pattern(node: ir.Node) -> list[Match]:
 
 
 def output_check(match: Match) -> str:
-    """Return why the Linear cannot separate its heads: its steps end otherwise, or other nodes need a value between."""
+    """Return why a Linear node cannot split its output into heads; empty if it can.
+
+    The reasons: the shapes are not those of heads, its steps end otherwise, or other nodes need a value between.
+    """
     if not read_only(match.linear.outputs[0]) or not read_only(match.reshape.outputs[0]):
         return READ_TWICE
     if form_of(match.linear).output_heads != (0,):
@@ -57,7 +60,7 @@ def output_check(match: Match) -> str:
 
 
 def output_rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace a Linear, a Reshape and a Transpose by one Linear node with the output [B, H, T, D]."""
     form = replace(form_of(match.linear), output_heads=(_heads(match.reshape.outputs[0]),))
     put_linear([match.linear, match.reshape, match.transpose], match.linear.inputs, form)
 
@@ -72,7 +75,10 @@ def input_pattern(node: ir.Node) -> list[Match]:
 
 
 def input_check(match: Match) -> str:
-    """Return why the Linear cannot read heads: its steps begin otherwise, or other nodes need a value between."""
+    """Return why a Linear node cannot read heads [B, H, T, D]; empty if it can.
+
+    The reasons: the shapes are not those of heads, its steps begin otherwise, or other nodes need a value between.
+    """
     if not read_only(match.transpose.outputs[0]) or not read_only(match.reshape.outputs[0]):
         return "its input without heads is read by other nodes too"
     if form_of(match.linear).input_heads:
@@ -81,7 +87,7 @@ def input_check(match: Match) -> str:
 
 
 def input_rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace a Transpose, a Reshape and a Linear by one Linear node with the input [B, H, T, D]."""
     form = replace(form_of(match.linear), input_heads=_heads(match.transpose.outputs[0]))
     inputs = [match.transpose.inputs[0], *match.linear.inputs[1:]]
     put_linear([match.transpose, match.reshape, match.linear], inputs, form)

@@ -1,4 +1,4 @@
-"""The norm of the rows that a Linear alone reads becomes its first step.
+"""The graph pass that makes an RMSNorm the first step of the Linear node that alone reads its output.
 
     n = RMSNormalization<axis = -1>(x, scale)       scale [inputs], of the type of x and of the weights
     y = Linear(n, w, ...)
@@ -20,7 +20,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The matched norm with its two inputs, and the Linear."""
+    """The matched nodes and values: an RMSNormalization with its two inputs, and the Linear node that reads it."""
 
     norm: ir.Node
     data: ir.Value
@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a Linear of an RMSNormalization, or of the Cast of one."""
+    """Return the matches at a Linear node whose input is the output of an RMSNormalization, perhaps through a Cast."""
     cast = producer(node, 0, "Cast") if is_linear(node) else None
     norm = producer(cast or node, 0, "RMSNormalization") if is_linear(node) else None
     if norm is None:
@@ -39,9 +39,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the norm cannot be a step of the Linear.
+    """Return why an RMSNorm cannot be the first step of a Linear node; empty if it can.
 
-    It normalizes other than whole rows, casts between types, or other nodes read it.
+    The reasons: it normalizes other than whole rows, casts between types, or other nodes read its output.
     """
     norm, data, scale, linear = match
     form, types = form_of(linear), (data.dtype, scale.dtype, dtype_of(linear))
@@ -60,7 +60,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace an RMSNormalization and the Linear node that reads its output by one Linear node."""
     epsilon = match.norm.attributes.get("epsilon")
     form = replace(
         form_of(match.linear), norm=1, epsilon=float(f"{epsilon.as_float():.6g}") if epsilon is not None else 1e-5

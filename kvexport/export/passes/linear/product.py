@@ -1,4 +1,4 @@
-"""A product with a checkpoint's weight becomes a Linear.
+"""The graph pass that turns a matrix product with a checkpoint's weight into a Linear node.
 
     t = Transpose<perm = [1, 0]>(w)     w an initializer [outputs, inputs], float32 or float16
     y = MatMul(x, t)
@@ -25,7 +25,7 @@ INTEGERS = (ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.U
 
 
 class Match(NamedTuple):
-    """The matched nodes, the two values that they multiply, and the packed weight if the second value is one."""
+    """The matched MatMul and Transpose, the two factors, and the packed weight if the second factor is one."""
 
     transpose: ir.Node
     product: ir.Node
@@ -35,7 +35,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a MatMul with a transposed value."""
+    """Return the matches at a MatMul node whose second factor is the output of a Transpose."""
     transpose = producer(node, 1, "Transpose") if is_op(node, "MatMul") else None
     if transpose is None:
         return []
@@ -44,7 +44,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the product is no Linear: its second factor is not a weight in the checkpoint's dimension order."""
+    """Return why a matrix product cannot be a Linear node; empty if it can.
+
+    The reason: its second factor is not a weight in the checkpoint's dimension order [outputs, inputs].
+    """
     if not permutes(match.transpose, [1, 0]):
         return "its second factor is not the transpose of a matrix"
     if match.packed is not None:
@@ -55,7 +58,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace a MatMul and the Transpose of its weight by one Linear node."""
     if match.packed is None:
         return put_linear([match.transpose, match.product], [match.data, match.weight], Form())
     parts = _parts(match.packed)
@@ -69,7 +72,7 @@ def _parts(packed: Packed) -> dict[str, ir.Value]:
 
 
 def _wrong_packing(packed: Packed) -> str:
-    """Return why no Linear takes a packed weight; empty if one does."""
+    """Return why a Linear node cannot take a packed weight of this format; empty if it can."""
     parts = _parts(packed)
     computed = [value.name for value in parts.values() if not value.is_initializer()]
     if computed:

@@ -1,4 +1,4 @@
-"""A sum with the hidden state becomes the last step of the Linear before it.
+"""The graph pass that makes a residual addition the last step of the Linear node before it.
 
     p = Linear(x, w, ...)       read by nothing else
     y = Add(p, r)               or Add(r, p); r of the shape of p, computed
@@ -26,14 +26,14 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a Linear plus a value that is no initializer."""
+    """Return the matches at an Add node that adds a computed value to the output of a Linear node."""
     return [Match(linear, other, node) for linear, other in operands(node, "Add") if not other.is_initializer()]
 
 
 def check(match: Match) -> str:
-    """Return why the value is no residual: its shape is unknown, or differs from that of the product.
+    """Return why an addend is no residual of a Linear node; empty if it is one.
 
-    ONNX would also add one row to all rows.
+    The reasons: its shape is unknown, or differs from that of the product. ONNX would also add one row to all rows.
     """
     product = match.linear.outputs[0]
     if not read_only(product):
@@ -46,7 +46,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace a Linear node and the addition of a residual by one Linear node with the residual as an input."""
     form = replace(form_of(match.linear), residual=1)
     put_linear([match.linear, match.add], [*match.linear.inputs, match.residual], form)
 

@@ -1,4 +1,4 @@
-"""The rotary embedding of heads that a Linear sets apart becomes its last step.
+"""The graph pass that makes the rotary embedding of heads the last step of the Linear node that computes the heads.
 
     a, b = Linear(x, w, v, ...)                 a [B, H, T, D], read by nothing else
     y = RotaryEmbedding(a, cosine, sine)        of planes (f, f + D / 2); cosine, sine [B, T, D / 2]
@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a RotaryEmbedding of three inputs, the first an output of a Linear."""
+    """Return the matches at a RotaryEmbedding node of three inputs, the first an output of a Linear node."""
     linear = linear_of(node, 0) if is_op(node, "RotaryEmbedding") and len(node.inputs) == 3 else None
     heads, cosine, sine = node.inputs if linear is not None else (None, None, None)
     if linear is None or heads is None or cosine is None or sine is None:
@@ -38,7 +38,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the embedding cannot be a step of the Linear: its form differs, or other nodes need the heads."""
+    """Return why a rotary embedding cannot be the last step of a Linear node; empty if it can.
+
+    The reasons: the embedding's form differs, or other nodes need the heads before they are rotated.
+    """
     form, i = form_of(match.linear), list(match.linear.outputs).index(match.heads)
     for name in ("interleaved", "rotary_embedding_dim"):
         if value := match.rotary.attributes.get_int(name, 0):
@@ -55,7 +58,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace a Linear node and the RotaryEmbedding of its output by one Linear node that rotates."""
     form, inputs, i = form_of(match.linear), list(match.linear.inputs), list(match.linear.outputs).index(match.heads)
     rotated = tuple(int(was or j == i) for j, was in enumerate(form.rotated))
     rest = inputs[:-2] if any(form.rotated) else inputs

@@ -1,4 +1,4 @@
-"""Products of one input become one Linear, as those of queries, keys and values.
+"""The graph pass that fuses Linear nodes with one input, such as query, key and value projections, into one Linear.
 
     a = Linear(x, w, ...)       each with at most a bias and heads of its own; three at most
     b = Linear(x, v, ...)       w and v of one type
@@ -18,7 +18,7 @@ Match = list[ir.Node]  # the Linears
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of Linears of one product that read one input."""
+    """Return the matches of Linear nodes that have one product each and read the same input."""
     data = node.inputs[0] if _is_plain(node) else None
     if data is None:
         return []
@@ -27,13 +27,13 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the Linears cannot become one: their types differ."""
+    """Return why Linear nodes with one input cannot become one node: their data types differ; empty if they can."""
     types = list(dict.fromkeys(dtype_of(linear) for linear in match))
     return "" if len(types) == 1 else f"the weights of its input's products are {' and '.join(map(str, types))}"
 
 
 def rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace Linear nodes that read the same input by one Linear node with several products and outputs."""
     forms = [form_of(linear) for linear in match]
     heads, bias = (tuple(getattr(form, name)[0] for form in forms) for name in ("output_heads", "bias"))
     form = join(Form(output_heads=heads, bias=bias, rotated=(0,) * len(forms)), match)
@@ -42,7 +42,7 @@ def rewrite(match: Match) -> None:
 
 
 def _is_plain(node: ir.Node) -> bool:
-    """Return whether a Linear has one product and no steps but a bias and heads of its own."""
+    """Return whether a Linear node has one product and no steps but a bias and a split of its output into heads."""
     if not is_linear(node):
         return False
     form = steps_of(node)

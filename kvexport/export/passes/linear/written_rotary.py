@@ -1,12 +1,12 @@
-"""Rotary embedding that a model writes out, of heads that a Linear sets apart, becomes a RotaryEmbedding.
+"""The graph pass that recognizes a rotary embedding written out in elementary nodes and makes it a RotaryEmbedding.
 
     swapped = Concat<axis = -1>(Neg(Slice(x, D / 2 to D)), Slice(x, 0 to D / 2))        x [B, H, T, D]
     y = Add(Mul(x, c), Mul(swapped, s))                                                 all in either order
 =>  y = RotaryEmbedding(x, c', s')                                                      c', s' [B, T, D / 2]
 
-where c and s are [B, 1, T, D] = Unsqueeze<1>(...) of two equal halves, which is what Cos, Sin, Cast and a Mul by one
-number leave of Concat<axis = -1>(f, f); c' and s' are computed of f alone. The exporter's own fusion leaves out models
-whose cosines are of another type than their heads.
+x is an output of a Linear node. c and s are [B, 1, T, D] = Unsqueeze<1>(...) of two equal halves: the nodes Cos, Sin,
+Cast and a Mul by one number keep the halves of Concat<axis = -1>(f, f) equal. c' and s' are computed of f alone. The
+exporter's own fusion leaves out models whose cosines are of another type than their heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BY_ELEMENT = ("Cos", "Sin", "Cast", "Mul")
 
 
 class Match(NamedTuple):
-    """The matched nodes and values, by their names in the module's text."""
+    """The matched nodes and values of a rotary embedding, by their names in the figure of the module."""
 
     heads: ir.Value
     swapped: ir.Node
@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a sum of two products.
+    """Return the matches of a rotary embedding at an Add node: a sum of two products.
 
     One product has an output of a Linear, the other a Concat of a Neg and another value.
     """
@@ -51,9 +51,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the sum is no rotary embedding.
+    """Return why a sum of two products is no rotary embedding; empty if it is one.
 
-    The halves of the heads are not swapped, or a table does not have two equal halves.
+    The reasons: the halves of the heads are not swapped, or a table of cosines or sines does not have two equal halves.
     """
     if not _swaps_halves(match.swapped, match.heads):
         return f"{match.swapped.name} is not (-second half, first half) of the last dimension of its heads"
@@ -66,7 +66,7 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace the matched nodes as the module's text shows."""
+    """Replace the elementary nodes of a rotary embedding by one RotaryEmbedding node."""
     angles = [_half(_before_heads(table)) for table in match.tables]
     replace(match.nodes, ir.node("RotaryEmbedding", [match.heads, *angles]))
 
@@ -98,7 +98,10 @@ def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
 
 
 def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
-    """Return why a table is not known to be [B, 1, T, D] of two equal halves for heads [B, H, T, D]; "" if it is."""
+    """Return why a table of cosines or sines is not known to be [B, 1, T, D] of two equal halves; empty if it is.
+
+    `heads` [B, H, T, D] are the heads that the table rotates.
+    """
     if table is None:
         return "a table is left out"
     shape = known_shape(heads)
@@ -110,7 +113,7 @@ def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
 
 
 def _before_heads(table: ir.Value | None) -> ir.Value | None:
-    """Return [B, T, D] of a table [B, 1, T, D] that an Unsqueeze computes; None if another node computes it."""
+    """Return the table [B, T, D] that an Unsqueeze node makes a table [B, 1, T, D]; None without such a node."""
     apart = table.producer() if table is not None else None
     axes = apart.inputs[1] if apart is not None and is_op(apart, "Unsqueeze") else None
     if apart is None or axes is None or axes.const_value is None or axes.const_value.numpy().tolist() != [1]:
@@ -130,7 +133,7 @@ def _has_equal_halves(value: ir.Value | None) -> bool:
 
 
 def _half(value: ir.Value | None) -> ir.Value:
-    """Return the half [B, T, D / 2] of a value that `_has_equal_halves`, with new nodes if no node computes it yet."""
+    """Return the half [B, T, D / 2] of a table of two equal halves, with new nodes if no node computes it yet."""
     node = value.producer() if value is not None else None
     assert value is not None and node is not None and node.graph is not None
     source = node.inputs[0]

@@ -39,7 +39,7 @@ class ComputedSpec:
 
     @property
     def parts(self) -> dict[str, PackedTensor]:
-        """The tensors that store an initializer: those of a packed weight, such as its scale, or the weight alone."""
+        """The tensors that store an initializer: weight, scale and so on of a packed weight, or the weight alone."""
         packing = self.source.packing
         return (
             {"weight": PackedTensor(self.dtype, self.shape)} if packing is None else packing.tensors(*self.source.shape)
@@ -52,14 +52,14 @@ class ComputedSpec:
 
 
 def part_name(initializer: str, part: str) -> str:
-    """Return the name of one tensor of a packed initializer: q_proj.weight for the weight, q_proj.scale for its scale."""
+    """Return the name of one tensor of a packed initializer, such as q_proj.scale for the scale of q_proj.weight."""
     return initializer if part == "weight" else f"{initializer.removesuffix('weight')}{part}"
 
 
 def parts_of(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Yield (tensor, its bytes block by block) for each tensor that stores an initializer, in a fixed order.
+    """Yield (tensor, its bytes block by block) for each stored tensor of an initializer, in the order of `spec.parts`.
 
-    Each tensor is read to its end before the next. The order is that of `spec.parts`.
+    Each tensor is read to its end before the next.
 
     Raises:
         UsageError: A scale is infinite or NaN, or the dtype cannot represent a float.

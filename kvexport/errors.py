@@ -61,6 +61,10 @@ class DeadlineError(KvexportError):
     """The error for a request that got no lane (row of the batch) before its deadline."""
 
 
+class EngineEndedError(KvexportError):
+    """A call of an engine whose thread has ended."""
+
+
 # torch and ONNX Runtime raise errors of their own types.
 _NO_MEMORY = ("bad_alloc", "Failed to allocate memory", "can't allocate memory", "not enough memory")
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kvexport.engine.core import EngineCore
 from kvexport.engine.request import FINISHED, Request
-from kvexport.errors import KvexportError
+from kvexport.errors import EngineEndedError
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.engine")
@@ -60,12 +60,14 @@ class EngineThread:
             A future of the function's result.
 
         Raises:
-            KvexportError: The thread has ended.
+            EngineEndedError: The thread has ended. The future has this error if the thread ends before the call.
         """
         if self._dead:
-            raise KvexportError("the engine's thread has ended, so the engine answers nothing any more")
+            raise EngineEndedError("the engine's thread has ended, so the engine answers nothing any more")
         future: Future[T] = Future()
         self._calls.put((function, future))
+        if self._dead:  # the thread may have ended just before, and refused what waited then
+            self._refuse_calls()
         return future
 
     def end(self) -> None:
@@ -121,4 +123,4 @@ class EngineThread:
             while True:
                 _, future = self._calls.get(block=False)
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(KvexportError("the engine's thread has ended"))
+                    future.set_exception(EngineEndedError("the engine's thread has ended"))

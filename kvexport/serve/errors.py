@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvexport.errors import DeadlineError, EnvironmentProblem, KvexportError, QueueFullError, UsageError
+from kvexport.errors import (
+    DeadlineError,
+    EngineEndedError,
+    EnvironmentProblem,
+    KvexportError,
+    QueueFullError,
+    UsageError,
+)
 
 _OPENAI = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC = {**_OPENAI, 413: "request_too_large", 503: "overloaded_error"}
@@ -44,6 +51,11 @@ def overloaded(message: str, retry_after: int = 1) -> ApiError:
     return ApiError(503, message, code="overloaded", retry_after=retry_after)
 
 
+def engine_failed() -> ApiError:
+    """Return the error for a server whose engine has failed, which only a restart mends."""
+    return ApiError(500, "the engine has failed; the server's log says why", code="engine_failed")
+
+
 def api_error(error: BaseException) -> ApiError:
     """Return the HTTP error that a client sees for an exception."""
     if isinstance(error, ApiError):
@@ -52,6 +64,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, f"{error.problem} ({error.fix})" if error.fix else error.problem)
     if isinstance(error, QueueFullError | DeadlineError):
         return overloaded(error.problem)
+    if isinstance(error, EngineEndedError):
+        return engine_failed()
     if isinstance(error, EnvironmentProblem):
         return ApiError(501, f"{error.problem} ({error.fix})", code="not_installed")
     if isinstance(error, KvexportError):

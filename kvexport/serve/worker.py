@@ -1,26 +1,27 @@
-"""The thread that owns an engine. No other thread uses the engine.
+"""The engine of a server: a thread steps it, and the event loop hands it the requests of clients.
 
-The event loop queues calls, which this thread makes between two steps. After each step the thread posts the new tokens
-to the event loop, one message a step.
+No other thread uses the engine. The event loop queues calls, which the thread makes between two steps. After each step
+the thread posts the new tokens to the event loop, one message a step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import FINISHED, FinishReason, Request
+from kvexport.engine.thread import EngineThread
+from kvexport.errors import EngineEndedError
 from kvexport.language.token import Token
-from kvexport.serve.errors import ApiError, overloaded
+from kvexport.serve.errors import ApiError, engine_failed, overloaded
 from kvexport.serve.metrics import Metrics
 from kvexport.serve.tracing import Times, Tracing
 
@@ -142,10 +143,10 @@ class _Entry:
 
 
 class Worker:
-    """The engine's thread and its queue of calls.
+    """The requests of all clients, answered by an engine in a thread of its own.
 
     Args:
-        engine: The engine. Only the thread uses it once `start` was called.
+        engine: The engine. Only its thread uses it once `start` was called.
         metrics: Counts requests and tokens.
         room: Requests that may run and wait together.
         tracing: Exports the spans of finished requests.
@@ -161,24 +162,21 @@ class Worker:
         self.draining = False
         self.failed = False  # the thread has ended by an error: no request will be answered any more
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None]] = queue.SimpleQueue()
+        self._thread = EngineThread(engine, self._deliver, lambda _: self._to_loop(self._fail))
         self._entries: dict[int, _Entry] = {}
         self._jobs: set[Job] = set()
-        self._ending = False
 
     # The methods below run in the event loop's thread.
 
     def start(self) -> None:
         """Start the thread. Its messages go to the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="kvexport-engine", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
         """Whether the worker takes requests."""
-        return self._thread is not None and self._thread.is_alive() and not (self.draining or self.failed)
+        return self._thread.alive and not self.draining
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run `function` in the engine's thread, between two steps.
@@ -187,33 +185,29 @@ class Worker:
             A future of its result.
 
         Raises:
-            ApiError: The thread has ended.
+            EngineEndedError: The thread has ended. The future has this error if the thread ends before the call.
         """
-        assert self._loop is not None
-        if self.failed:
-            raise _failed()
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._calls.put((function, future))
-        return future
+        return asyncio.wrap_future(self._thread.call(function), loop=self._loop)
 
     async def submit(self, job: Job) -> None:
         """Queue the requests of a job for lanes. `cancel` must follow, whatever happens.
 
         Raises:
-            ApiError: The queue is full, the server is shutting down, or the thread has ended.
+            ApiError: The queue is full, the server is shutting down, or the thread has failed.
+            EngineEndedError: The thread has ended since the server heard of it last.
             UsageError: The engine cannot answer a request.
         """
         if self.failed:
-            raise _failed()
+            raise engine_failed()
         if self.draining:
             raise overloaded("the server is shutting down", 5)
         count = len(job.requests)
         if self.pending + count > self.room:
             waiting = max(0, self.pending - self.engine.max_batch)
             raise overloaded(f"the queue is full: {waiting} requests wait, and no more than that may")
+        added = self.call(lambda: self._add(job))
         self.pending += count
         self._jobs.add(job)
-        added = self.call(lambda: self._add(job))
         added.add_done_callback(lambda future: self._rejected(job) if future.exception() else None)
         await asyncio.shield(added)  # `_rejected` is called even if the client goes away now
 
@@ -224,7 +218,8 @@ class Worker:
     def cancel(self, job: Job) -> None:
         """Cancel requests of a job that still run. Their lanes are free at the next step."""
         if job.open and job in self._jobs:
-            self._calls.put((lambda: self._cancel(job), None))
+            with suppress(EngineEndedError):  # nothing of the job runs any more
+                self._thread.call(lambda: self._cancel(job)).add_done_callback(_log_error)
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, and wait for the running ones. After `seconds` they are cancelled."""
@@ -238,20 +233,16 @@ class Worker:
 
     async def close(self) -> None:
         """End the thread. Requests that still run are cancelled."""
-        self.draining = self._ending = True
-        self._calls.put((lambda: None, None))
-        if self._thread is not None:
-            while self._thread.is_alive():
-                await asyncio.sleep(0.005)
+        self.draining = True
+        with suppress(EngineEndedError):
+            await self.call(self._cancel_all)
+        self._thread.end()
+        await asyncio.to_thread(self._thread.join)
 
     def _fail(self) -> None:
         self.failed = True
         for job in self._jobs:
-            job.fail(_failed())
-        while not self._calls.empty():
-            _, future = self._calls.get()
-            if future is not None:
-                _settle(future, None, _failed())
+            job.fail(engine_failed())
 
     def _post(self, updates: Sequence[tuple[Job, Update]]) -> None:
         for job, update in updates:
@@ -263,44 +254,6 @@ class Worker:
                 self._jobs.discard(job)
 
     # The methods below run in the engine's thread.
-
-    def _run(self) -> None:
-        try:
-            while not self._ending:
-                self._make_calls()
-                if self.engine.busy and not self._ending:
-                    self._step()
-        except BaseException:
-            log.critical("the engine's thread has failed: the server answers nothing any more", exc_info=True)
-            self._to_loop(self._fail)
-            return
-        for job in {entry.job for entry in self._entries.values()}:
-            self._cancel(job)
-        self._make_calls(wait=False)
-
-    def _make_calls(self, wait: bool = True) -> None:
-        """Make all queued calls. If the engine is idle, wait for the next call."""
-        with suppress(queue.Empty):
-            while True:
-                function, future = self._calls.get(block=wait and not self.engine.busy and not self._ending)
-                result, error = None, None
-                try:
-                    result = function()
-                except Exception as caught:
-                    error = caught
-                if future is not None:
-                    self._to_loop(_settle, future, result, error)
-                elif error is not None:
-                    log.error("a call in the engine's thread failed", exc_info=error)
-
-    def _step(self) -> None:
-        try:
-            advanced = self.engine.step()
-        except Exception as error:
-            # The requests of the step carry the error; the others go on.
-            log.error("a step of the engine failed", exc_info=error)
-            advanced = [r for e in self._entries.values() if (r := e.job.requests[e.choice]).state is FINISHED]
-        self._deliver(advanced)
 
     def _deliver(self, requests: Sequence[Request]) -> None:
         now = time.perf_counter()
@@ -343,20 +296,16 @@ class Worker:
     def _cancel(self, job: Job) -> None:
         self._deliver([request for request in job.requests if self.engine.cancel(request.id)])
 
+    def _cancel_all(self) -> None:
+        for job in {entry.job for entry in self._entries.values()}:
+            self._cancel(job)
+
     def _to_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed, so nobody waits for the message
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _failed() -> ApiError:
-    return ApiError(500, "the engine has failed; the server's log says why", code="engine_failed")
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+def _log_error(call: Future[None]) -> None:
+    if (error := call.exception()) is not None and not isinstance(error, EngineEndedError):
+        log.error("a call in the engine's thread failed", exc_info=error)

@@ -42,11 +42,11 @@ def test_a_request_that_does_not_arrive_loses_its_connection(engine: Engine, mon
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     whole = f'{head}Content-Length: 14\r\n\r\n{{"prompt":"a"}}'
     with running(engine) as server:
-        alive = server.server.server_state.connections
-        for half in ("", "GET / HT", f"{head}Content-Length: 99\r\n\r\n", f"{whole}GET /heal"):
+        alive = server.connections
+        for count, half in enumerate(("", "GET / HT", f"{head}Content-Length: 99\r\n\r\n", f"{whole}GET /heal"), 1):
             client = Target(server.url, None).connect()  # type: ignore[arg-type]
             client.sendall(half.encode())
-            wait_until(lambda: len(alive) == 1)
+            wait_until(lambda count=count: alive.accepted == count)
             for _ in range(5):
                 try:
                     client.sendall(b"x")

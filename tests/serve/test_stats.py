@@ -31,6 +31,7 @@ def test_lanes_memory_and_slots_while_a_request_runs(engine: Engine, server: Run
     client.read_until(b"data:")
     seen = server.ask("/stats")[2]
     client.close()
+    server.wait_for_clients()  # the next test looks at lane 0
     assert seen["state_bytes"] == engine.plan.bytes(4) and len(seen["lanes"]) == 4
     assert seen["full_cache_bytes_per_token"] == 2 * 2 * (8 + 8) * 4  # layers, KV heads, a key and a value, float32
     lane = seen["lanes"][0]
@@ -65,6 +66,7 @@ def test_metrics_tell_of_the_lanes(engine: Engine, server: Running, slow: None) 
     client.read_until(b"data:")
     text = server.ask("/metrics")[2]
     client.close()
+    server.wait_for_clients()
     for line in (
         'vllm:num_requests_running{model_name="tiny"} 1.0',
         'vllm:num_requests_waiting{model_name="tiny"} 0.0',

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import socket
 import threading
 import time
@@ -13,7 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import kvexport
 from kvexport.engine.engine import Engine
@@ -40,17 +39,53 @@ def prompt(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(f"{role.get(m['role'], m['role'])} {m['content']}. " for m in messages) + "say "
 
 
+class Connections(set[Any]):
+    """The open connections of a server, as uvicorn keeps them.
+
+    Attributes:
+        accepted: How many connections were ever open.
+    """
+
+    accepted = 0
+
+    def add(self, connection: Any) -> None:
+        super().add(connection)
+        self.accepted += 1
+
+
 class Running:
-    """A server that runs. service: its own, to be looked at."""
+    """A server that runs.
+
+    Attributes:
+        url: The address of the server.
+        service: The service behind its routes.
+        server: The uvicorn server.
+        connections: Its open connections.
+    """
 
     def __init__(self, url: str, service: Any, server: Any) -> None:
         self.url, self.service, self.server = url, service, server
+        self.connections: Connections = server.server_state.connections
 
     def on_engine(self, function: Callable[[], T]) -> T:
-        """What `function` returns in the thread that owns the engine."""
-        worker, done = self.service.worker, queue.SimpleQueue[Any]()
-        worker._calls.put((lambda: done.put(function()), None))
-        return cast("T", done.get(timeout=60))
+        """Return the result of a call in the thread that steps the engine."""
+        return self.service.worker._thread.call(function).result(timeout=60)
+
+    def wait_for_clients(self, accepted: int = 0) -> None:
+        """Wait until every client has gone and nothing of its request is left.
+
+        A client that closed its connection may not have been accepted yet, and the request of one that was accepted
+        may reach the engine after all others have finished. So the conditions are awaited in the order in which a
+        request passes through the server: none of them can become false again.
+
+        Args:
+            accepted: The value of `connections.accepted` once the last client is accepted.
+        """
+        worker = self.service.worker
+        wait_until(lambda: self.connections.accepted >= accepted)
+        wait_until(lambda: not self.connections)
+        wait_until(lambda: not self.server.server_state.tasks)
+        wait_until(lambda: not (worker.pending or worker._entries or worker._jobs))
 
     def ask(
         self, path: str, body: Any = None, method: str = "", headers: Mapping[str, str] = {}
@@ -88,6 +123,7 @@ def running(engine: Engine, send_buffer: int = 0, **settings: Any) -> Iterator[R
     app = create_app(engine, allowed)
     ready = threading.Event()
     server = Server(app, ready.set)
+    server.server_state.connections = Connections()
     with listen("127.0.0.1", 0, allowed.stall) as listener:
         if send_buffer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

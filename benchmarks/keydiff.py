@@ -20,7 +20,7 @@ class KeyDiff(Method):
     summary: ClassVar[str] = "keys that differ from the mean key are kept; the rest is dropped"
     source: ClassVar[str] = "arXiv 2504.15364"
 
-    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+    def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Minus that cosine; [B, H, C]."""
         import torch
 

@@ -120,7 +120,7 @@ def costs(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> N
     for context in options.contexts:
         engine = m_engine(folder, context + 64, options)
         assert isinstance(engine.drafter, CacheDrafter)
-        full, own = engine.new_state(1), engine.drafter._part.state
+        full, own = engine.new_state(1), engine.drafter._selected.state
         fill(full, context, context)
         fill(own, BUDGET, context)
         sides: dict[str, Callable[[], float]] = {"drafter": partial(call, own, 1)}

@@ -174,7 +174,7 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
         geometry: The attention of each layer.
 
     Raises:
-        UsageError: If a budget, or that of `part_plan`, cannot hold the sinks, the recent slots and one more; if a
+        UsageError: If a budget, or that of `selected_plan`, cannot hold the sinks, the recent slots and one more; if a
             cache would have more slots than int32 can count; for rows of an odd size in int4; for positions in the
             cache if layers would hold different numbers of entries; and for speculation and periodic selections over a
             cache that merges.
@@ -195,7 +195,7 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     caches = [_planned(recipe, method, *cache) for cache in zip(names, geometries, budgets, strict=True)]
     _require_no_merges(recipe, names, caches, method)
     plan = CachePlan(tuple(caches))
-    part_plan(recipe, plan)  # raises an error if its budget is too small
+    selected_plan(recipe, plan)  # raises an error if its budget is too small
     return plan
 
 
@@ -249,7 +249,7 @@ def _recent(recipe: Recipe, budget: int) -> int:
     return int(recent * budget) if isinstance(recent, float) else recent
 
 
-def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
+def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
     """Return the plan of the smaller cache into which selected entries of a full cache are copied, or None without one.
 
     Drafts (`speculate.draft: cache`) or decode steps (`cache.periodic`) read this smaller cache. It has room for the
@@ -264,7 +264,7 @@ def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
     """
     speculate, periodic = recipe.speculate, recipe.cache.periodic
     if periodic.slots is not None:
-        budget, slots = periodic.chosen, periodic.slots
+        budget, slots = periodic.selected, periodic.slots
         label, key = f"cache.periodic.slots {slots}, of which {budget} are selected,", "cache.periodic.slots"
     elif speculate.draft == "cache":
         budget, slots = speculate.budget, speculate.budget + speculate.rebuild + speculate.tokens
@@ -310,13 +310,13 @@ def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
 
 
 def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
-    """Return the bytes of the KV cache state of `sequences` sequences: the caches of `plan` and those of `part_plan`.
+    """Return the bytes of the KV caches of `sequences` sequences: those of `plan` and those of `selected_plan`.
 
     The latter count twice if the next selection is copied while steps still read the last one.
     """
-    part = part_plan(recipe, plan)
+    selected = selected_plan(recipe, plan)
     copies = 2 if recipe.cache.periodic.slots is not None and recipe.cache.periodic.delay else 1
-    return plan.bytes(sequences) + (copies * part.bytes(sequences) if part is not None else 0)
+    return plan.bytes(sequences) + (copies * selected.bytes(sequences) if selected is not None else 0)
 
 
 def _require_no_merges(recipe: Recipe, names: Sequence[str], caches: Sequence[LayerCache], method: Method) -> None:

@@ -24,30 +24,31 @@ _CHUNK = 4 << 20  # with smaller blocks, a thread that shares the interpreter wi
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, str] | None = None) -> None:
+def write_manifest(staging: Path, content: dict[str, Any], *, known: Mapping[str, str] | None = None) -> None:
     """Write an artifact's `manifest.json`: `content`, and the digest and size of every file.
 
     The added fields are `format`, `contract_version`, `manifest_sha256` and `files`. `files` maps every file of the
-    stage, as a relative POSIX path, to {"sha256": hex, "bytes": size}. Call this function last: a stage with a file
-    that is not listed is refused.
+    staging folder, as a relative POSIX path, to {"sha256": hex, "bytes": size}. Call this function last: a staging
+    folder with a file that is not listed is refused.
 
     Args:
-        stage: The directory of the stage.
+        staging: The staging folder.
         content: The other fields, as JSON can represent them, without NaN.
         known: Digests of files that were hashed while they were written (`HashingWriter`). These files are not read
             again.
 
     Raises:
-        KvexportError: If the stage contains a link or an unsafe name, or `content` has a field of this function.
+        KvexportError: If the staging folder contains a link or an unsafe name, or `content` has a field of this
+            function.
     """
-    entries = {name: entry for name, entry in scan(stage).items() if name != MANIFEST}
+    entries = {name: entry for name, entry in scan(staging).items() if name != MANIFEST}
     known = dict(known or {})
     for name, entry in entries.items():
         if problem := _name_problem(name) or _kind_problem(entry):
             raise KvexportError(f"the build wrote {name!r}, which cannot be part of an artifact: {problem}")
     if wrong := [name for name, digest in known.items() if name not in entries or not _SHA256.fullmatch(digest)]:
         raise KvexportError(
-            f"`known` has an entry for {wrong[0]!r}, which is not in the stage or whose digest is no SHA-256"
+            f"`known` has an entry for {wrong[0]!r}, which is not in the staging folder or whose digest is no SHA-256"
         )
     header = {"format": FORMAT, "contract_version": CONTRACT_VERSION}
     if clash := [
@@ -57,7 +58,7 @@ def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, 
             f"the manifest's field '{clash[0]}' is reserved for write_manifest: leave it out of the content"
         )
     unknown = [name for name in entries if name not in known]
-    known.update(zip(unknown, file_digests(stage, unknown), strict=True))
+    known.update(zip(unknown, file_digests(staging, unknown), strict=True))
     files = {name: {"sha256": known[name], "bytes": entry.st_size} for name, entry in entries.items()}
     # A round trip through JSON gives tuples and integer keys the form that a reader sees, before the manifest is sorted
     # and digested.
@@ -66,8 +67,8 @@ def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, 
     text = "".join(_written_form(manifest)).encode()
     if len(text) > MANIFEST_LIMIT:
         raise KvexportError(f"the manifest would be {len(text)} bytes, more than the {MANIFEST_LIMIT} a reader accepts")
-    (stage / MANIFEST).unlink(missing_ok=True)
-    (stage / MANIFEST).write_bytes(text)
+    (staging / MANIFEST).unlink(missing_ok=True)
+    (staging / MANIFEST).write_bytes(text)
 
 
 class HashingWriter:

@@ -26,13 +26,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def stage(target: Path) -> Iterator[Path]:
+def staging(target: Path) -> Iterator[Path]:
     """Yield a fresh directory to write an artifact into, and publish it as `target` when the block ends.
 
     Publication is one step, after a sync. The block must end with `write_manifest`. An artifact at `target` stays
     readable until it is exchanged for the new one. It is then deleted with everything else in its directory. If the
-    block raises, the stage is removed and `target` stays unchanged. After a kill -9 `target` is absent, the old
-    artifact or the new one, and the next call removes everything that was left next to it.
+    block raises, the staging folder is removed and `target` stays unchanged. After a kill -9 `target` is absent, the
+    old artifact or the new one, and the next call removes everything that was left next to it.
 
     Args:
         target: The directory of the artifact.
@@ -49,7 +49,7 @@ def stage(target: Path) -> Iterator[Path]:
     try:
         _tidy(target)
         _refuse_foreign(target)
-        work = _stage_name(target)
+        work = _staging_name(target)
         try:
             work.mkdir()
             yield work
@@ -58,7 +58,7 @@ def stage(target: Path) -> Iterator[Path]:
             _publish(work, target)
         except BaseException as error:
             try:
-                # Determined before the stage is removed, which frees space.
+                # Determined before the staging folder is removed, which frees space.
                 full = _disk_full(error, work)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
@@ -159,7 +159,7 @@ def beside(target: Path, suffix: str) -> Path:
     return target.with_name(f".{target.name}.{suffix}")
 
 
-def _stage_name(target: Path) -> Path:
+def _staging_name(target: Path) -> Path:
     return beside(target, f"stage-{secrets.token_hex(8)}")
 
 
@@ -235,16 +235,15 @@ def _tidy(target: Path) -> None:
     The caller has the lock of `target`.
     """
     old = beside(target, "old")
-    stages = re.compile(re.escape(f".{target.name}.stage-") + "[0-9a-f]{16}")
+    staging_names = re.compile(re.escape(f".{target.name}.stage-") + "[0-9a-f]{16}")
     try:
         restore(target)
         if is_artifact(old) and is_artifact(target):
-            # Only complete artifacts have the old name. One to be deleted is first renamed to a stage.
-            old.rename(_stage_name(target))
+            # Only complete artifacts have the old name. One to be deleted is first renamed to a staging folder.
+            old.rename(_staging_name(target))
         with os.scandir(target.parent) as entries:
-            stale = [
-                entry.path for entry in entries if stages.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
+            left = (entry for entry in entries if staging_names.fullmatch(entry.name))
+            stale = [entry.path for entry in left if entry.is_dir(follow_symlinks=False)]
         for path in stale:
             shutil.rmtree(path)
     except OSError as error:
@@ -290,7 +289,7 @@ def _sync(path: Path) -> None:
 
 
 def _publish(work: Path, target: Path) -> None:
-    """Move the synced stage of a build to the target; the old contents of the target are at `work` afterwards."""
+    """Move the synced staging folder to the target; the old contents of the target are at `work` afterwards."""
     _refuse_foreign(target)
     try:
         if not (os.path.lexists(target) and any(target.iterdir())):

@@ -81,8 +81,8 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
         )
     if kind == "state" and manifest.recipe.cache.periodic.slots is not None:
         raise UsageError(
-            "the artifact decodes over a part of its cache (cache.periodic.slots), and Triton calls one ONNX graph, "
-            "which reads all of it: its tokens would not be the engine's",
+            "the artifact decodes over selected entries of its cache (cache.periodic.slots), and Triton calls one ONNX "
+            "graph, which reads all of it: its tokens would not be the engine's",
             "--kind python",
         )
     with replaced(out, "Triton model repository", is_repository) as work:

@@ -21,7 +21,7 @@ from kvexport.cache import CachePlan
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
 from kvexport.errors import KvexportError
-from kvexport.state.cache_part import CachePart, LaneTensors, Slots
+from kvexport.state.selected_cache import LaneTensors, SelectedCache, Slots
 
 # The largest share of a step's bytes that a draft step may read. Two drafted tokens, each accepted with a probability
 # of 0.8, still pay then if the call that verifies them costs 1.2 steps.
@@ -50,7 +50,7 @@ class CacheDrafter:
     Args:
         manifest: The artifact's manifest.
         model: The loaded model.
-        plan: The plan of the drafter's own caches (`kvexport.cache.part_plan`).
+        plan: The plan of the drafter's own caches (`kvexport.cache.selected_plan`).
 
     Raises:
         UsageError: The state is not in the host's memory.
@@ -61,7 +61,7 @@ class CacheDrafter:
         self._max_length = manifest.limits.max_length
         files = manifest.files.items()  # copied and linked weights
         self._weights = sum(x.bytes for name, x in files if name.endswith(".weights") or name.startswith("weights/"))
-        self._part = CachePart(
+        self._selected = SelectedCache(
             manifest,
             model,
             plan,
@@ -80,7 +80,7 @@ class CacheDrafter:
         left = [self._most(request, lanes) for request in requests]
         if max(left) < 1 or (self._settings.after is None and not self._pays(requests, lanes)):
             return drafts
-        self._part.make(requests[-1].lane + 1)
+        self._selected.extend(requests[-1].lane + 1)
         for request, count in zip(requests, left, strict=True):
             if count:
                 self._copy(request, lanes)
@@ -90,7 +90,7 @@ class CacheDrafter:
         while any(left):
             for i, request in enumerate(requests):
                 ids[request.lane], counts[request.lane] = last[i], left[i] > 0
-            logits = self._part.state.decode(ids, counts)
+            logits = self._selected.state.decode(ids, counts)
             for i in [i for i, count in enumerate(left) if count]:
                 try:
                     last[i] = samplers[i].next(logits[requests[i].lane, 0])
@@ -119,22 +119,22 @@ class CacheDrafter:
         The entries since the last copy are added, or all entries are selected again.
         """
         lane, length = request.lane, lanes.length[request.lane]
-        full, own = lanes.view(lane), self._part.view(lane)
+        full, own = lanes.view(lane), self._selected.view(lane)
         assert full is not None
         held, layers = self._copied.get(lane), range(len(self._plan.caches))
         new = length - held.length if held is not None and held.request is request else -1
         if held is None or new < 0 or held.since + new > self._settings.rebuild:
             held, new = _Copied(request, length, [0] * len(layers)), 0
-            scores = [full[f"past_key_values.{i}.score"][:, 0] if self._part.scored else None for i in layers]
-            chosen = [self._part.chosen(i, scores[i], self._used(i, full, length)) for i in layers]
+            scores = [full[f"past_key_values.{i}.score"][:, 0] if self._selected.scored else None for i in layers]
+            selected = [self._selected.select(i, scores[i], self._used(i, full, length)) for i in layers]
         else:
-            chosen = [np.arange(new)[None] + (self._used(i, full, length) - new) for i in layers]
+            selected = [np.arange(new)[None] + (self._used(i, full, length) - new) for i in layers]
         for i in layers:
-            self._part.copy(i, full, own, self._slots(i, full, chosen[i]), held.used[i])
-            held.used[i] += chosen[i].shape[1]
+            self._selected.copy(i, full, own, self._slots(i, full, selected[i]), held.used[i])
+            held.used[i] += selected[i].shape[1]
         held.length, held.since = length, held.since + new
         self._copied[lane] = held
-        self._part.state.write(lane, {}, length)
+        self._selected.state.write(lane, {}, length)
 
     def _used(self, i: int, full: Mapping[str, NDArray[Any]], length: int) -> int:
         """Return the number of slots that the full KV cache of layer `i` uses."""

@@ -187,7 +187,7 @@ class Request:
             processors=self.processors,
         )
 
-    def prepare(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
+    def initialize(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
         """Set the token ids, sampler and detokenizer of a request before it waits for a lane.
 
         Args:

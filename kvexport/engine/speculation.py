@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.base import LoadedModel
-from kvexport.cache import part_plan
+from kvexport.cache import selected_plan
 from kvexport.engine.cache_drafter import CacheDrafter
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
@@ -35,7 +35,7 @@ def drafter_of(manifest: Manifest, model: LoadedModel) -> Drafter | None:
         UsageError: The recipe's drafts cannot be made on this backend.
     """
     speculate = manifest.recipe.speculate
-    plan = part_plan(manifest.recipe, manifest.cache)
+    plan = selected_plan(manifest.recipe, manifest.cache)
     if speculate.draft == "cache" and plan is not None:
         return CacheDrafter(manifest, model, plan)
     if speculate.draft is None:

@@ -65,7 +65,7 @@ def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: G
         done = len(ids)  # the next step decodes from the last token
     elif done >= len(ids):
         raise UsageError("the snapshot has nothing to go on with", "give at least one token")
-    request.prepare(ids, sampler, text, done)
+    request.initialize(ids, sampler, text, done)
 
 
 def encode(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvexport import backends
 from kvexport.artifact.digests import write_manifest
-from kvexport.artifact.publish import stage
+from kvexport.artifact.publish import staging
 from kvexport.cache import CachePlan, plan_cache
 from kvexport.export.model.shape import ModelShape
 from kvexport.recipe.fields import Recipe
@@ -95,7 +95,7 @@ def build(
     if recipe.backend.tensor_parallel > 1:
         backend.require_ranks(recipe)
     prepare = None if graphs_only else backend.preparation(recipe)
-    with stage(out) as folder, _collector_paused():
+    with staging(out) as folder, _collector_paused():
         from kvexport.export import stages
         from kvexport.export.texts import copy_texts
 

@@ -17,7 +17,7 @@ import yaml
 
 from kvexport import backends
 from kvexport.artifact.digests import write_manifest
-from kvexport.artifact.publish import stage
+from kvexport.artifact.publish import staging
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.recipe.fields import Recipe
@@ -67,7 +67,7 @@ def rebuild(
     prepare = backend.preparation(recipe)
     assert prepare is not None
     target = source if out is None else out
-    with stage(target) as folder:
+    with staging(target) as folder:
         digests = {file: entry.sha256 for file, entry in manifest.files.items() if file not in backend.prepared}
         with progress("taking over the graphs", None):
             for file in digests:

@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from kvexport import backends
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
-from kvexport.cache import CachePlan, cache_geometry, cache_notes, part_plan
+from kvexport.cache import CachePlan, cache_geometry, cache_notes, selected_plan
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
 from kvexport.export.graph.graphs import attention_functions, finish_decoder, merge_model, open_slots
@@ -124,7 +124,7 @@ def trace_and_write(
     Args:
         ranks: The model and its weights.
         recipe: The recipe.
-        folder: The stage of the artifact.
+        folder: The staging folder of the artifact.
         shared: Weights of an earlier build, to which the artifact links if they are the same.
         progress: Shows the bytes of weights that are written.
     """
@@ -168,7 +168,7 @@ def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> 
         )
         for rank, specs in enumerate(ranks.specs)
     ]
-    if part_plan(recipe, shape.plan) is not None:
+    if selected_plan(recipe, shape.plan) is not None:
         open_slots(decoders[0], shape.plan)
     graphs = Graphs(
         "decoder.onnx",

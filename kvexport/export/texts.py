@@ -1,6 +1,7 @@
 """The copy of a checkpoint's small files (tokenizer, chat template, JSON) into an artifact.
 
-The copied files are read from the stage as an engine will read them, before the artifact replaces one that works.
+The copied files are read from the staging folder as an engine will read them, before the artifact replaces one that
+works.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MOST_STOPS = 64  # each is compared with the text after every token; kvexport s
 
 
 def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
-    """Copy tokenizer files, chat template and JSON files of a checkpoint into the stage `folder`, and load them.
+    """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder, and load them.
 
     Raises:
         UsageError: A link leads out of the checkpoint, a tokenizer or chat template cannot be read, or the generation

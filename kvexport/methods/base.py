@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvexport.methods.slots import Call, Evicted, Slots, Statistic
+from kvexport.methods.slots import Evicted, NewTokens, Slots, Statistic
 from kvexport.schema.policy import MergePolicy
 from kvexport.schema.state import StateTensor
 
@@ -75,13 +75,13 @@ class Method(BaseModel):
         """The number of recent queries in the method's ring buffer of reference queries, or 0 without a ring buffer."""
         return 0
 
-    def update(self, extra: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...]:
+    def update(self, extra: tuple[Tensor, ...], new: NewTokens) -> tuple[Tensor, ...]:
         """Return the tensors of `extra_state` after one call of VoteAttention; by default unchanged.
 
         Args:
             extra: The tensors before the call. In tensors that have one row for each slot, the rows of slots that this
                 call appended are zero.
-            call: The tokens of the call. A sequence without real tokens must keep its tensors unchanged.
+            new: The tokens of the call. A sequence without real tokens must keep its tensors unchanged.
 
         Returns:
             The new tensors, in the order of `extra_state`.
@@ -92,15 +92,15 @@ class Method(BaseModel):
         """Return the method's rule as data for the native kernels, or None if it overrides `keep_score` or `merge`."""
         return None
 
-    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+    def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Return the keep score of every cache slot: the lowest are evicted first, ties by lowest position.
 
         By default the policy defines the score.
 
         Args:
             slots: The layer's cache.
-            target: [B, H, C] bool. True for occupied slots that are neither sinks nor recent. Scores of other slots
-                have no effect.
+            unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent. Scores of other
+                slots have no effect.
             count: The largest number of slots that a head evicts.
 
         Returns:
@@ -114,7 +114,7 @@ class Method(BaseModel):
         policy = self.policy()
         if policy is None:
             raise NotImplementedError(f"{self.name} has neither a policy nor a keep_score")
-        return keep_score(policy, slots, target, count)
+        return keep_score(policy, slots, unprotected, count)
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
         """Return a layer's KV cache after evicted slots have merged into kept ones.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from kvexport.methods.merging import Merging
-from kvexport.methods.slots import Call, gather_rows
+from kvexport.methods.slots import NewTokens, gather_rows
 from kvexport.schema.policy import Fit
 from kvexport.schema.state import StateTensor
 
@@ -47,7 +47,7 @@ class Fitting(Merging):
         """The number of recent queries in the method's ring buffer."""
         return self.queries
 
-    def update(self, extra: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...]:
+    def update(self, extra: tuple[Tensor, ...], new: NewTokens) -> tuple[Tensor, ...]:
         """Return the ring buffer of recent queries with the queries of one attention call appended.
 
         The queries are ordered by token and then by query head.
@@ -56,14 +56,14 @@ class Fitting(Merging):
 
         ring, seen = extra
         batch, heads, rows, size = ring.shape
-        group, tokens = call.query.shape[1] // heads, call.query.shape[2]
-        query = (call.query.float() * call.scale).reshape(batch, heads, group, tokens, size)
-        new_seen = (call.position + 1).to(torch.int32)[:, None, :, None].expand(batch, heads, tokens, group)
+        group, tokens = new.query.shape[1] // heads, new.query.shape[2]
+        query = (new.query.float() * new.scale).reshape(batch, heads, group, tokens, size)
+        new_seen = (new.position + 1).to(torch.int32)[:, None, :, None].expand(batch, heads, tokens, group)
         query = torch.cat([ring, query.transpose(2, 3).reshape(batch, heads, -1, size)], dim=2)
         seen = torch.cat([seen, new_seen.reshape(batch, heads, -1)], dim=2)
         # The ring drops as many rows at its front as real queries arrived. The window below ends before the padding,
         # which comes last.
-        first = call.real.to(torch.int64).sum(-1)[:, None, None] * group
+        first = new.real.to(torch.int64).sum(-1)[:, None, None] * group
         index = (first + torch.arange(rows, device=ring.device)).expand(batch, heads, rows)
         return gather_rows(query, index), gather_rows(seen, index)
 

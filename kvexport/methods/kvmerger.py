@@ -44,7 +44,7 @@ class KVMerger(Merging):
     sigma: float = Field(0.0, ge=0.0)
     value_scale: Literal["mean", "set_size"] = "mean"
 
-    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+    def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Return the keep score [B, H, C] of every cache slot, by which slots are evicted, lowest first.
 
         Slots of a run of similar tokens, other than the run's pivot, have the lowest scores. All other slots follow by
@@ -52,10 +52,10 @@ class KVMerger(Merging):
         """
         import torch
 
-        importance = self.importance(slots, target)
-        pivot = self._pivots(slots, target, importance, count)
-        place = torch.arange(target.shape[-1], device=target.device)
-        others = ranks(torch.where(target, importance, torch.inf)) + target.shape[-1]
+        importance = self.importance(slots, unprotected)
+        pivot = self._pivots(slots, unprotected, importance, count)
+        place = torch.arange(unprotected.shape[-1], device=unprotected.device)
+        others = ranks(torch.where(unprotected, importance, torch.inf)) + unprotected.shape[-1]
         return torch.where(pivot != place, place, others).float()
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
@@ -66,8 +66,8 @@ class KVMerger(Merging):
         """
         import torch
 
-        count, free = evicted.index.shape[-1], evicted.unprotected
-        targets = self._pivots(slots, free, self.importance(slots, free), count).gather(-1, evicted.index)
+        count, unprotected = evicted.index.shape[-1], evicted.unprotected
+        targets = self._pivots(slots, unprotected, self.importance(slots, unprotected), count).gather(-1, evicted.index)
         merges = evicted.occupied & (targets != evicted.index) & evicted.can_receive.gather(-1, targets)
         sets = merge_sets(evicted, targets, merges)
         pivot, other = sets.pair(slots.key)
@@ -86,18 +86,18 @@ class KVMerger(Merging):
             value = sets.mean(slots.value, ones, gaussian)
         return sets.write(slots, key, value, votes, sets.scores(slots, self.statistics))
 
-    def _pivots(self, slots: Slots, free: Tensor, importance: Tensor, count: int) -> Tensor:
+    def _pivots(self, slots: Slots, unprotected: Tensor, importance: Tensor, count: int) -> Tensor:
         """Return the pivot slot that each slot's run of similar tokens merges into; [B, H, C] int64.
 
         A slot that is in no run is its own pivot.
         """
         import torch
 
-        capacity = free.shape[-1]
-        place = torch.arange(capacity, device=free.device).expand_as(importance)
-        rank = ranks(torch.where(free, -importance, torch.inf))  # 0: the most attended
-        light = free & (rank >= (self.heavy * free.sum(-1, keepdim=True)).floor())
-        before = torch.clamp(torch.arange(capacity, device=free.device) - 1, min=0)
+        capacity = unprotected.shape[-1]
+        place = torch.arange(capacity, device=unprotected.device).expand_as(importance)
+        rank = ranks(torch.where(unprotected, -importance, torch.inf))  # 0: the most attended
+        light = unprotected & (rank >= (self.heavy * unprotected.sum(-1, keepdim=True)).floor())
+        before = torch.clamp(torch.arange(capacity, device=unprotected.device) - 1, min=0)
         keys = unit(slots.key)
         cosine = (keys * gather_rows(keys, before.expand_as(rank))).sum(-1)
         similar = light & light.index_select(-1, before) & (place > 0) & (cosine > self.threshold)

@@ -61,17 +61,21 @@ class Merging(Method):
         selector = SELECTORS[self.selector]().policy()
         return replace(policy, select=selector.select, pooled=selector.pooled, mean_adds=False)
 
-    def importance(self, slots: Slots, target: Tensor) -> Tensor:
+    def importance(self, slots: Slots, unprotected: Tensor) -> Tensor:
         """Return the importance of every cache slot, [B, H, C] float32, which ranks slots if a method has no policy.
 
         Args:
             slots: The layer's cache.
-            target: [B, H, C] bool. True for occupied slots that are neither sinks nor recent.
+            unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent.
         """
         from kvexport.methods.primitives.select import importance
 
-        return importance(self.selected(MergePolicy(select="score")), slots, target)
+        return importance(self.selected(MergePolicy(select="score")), slots, unprotected)
 
-    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+    def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Return the keep score [B, H, C] of every cache slot: that of the policy, or without one the importance."""
-        return self.importance(slots, target) if self.policy() is None else super().keep_score(slots, target, count)
+        return (
+            self.importance(slots, unprotected)
+            if self.policy() is None
+            else super().keep_score(slots, unprotected, count)
+        )

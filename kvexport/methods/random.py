@@ -24,7 +24,7 @@ class Random(Method):
 
     seed: int = Field(0, ge=0, lt=2**31, description="The seed of the hash.")
 
-    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+    def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Return a random keep score for each cache slot: the upper 24 bits of a hash of its position, as float32.
 
         The hash has three rounds of ``x = (x m + seed) mod 2^32``, each followed by an exchange of the 16-bit halves.

@@ -93,7 +93,7 @@ class Evicted:
 
 
 @dataclass(frozen=True)
-class Call:
+class NewTokens:
     """The tokens of one call of VoteAttention, for `Method.update`.
 
     Attributes:

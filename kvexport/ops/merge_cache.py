@@ -116,13 +116,13 @@ def merge_cache(
             slots.position > now - (attributes.recent if recent is None else recent),
         )
         protected = used & (sink | late)
-        target = used & ~protected
-        keep_score = attributes.method.keep_score(slots, target, evicted_rows.shape[0])
+        unprotected = used & ~protected
+        keep_score = attributes.method.keep_score(slots, unprotected, evicted_rows.shape[0])
         keep_score = torch.where(protected, torch.inf, torch.where(used, keep_score, -torch.inf))
         index = keep_score.sort(dim=-1, stable=True).indices[:, :, : evicted_rows.shape[0]]
         stays = torch.ones_like(used).scatter(-1, index, torch.zeros_like(index, dtype=torch.bool))
-        receives = used & ~sink if attributes.method.recent_receives else target
-        evicted = Evicted(index, used.gather(-1, index), receives & stays, target)
+        receives = used & ~sink if attributes.method.recent_receives else unprotected
+        evicted = Evicted(index, used.gather(-1, index), receives & stays, unprotected)
         slots = attributes.method.merge(slots, evicted)
         kept = used & stays
     row = torch.arange(order.shape[-1], device=votes.device).expand_as(order)

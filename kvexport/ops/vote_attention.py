@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvexport.methods.base import Method
-from kvexport.methods.slots import Call, Statistic, along
+from kvexport.methods.slots import NewTokens, Statistic, along
 from kvexport.ops.small_cache import dequantized, is_small, quantized, rotated_by_hadamard
 
 # The logarithm of zero, and the bias of an invisible slot. It is finite, so that the difference of two of them is not
@@ -146,8 +146,8 @@ def vote_attention(
         updated.append(torch.where(occupied, score, past))
     scales = (*key_scale, *value_scale)
     state = (present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position, *scales)
-    call = Call(query, key, value, position, real, attributes.scale)
-    return (output, *state, *_extra(attributes.method, past_extra[len(scales) :], fresh, call))
+    new = NewTokens(query, key, value, position, real, attributes.scale)
+    return (output, *state, *_extra(attributes.method, past_extra[len(scales) :], fresh, new))
 
 
 def _appended(
@@ -186,14 +186,14 @@ def capped(logits: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
     return torch.tanh(logits / attributes.softcap) * attributes.softcap if attributes.softcap else logits
 
 
-def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, call: Call) -> tuple[Tensor, ...]:
+def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, new: NewTokens) -> tuple[Tensor, ...]:
     """Return the state tensors that a compression method keeps of its own, after one call of attention.
 
     Args:
         method: The method, or None for a method without extra state.
         past: The state before the call.
         fresh: [B, H, C] bool, the slots that this call appended, whose state starts at zero.
-        call: The tokens of the call.
+        new: The tokens of the call.
     """
     if method is None:
         return past
@@ -201,7 +201,7 @@ def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, call:
     for tensor, x in zip(method.extra_state, past, strict=True):
         axis = tensor.slot_axis
         emptied.append(x if axis is None else torch.where(along(fresh, axis, x.dim()), torch.zeros_like(x), x))
-    return method.update(tuple(emptied), call)
+    return method.update(tuple(emptied), new)
 
 
 def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[Tensor, Tensor]:

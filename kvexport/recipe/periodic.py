@@ -43,7 +43,7 @@ class PeriodicSection(RecipeSection):
     )
 
     @property
-    def chosen(self) -> int:
+    def selected(self) -> int:
         """The number of slots of a layer that a selection from the full cache fills.
 
         The remaining slots take the tokens until the next selection.
@@ -70,7 +70,7 @@ class PeriodicSection(RecipeSection):
                 f"cache.periodic.delay {self.delay} is too long for cache.periodic.every {self.every}: the next "
                 "selection would begin before this one is read"
             )
-        if self.chosen < 1:
+        if self.selected < 1:
             raise ValueError(
                 f"cache.periodic.slots {self.slots} leaves no slot to select: cache.periodic.every {self.every} and "
                 f"delay {self.delay} slots stay free for the tokens between two selections"

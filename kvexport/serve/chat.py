@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.serve.answers import TokenTexts
 from kvexport.serve.conversation import Conversation, Prepared, template_messages, template_variables
+from kvexport.serve.deltas import Answer, Delta
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, refuse
-from kvexport.serve.parts import Answer, Part
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import DONE, error_event, event
@@ -63,7 +63,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     model = service.check_model(body.model)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = body.max_completion_tokens or body.max_tokens
-    prepared = await service.prepare(body.conversation(request), body, limit, logprobs=logprobs)
+    prepared = await service.requests_for(body.conversation(request), body, limit, logprobs=logprobs)
     texts = TokenTexts(service.engine.tokenizer) if body.logprobs else None
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
     if body.stream:
@@ -117,8 +117,8 @@ class ChatStream:
         i, answer = update.choice, self._answers[update.choice]
         logprobs = self._texts.chat(update.tokens) if self._texts is not None and update.tokens else None
         chunks = []
-        for part in answer.update(update):
-            chunks.append(self._chunk(i, _delta(part), logprobs))
+        for delta in answer.update(update):
+            chunks.append(self._chunk(i, _fields(delta), logprobs))
             logprobs = None
         if logprobs:  # the text waits while a character or a stop string is incomplete
             chunks.append(self._chunk(i, {}, logprobs))
@@ -143,12 +143,12 @@ class ChatStream:
         return event({**self._head, "choices": [choice], **({"usage": None} if self._usage else {})})
 
 
-def _delta(part: Part) -> dict[str, Any]:
-    if part.kind == "text":
-        return {"content": part.text}
-    if part.kind == "reasoning":
-        return {"reasoning_content": part.text}
-    if part.kind == "arguments":
-        return {"tool_calls": [{"index": part.nth, "function": {"arguments": part.text}}]}
-    function = {"name": part.name, "arguments": ""}
-    return {"tool_calls": [{"index": part.nth, "id": part.id, "type": "function", "function": function}]}
+def _fields(delta: Delta) -> dict[str, Any]:
+    if delta.kind == "text":
+        return {"content": delta.text}
+    if delta.kind == "reasoning":
+        return {"reasoning_content": delta.text}
+    if delta.kind == "arguments":
+        return {"tool_calls": [{"index": delta.nth, "function": {"arguments": delta.text}}]}
+    function = {"name": delta.name, "arguments": ""}
+    return {"tool_calls": [{"index": delta.nth, "id": delta.id, "type": "function", "function": function}]}

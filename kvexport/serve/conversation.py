@@ -13,8 +13,8 @@ from kvexport.language.reasoning import Reader, ReasoningReader, reasoning_token
 from kvexport.language.tools import CallForm, Tool
 from kvexport.serve.answers import text_of as text_of_tokens
 from kvexport.serve.answers import usage_of
+from kvexport.serve.deltas import Answer, PlainReader
 from kvexport.serve.errors import ApiError
-from kvexport.serve.parts import Answer, PlainReader
 from kvexport.serve.sessions import RESTARTED, Start
 
 

@@ -15,10 +15,10 @@ from kvexport.engine.request import Request as EngineRequest
 from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import stop_string
 from kvexport.serve.conversation import Conversation, Prepared, text_of
+from kvexport.serve.deltas import Delta
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import MOST_STOPS, Body, Sampling, StopString
 from kvexport.serve.forms import response_form
-from kvexport.serve.parts import Part
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import error_event, event
@@ -102,7 +102,7 @@ async def messages(service: Service, request: Request) -> Response:
     conversation.variables = body.template_variables(service)
     conversation.session = session_name(request, body.session_id)
     conversation.form = response_form((body.output_config or {}).get("format"), "output_config.format")
-    prepared = await service.prepare(conversation, body.sampling(), body.max_tokens)
+    prepared = await service.requests_for(conversation, body.sampling(), body.max_tokens)
     stream = MessageStream({"id": f"msg_{uuid.uuid4().hex}", "model": model}, prepared)
     if body.stream:
         return await service.stream(prepared, stream)
@@ -153,22 +153,22 @@ class MessageStream:
 
     def add(self, update: Update) -> bytes:
         """Return the server-sent events with the new text, reasoning or tool calls of the message."""
-        return b"".join(map(self._part, self._answer.update(update)))
+        return b"".join(map(self._events_of, self._answer.update(update)))
 
-    def _part(self, part: Part) -> bytes:
-        if part.kind == "call":
-            block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+    def _events_of(self, delta: Delta) -> bytes:
+        if delta.kind == "call":
+            block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
             return self._close() + self._begin("tool_use", block)
-        if part.kind == "arguments":
-            return self._delta({"type": "input_json_delta", "partial_json": part.text})
+        if delta.kind == "arguments":
+            return self._delta({"type": "input_json_delta", "partial_json": delta.text})
         start = b""
-        if part.kind == "reasoning":
+        if delta.kind == "reasoning":
             if self._open != "thinking":
                 start = self._close() + self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            return start + self._delta({"type": "thinking_delta", "thinking": part.text})
+            return start + self._delta({"type": "thinking_delta", "thinking": delta.text})
         if self._open != "text":
             start = self._close() + self._begin("text", {"type": "text", "text": ""})
-        return start + self._delta({"type": "text_delta", "text": part.text})
+        return start + self._delta({"type": "text_delta", "text": delta.text})
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         self._block, self._open = self._block + 1, kind

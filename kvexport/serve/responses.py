@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.serve.conversation import Conversation, Prepared, template_messages
+from kvexport.serve.deltas import Answer, Delta
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Sampling, refuse
 from kvexport.serve.forms import response_form
-from kvexport.serve.parts import Answer, Part
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import event
@@ -73,7 +73,7 @@ async def create_response(service: Service, request: Request) -> Response:
     conversation.session = session_name(request, None)
     conversation.form = response_form((body.text or {}).get("format"), "text.format")
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p)
-    prepared = await service.prepare(conversation, sampling, body.max_output_tokens)
+    prepared = await service.requests_for(conversation, sampling, body.max_output_tokens)
     response = OpenResponse(service, _head(body, model), prepared, messages if body.store is not False else None)
     if body.stream:
         return await service.stream(prepared, ResponseStream(response))
@@ -99,7 +99,7 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_KINDS = {"text": "message", "reasoning": "reasoning"}  # the kind of item for each kind of part
+_KINDS = {"text": "message", "reasoning": "reasoning"}  # the kind of item for each kind of delta
 
 
 class Item:
@@ -187,7 +187,7 @@ class ResponseStream:
 
     def add(self, update: Update) -> bytes:
         """Return the server-sent events with the new text, reasoning or function calls of a response."""
-        return b"".join(map(self._part, self._answer.update(update)))
+        return b"".join(map(self._events_of, self._answer.update(update)))
 
     def end(self) -> bytes:
         """Return the server-sent events that end a response, with its whole content."""
@@ -202,20 +202,20 @@ class ResponseStream:
         details = {"code": "server_error", "message": error.message}
         return self._event("failed", response={**self._response.head, "status": "failed", "error": details})
 
-    def _part(self, part: Part) -> bytes:
-        if part.kind == "call":
-            return self._close() + self._begin(Item("function_call", part.id, part.name))
+    def _events_of(self, delta: Delta) -> bytes:
+        if delta.kind == "call":
+            return self._close() + self._begin(Item("function_call", delta.id, delta.name))
         start = b""
-        kind = _KINDS.get(part.kind)
+        kind = _KINDS.get(delta.kind)
         if kind is not None and not (self._open and self._items[-1].kind == kind):
             start = self._close() + self._begin(Item(kind))
         item = self._items[-1]
-        item.text += part.text
-        if part.kind == "arguments":
-            return start + self._item_event("function_call_arguments.delta", delta=part.text)
-        if part.kind == "reasoning":
-            return start + self._item_event("reasoning_text.delta", content_index=0, delta=part.text)
-        return start + self._item_event("output_text.delta", content_index=0, delta=part.text, logprobs=[])
+        item.text += delta.text
+        if delta.kind == "arguments":
+            return start + self._item_event("function_call_arguments.delta", delta=delta.text)
+        if delta.kind == "reasoning":
+            return start + self._item_event("reasoning_text.delta", content_index=0, delta=delta.text)
+        return start + self._item_event("output_text.delta", content_index=0, delta=delta.text, logprobs=[])
 
     def _begin(self, item: Item) -> bytes:
         self._items.append(item)

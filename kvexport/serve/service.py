@@ -240,7 +240,7 @@ class Service:
         first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline)
         return [first, *(first.fork(other) for other in settings[1:])]
 
-    async def prepare(
+    async def requests_for(
         self, conversation: Conversation, sampling: Sampling, tokens: int | None, **settings: Any
     ) -> Prepared:
         """Return engine requests that answer a conversation, ready to be queued.

@@ -244,7 +244,7 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
     if not isinstance(generated, list) or generated != ids[len(ids) - len(generated) :].tolist():
         raise damaged("the tokens of its answer are not the last of its ids")
     expected = dict.fromkeys(name for name, *_ in plan.state_names())
-    expected |= _check_part(snapshot, manifest)
+    expected |= _check_selections(snapshot, manifest)
     if snapshot.state.keys() != expected.keys():
         wrong = sorted(snapshot.state.keys() ^ expected.keys())[0]
         raise damaged(f"the tensor {wrong[:80]!r} is missing, or of no layer")
@@ -253,10 +253,10 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
     _check_tensors(snapshot, plan)
 
 
-def _check_part(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
+def _check_selections(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
     """Check a snapshot's positions of the cache entries that decode steps read; return the names of their tensors."""
     periodic, names = manifest.recipe.cache.periodic, dict[str, None]()
-    for kind, most in ((READ, periodic.slots or 0), (NEXT, periodic.chosen)):
+    for kind, most in ((READ, periodic.slots or 0), (NEXT, periodic.selected)):
         of_kind = {f"past_key_values.{i}.{kind}": layer for i, layer in enumerate(manifest.cache.caches)}
         if periodic.slots is None or not of_kind.keys() & snapshot.state.keys():
             break
@@ -268,7 +268,9 @@ def _check_part(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
             count = array.shape[1]
             ordered = count and (np.diff(array) > 0).all() and array.min() >= 0 and array.max() < snapshot.length
             if count > most or not ordered:
-                raise damaged(f"{name} holds {count} numbers that are no positions of a part of at most {most} slots")
+                raise damaged(
+                    f"{name} holds {count} numbers that are no positions of a selection of at most {most} slots"
+                )
     return names
 
 

@@ -199,8 +199,10 @@ class _Numbered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.method, name)
 
-    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        return self.method.keep_score(replace(slots, value=slots.value[..., : self.size].contiguous()), target, count)
+    def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
+        return self.method.keep_score(
+            replace(slots, value=slots.value[..., : self.size].contiguous()), unprotected, count
+        )
 
 
 class Telemetry:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvexport.artifact.digests import HashingWriter, write_manifest
-from kvexport.artifact.publish import stage
+from kvexport.artifact.publish import staging
 from kvexport.artifact.reading import load_checked
 from kvexport.errors import ArtifactError, KvexportError, UsageError
 from tests.support.artifacts import Forks, assert_whole, beside, build
@@ -39,7 +39,7 @@ def test_manifest_lists_every_file_with_digest_and_size(tmp_path: Path) -> None:
 
 def test_old_artifact_is_whole_until_the_new_one_takes_its_place(tmp_path: Path) -> None:
     target = build(tmp_path / "out", "old")
-    with stage(target) as work:
+    with staging(target) as work:
         assert work.parent == target.parent
         (work / "only.bin").write_text("new")
         assert assert_whole(target) == "old"
@@ -93,7 +93,7 @@ def test_readers_see_only_whole_artifacts_while_builds_replace_each_other(tmp_pa
 def test_digests_may_be_handed_over_by_the_writer(tmp_path: Path) -> None:
     for known, fits in ((None, True), ("0" * 64, False)):
         target = tmp_path / f"out{fits}"
-        with stage(target) as work:
+        with staging(target) as work:
             with (work / "big.bin").open("wb") as file:
                 writer = HashingWriter(file)
                 assert [writer.write(b"ab" * 5), writer.write(memoryview(b"cd"))] == [10, 2]
@@ -144,7 +144,7 @@ def test_write_manifest_refuses_names_and_links_a_reader_would_refuse(tmp_path: 
 
 def test_content_that_json_changes_can_still_be_loaded(tmp_path: Path) -> None:
     content = {"layers": {10: (1, 2), 9: [1e-7, 1e22, -0.0]}, "name": "größe \ud800"}
-    with stage(tmp_path / "out") as work:
+    with staging(tmp_path / "out") as work:
         write_manifest(work, content)
     loaded = load_checked(tmp_path / "out")
     assert loaded["layers"] == {"10": [1, 2], "9": [1e-7, 1e22, -0.0]}
@@ -169,7 +169,7 @@ def resize_after_manifest(work: Path) -> None:
 @pytest.mark.parametrize("body", [forget_manifest, write_after_manifest, resize_after_manifest])
 def test_a_stage_whose_manifest_does_not_fit_is_not_published(tmp_path: Path, body: Callable[[Path], None]) -> None:
     target = build(tmp_path / "out", "old")
-    with pytest.raises(KvexportError, match="did not finish"), stage(target) as work:
+    with pytest.raises(KvexportError, match="did not finish"), staging(target) as work:
         body(work)
     assert assert_whole(target) == "old"
     assert beside(target) == ["out"]
@@ -187,7 +187,7 @@ def test_what_is_not_an_artifact_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("nowhere")
     before = beside(tmp_path / "x")
     for name in ("file", "full", "link", "dangling", "missing/out", "file/out", "n" * 250):
-        with pytest.raises(UsageError) as caught, stage(tmp_path / name):
+        with pytest.raises(UsageError) as caught, staging(tmp_path / name):
             pytest.fail("the stage was opened")
         assert caught.value.fix, name
     assert beside(tmp_path / "x") == before
@@ -205,7 +205,7 @@ def test_unwritable_parent_mount_point_and_current_directory_are_refused(
         (".", "current directory"),
         ("/", "cannot be written"),
     ):
-        with pytest.raises(UsageError, match=why) as caught, stage(Path(place)):
+        with pytest.raises(UsageError, match=why) as caught, staging(Path(place)):
             pytest.fail("the stage was opened")
         assert caught.value.fix
     assert list(tmp_path.iterdir()) == []
@@ -219,7 +219,7 @@ def test_a_second_build_of_one_target_is_refused_by_pid(tmp_path: Path, forks: F
     os.kill(pid, signal.SIGSTOP)
     (tmp_path / "elsewhere").symlink_to(".")
     for spelling in (target, tmp_path / "elsewhere" / "out"):
-        with pytest.raises(UsageError, match=rf"process {pid}\b"), stage(spelling):
+        with pytest.raises(UsageError, match=rf"process {pid}\b"), staging(spelling):
             pytest.fail("the stage was opened")
     build(tmp_path / "another")
     os.kill(pid, signal.SIGCONT)
@@ -252,7 +252,7 @@ def test_a_lock_file_that_was_replaced_while_it_was_opened_gives_no_lock(
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", another_build_is_quicker)
-    with pytest.raises(UsageError, match="another build"), stage(tmp_path / "out"):
+    with pytest.raises(UsageError, match="another build"), staging(tmp_path / "out"):
         pytest.fail("the stage was opened")
     os.close(held[0])
     build(tmp_path / "out")
@@ -272,7 +272,7 @@ def test_a_reader_waits_for_a_build_between_its_two_renames(tmp_path: Path) -> N
 
 def test_what_came_to_the_target_during_the_build_is_left_alone(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    with pytest.raises(UsageError, match="is no artifact"), stage(target) as work:
+    with pytest.raises(UsageError, match="is no artifact"), staging(target) as work:
         write_manifest(work, {})
         target.mkdir()
         (target / "file").write_text("mine")

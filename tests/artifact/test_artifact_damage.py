@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvexport.artifact.digests import write_manifest
-from kvexport.artifact.publish import stage
+from kvexport.artifact.publish import staging
 from kvexport.artifact.reading import load_checked
 from kvexport.errors import ArtifactError, KvexportError, UsageError
 from tests.support.artifacts import assert_whole, beside, build, rewrite
@@ -171,7 +171,7 @@ def test_limits_hold_even_where_the_digest_is_right(tmp_path: Path, content: dic
 
 
 def test_a_manifest_no_reader_would_accept_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(KvexportError, match="more than"), stage(tmp_path / "out") as work:
+    with pytest.raises(KvexportError, match="more than"), staging(tmp_path / "out") as work:
         write_manifest(work, {"big": "a" * (16 << 20)})
     assert list(tmp_path.iterdir()) == []
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvexport.artifact.digests import write_manifest
-from kvexport.artifact.publish import stage
+from kvexport.artifact.publish import staging
 from kvexport.errors import EnvironmentProblem, UsageError
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH, Forks, assert_whole, beside, build
 
@@ -27,7 +27,7 @@ from tests.support.artifacts import NAMESPACE, PYTHON_PATH, Forks, assert_whole,
 @pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_a_failed_build_leaves_the_old_artifact_and_nothing_else(tmp_path: Path, raised: type[BaseException]) -> None:
     for target in (build(tmp_path / "out", "old"), tmp_path / "fresh"):
-        with pytest.raises(raised), stage(target) as work:
+        with pytest.raises(raised), staging(target) as work:
             (work / "half").write_text("half")
             write_manifest(work, {"label": "new"})
             raise raised
@@ -40,7 +40,7 @@ def after_kill(target: Path, labels: set[str], load_first: bool) -> None:
     before it."""
     absent_allowed = "absent" in labels
     if not load_first:
-        with pytest.raises(ZeroDivisionError), stage(target):
+        with pytest.raises(ZeroDivisionError), staging(target):
             raise ZeroDivisionError
         assert beside(target) in ([[], [target.name]] if absent_allowed else [[target.name]])
     try:
@@ -120,7 +120,7 @@ def test_full_disk_is_an_environment_problem_with_the_file_and_the_room_left(
         pytest.raises(
             EnvironmentProblem, match=r"^disk (full|quota used up) while writing big\.bin: \d+ bytes free"
         ) as caught,
-        stage(target) as work,
+        staging(target) as work,
     ):
         (work / "big.bin").write_text("a")
         fail(work)
@@ -154,21 +154,21 @@ MOUNTED = """
 import sys
 from pathlib import Path
 from kvexport.artifact.digests import write_manifest
-from kvexport.artifact.publish import stage
+from kvexport.artifact.publish import staging
 from kvexport.artifact.reading import load_checked
 from kvexport.errors import EnvironmentProblem, UsageError
 
 root = Path(sys.argv[1])
 for size in (1000, 3 << 20):
     try:
-        with stage(root / "out") as work:
+        with staging(root / "out") as work:
             (work / "big.bin").write_bytes(bytes(size))
             write_manifest(work, {})
     except EnvironmentProblem as error:
         print(error.problem)
 assert load_checked(root / "out")["files"]["big.bin"]["bytes"] == 1000
 try:
-    with stage(root / "bound") as work:
+    with staging(root / "bound") as work:
         pass
 except UsageError as error:
     print(error.problem)

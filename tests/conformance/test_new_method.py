@@ -34,7 +34,7 @@ class SmallNorm(Method):
     source = "arXiv 2406.11430"
     power: float = 2.0
 
-    def keep_score(self, slots, target, count):
+    def keep_score(self, slots, unprotected, count):
         return -slots.key.float().norm(dim=-1) ** self.power
 '''
 SCENARIO = MergeScenario("new-method", 20, 12, ((20, 20), (13, 16), (0, 0), (12, 5)))

@@ -1,4 +1,4 @@
-"""Drafts by the model over a part of the cache: what that part is, and that no answer changes by it."""
+"""Drafts by the model over selected entries of the cache: which they are, and that no answer changes by them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from transformers import MistralConfig
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.cache import part_plan
+from kvexport.cache import selected_plan
 from kvexport.engine.cache_drafter import CacheDrafter
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
@@ -84,7 +84,7 @@ class Watched:
     def check(self, request: Request, draft: list[int], lanes: Lanes) -> None:
         length = lanes.length[request.lane]
         for layer in range(2):
-            own = layer_state(self.drafter._part.state, layer, request.lane)
+            own = layer_state(self.drafter._selected.state, layer, request.lane)
             full = layer_state(lanes.state, layer, request.lane)
             for head in range(2):
                 used = int((own["votes"][head] > 0).sum())
@@ -200,8 +200,10 @@ def test_logits_that_cannot_be_drawn_from_draft_nothing(plain: Path, monkeypatch
     engine = load(plain)
     drafter: Any = engine.drafter
     expected = told(engine, prompts(2, 64), None, max_new_tokens=20)
-    drafter._part.make(3)
-    monkeypatch.setattr(drafter._part.state, "decode", lambda ids, _: np.full((len(ids), 1, 64), np.nan, np.float32))
+    drafter._selected.extend(3)
+    monkeypatch.setattr(
+        drafter._selected.state, "decode", lambda ids, _: np.full((len(ids), 1, 64), np.nan, np.float32)
+    )
     found = told(engine, prompts(2, 64), drafter, max_new_tokens=20)
     assert [[t.id for t in answer] for answer in found] == [[t.id for t in answer] for answer in expected]
     assert engine.timing.drafted_tokens == 0
@@ -218,7 +220,7 @@ def test_slots_stay_fixed_where_no_cache_drafts(tiny_artifact: Path, plain: Path
 
 def test_the_plan_counts_its_memory(tiny_checkpoint: Path) -> None:
     with_drafter, without = (plan_memory(recipe_of(tiny_checkpoint, s, **KEPT)) for s in (CACHE, {}))
-    own = part_plan(with_drafter.recipe, with_drafter.cache)
+    own = selected_plan(with_drafter.recipe, with_drafter.cache)
     assert own is not None and {layer.capacity for layer in own.caches} == {BUDGET + REBUILD + TOKENS}
     assert with_drafter.sequence_bytes == without.sequence_bytes + own.bytes(1)
 
@@ -245,7 +247,7 @@ def test_state_on_a_device_is_refused(plain: Path) -> None:
     engine = load(plain)
     model: Any = engine.model
     model.zeros = partial(DeviceArray, "cpu")
-    plan = part_plan(engine.manifest.recipe, engine.plan)
+    plan = selected_plan(engine.manifest.recipe, engine.plan)
     assert plan is not None
     with pytest.raises(UsageError, match=r"copies entries in the host's memory"):
         CacheDrafter(engine.manifest, model, plan)

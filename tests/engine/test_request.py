@@ -16,7 +16,7 @@ from kvexport.language.settings import GenerationSettings
 def prepared(length: int = 5, bundle: Bundle | None = None, **settings: Any) -> Request:
     request = Request([1] * length, bundle=bundle)
     ids = np.ones(length, np.int64)
-    request.prepare(ids, Sampler(GenerationSettings(**settings), ids, 8), None)
+    request.initialize(ids, Sampler(GenerationSettings(**settings), ids, 8), None)
     return request
 
 
@@ -98,7 +98,7 @@ def test_no_more_of_a_prompt_is_read_than_there_is() -> None:
 def test_a_request_is_added_once() -> None:
     request = prepared()
     with pytest.raises(ValueError, match="added once"):
-        request.prepare(request.ids, request.sampler, None)
+        request.initialize(request.ids, request.sampler, None)
 
 
 def test_requests_of_a_call_share_figures_and_new_tokens() -> None:

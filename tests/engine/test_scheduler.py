@@ -18,7 +18,7 @@ CHUNK = 64
 def request(length: int, answer: int = 3, bundle: Bundle | None = None, **more: Any) -> Request:
     made = Request([1] * length, bundle=bundle, **more)
     ids = np.ones(length, np.int64)
-    made.prepare(ids, Sampler(GenerationSettings(max_new_tokens=answer), ids, 2), None)
+    made.initialize(ids, Sampler(GenerationSettings(max_new_tokens=answer), ids, 2), None)
     return made
 
 

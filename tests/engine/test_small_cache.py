@@ -23,7 +23,7 @@ from kvexport.engine.request import Request
 from kvexport.errors import ArtifactError, SnapshotError, UsageError
 from kvexport.recipe.fields import Recipe
 from kvexport.schema.state import SCALES, STATE
-from kvexport.state.cache_part import CachePart
+from kvexport.state.selected_cache import SelectedCache
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from plugins.building import make
@@ -182,7 +182,7 @@ def test_a_part_of_a_cache_has_its_scales() -> None:
     }
     own = {name: np.zeros_like(x) for name, x in full.items()}
     chosen = np.array([[1, 4], [0, 7]])
-    part = object.__new__(CachePart)
+    part = object.__new__(SelectedCache)
     part.plan = cast(Any, SimpleNamespace(caches=[SimpleNamespace(state=(*STATE, *SCALES))]))
     part.copy(0, full, own, chosen, 3)
     for scale in SCALES:

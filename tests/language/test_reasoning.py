@@ -14,7 +14,7 @@ from kvexport.language.reasoning import ReasoningReader, reasoning_tokens, think
 from kvexport.language.token import Token
 from kvexport.language.tool_calls import Piece
 from kvexport.language.tools import HERMES
-from kvexport.serve.parts import PlainReader
+from kvexport.serve.deltas import PlainReader
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 TOOL = {"type": "function", "function": {"name": "look"}}

@@ -47,19 +47,19 @@ class Pointed(Method):
             StateTensor("calls", ("B", "H", "C"), "int32", "calls since the slot's own"),
         )
 
-    def update(self, extra, call):
+    def update(self, extra, new):
         import torch
 
         query, calls = extra
         batch, heads, size = query.shape
-        real = call.real[:, None, None, :, None]
-        grouped = call.query.float().reshape(batch, heads, -1, call.query.shape[2], size)
-        count = call.real.sum(-1).clamp(min=1)[:, None, None] * grouped.shape[2]
+        real = new.real[:, None, None, :, None]
+        grouped = new.query.float().reshape(batch, heads, -1, new.query.shape[2], size)
+        count = new.real.sum(-1).clamp(min=1)[:, None, None] * grouped.shape[2]
         mean = torch.where(real, grouped, 0.0).sum((2, 3)) / count
-        any_real = call.real.any(-1)[:, None, None]
+        any_real = new.real.any(-1)[:, None, None]
         return torch.where(any_real, 0.5 * query + 0.5 * mean, query), torch.where(any_real, calls + 1, calls)
 
-    def keep_score(self, slots, target, count):
+    def keep_score(self, slots, unprotected, count):
         query, calls = slots.extra
         along = (slots.key.float() @ query[..., None])[..., 0]
         return along - 0.01 * calls.float()

@@ -1,5 +1,4 @@
-"""Decoding over a part of a full cache that is chosen anew: what steps read, and that answers depend on the recipe and
-on nothing else."""
+"""Decoding over selected entries of a full cache: the entries that steps read; answers depend on the recipe alone."""
 
 from __future__ import annotations
 
@@ -82,14 +81,14 @@ def rows(lanes: Lanes, prompt: Any, tokens: Any) -> Any:
     return np.stack([lanes.append([[int(token)]])[0, 0].copy() for token in tokens])
 
 
-def part_of(lanes: Lanes) -> tuple[PeriodicState, Any]:
+def selected_of(lanes: Lanes) -> tuple[PeriodicState, Any]:
     state = lanes.state
     assert isinstance(state, PeriodicState)
-    return state, state._part.view(0)
+    return state, state._selected.view(0)
 
 
 def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
-    """Positions that the part holds."""
+    """Return the positions of a head's selected entries."""
     votes, position = (own[f"past_key_values.{layer}.{name}"][head] for name in ("votes", "position"))
     return position[votes > 0].tolist()
 
@@ -103,7 +102,7 @@ def test_what_fits_is_answered_by_the_full_cache(opened: Any, full: Engine, sett
 
 
 def test_a_choice_of_all_entries_reads_what_the_full_cache_has(opened: Any, full: Engine) -> None:
-    """Slots that are many enough, though steps read the part."""
+    """Slots that are many enough, though steps read the selected cache."""
     (prompt, tokens) = random_ids(2, 60, 40, vocabulary=64)
     lanes = opened(slots=120).lanes(1)
     lanes.state._settings = lanes.state._settings.model_copy(update={"slots": 119})  # type: ignore[attr-defined]
@@ -116,7 +115,7 @@ def test_a_choice_of_all_entries_reads_what_the_full_cache_has(opened: Any, full
 def test_a_step_reads_what_was_chosen_and_the_tokens_since(opened: Any, method: str, delay: int) -> None:
     """Far past the slots: sinks, the latest and those of the highest score, copied bit by bit."""
     lanes = opened(method="keepkv" if method == "keepkv" else "h2o", delay=delay).lanes(1)
-    lanes.state._part.scored = method != "unscored"  # as of a method that keeps no scores
+    lanes.state._selected.scored = method != "unscored"  # as of a method that keeps no scores
     prompt, tokens = random_ids(3, 50, 150, vocabulary=64)
     lanes.prefill([prompt])
     chosen, budget = [], SLOTS - EVERY - delay
@@ -125,17 +124,17 @@ def test_a_step_reads_what_was_chosen_and_the_tokens_since(opened: Any, method: 
         lanes.append([[int(token)]])
         if length % EVERY == 0:
             continue
-        state, own = part_of(lanes)
-        of_part, view = held(own), lanes.view(0)
-        assert view is not None and len(of_part) <= SLOTS and of_part == sorted(set(of_part))
-        assert of_part[-1] == length and set(range(SINKS)) <= set(of_part)
+        state, own = selected_of(lanes)
+        of_selected, view = held(own), lanes.view(0)
+        assert view is not None and len(of_selected) <= SLOTS and of_selected == sorted(set(of_selected))
+        assert of_selected[-1] == length and set(range(SINKS)) <= set(of_selected)
         for kind in ("key", "value"):
             whole, copy = view[f"past_key_values.1.{kind}"], own[f"past_key_values.1.{kind}"]
             for head in range(2):
                 at = held(own, 1, head)
                 np.testing.assert_array_equal(copy[head, : len(at)], whole[head, at])
         since = length - state._contents[0].start + 1
-        chosen.append(tuple(of_part[: len(of_part) - since]))
+        chosen.append(tuple(of_selected[: len(of_selected) - since]))
         assert len(chosen[-1]) == budget and 1 <= since <= EVERY + delay
     view = lanes.view(0)
     assert view is not None
@@ -159,7 +158,7 @@ def test_the_highest_scores_are_chosen(waiting: Engine) -> None:
             between = np.arange(SINKS, length - RECENT)
             best = between[np.argsort(-score[between], kind="stable")[: SLOTS - EVERY - SINKS - RECENT]]
             expected = [*range(SINKS), *sorted(best.tolist()), *range(length - RECENT, length)]
-            assert held(part_of(lanes)[1]) == [*expected, length]
+            assert held(selected_of(lanes)[1]) == [*expected, length]
             checked += 1
     assert checked == 4
 
@@ -176,7 +175,7 @@ def test_an_entry_that_no_step_read_comes_back_when_queries_ask_for_it(waiting: 
     view["past_key_values.0.score"][:, 0, 10] = 0
     for token in tokens[:7]:
         lanes.append([[int(token)]])
-        assert not {10} & {*held(part_of(lanes)[1], 0, 0), *held(part_of(lanes)[1], 0, 1)}
+        assert not {10} & {*held(selected_of(lanes)[1], 0, 0), *held(selected_of(lanes)[1], 0, 1)}
     view = lanes.view(0)
     assert view is not None and lanes.length[0] == 72
     keys = view["past_key_values.0.key"]
@@ -189,11 +188,11 @@ def test_an_entry_that_no_step_read_comes_back_when_queries_ask_for_it(waiting: 
     assert asked
     lanes.append([[int(tokens[8])]])
     for head in range(2):
-        assert (10 in held(part_of(lanes)[1], 0, head)) == (head in asked)
+        assert (10 in held(selected_of(lanes)[1], 0, head)) == (head in asked)
 
 
 def test_scores_go_on_where_entries_are_read(waiting: Engine) -> None:
-    """The full cache's scores of the part's entries are those of the steps that read them; others stay."""
+    """The full cache's scores of the selected entries are those of the steps that read them; others stay."""
     lanes = waiting.lanes(1)
     prompt, tokens = random_ids(6, 65, 6, vocabulary=64)
     lanes.prefill([prompt])
@@ -202,11 +201,11 @@ def test_scores_go_on_where_entries_are_read(waiting: Engine) -> None:
         lanes.append([[int(token)]])
     after = lanes.read(0)["past_key_values.1.score"][:, 0]
     for head in range(2):
-        read = [p for p in held(part_of(lanes)[1], 1, head) if p < 65]
+        read = [p for p in held(selected_of(lanes)[1], 1, head) if p < 65]
         others = sorted(set(range(65)) - set(read))
         np.testing.assert_array_equal(after[head, others], before[head, others])
         assert (after[head, read] > before[head, read]).all()
-        # Six queries gave their whole attention to what the part held, the new tokens included.
+        # Six queries gave their whole attention to the selected entries, the new tokens included.
         gained = after[head, read].sum() - before[head, read].sum() + after[head, 65:].sum()
         assert gained == pytest.approx(6, abs=1e-3)
 
@@ -309,7 +308,7 @@ def test_damaged_positions_of_a_snapshot_are_refused(delayed: Engine, full: Engi
 
 
 def test_rolled_back_tokens_were_never_there(waiting: Engine) -> None:
-    """The part is chosen anew, from the entries that were there before."""
+    """Entries are selected again, from those that were there before."""
     prompt, tokens, wrong = random_ids(10, 70, 20, 1, vocabulary=64)
     lanes, straight = (waiting.lanes(1) for _ in range(2))
     rows(lanes, prompt, tokens)
@@ -324,7 +323,7 @@ def test_rolled_back_tokens_were_never_there(waiting: Engine) -> None:
             np.testing.assert_array_equal(one[name][:, :90], other[name][:, :90])
         assert (one[f"past_key_values.{layer}.votes"][:, 90:] == 0).all()
     lanes.append([[1]])
-    assert held(part_of(lanes)[1])[-1] == 90
+    assert held(selected_of(lanes)[1])[-1] == 90
 
 
 def test_the_full_cache_in_a_file_answers_the_same(waiting: Engine, opened: Any, tmp_path: Path) -> None:

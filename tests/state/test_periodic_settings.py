@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import MistralConfig
 
-from kvexport.cache import part_plan
+from kvexport.cache import selected_plan
 from kvexport.errors import UsageError
 from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe
@@ -18,7 +18,7 @@ from tests.support.periodic import DELAY, EVERY, SLOTS, recipe_of
 
 def test_the_plan_counts_both_caches(tiny_checkpoint: Path) -> None:
     plans = [plan_memory(recipe_of(tiny_checkpoint, **s)) for s in ({"slots": None}, {}, {"delay": DELAY})]
-    own = part_plan(plans[1].recipe, plans[1].cache)
+    own = selected_plan(plans[1].recipe, plans[1].cache)
     assert own is not None and {layer.capacity for layer in own.caches} == {SLOTS}
     assert {layer.budget for layer in own.caches} == {SLOTS - EVERY}
     assert plans[1].sequence_bytes == plans[0].sequence_bytes + own.bytes(1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import kvexport
 from kvexport.artifact.digests import write_manifest
-from kvexport.artifact.publish import stage
+from kvexport.artifact.publish import staging
 from kvexport.artifact.reading import load_checked
 
 PYTHON_PATH = {**os.environ, "PYTHONPATH": str(Path(kvexport.__file__).parent.parent)}
@@ -33,7 +33,7 @@ FILE_EVENTS = (
 )  # fmt: skip
 
 def build(target, label, pause=0.0):
-    with artifact.stage(target) as work:
+    with artifact.staging(target) as work:
         for name in ("decoder.onnx", "weights/a.bin"):
             (work / name).parent.mkdir(exist_ok=True)
             (work / name).write_text(f"{label} {name}\\n" * 50)
@@ -44,7 +44,7 @@ def build(target, label, pause=0.0):
 def contend(target, times, inside):
     while times:
         try:
-            with artifact.stage(target) as work:
+            with artifact.staging(target) as work:
                 os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
                 (work / "a").write_text("a")
                 digests.write_manifest(work, {"label": "contended"})
@@ -111,7 +111,7 @@ class Forks:
 
 
 def build(target: Path, label: str = "first") -> Path:
-    with stage(target) as work:
+    with staging(target) as work:
         (work / "weights").mkdir()
         (work / "decoder.onnx").write_text(f"{label} decoder")
         (work / "weights" / "a.bin").write_text(f"{label} weights")

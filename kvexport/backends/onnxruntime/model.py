@@ -30,7 +30,7 @@ DECODER, MERGE, TOP_LOGITS = "decoder", "merge", "top_logits"
 NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
 
 
-class _Call(NamedTuple):
+class _BoundCall(NamedTuple):
     """An ONNX Runtime session with its inputs and outputs bound to some batch lanes of the state.
 
     Attributes:
@@ -77,7 +77,7 @@ class OnnxRuntimeState(ModelState):
         }
         self.past_length: Any = model.zeros((lanes, 1), np.dtype(np.int64))
         # Calls by session. The decoder's calls of one token of the first n lanes are kept, and the last other one.
-        self._calls: dict[str, dict[Hashable, _Call]] = defaultdict(dict)
+        self._calls: dict[str, dict[Hashable, _BoundCall]] = defaultdict(dict)
         self._other: Hashable = None
         self._step_logits: Any = None  # [lanes, 1, vocabulary], shared by all calls of one token
         self.top_logits = None if model.zeros is np.zeros else model.top_count
@@ -188,7 +188,7 @@ class OnnxRuntimeState(ModelState):
             write(self._lanes_of(self.state[name], 0, len(array)), array)
         write(self._lanes_of(self.past_length, 0, len(past_length)), past_length)
 
-    def _decoder(self, first: int, count: int, tokens: int) -> _Call:
+    def _decoder(self, first: int, count: int, tokens: int) -> _BoundCall:
         """Return the decoder session bound to the state of `count` batch lanes.
 
         Args:
@@ -202,7 +202,7 @@ class OnnxRuntimeState(ModelState):
             self._other = key
         return self._ready(DECODER, key, partial(self._bind_decoder, slice(first, first + count), tokens, stays))
 
-    def _ready(self, name: str, key: Hashable, bind: Callable[[], _Call]) -> _Call:
+    def _ready(self, name: str, key: Hashable, bind: Callable[[], _BoundCall]) -> _BoundCall:
         """Return the bound session for `key`, with its CUDA graph captured if it has one; `bind` creates a new one."""
         kept = self._calls[name]
         call = kept.get(key)
@@ -223,7 +223,7 @@ class OnnxRuntimeState(ModelState):
         call = kept[key] = bind()
         return call
 
-    def _capture(self, name: str, call: _Call) -> str:
+    def _capture(self, name: str, call: _BoundCall) -> str:
         """Let ONNX Runtime capture the CUDA graph of a bound session, and return why it cannot ("" if it could).
 
         The capture runs the ONNX graph several times, in place. Decoder calls bring no token, which leaves every lane
@@ -238,7 +238,7 @@ class OnnxRuntimeState(ModelState):
             return first_line(error)
         return ""
 
-    def _bind_decoder(self, lanes: slice, tokens: int, stays: bool) -> _Call:
+    def _bind_decoder(self, lanes: slice, tokens: int, stays: bool) -> _BoundCall:
         session, count = self._model.decoder, lanes.stop - lanes.start
         shapes = {"input_ids": (count, tokens), "query_length": (count, 1)}
         inputs = SmallTensors(self._model.zeros, {name: (shape, np.dtype(np.int64)) for name, shape in shapes.items()})
@@ -249,9 +249,9 @@ class OnnxRuntimeState(ModelState):
         bind(binding, "past_length", "present_length", self.past_length, lanes)
         for name, present in self._names:
             bind(binding, name, present, self.state[name], lanes)
-        return _Call(session, binding, self._model.new_graph(DECODER, stays), inputs, logits=logits)
+        return _BoundCall(session, binding, self._model.new_graph(DECODER, stays), inputs, logits=logits)
 
-    def _bind_merge(self, first: int, last: int) -> _Call:
+    def _bind_merge(self, first: int, last: int) -> _BoundCall:
         session = self._model.merge
         assert session is not None
         binding = session.io_binding()
@@ -259,9 +259,9 @@ class OnnxRuntimeState(ModelState):
         for name, present in self._names:
             if name in inputs:
                 bind(binding, name, present, self.state[name], slice(first, last))
-        return _Call(session, binding, self._model.new_graph(MERGE, is_captured(first, last)))
+        return _BoundCall(session, binding, self._model.new_graph(MERGE, is_captured(first, last)))
 
-    def _bind_finder(self, logits: Array) -> _Call:
+    def _bind_finder(self, logits: Array) -> _BoundCall:
         session, count, lanes = self._model.finder, self._model.top_count, logits.shape[0]
         tensors = {
             "values": ((lanes, 1, count), np.dtype(np.float32)),
@@ -272,7 +272,7 @@ class OnnxRuntimeState(ModelState):
         binding = session.io_binding()
         bind(binding, "logits", None, logits)
         outputs.bind(binding, output=True)
-        return _Call(session, binding, self._model.new_graph(TOP_LOGITS, True), outputs=outputs)
+        return _BoundCall(session, binding, self._model.new_graph(TOP_LOGITS, True), outputs=outputs)
 
     def _logits(self, count: int, tokens: int) -> Array:
         """Return a buffer for logits [count, 1 or tokens, vocabulary], which the next call may overwrite."""

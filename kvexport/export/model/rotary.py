@@ -36,7 +36,7 @@ class _NotRotary(Exception):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RotaryCall:
     """One call of a model's rotary embedding function.
 
     It consists of the function, the module that computed its cosines, and the other arguments of both.
@@ -58,8 +58,8 @@ class _Probe:
             m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))
         ]
         self.cosines: list[tuple[Tensor, nn.Module, dict[str, Any]]] = []
-        self.latest: _Call | None = None
-        self.layers: dict[int, _Call | None] = {}
+        self.latest: _RotaryCall | None = None
+        self.layers: dict[int, _RotaryCall | None] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         if self.modules and not hasattr(sys.modules[type(module).__module__], APPLY):
@@ -104,7 +104,7 @@ class _Probe:
             if source is None or len(arguments) > 4 or not isinstance(named.get("k"), Tensor):
                 raise _NotRotary(f"{APPLY} gets other arguments than query, key, cosines and sines")
             rest = {k: v for k, v in options.items() if k not in ("q", "k", "cos", "sin")}
-            self.latest = _Call(apply, source[1], source[2], rest, named["k"].shape[-1])
+            self.latest = _RotaryCall(apply, source[1], source[2], rest, named["k"].shape[-1])
             return apply(*arguments, **options)
 
         return spy
@@ -152,7 +152,7 @@ def _read(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> li
 
 
 @torch.no_grad()
-def _rotary(call: _Call | None) -> Rotary:
+def _rotary(call: _RotaryCall | None) -> Rotary:
     if call is None:
         return Rotary()
     positions = torch.tensor([POSITIONS])

@@ -1,7 +1,7 @@
 """The writer of a checkpoint's tensors into an artifact as ONNX external data, block by block.
 
-Memory does not grow with the model. Not covered: the manifest, syncing, and cleaning up a stage whose build failed.
-These belong to `kvexport.artifact`.
+Memory does not grow with the model. Not covered: the manifest, syncing, and cleaning up the staging folder of a build
+that failed. These belong to `kvexport.artifact`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Location:
     """The place of an initializer's bytes, as ONNX external data.
 
     Attributes:
-        file: The file, relative to the stage, with forward slashes.
+        file: The file, relative to the staging folder, with forward slashes.
         offset: Where the initializer begins in the file, in bytes.
         nbytes: The initializer's size in bytes.
     """
@@ -90,8 +90,8 @@ class WrittenWeights(NamedTuple):
 
     Attributes:
         locations: The place of each initializer; for packed weights of each of their tensors.
-        digests: sha256 (hex) of every written file, by its path in the stage. Hard-linked files have none, because they
-            were not read.
+        digests: sha256 (hex) of every written file, by its path in the staging folder. Hard-linked files have none,
+            because they were not read.
     """
 
     locations: dict[str, Location]
@@ -142,16 +142,16 @@ def _check_computed(spec: ComputedSpec) -> None:
 
 
 def write_weights(
-    specs: Sequence[Spec], stage: Path, mode: Literal["copy", "link"], progress: Callable[[int], None]
+    specs: Sequence[Spec], staging: Path, mode: Literal["copy", "link"], progress: Callable[[int], None]
 ) -> WrittenWeights:
-    """Write every weight of `specs` into the directory `stage`: copied, cast to the data type of its spec, or computed.
+    """Write every weight of `specs` into the folder `staging`: copied, cast to the data type of its spec, or computed.
 
     Two specs of one entry and one dtype, or of one source, share their bytes, and so do equal orders of columns. Peak
     memory is some tens of MiB, whatever the size of a tensor.
 
     Args:
         specs: The weights.
-        stage: The directory.
+        staging: The directory.
         mode: "copy" writes all weights into one file, `decoder.weights`, in the order of the specs; tensors of 64 KiB
             and more begin at a multiple of 4096 bytes (ONNX Runtime maps them), smaller ones at a multiple of 64.
             "link" hard-links a source file whose tensors need no cast to `weights/<file name>` (or copies the whole
@@ -177,10 +177,10 @@ def write_weights(
     plain = [spec for spec in distinct if isinstance(spec, TensorSpec)]
     # Of a file whose other tensors are packed here a link would bring all of them into the artifact a second time.
     linked = [spec for spec in plain if mode == "link" and len(plain) == len(distinct) and _can_link(spec)]
-    placed, digests = _link_files(linked, stage, progress)
+    placed, digests = _link_files(linked, staging, progress)
     rest = [spec for spec in distinct if _key(spec) not in placed]
     if rest:
-        with (stage / DATA_FILE).open("xb") as stream, ThreadPoolExecutor(1) as hasher:
+        with (staging / DATA_FILE).open("xb") as stream, ThreadPoolExecutor(1) as hasher:
             data = _DataFile(stream, hasher)
             for spec in rest:
                 placed[_key(spec)] = data.append_all(spec, progress)
@@ -192,7 +192,7 @@ def write_weights(
     return WrittenWeights(parts, digests)
 
 
-def linked_digests(specs: Sequence[Spec], stage: Path, written: WrittenWeights) -> Iterator[tuple[str, str]]:
+def linked_digests(specs: Sequence[Spec], staging: Path, written: WrittenWeights) -> Iterator[tuple[str, str]]:
     """Yield (file, sha256) of the hard-linked weight files in `stage`, and check that their values are finite.
 
     Raises:
@@ -204,16 +204,16 @@ def linked_digests(specs: Sequence[Spec], stage: Path, written: WrittenWeights) 
         if file not in written.digests and isinstance(spec, TensorSpec):
             linked.setdefault(file, []).append(spec.entry)
     names = sorted(linked)
-    yield from zip(names, file_digests(stage, names, [_finite(linked[name]) for name in names]), strict=True)
+    yield from zip(names, file_digests(staging, names, [_finite(linked[name]) for name in names]), strict=True)
 
 
-def link_shared(shared: SharedWeights, stage: Path, progress: Callable[[int], None]) -> WrittenWeights:
-    """Hard-link the weight files of `shared` into the directory `stage`, or copy them if the file system cannot link.
+def link_shared(shared: SharedWeights, staging: Path, progress: Callable[[int], None]) -> WrittenWeights:
+    """Hard-link the weight files of `shared` into the folder `staging`, or copy them if the file system cannot link.
 
     `progress` is called as in `write_weights`. An OSError passes through.
     """
     for name in shared.written.digests:
-        target = stage / name
+        target = staging / name
         target.parent.mkdir(exist_ok=True)
         try:
             os.link(shared.folder / name, target)
@@ -297,7 +297,7 @@ def _can_link(spec: TensorSpec) -> bool:
 
 
 def _link_files(
-    specs: Sequence[TensorSpec], stage: Path, progress: Callable[[int], None]
+    specs: Sequence[TensorSpec], staging: Path, progress: Callable[[int], None]
 ) -> tuple[dict[Key, dict[str, Location]], dict[str, str]]:
     placed: dict[Key, dict[str, Location]] = {}
     digests: dict[str, str] = {}
@@ -311,7 +311,7 @@ def _link_files(
         name = source.name if source.name not in taken else f"{n}-{source.name}"
         taken.add(name)
         relative = f"{LINK_FOLDER}/{name}"
-        target = stage / relative
+        target = staging / relative
         target.parent.mkdir(exist_ok=True)
         try:
             # Of the resolved file: a link to a symlink would leave the artifact pointing into the hub's cache.

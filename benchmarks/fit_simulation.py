@@ -23,7 +23,7 @@ from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import Text
 from kvexport.evaluate.reference import log_softmax
 from kvexport.export.build import read_model
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.load import load_recipe
 from kvexport.validate.reference import Arrays, TorchReference
 

@@ -20,7 +20,7 @@ from common import save
 from kvexport.language.grammar import Constraint, Grammar, Grammars
 from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 
 MOST_TOKENS = 1500
 

@@ -42,7 +42,7 @@ from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.export.build import read_model
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.methods.base import Method
 from kvexport.methods.primitives.select import mean_per_observation
 from kvexport.methods.slots import Slots, gather_slots

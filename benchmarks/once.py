@@ -34,7 +34,7 @@ from kvexport.evaluate.language import Text
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.settings import overrides_of
 from kvexport.evaluate.statistics import mean
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.load import load_recipe
 from kvexport.state.lane import Counters, Saved
 

@@ -31,7 +31,7 @@ from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.settings import overrides_of
 from kvexport.export.build import read_model
 from kvexport.export.graph.graphs import merge_attributes
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.methods.primitives.pairs import rotated
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe

@@ -28,7 +28,7 @@ from kvexport.evaluate.statistics import Estimate, mean
 from kvexport.evaluate.tasks import TASKS
 from kvexport.export.build import read_model
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.load import load_recipe
 
 STEP = 32

@@ -36,7 +36,7 @@ from kvexport.evaluate.measure import run_samples
 from kvexport.evaluate.reference import References
 from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.export.model.wheel import SMOLLM2, fetch
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.fields import Recipe
 from tests.support.gguf_files import NAMES
 

@@ -136,7 +136,8 @@ def serve(peer: Genai | Transformers, tokenizer_folder: Path) -> None:
     from starlette.routing import Route
 
     from kvexport.language.chat import read_chat_template
-    from kvexport.language.text import TextStream, Tokenizer
+    from kvexport.language.text_stream import TextStream
+    from kvexport.language.tokenizer import Tokenizer
 
     tokenizer, template = Tokenizer.from_folder(tokenizer_folder), read_chat_template(tokenizer_folder)
     assert template is not None

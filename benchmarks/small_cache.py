@@ -32,7 +32,7 @@ from kvexport.export.build import read_model
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.small_cache import dequantized, quantized, rotated_by_hadamard
 from kvexport.ops.vote_attention import vote_attention

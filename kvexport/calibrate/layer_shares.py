@@ -20,7 +20,7 @@ from kvexport.evaluate.corpus import library_sources
 from kvexport.evaluate.language import Ids, Language, Words, language_of
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.statistics import Estimate, mean
-from kvexport.language.text import FILE_NAME, Tokenizer
+from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.methods.base import Method
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe

@@ -22,7 +22,7 @@ from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import Ids, Words, language_of
 from kvexport.evaluate.recall import Passage, passage, retrieval_layers
 from kvexport.evaluate.statistics import Estimate, mean, share
-from kvexport.language.text import FILE_NAME, Tokenizer
+from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
 from kvexport.report.sections import KeyValues, Section, Table

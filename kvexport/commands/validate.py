@@ -46,6 +46,7 @@ def validate(
 ) -> None:
     """Compare an artifact with PyTorch, step by step."""
     from kvexport.terminal import show
+    from kvexport.validate.sections import sections as sections_of
 
     require_folder(html)
     asked: dict[str, Any] = {"length": length, "batch": batch, "seed": seed, "telemetry": telemetry}
@@ -53,7 +54,7 @@ def validate(
     for name, why in missing.items():
         typer.echo(f"not compared with {name}: {why}", err=True)
     problem = next((result.problem for result in results if not result.passed), "")
-    sections = [section for result in results for section in result.sections()]
+    sections = [section for result in results for section in sections_of(result)]
     if html is not None:
         write_page(html, f"Validation of {artifact}", problem or "passed", sections)
     print_result(

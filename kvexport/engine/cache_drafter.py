@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.base import LoadedModel
+from kvexport.backends.model_state import LoadedModel
 from kvexport.cache import CachePlan
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.base import LoadedModel, ModelState
+from kvexport.backends.model_state import LoadedModel, ModelState
 from kvexport.engine.calls import ModelCalls
 from kvexport.engine.forks import Forks
 from kvexport.engine.lane_pool import LanePool
@@ -31,7 +31,7 @@ from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageE
 from kvexport.language.chat import read_json
 from kvexport.language.grammar import Grammars
 from kvexport.language.settings import GenerationSettings
-from kvexport.language.text import FILE_NAME, Tokenizer
+from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.state.periodic import new_periodic
 from kvexport.state.snapshot import Origin, Snapshot
 

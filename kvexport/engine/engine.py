@@ -17,8 +17,8 @@ from kvexport.engine.request import Bundle, Processors, Prompt, Request, as_proc
 from kvexport.errors import UsageError
 from kvexport.language.chat import ChatTemplate, Message, read_chat_template
 from kvexport.language.settings import GenerationSettings
-from kvexport.language.text import FILE_NAME
 from kvexport.language.token import Token
+from kvexport.language.tokenizer import FILE_NAME
 
 
 class Engine(EngineCore):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from kvexport.backends.base import ModelState
+from kvexport.backends.model_state import ModelState
 from kvexport.engine.lanes import Lanes
 from kvexport.state.lane import Saved
 

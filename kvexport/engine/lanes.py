@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.base import LaneState, ModelState
 from kvexport.backends.lane_state import with_whole_rings, without_replaced
+from kvexport.backends.model_state import LaneState, ModelState
 from kvexport.cache import CachePlan
 from kvexport.recipe.fields import MOST
 from kvexport.state.lane import Counters, Saved

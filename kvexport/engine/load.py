@@ -8,7 +8,8 @@ from pathlib import Path
 from kvexport import backends
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.base import Backend, LoadedModel, LoadOptions
+from kvexport.backends.base import Backend, LoadOptions
+from kvexport.backends.model_state import LoadedModel
 from kvexport.engine.engine import Engine
 from kvexport.engine.options import EngineOptions
 from kvexport.ranks.model import RankedModel

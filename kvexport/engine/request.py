@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvexport.errors import UsageError
 from kvexport.language.sampling import LogitsProcessor, Sampler
 from kvexport.language.settings import GenerationSettings
-from kvexport.language.text import TextStream
+from kvexport.language.text_stream import TextStream
 from kvexport.language.token import Token
 from kvexport.state.lane import Saved
 from kvexport.state.snapshot import Snapshot

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.base import LoadedModel
+from kvexport.backends.model_state import LoadedModel
 from kvexport.cache import selected_plan
 from kvexport.engine.cache_drafter import CacheDrafter
 from kvexport.engine.lanes import Lanes

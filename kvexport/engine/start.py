@@ -15,7 +15,8 @@ from kvexport.errors import UsageError
 from kvexport.language.grammar import Grammars
 from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
-from kvexport.language.text import CONTEXT, TextStream, Tokenizer
+from kvexport.language.text_stream import CONTEXT, TextStream
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.schema.state import RING
 from kvexport.state.lane import Counters, Saved
 from kvexport.state.snapshot import Origin, Snapshot

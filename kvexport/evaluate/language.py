@@ -18,7 +18,7 @@ import numpy as np
 
 from kvexport.errors import UsageError
 from kvexport.evaluate.corpus import library_sources
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.inherit import recipe_folder
 
 Ids = list[int]

@@ -40,7 +40,7 @@ from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting,
 from kvexport.evaluate.statistics import mean, share
 from kvexport.evaluate.suites import run_items
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
-from kvexport.language.text import FILE_NAME, Tokenizer
+from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.recipe.fields import Recipe
 from kvexport.schema.state import CONTRACT_VERSION
 from kvexport.terminal import Progress, silent

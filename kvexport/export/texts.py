@@ -68,8 +68,8 @@ def _check_generation(file: Path, config: dict[str, Any], vocabulary: int) -> No
 
 def _check_tokenizer(checkpoint: Path, folder: Path) -> None:
     from kvexport.language.chat import read_chat_template
-    from kvexport.language.text import FILE_NAME, Tokenizer
     from kvexport.language.text_trial import try_texts
+    from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 
     try:
         if (folder / FILE_NAME).exists():

@@ -25,7 +25,7 @@ from kvexport.errors import EnvironmentProblem, UsageError
 if TYPE_CHECKING:
     import llguidance
 
-    from kvexport.language.text import Tokenizer
+    from kvexport.language.tokenizer import Tokenizer
 
 Kind = Literal["json_schema", "regex", "lark"]
 

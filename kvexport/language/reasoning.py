@@ -11,8 +11,9 @@ from typing import Any, Literal, Protocol
 from numpy.typing import NDArray
 
 from kvexport.language.chat import ChatTemplate
-from kvexport.language.text import Tokenizer, overlap
+from kvexport.language.text_stream import overlap
 from kvexport.language.token import Token
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.language.tool_calls import Piece
 
 OPENING, CLOSING = "<think>", "</think>"

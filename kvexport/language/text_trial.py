@@ -62,7 +62,7 @@ def try_texts(folder: Path) -> None:
 def _try(folder: Path) -> str:
     """Run a tokenizer and chat template on sample texts, and return their problem; "" if there is none."""
     from kvexport.language.chat import read_chat_template
-    from kvexport.language.text import Tokenizer
+    from kvexport.language.tokenizer import Tokenizer
 
     tokenizer, template = Tokenizer.from_folder(folder), read_chat_template(folder)
     texts = list(_TEXTS)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from kvexport.language.text import overlap
+from kvexport.language.text_stream import overlap
 
 _SPACE = " \t\r\n"
 _BETWEEN = _SPACE + "[],;"  # the characters that may stand around the objects of several calls

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from kvexport.errors import UsageError
 from kvexport.language.chat import ChatTemplate
 from kvexport.language.grammar import Grammar, json_options, json_text
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.language.tool_calls import CallReader
 
 Tool = Mapping[str, Any]

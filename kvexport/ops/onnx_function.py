@@ -27,6 +27,7 @@ from torch.export import Dim
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.to_onnx import OPSET, to_onnx
+from kvexport.ops.translations import TRANSLATIONS
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
@@ -276,68 +277,11 @@ def _trace(
         def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
             return call(*tensors)
 
-    translations: dict[Any, Any] = {
-        torch.ops.aten.sort.stable: _stable_sort,
-        torch.ops.aten.gather.default: _gather,
-        torch.ops.aten.index.Tensor: _gather_rows,
-        torch.ops.aten.index_put.default: _scatter_rows,
-    }
-    model = to_onnx(Operator(), arguments, (tuple(shapes),), translations)
+    model = to_onnx(Operator(), arguments, (tuple(shapes),), TRANSLATIONS)
     with quiet_exporter():
         optimizer.optimize(model)
         onnx_fusions.fuse(model)
     return ir.to_proto(model).graph
-
-
-def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """Return the ONNX translation of a stable sort: TopK over the whole dimension.
-
-    ONNX defines that ties of TopK go to the lower index. The exporter has no translation of a stable sort.
-    """
-    from onnxscript import opset23 as op
-
-    size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
-    return op.TopK(values, size, axis=dim, largest=int(descending), sorted=1)
-
-
-def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """Return the ONNX translation of ``values.gather(dim, index)``.
-
-    If `index` [B, H, N, D] is an expanded [B, H, N, 1], whole rows are copied instead of elements.
-    """
-    from onnxscript import opset23 as op
-
-    expand = index.producer()
-    if dim == 2 and len(index.shape) == 4 and expand is not None and expand.op_type == "Expand":
-        row = expand.inputs[0]
-        if row.shape is not None and row.shape[3] == 1 and tuple(row.shape[:3]) == tuple(index.shape[:3]):
-            return op.GatherND(values, row, batch_dims=2)
-    return op.GatherElements(values, index, axis=dim)
-
-
-def _gather_rows(values: Any, indices: Any) -> Any:
-    """Return the ONNX translation of ``values[i, j, k]`` for full index tensors of one shape."""
-    from onnxscript import opset23 as op
-
-    return op.GatherND(values, _joined(indices))
-
-
-def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
-    """Return the ONNX translation of ``values.index_put((i, j, k), rows)``.
-
-    The index has the same nodes as that of `_gather_rows`, so they can be shared. The exporter's own translation would
-    build others.
-    """
-    from onnxscript import opset23 as op
-
-    return op.ScatterND(values, _joined(indices), rows)
-
-
-def _joined(indices: Any) -> Any:
-    from onnxscript import opset23 as op
-
-    last: Any = op.Constant(value_ints=[-1])
-    return op.Concat(*[op.Unsqueeze(index, last) for index in indices], axis=-1)
 
 
 def _read_sizes_from(graph: onnx.GraphProto, source: int) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.base import Memory, ModelState
 from kvexport.backends.lane_state import slot_axes
+from kvexport.backends.model_state import Memory, ModelState
 from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
 from kvexport.ranks.channel import Message

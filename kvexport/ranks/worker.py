@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from kvexport import backends
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.base import Backend, LoadedModel, LoadOptions, ModelState
+from kvexport.backends.base import Backend, LoadOptions
+from kvexport.backends.model_state import LoadedModel, ModelState
 from kvexport.errors import KvexportError
 from kvexport.ranks.channel import Channel, Message
 from kvexport.ranks.comparison import OneRank

@@ -9,7 +9,7 @@ from kvexport.engine.request import Request
 from kvexport.language.token import Token
 
 if TYPE_CHECKING:
-    from kvexport.language.text import Tokenizer
+    from kvexport.language.tokenizer import Tokenizer
 
 # JSON has no infinity. vLLM and OpenAI send this number for a token of probability 0.
 _NEVER = -9999.0

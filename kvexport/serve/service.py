@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.language.settings import GenerationSettings
-    from kvexport.language.text import Tokenizer
+    from kvexport.language.tokenizer import Tokenizer
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.serve")

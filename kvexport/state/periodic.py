@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.base import LoadedModel, ModelState
+from kvexport.backends.model_state import LoadedModel, ModelState
 from kvexport.backends.rows import Rows
 from kvexport.cache import selected_plan
 from kvexport.recipe.periodic import PeriodicSection

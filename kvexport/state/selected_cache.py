@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.base import LoadedModel
+from kvexport.backends.model_state import LoadedModel
 from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
 from kvexport.schema.state import SCALES, StateTensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.base import LaneState
+from kvexport.backends.model_state import LaneState
 from kvexport.cache import CachePlan
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
-"""The result of a validation (the comparison of an exported model with PyTorch), and its report."""
+"""The result of a validation, the comparison of an exported model with PyTorch: its differences and problems."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.report.sections import KeyValues, Paragraph, Plot, Section, Series, Table
-from kvexport.validate.perturbation import Perturbation, layer_sections
+from kvexport.validate.perturbation import Perturbation
 
 FLIPS_ALLOWED = 0.01  # share of head-merges; on SmolLM2 rounding decides a tie in one of a thousand
 FEW_FLIPS = 2  # this many flips pass, however few head-merges there were
@@ -19,8 +17,6 @@ ROUNDING_RATIO = 3.0  # largest ratio of the engine's to PyTorch's errors agains
 ABOVE = 10  # errors beyond the checked quantile if there are fewer than 1,000, whose 99th percentile is mostly chance
 OUTLIERS = 10.0  # factor on ROUNDING_RATIO for the 99th percentile
 KEPT = 50  # mismatches that are stored with all details
-# Random tokens have no context to merge, so their distance says nothing of text.
-RANDOM_NOTE = " (no criterion: every bounded cache is far from the full one on random tokens)"
 KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "logits"}
 
 
@@ -277,139 +273,3 @@ class ValidationResult:
             "mean_kl": self.mean_kl(),
             "top1_agreement": self.agreement(),
         }
-
-    def sections(self) -> list[Section]:
-        """Return the validation report's sections: comparison, differences, and distance to the uncompressed model."""
-        sections: list[Section] = [KeyValues("Validation", self._summary()), self._largest()]
-        if self.mismatches:
-            rows = [
-                (m.layer, m.step, m.phase, m.tensor, m.lane, m.head, m.slot, m.largest, m.allowed)
-                for m in self.mismatches
-            ]
-            heads = (
-                self.caches_of,
-                "call",
-                "phase",
-                "tensor",
-                "lane",
-                "head",
-                "slot or token",
-                "difference",
-                "allowed",
-            )
-            sections.append(Table(f"Differences, the first {len(rows)} of {self.mismatched}", heads, rows))
-        if self.flips:
-            names = ("layer", "step", "lane", "head", "slot", "tensor", "difference", "roundings")
-            note = (
-                "Heads whose merge selects other entries than PyTorch's. Roundings: random error of every operation "
-                "(in float32 roundings) with which float64 makes the engine's selection (0: without any error)."
-            )
-            flips = [tuple(flip[name] for name in names) for flip in self.flips]
-            sections.append(Table("Ties that rounding decides", (self.caches_of, *names[1:]), flips, note))
-        if self.rounding:
-            sections.append(self._rounding())
-        sections += self._plots()
-        return sections if self.telemetry is None else [*sections, *layer_sections(self.telemetry, self.caches_of)]
-
-    def _summary(self) -> dict[str, Any]:
-        calls = ", ".join(f"{n} {phase}" for phase, n in Counter(s["phase"] for s in self.steps).items())
-        budgets, of = sorted(set(self.budgets)), self.caches_of
-        distances = {
-            f"KL(full cache || engine), {kind}": f"{self.mean_kl(kind):.4g} nats, top token the same at "
-            f"{self.agreement(kind):.1%}{RANDOM_NOTE if kind == 'random' else ''}"
-            for kind in dict.fromkeys(self.texts)
-            if any(self._rows(self.kl, kind))
-        }
-        return {
-            "result": "passed" if self.passed else f"FAILED: {'; '.join(self.problems)}",
-            "artifact": self.artifact,
-            **self._layers(),
-            "engine": self.backend,
-            **self.operators,
-            "reference": "PyTorch, from the same state at every step",
-            "tokens per sequence": ", ".join(f"{n} ({kind})" for n, kind in zip(self.tokens, self.texts, strict=True)),
-            f"budget, slots per {of}": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
-            "calls compared": f"{len(self.steps)} ({calls})",
-            "head-merges that differ from PyTorch's by a tie": f"{len(self.flips)} of {self.head_merges}",
-            "in-place buffers": "bit-identical" if self.in_place_identical else "DIFFERS",
-            **({} if self.top_logits_hold is None else {"top logits": "right" if self.top_logits_hold else "WRONG"}),
-            "independent run": f"KL {self.own_kl:.2g} nats from PyTorch's over {self.own_compared} tokens, allowed "
-            f"{self.own_kl_allowed:g}{self._parted()}",
-            **distances,
-            "time": f"{self.seconds:.0f} s",
-        }
-
-    def _parted(self) -> str:
-        lanes = ", ".join(f"lane {lane} after {tokens} tokens" for lane, tokens in self.parted.items())
-        return f"; a tie that rounding decides ends the comparison of {lanes}" if lanes else ""
-
-    def _layers(self) -> dict[str, str]:
-        if self.layers is None:
-            return {}
-        compared, total = self.layers
-        return {
-            "layers": f"the first {compared} of {total}, built for this validation with the artifact's recipe and "
-            "budgets; the other layers were not compared"
-        }
-
-    def _largest(self) -> Section:
-        kinds = list(dict.fromkeys(kind for s in self.steps for kind in s["largest"]))
-        phases = list(dict.fromkeys(s["phase"] for s in self.steps))
-
-        def of(kind: str, phase: str) -> float | None:
-            sizes = [s["largest"][kind] for s in self.steps if s["phase"] == phase and kind in s["largest"]]
-            return max(sizes, default=None)
-
-        rows = [(kind, *(of(kind, phase) for phase in phases)) for kind in kinds]
-        allowed = ", ".join(f"{name} {size:g}" for name, size in self.tolerance.items())
-        note = f"Every layer begins with PyTorch's hidden state. Vectors relative to their norm. Allowed: {allowed}; "
-        note += "positions and lengths exactly."
-        return Table("Largest difference", ("tensor", *phases), rows, note)
-
-    def _rounding(self) -> Section:
-        rows = [
-            (
-                r.phase,
-                KINDS[r.tensor],
-                r.count,
-                *(getattr(side, name) for side in (r.engine, r.pytorch) for name in ("median", "p99", "largest")),
-                r.ratio,
-            )
-            for r in self.rounding
-        ]
-        sides = ("engine, median", "99 %", "largest", "PyTorch, median", "99 %", "largest")
-        heads = ("phase", "vectors", "errors", *sides, "ratio")
-        note = (
-            "Relative to the vector's norm, over the whole depth of the model, from the same state. Ratio: of the 99th "
-        )
-        note += (
-            f"percentiles, of fewer than 1,000 errors that of the quantiles that {ABOVE} errors exceed (the median at "
-        )
-        note += f"the least); {ROUNDING_RATIO:g} is allowed, and {OUTLIERS * ROUNDING_RATIO:g} at the 99th percentile."
-        return Table("Errors against float64", heads, rows, note)
-
-    def _plots(self) -> list[Section]:
-        kinds = list(dict.fromkeys(kind for s in self.steps for kind in s["largest"]))
-        drawn = [
-            Series(
-                kind,
-                [s["step"] for s in self.steps if kind in s["largest"]],
-                [s["largest"][kind] for s in self.steps if kind in s["largest"]],
-            )
-            for kind in kinds
-            if 0 < self.largest(kind) < np.inf
-        ]
-        sections: list[Section] = [Plot("Largest difference, call by call", "call", "difference", drawn, y_log=True)]
-        if any(self.positions):
-            series = [
-                Series(f"sequence {i} ({kind})", p, kl)
-                for i, (p, kl, kind) in enumerate(zip(self.positions, self.kl, self.texts, strict=True))
-                if p
-            ]
-            note = "Random tokens are a worst case for a trained model, which never saw such text."
-            sections.append(
-                Plot("Distance to the uncompressed model", "position", "KL, nats", series, y_log=True, note=note)
-            )
-        elif not any(map(bool, self.kl)):
-            sections.append(Paragraph("No position lies past the smallest budget: the cache compressed nothing."))
-        return sections

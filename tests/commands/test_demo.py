@@ -10,7 +10,7 @@ import pytest
 from kvexport.commands import demo, demo_real
 from kvexport.engine.load import load
 from kvexport.export.build import build
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.inherit import recipe_folder
 from kvexport.recipe.load import load_recipe
 from kvexport.report.page import render_html

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvexport.backends.base import LaneState
+from kvexport.backends.model_state import LaneState
 from kvexport.cache import CachePlan, LayerCache
 from kvexport.engine.lanes import Lanes
 from kvexport.recipe.fields import MOST

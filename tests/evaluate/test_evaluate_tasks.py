@@ -19,7 +19,7 @@ from kvexport.evaluate.language import Language, Text, Words, language_of, tiny_
 from kvexport.evaluate.statistics import mean, share
 from kvexport.evaluate.suites import LONGBENCH, read_longbench, read_ruler, rouge_l, token_f1
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from tests.support.recipes import SMALL_CHECKPOINT, TINY_CHECKPOINT
 
 SMALL = Tokenizer.from_folder(SMALL_CHECKPOINT)

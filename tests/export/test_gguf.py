@@ -19,7 +19,7 @@ from kvexport.export.model.gguf import TYPES, GgufWeight, read_gguf
 from kvexport.export.model.tensors import dense_values
 from kvexport.export.weights.casting import load_tensor
 from kvexport.export.weights.computed import ComputedSpec
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.fields import Recipe
 from kvexport.validate.runner import validate_artifact
 from tests.support.gguf_files import Q8_0, entry, gguf, q8_0, text, tiny_gguf

@@ -21,6 +21,7 @@ from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.result import Mismatch
 from kvexport.validate.runner import validate_artifact
+from kvexport.validate.sections import sections
 from tests.support.recipes import method_settings
 
 SETTINGS = ["cache.budget=24", "export.prefill_chunk=16", "limits.max_length=128", "limits.max_batch=2"]
@@ -56,7 +57,7 @@ def test_an_engine_whose_heads_have_budgets_of_their_own_is_pytorchs(tmp_path: P
     assert [layer.budget for layer in manifest.cache.caches] == [14, 34, 29, 19]
     result = validate_artifact(path, length=48)
     assert result.passed and result.in_place_identical and result.head_merges > 10
-    assert "budget, slots per cache" in render_text(result.sections())
+    assert "budget, slots per cache" in render_text(sections(result))
     result.note(Mismatch(0, "merge", 3, "key", 1.0))
     assert "differs from PyTorch: cache 3, step 0 (merge), tensor key" in result.problem
 

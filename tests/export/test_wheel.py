@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.export.model import wheel
 from kvexport.export.model.checkpoint import resolve_checkpoint
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from tests.support import smollm2
 
 DIGESTS = {

@@ -20,7 +20,7 @@ from kvexport.language import grammar as module
 from kvexport.language.grammar import Constraint, Grammar, Grammars
 from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from tests.language.test_top_logits import top_of
 
 EOS = (2,)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError, UsageError
-from kvexport.language.text import TextStream, Tokenizer
+from kvexport.language.text_stream import TextStream
+from kvexport.language.tokenizer import Tokenizer
 
 LINES = [
     "the quick brown fox jumps over the lazy dog and the dog barks back",

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from kvexport.errors import UsageError
 from kvexport.language.chat import ChatTemplate
 from kvexport.language.grammar import Grammars
-from kvexport.language.text import TextStream, Tokenizer
+from kvexport.language.text_stream import TextStream
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.language.tool_calls import Piece
 from kvexport.language.tools import HERMES, LLAMA, MISTRAL, CallForm, calls_grammar, check_tools, choose, form_of
 

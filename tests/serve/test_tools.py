@@ -12,7 +12,7 @@ import jsonschema
 import openai
 import pytest
 
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from tests.support.http_server import Running, running
 from tests.support.json_model import json_engine
 

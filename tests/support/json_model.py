@@ -10,7 +10,7 @@ import tokenizers
 from kvexport.engine.engine import Engine
 from kvexport.language.chat import ChatTemplate
 from kvexport.language.grammar import Grammars
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from tests.support.http_server import engine_of
 
 ALPHABET = string.ascii_lowercase + string.digits + ' .,:;{}[]"<>/_-\\\n()=' + "AUSTN"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvexport.validate.independent import WatchedState
 from kvexport.validate.runner import validate_artifact
+from kvexport.validate.sections import summary
 
 LENGTH = 160
 
@@ -39,7 +40,7 @@ def test_a_sound_run_parts_nowhere(tiny_artifact: Path) -> None:
     result = validate_artifact(tiny_artifact, length=LENGTH)
     assert result.passed and not result.parted
     assert result.own_compared > 30
-    assert "lane" not in result._summary()["independent run"]
+    assert "lane" not in summary(result)["independent run"]
 
 
 def test_a_wrong_selection_of_the_run_alone_is_found(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

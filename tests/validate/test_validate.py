@@ -22,6 +22,7 @@ from kvexport.report.text import render_text
 from kvexport.schema.state import STATE_NAMES
 from kvexport.validate import merges
 from kvexport.validate.runner import validate_artifact
+from kvexport.validate.sections import sections
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +83,10 @@ def test_a_sound_artifact_passes(result) -> None:
 
 
 def test_the_report_shows_it(result) -> None:
-    text = render_text(result.sections())
+    text = render_text(sections(result))
     assert "passed" in text and "score" in text
     assert re.search(r"KL\(full cache \|\| engine\), random +\d.* nats.*no criterion", text)
-    page = render_html("Validation", "", result.sections())
+    page = render_html("Validation", "", sections(result))
     assert page.count("<svg") >= 2 and not re.search(r"https?:|<script|src=", page)
     assert json.loads(json.dumps(result.to_json()))["passed"] is True
 
@@ -97,7 +98,7 @@ def test_telemetry_is_of_every_merge_and_layer(result) -> None:
         (s, i) for s in range(merges) for i in (0, 1)
     }
     assert all(0 < r["mean"] <= r["largest"] and r["to_full"] > 0 for r in rows)
-    text, page = render_text(result.sections()), render_html("Validation", "", result.sections())
+    text, page = render_text(sections(result)), render_html("Validation", "", sections(result))
     assert re.search(r"layer 1 +\d+ +0\.\d+", text) and "no bound" in text and "The largest error of a head" in text
     assert "Perturbation, merge by merge" in page and "Perturbation by layer" in page
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.base import Memory
+from kvexport.backends.model_state import Memory
 from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, place, read
 from kvexport.backends.rows import TopLogits
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.base import Memory, ModelState
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
+from kvexport.backends.model_state import Memory, ModelState
 from kvexport.backends.onnxruntime.bindings import DeviceRows, SmallTensors, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, lanes_of, read, write
 from kvexport.backends.onnxruntime.session import first_line, open_session
@@ -367,7 +367,7 @@ class LoadedModel:
                 self.session(name)
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
-        """Return empty KV caches for `lanes` sequences; see `kvexport.backends.base.LoadedModel.new_state`."""
+        """Return empty KV caches for `lanes` sequences; see `kvexport.backends.model_state.LoadedModel.new_state`."""
         return OnnxRuntimeState(self, plan, lanes, memory)
 
     def session(self, name: str) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.base import Memory, ModelState
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
+from kvexport.backends.model_state import Memory, ModelState
 from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena
 from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape

@@ -22,7 +22,7 @@ from kvexport.export.weights.awq import SUFFIX, ScaledNorm, Search
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.quantize import Rounded
 from kvexport.export.weights.write import Spec, TensorSpec
-from kvexport.language.text import FILE_NAME, Tokenizer
+from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.paths import TEXT
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent

@@ -30,7 +30,7 @@ from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.importance import FILE, LEAST, as_built, weigh
 from kvexport.export.weights.quantize import Rounded, round_groups
 from kvexport.export.weights.specs import weight_specs
-from kvexport.language.text import Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.ops.packed import PackedFormat
 from kvexport.recipe.fields import Recipe
 from kvexport.validate import layers

@@ -1,0 +1,154 @@
+"""The interface of a loaded model and of its state: the KV caches of a batch, and the calls that advance them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvexport.backends.rows import Rows
+    from kvexport.cache import CachePlan
+
+# A function that returns so many bytes of zeros in the host's memory, as an array of uint8. It raises
+# EnvironmentProblem if the memory is not available.
+Memory = Callable[[int], "NDArray[np.uint8]"]
+
+
+class LaneState(Protocol):
+    """KV caches of a fixed number of batch lanes (one sequence each), and the graphs that advance them."""
+
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        """Append tokens to the batch lanes first <= lane < first + n and return logits; other lanes do not change.
+
+        The next call may overwrite all three arrays.
+
+        Args:
+            input_ids: [n, T] token ids.
+            query_length: [n, 1], the number of real tokens of each lane; the others are padding.
+            first: The first lane.
+
+        Returns:
+            Logits [n, 1 or T, vocabulary].
+        """
+        ...
+
+    def advance(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        """Append tokens to batch lanes whose prompts have been read, and return logits, as `decode` does.
+
+        A state whose decode steps read less than the whole cache (`kvexport.state.periodic`) overrides this method.
+        """
+        return self.decode(input_ids, query_length, first)
+
+    def merge(self, first: int, last: int) -> None:
+        """Compress the KV cache of each lane first <= lane < last to its budget of slots.
+
+        Each evicted slot merges into a slot of the same lane that stays.
+        """
+        ...
+
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        """Empty the KV caches of batch lanes first <= lane < last.
+
+        Args:
+            first: The first lane.
+            last: The end of the range.
+            poisoned: Whether the lanes may contain NaN, so that every value has to be overwritten.
+        """
+        ...
+
+
+class ModelState(LaneState, Protocol):
+    """A `LaneState` (the KV caches of a batch) whose tensors the host can read and write, on any device.
+
+    Attributes:
+        top_logits: The number of largest logits that `step` returns for each row. 0 if the artifact has no graph for
+            them. None if logits are in the host's memory.
+    """
+
+    top_logits: int | None
+
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
+        """Append one token [n, 1] to each of n batch lanes, like `decode`, but leave the logits on the device.
+
+        It needs a `top_logits` other than None.
+        """
+        ...
+
+    def grown(self, lanes: int) -> ModelState:
+        """Return a state with `lanes` batch lanes: copies of all lanes of this state, and then empty lanes."""
+        ...
+
+    def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+        """Return copies of one lane's state tensors by input name, in host memory and without the batch dimension.
+
+        Tensors of slots are cut to the occupied slots, which are a prefix.
+
+        Args:
+            lane: The lane.
+            names: The tensors to read, or None for all.
+        """
+        ...
+
+    def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
+        """Overwrite the state tensors of one batch lane with tensors that `read` returned.
+
+        Slots beyond those of `state` become empty. Tensors that `state` does not contain stay unchanged.
+
+        Args:
+            lane: The lane.
+            state: The tensors by input name.
+            past_length: The number of tokens that the lane has seen, or None to keep it.
+        """
+        ...
+
+    def rollback(self, lane: int, count: int) -> None:
+        """Remove the last `count` tokens of one batch lane. The tokens must be later than the lane's last merge."""
+        ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy the state tensors of batch lane `source` over those of lane `target`, on the device."""
+        ...
+
+    def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
+        """Return views of one lane's state tensors with all slots; None if the tensors are not in host memory."""
+        ...
+
+    def get_state(self) -> dict[str, NDArray[Any]]:
+        """Return copies of all state tensors (KV caches of all lanes) by graph input name."""
+        ...
+
+    def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
+        """Overwrite the state tensors (KV caches) of the first n batch lanes.
+
+        Args:
+            state: Every state tensor of n lanes by its input name.
+            past_length: [n, 1], the number of tokens that each lane has seen.
+        """
+        ...
+
+
+class LoadedModel(Protocol):
+    """An exported model ready to run: its graphs, with one copy of the weights for any number of states.
+
+    Attributes:
+        all_logits: Whether a call returns logits of every token instead of the last one.
+    """
+
+    all_logits: bool
+
+    def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> ModelState:
+        """Return a state of empty KV caches for a batch of sequences.
+
+        Args:
+            plan: The cache plan.
+            lanes: The number of sequences.
+            memory: A function that allocates the state if it is in the host's memory; None for numpy's own allocation.
+        """
+        ...

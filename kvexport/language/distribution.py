@@ -1,0 +1,191 @@
+"""The distribution of a sequence's next token: the tokens that temperature, top_k, top_p and min_p keep.
+
+The kept tokens and their probabilities are equal to those of transformers 5.23. A row of logits may be given whole, or
+by its largest logits alone (`kvexport.language.top_logits`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvexport.errors import KvexportError
+from kvexport.language.settings import GenerationSettings
+from kvexport.language.top_logits import Scores
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+_BLOCK = 512
+_SORTED_AT_ONCE = 256
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities of the token that one decode step chose, and of the likeliest tokens.
+
+    Attributes:
+        chosen: The log probability of the chosen token.
+        top: The likeliest tokens and their log probabilities, descending. Of equal tokens the lowest id comes first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+def logprobs_of(logits: Floats, token: int, count: int) -> Logprobs:
+    """Return the log probabilities, log(softmax(logits)), of a token and of the `count` likeliest tokens."""
+    check_maximum(logits, 0)
+    largest = float(logits.max())
+    log_sum = largest + math.log(float(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
+    ids = _top_ids(logits, count) if 0 < count < logits.size else np.arange(min(count, logits.size))
+    order = ids[np.lexsort((ids, -logits[ids]))][:count]
+    return Logprobs(float(logits[token]) - log_sum, tuple((int(i), float(logits[i]) - log_sum) for i in order))
+
+
+def distribution_of(scores: Floats, settings: GenerationSettings, step: int) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """Return the tokens that temperature, top_k, top_p and min_p keep in transformers' order, and their probabilities.
+
+    Returns:
+        The kept token ids, ascending, and their probabilities.
+    """
+    if settings.temperature != 1.0:
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            scores = scores / settings.temperature
+        check_maximum(scores, step, f" after division by the temperature {settings.temperature}")
+    k = settings.top_k
+    ids = _top_ids(scores, k) if 0 < k < scores.size else np.flatnonzero(scores > -np.inf)
+    values = scores[ids]
+    return _narrowed(ids, values, settings.top_p, settings.min_p)
+
+
+def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """Return the tokens that top_p and min_p keep, with their probabilities.
+
+    Args:
+        ids: Token ids.
+        values: Their scores, all finite.
+        top_p: The probability mass to keep.
+        min_p: The least probability relative to that of the likeliest token.
+    """
+    if top_p < 1.0:
+        kept = _top_p_indices(values, top_p)
+        ids, values = ids[kept], values[kept]
+    if min_p > 0.0:
+        probabilities = _softmax(values)
+        kept = np.flatnonzero(probabilities >= min_p * probabilities.max())
+        ids, values = ids[kept], values[kept]
+    weights = np.exp(values - values.max()).astype(np.float64)
+    return ids, weights / weights.sum()
+
+
+def distribution_of_top(
+    scores: Scores, settings: GenerationSettings, vocabulary: int
+) -> tuple[Ids, npt.NDArray[np.float64]] | None:
+    """Return the tokens that could be sampled and their probabilities, or None if the largest logits do not suffice.
+
+    The largest logits settle the first of the three filters that applies. The later filters see what it kept.
+    """
+    top_p, min_p = settings.top_p, settings.min_p
+    if 0 < settings.top_k < vocabulary:
+        kept = scores.top_k(settings.top_k)
+    elif top_p < 1.0:
+        kept, top_p = scores.top_p(top_p), 1.0
+    elif min_p > 0.0:
+        kept, min_p = scores.min_p(min_p), 0.0
+    else:
+        return None
+    return None if kept is None else _narrowed(*kept, top_p, min_p)
+
+
+def _top_ids(scores: Floats, k: int) -> Ids:
+    """Return the token ids, ascending, of all finite scores not below the k-th largest (with ties more than k)."""
+    # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it reads each score once. A
+    # few times k scores pass this bound. A partition of the whole vocabulary would cost ten times as much.
+    width = min(_BLOCK, scores.size // (4 * k))
+    ids = np.arange(scores.size)
+    if width > 4:
+        maxima = scores[: scores.size // width * width].reshape(-1, width).max(axis=1)
+        ids = np.flatnonzero(scores >= np.partition(maxima, -k)[-k])
+    values = scores[ids]
+    kept: Ids = ids[(values >= np.partition(values, -k)[-k]) & (values > -np.inf)]
+    return kept
+
+
+def _top_p_indices(values: Floats, top_p: float) -> Ids:
+    """Return the indices, ascending, of the finite scores `values` [n] that nucleus sampling (top_p) keeps.
+
+    It drops values whose cumulative probability, from the least, is within 1 - top_p. Of equal values the higher
+    indices are kept; transformers leaves the order to torch.sort, which is not stable.
+    """
+    probabilities, bound = _softmax(values), np.float32(1.0 - top_p)
+    stays = np.zeros(values.size, dtype=bool)
+    undecided, fallen = np.arange(values.size), 0.0
+    # A quickselect by mass: each round decides the values above or below a pivot, so that only the values at the
+    # boundary are sorted.
+    while undecided.size > _SORTED_AT_ONCE:
+        rest = values[undecided]
+        pivot = np.median(rest[:: rest.size // 64])
+        is_low = rest < pivot
+        if not is_low.any():
+            break
+        # Indices from flatnonzero cost a fifth of indexing with an unpredictable mask.
+        low, high = undecided[np.flatnonzero(is_low)], undecided[np.flatnonzero(~is_low)]
+        mass = float(probabilities[low].sum(dtype=np.float64))
+        if np.float32(fallen + mass) <= bound:
+            undecided, fallen = high, fallen + mass
+        else:
+            undecided = low
+            stays[high] = True
+    order = undecided[np.argsort(values[undecided], kind="stable")]
+    # torch.cumsum adds float32 in double, rounds every sum to float32 and compares with the bound as float32.
+    cumulative = (fallen + np.cumsum(probabilities[order], dtype=np.float64)).astype(np.float32)
+    stays[order[cumulative > bound]] = True
+    if not stays.any():
+        stays[order[-1]] = True
+    return np.flatnonzero(stays)
+
+
+def _softmax(values: Floats) -> Floats:
+    weights = np.exp(values - values.max())
+    return np.asarray(weights / np.float32(weights.sum(dtype=np.float64)), dtype=np.float32)
+
+
+def draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
+    """Return the index that a uniform number in [0, 1) selects from the cumulated probabilities.
+
+    An index of probability 0 is never returned.
+    """
+    cumulative = np.cumsum(probabilities)
+    last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return min(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")), last)
+
+
+def check_maximum(scores: Floats, step: int, where: str = "") -> None:
+    """Check that the largest score of a row is finite.
+
+    Args:
+        scores: The scores [vocabulary].
+        step: The number of the new token, for the message.
+        where: The operation that computed the scores, for the message; "" for the model.
+
+    Raises:
+        KvexportError: The row holds NaN or +inf, or is -inf everywhere.
+    """
+    # argmax stops at the first NaN, so the maximum alone tells NaN, +inf and "all -inf" apart from a usable row.
+    best = int(scores.argmax())
+    value = float(scores[best])
+    if math.isfinite(value):
+        return
+    if value == -math.inf:
+        raise KvexportError(
+            f"every logit of new token {step} is -inf{where}: no token is possible",
+            "lower min_new_tokens, the penalty or the bias, or give a grammar that allows more",
+        )
+    fix = "run `kvexport validate` on the artifact" if not where else "raise the temperature"
+    raise KvexportError(
+        f"logit {best} of new token {step} is {value}{where}",
+        f"{fix}; a float16 model that overflows needs dtype float32",
+    )

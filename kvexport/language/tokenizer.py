@@ -1,0 +1,197 @@
+"""Tokenization: text to token ids and back.
+
+A tokenizer is the artifact's tokenizer.json, run by the `tokenizers` package. The setting clean_up_tokenization_spaces
+of older checkpoints is not supported; transformers 5 ignores it too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
+from kvexport.language.panics import is_panic
+
+if TYPE_CHECKING:
+    import tokenizers
+
+FILE_NAME = "tokenizer.json"
+
+_SHORT_TEXT = 4096  # characters, which are encoded within a few milliseconds
+
+
+class Tokenizer:
+    """A wrapper of `tokenizers.Tokenizer` that never truncates or pads, since these belong to training.
+
+    Several sequences can share it.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        """Wrap a loaded tokenizer and switch its truncation and padding off."""
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner = inner
+        self._special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+        falls_back = inner.decoder is not None and inner.decoder.decode(["<0x41>"]) == "A"
+        bytes_by_id = {inner.token_to_id(f"<0x{value:02X}>"): value for value in range(256)} if falls_back else {}
+        self._fallback_bytes = {i: value for i, value in bytes_by_id.items() if i is not None}
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Load the tokenizer (tokenizer.json) of an artifact's folder.
+
+        Raises:
+            ArtifactError: tokenizer.json is missing or cannot be read.
+            EnvironmentProblem: The `tokenizers` package cannot be imported.
+        """
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"the package 'tokenizers' cannot be imported: {error}", "pip install tokenizers"
+            ) from error
+        path = Path(folder) / FILE_NAME
+        try:
+            text = path.read_text(encoding="utf-8")
+            inner = tokenizers.Tokenizer.from_str(text)
+        except FileNotFoundError as error:
+            raise ArtifactError(f"{path} does not exist", "build the artifact again: kvexport build") from error
+        except BaseException as error:
+            # tokenizers raises plain Exception for a file it cannot parse, and panics for some.
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            problem = f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} can read: {error}"
+            raise ArtifactError(problem, "build the artifact again, or pip install --upgrade tokenizers") from error
+        return cls(inner)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens of the tokenizer, added ones included. Logits may be longer (embedding padding)."""
+        return self._inner.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which `decode` skips."""
+        return self._special_ids
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of text that each token id below `vocab_size` adds to a text in which it is not the first token.
+
+        The space that begins many words is therefore included. A special token has the bytes of its name, an id without
+        a token has none. Decoders that look at the next token (BPE with a suffix that ends words) are not supported.
+        """
+        added = {i: token.content for i, token in self._inner.get_added_tokens_decoder().items()}
+        names = [self._inner.id_to_token(i) for i in range(self.vocab_size)]
+        plain = [i for i, name in enumerate(names) if name is not None and i not in added]
+        content = {i: bytes([value]) for i, value in self._fallback_bytes.items()}
+        if '"ByteLevel"' in str(json.loads(self._inner.to_str())["decoder"]).replace("'", '"'):
+            content |= {i: _unmap(names[i] or "") for i in plain}
+        else:
+            anchor = next((i for i in plain if i not in content and self.decode([i]).strip()), None)
+            before = [] if anchor is None else [anchor]
+            rest = [i for i in plain if i not in content]
+            texts = self._inner.decode_batch([[*before, i] for i in rest], skip_special_tokens=False)
+            start = len(self.decode(before))
+            content |= {i: text[start:].encode() for i, text in zip(rest, texts, strict=True)}
+        content |= {i: name.encode() for i, name in added.items()}
+        return [content.get(i, b"") for i in range(self.vocab_size)]
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name in the vocabulary ("<|im_end|>"); None if there is none."""
+        return self._inner.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            text: The text.
+            add_special_tokens: Whether the tokenizer's post-processor adds its special tokens. A chat template writes
+                them itself.
+
+        Raises:
+            UsageError: The text is no Unicode (a lone surrogate), or the tokenizer fails on it.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the text holds a lone surrogate at character {error.start}", "pass valid Unicode text"
+            ) from error
+        # Unlike `encode`, `encode_batch` gives the interpreter's lock back. Without padding the ids are the same.
+        try:
+            if len(text) <= _SHORT_TEXT:
+                return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            raise _library_error("encode this text", error) from None
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """The number of characters of the longest token."""
+        return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=1) or 1
+
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound of a text's number of tokens: its characters divided by those of the longest token.
+
+        A tokenizer that drops characters, for example spaces in a row, can give fewer.
+        """
+        return -(-len(text) // self._longest_token)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Ids that are not in the vocabulary have no text.
+
+        Ids without a token have no text. Bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            UsageError: The tokenizer fails on these ids.
+        """
+        try:
+            return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _library_error("decode these ids", error) from None
+
+    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Return whether `decode` gives text for a token id: it has a token, which is not a skipped special one."""
+        return (
+            not (skip_special_tokens and token_id in self._special_ids)
+            and self._inner.id_to_token(token_id) is not None
+        )
+
+    def fallback_byte(self, token_id: int) -> int | None:
+        """Return the byte 0..255 that a byte-fallback token ("<0xE5>") stands for; None for all other tokens."""
+        return self._fallback_bytes.get(token_id)
+
+
+def _library_error(action: str, error: BaseException) -> BaseException:
+    """Return the error to raise in place of an error of the library `tokenizers`.
+
+    The library raises plain Exception, which becomes a UsageError. A panic of its Rust code arrives as PanicException,
+    which is not an Exception and would end a thread; it becomes a UsageError too. Other errors stay as they are.
+    """
+    if type(error) is not Exception and not is_panic(error):
+        return error
+    problem = f"the tokenizer failed to {action}: {str(error)[:200]}"
+    return UsageError(problem, "try another text; if all fail, the checkpoint's tokenizer.json is wrong")
+
+
+def _unmap(name: str) -> bytes:
+    """Return the bytes of a byte-level BPE token's name, in which one visible character stands for each byte."""
+    return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in name)
+
+
+def _visible_bytes() -> dict[str, int]:
+    """Return GPT-2's byte-level alphabet: the byte that each visible character stands for.
+
+    A byte that is a visible character of Latin-1 stands for itself. The other bytes, in order, have the characters from
+    U+0100.
+    """
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(256) if value not in visible]
+    return {chr(v): v for v in visible} | {chr(256 + i): v for i, v in enumerate(others)}
+
+
+_BYTES = _visible_bytes()

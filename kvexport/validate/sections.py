@@ -1,0 +1,155 @@
+"""The report of a validation, in sections."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from kvexport.report.sections import KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.validate.perturbation import layer_sections
+from kvexport.validate.result import ABOVE, KINDS, OUTLIERS, ROUNDING_RATIO, ValidationResult
+
+# Random tokens have no context to merge, so their distance says nothing of text.
+RANDOM_NOTE = " (no criterion: every bounded cache is far from the full one on random tokens)"
+
+
+def sections(result: ValidationResult) -> list[Section]:
+    """Return the validation report's sections: comparison, differences, and distance to the uncompressed model."""
+    sections: list[Section] = [KeyValues("Validation", summary(result)), _largest(result)]
+    if result.mismatches:
+        rows = [
+            (m.layer, m.step, m.phase, m.tensor, m.lane, m.head, m.slot, m.largest, m.allowed)
+            for m in result.mismatches
+        ]
+        heads = (
+            result.caches_of,
+            "call",
+            "phase",
+            "tensor",
+            "lane",
+            "head",
+            "slot or token",
+            "difference",
+            "allowed",
+        )
+        sections.append(Table(f"Differences, the first {len(rows)} of {result.mismatched}", heads, rows))
+    if result.flips:
+        names = ("layer", "step", "lane", "head", "slot", "tensor", "difference", "roundings")
+        note = (
+            "Heads whose merge selects other entries than PyTorch's. Roundings: random error of every operation "
+            "(in float32 roundings) with which float64 makes the engine's selection (0: without any error)."
+        )
+        flips = [tuple(flip[name] for name in names) for flip in result.flips]
+        sections.append(Table("Ties that rounding decides", (result.caches_of, *names[1:]), flips, note))
+    if result.rounding:
+        sections.append(_rounding(result))
+    sections += _plots(result)
+    return sections if result.telemetry is None else [*sections, *layer_sections(result.telemetry, result.caches_of)]
+
+
+def summary(result: ValidationResult) -> dict[str, Any]:
+    """Return the names and values of the report's first section."""
+    calls = ", ".join(f"{n} {phase}" for phase, n in Counter(s["phase"] for s in result.steps).items())
+    budgets, of = sorted(set(result.budgets)), result.caches_of
+    distances = {
+        f"KL(full cache || engine), {kind}": f"{result.mean_kl(kind):.4g} nats, top token the same at "
+        f"{result.agreement(kind):.1%}{RANDOM_NOTE if kind == 'random' else ''}"
+        for kind in dict.fromkeys(result.texts)
+        if any(kl for kl, text in zip(result.kl, result.texts, strict=False) if text == kind)
+    }
+    return {
+        "result": "passed" if result.passed else f"FAILED: {'; '.join(result.problems)}",
+        "artifact": result.artifact,
+        **_layers(result),
+        "engine": result.backend,
+        **result.operators,
+        "reference": "PyTorch, from the same state at every step",
+        "tokens per sequence": ", ".join(f"{n} ({kind})" for n, kind in zip(result.tokens, result.texts, strict=True)),
+        f"budget, slots per {of}": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
+        "calls compared": f"{len(result.steps)} ({calls})",
+        "head-merges that differ from PyTorch's by a tie": f"{len(result.flips)} of {result.head_merges}",
+        "in-place buffers": "bit-identical" if result.in_place_identical else "DIFFERS",
+        **({} if result.top_logits_hold is None else {"top logits": "right" if result.top_logits_hold else "WRONG"}),
+        "independent run": f"KL {result.own_kl:.2g} nats from PyTorch's over {result.own_compared} tokens, allowed "
+        f"{result.own_kl_allowed:g}{_parted(result)}",
+        **distances,
+        "time": f"{result.seconds:.0f} s",
+    }
+
+
+def _parted(result: ValidationResult) -> str:
+    lanes = ", ".join(f"lane {lane} after {tokens} tokens" for lane, tokens in result.parted.items())
+    return f"; a tie that rounding decides ends the comparison of {lanes}" if lanes else ""
+
+
+def _layers(result: ValidationResult) -> dict[str, str]:
+    if result.layers is None:
+        return {}
+    compared, total = result.layers
+    return {
+        "layers": f"the first {compared} of {total}, built for this validation with the artifact's recipe and "
+        "budgets; the other layers were not compared"
+    }
+
+
+def _largest(result: ValidationResult) -> Section:
+    kinds = list(dict.fromkeys(kind for s in result.steps for kind in s["largest"]))
+    phases = list(dict.fromkeys(s["phase"] for s in result.steps))
+
+    def of(kind: str, phase: str) -> float | None:
+        sizes = [s["largest"][kind] for s in result.steps if s["phase"] == phase and kind in s["largest"]]
+        return max(sizes, default=None)
+
+    rows = [(kind, *(of(kind, phase) for phase in phases)) for kind in kinds]
+    allowed = ", ".join(f"{name} {size:g}" for name, size in result.tolerance.items())
+    note = f"Every layer begins with PyTorch's hidden state. Vectors relative to their norm. Allowed: {allowed}; "
+    note += "positions and lengths exactly."
+    return Table("Largest difference", ("tensor", *phases), rows, note)
+
+
+def _rounding(result: ValidationResult) -> Section:
+    rows = [
+        (
+            r.phase,
+            KINDS[r.tensor],
+            r.count,
+            *(getattr(side, name) for side in (r.engine, r.pytorch) for name in ("median", "p99", "largest")),
+            r.ratio,
+        )
+        for r in result.rounding
+    ]
+    sides = ("engine, median", "99 %", "largest", "PyTorch, median", "99 %", "largest")
+    heads = ("phase", "vectors", "errors", *sides, "ratio")
+    note = "Relative to the vector's norm, over the whole depth of the model, from the same state. Ratio: of the 99th "
+    note += f"percentiles, of fewer than 1,000 errors that of the quantiles that {ABOVE} errors exceed (the median at "
+    note += f"the least); {ROUNDING_RATIO:g} is allowed, and {OUTLIERS * ROUNDING_RATIO:g} at the 99th percentile."
+    return Table("Errors against float64", heads, rows, note)
+
+
+def _plots(result: ValidationResult) -> list[Section]:
+    kinds = list(dict.fromkeys(kind for s in result.steps for kind in s["largest"]))
+    drawn = [
+        Series(
+            kind,
+            [s["step"] for s in result.steps if kind in s["largest"]],
+            [s["largest"][kind] for s in result.steps if kind in s["largest"]],
+        )
+        for kind in kinds
+        if 0 < result.largest(kind) < np.inf
+    ]
+    sections: list[Section] = [Plot("Largest difference, call by call", "call", "difference", drawn, y_log=True)]
+    if any(result.positions):
+        series = [
+            Series(f"sequence {i} ({kind})", p, kl)
+            for i, (p, kl, kind) in enumerate(zip(result.positions, result.kl, result.texts, strict=True))
+            if p
+        ]
+        note = "Random tokens are a worst case for a trained model, which never saw such text."
+        sections.append(
+            Plot("Distance to the uncompressed model", "position", "KL, nats", series, y_log=True, note=note)
+        )
+    elif not any(map(bool, result.kl)):
+        sections.append(Paragraph("No position lies past the smallest budget: the cache compressed nothing."))
+    return sections

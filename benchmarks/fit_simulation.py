@@ -18,7 +18,7 @@ import numpy as np
 from common import RESULTS, save
 from numpy.typing import NDArray
 
-from kvexport.cache import plan_cache
+from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import Text
 from kvexport.evaluate.reference import log_softmax

@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvexport.allocation import allocate
-from kvexport.cache import LayerGeometry, plan_cache
+from kvexport.cache import LayerGeometry
+from kvexport.cache_planning import plan_cache
 from kvexport.calibrate.head_shares import asked_and_answered, head_costs, head_shares_of
 from kvexport.calibrate.recall_layers import fact_passages
 from kvexport.evaluate.corpus import library_sources, manual

@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kvexport.cache import plan_cache
+from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.settings import overrides_of
 from kvexport.export.build import read_model

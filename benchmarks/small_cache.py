@@ -25,7 +25,7 @@ import torch
 from common import RESULTS, save
 from torch import Tensor
 
-from kvexport.cache import plan_cache
+from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.statistics import mean
 from kvexport.export.build import read_model

@@ -22,7 +22,7 @@ from typing import Any
 
 from common import RESULTS, TEST_RECIPES, save
 
-from kvexport.cache import plan_cache
+from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.files import alone
 from kvexport.evaluate.result import KL, Options

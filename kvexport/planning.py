@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvexport import backends
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry, plan_cache, settled_plan, state_bytes
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
+from kvexport.cache_planning import plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.sections import KeyValues, Section, Table

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvexport.allocation import allocate
-from kvexport.cache import CachePlan, LayerGeometry, cache_geometry, layer_caches, plan_cache
+from kvexport.cache import CachePlan, LayerGeometry, cache_geometry, layer_caches
+from kvexport.cache_planning import plan_cache
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe

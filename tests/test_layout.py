@@ -25,6 +25,7 @@ ORDER = [
     "recipe",
     "allocation",
     "cache",
+    "cache_planning",
     "terminal",
     "quiet",
     "report",

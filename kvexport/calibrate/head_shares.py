@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.allocation import least_slots
-from kvexport.cache import CachePlan, LayerGeometry, plan_cache
+from kvexport.cache import CachePlan, LayerGeometry
+from kvexport.cache_planning import plan_cache
 from kvexport.calibrate.layer_shares import LENGTH, require_budgets, setting_of, sized, summary_of, text_language
 from kvexport.calibrate.recall_layers import fact_passages
 from kvexport.errors import UsageError

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import LayerCache, plan_cache
+from kvexport.cache import LayerCache
+from kvexport.cache_planning import plan_cache
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.load import load

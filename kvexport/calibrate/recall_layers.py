@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvexport.cache import LayerGeometry, plan_cache
+from kvexport.cache import LayerGeometry
+from kvexport.cache_planning import plan_cache
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.evaluate.corpus import manual

@@ -11,7 +11,7 @@ import yaml
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.cache import state_bytes
+from kvexport.cache_planning import state_bytes
 from kvexport.errors import UsageError
 
 USER = 10001  # of docker/cpu.Dockerfile

@@ -50,7 +50,7 @@ class CacheDrafter:
     Args:
         manifest: The artifact's manifest.
         model: The loaded model.
-        plan: The plan of the drafter's own caches (`kvexport.cache.selected_plan`).
+        plan: The plan of the drafter's own caches (`kvexport.cache_planning.selected_plan`).
 
     Raises:
         UsageError: The state is not in the host's memory.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.model_state import LoadedModel
-from kvexport.cache import selected_plan
+from kvexport.cache_planning import selected_plan
 from kvexport.engine.cache_drafter import CacheDrafter
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvexport.cache import CachePlan, LayerGeometry, plan_cache, settled_plan
+from kvexport.cache import CachePlan, LayerGeometry
+from kvexport.cache_planning import plan_cache, settled_plan
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe

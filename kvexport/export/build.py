@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.publish import staging
-from kvexport.cache import CachePlan, plan_cache
+from kvexport.cache import CachePlan
+from kvexport.cache_planning import plan_cache
 from kvexport.export.model.shape import ModelShape
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent

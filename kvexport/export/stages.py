@@ -24,7 +24,8 @@ import onnx_ir as ir
 
 from kvexport import backends
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
-from kvexport.cache import CachePlan, cache_geometry, cache_notes, selected_plan
+from kvexport.cache import CachePlan, cache_geometry
+from kvexport.cache_planning import cache_notes, selected_plan
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
 from kvexport.export.graph.graphs import attention_functions, finish_decoder, merge_model, open_slots

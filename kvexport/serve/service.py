@@ -16,7 +16,7 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvexport.cache import state_bytes
+from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.language.grammar import Grammar

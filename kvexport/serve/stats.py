@@ -11,7 +11,8 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvexport.cache import CachePlan, state_bytes
+from kvexport.cache import CachePlan
+from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.schema.state import STATE

@@ -30,7 +30,7 @@ class SelectedCache:
     Args:
         manifest: The manifest of the artifact.
         model: The loaded model.
-        plan: The plan of the small cache (`kvexport.cache.selected_plan`).
+        plan: The plan of the small cache (`kvexport.cache_planning.selected_plan`).
         what: The subject of the error message.
         fix: The fix in the error message.
 

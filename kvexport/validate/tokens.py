@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Limits
-from kvexport.cache import CachePlan, settled_plan
+from kvexport.cache import CachePlan
+from kvexport.cache_planning import settled_plan
 from kvexport.errors import UsageError
 from kvexport.paths import TEXT
 

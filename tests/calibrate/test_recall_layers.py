@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvexport.cache import LayerGeometry, plan_cache
+from kvexport.cache import LayerGeometry
+from kvexport.cache_planning import plan_cache
 from kvexport.calibrate.recall_layers import Calibration, calibrate, whole_layers
 from kvexport.commands.app import app
 from kvexport.errors import UsageError

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.cache import LayerCache, LayerGeometry, plan_cache
+from kvexport.cache import LayerCache, LayerGeometry
+from kvexport.cache_planning import plan_cache
 from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes

@@ -13,7 +13,7 @@ import pytest
 from transformers import MistralConfig
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.cache import selected_plan
+from kvexport.cache_planning import selected_plan
 from kvexport.engine.cache_drafter import CacheDrafter
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes

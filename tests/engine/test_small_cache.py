@@ -16,7 +16,8 @@ from kvexport.artifact.manifest import parse_manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.tensorrt.backend import BACKEND as TENSORRT
-from kvexport.cache import LayerGeometry, plan_cache
+from kvexport.cache import LayerGeometry
+from kvexport.cache_planning import plan_cache
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request

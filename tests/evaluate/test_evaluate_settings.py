@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvexport.cache import LayerGeometry, plan_cache
+from kvexport.cache import LayerGeometry
+from kvexport.cache_planning import plan_cache
 from kvexport.errors import UsageError
 from kvexport.evaluate.settings import equal_bytes, longer_checkpoint, overrides_of, parse_budgets
 from kvexport.recipe.inherit import recipe_folder

@@ -10,7 +10,8 @@ import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.cache import LayerGeometry, plan_cache
+from kvexport.cache import LayerGeometry
+from kvexport.cache_planning import plan_cache
 from kvexport.engine.lanes import Lanes
 from kvexport.export.build import build, read_model
 from kvexport.export.graph.heads import split_heads

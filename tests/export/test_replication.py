@@ -18,7 +18,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, MistralConfig
 
-from kvexport.cache import CachePlan, plan_cache
+from kvexport.cache import CachePlan
+from kvexport.cache_planning import plan_cache
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import MistralConfig
 
-from kvexport.cache import selected_plan
+from kvexport.cache_planning import selected_plan
 from kvexport.errors import UsageError
 from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.backends.onnxruntime.model import DECODER, MERGE, TOP_LOGITS
+from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, TOP_LOGITS
 
 
 def onto_device(engine: Any, *, graphs: bool = False) -> Any:

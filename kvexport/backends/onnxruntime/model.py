@@ -5,12 +5,10 @@ Input and output of a state tensor are one buffer on the device that computes.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +18,10 @@ from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes
 from kvexport.backends.model_state import Memory, ModelState
 from kvexport.backends.onnxruntime.bindings import DeviceRows, SmallTensors, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, lanes_of, read, write
-from kvexport.backends.onnxruntime.session import first_line, open_session
+from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS, Sessions
+from kvexport.backends.onnxruntime.session import first_line
 from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
-from kvexport.errors import EnvironmentProblem
-
-# The names of the ONNX Runtime sessions: the ONNX graph that each runs.
-DECODER, MERGE, TOP_LOGITS = "decoder", "merge", "top_logits"
-NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
 
 
 class _BoundCall(NamedTuple):
@@ -56,7 +50,7 @@ class OnnxRuntimeState(ModelState):
     On the CPU, `state` and `past_length` are numpy arrays.
     """
 
-    def __init__(self, model: LoadedModel, plan: CachePlan, lanes: int, memory: Memory | None = None) -> None:
+    def __init__(self, model: Sessions, plan: CachePlan, lanes: int, memory: Memory | None = None) -> None:
         self.lanes, self._memory = lanes, memory
         self._model, self._plan = model, plan
         tensors = {
@@ -286,160 +280,9 @@ class OnnxRuntimeState(ModelState):
         return self._lanes_of(self._step_logits, 0, count)
 
 
-@cache
-def _run_options(graph: int) -> Any:
-    from onnxruntime import RunOptions
-
-    options = RunOptions()
-    options.add_run_config_entry("gpu_graph_id", str(graph))
-    return options
-
-
-class LoadedModel:
-    """The ONNX Runtime sessions of one exported model, with one copy of the weights for any number of states.
-
-    Attributes:
-        vocabulary: The number of logits in a row.
-        all_logits: Whether a call returns logits of every token.
-        device: The device: cpu or cuda.
-        graphs: The names of the sessions whose calls are replayed as CUDA graphs.
-        graph_problem: Why sessions do not use CUDA graphs although the caller asked for them.
-
-    Raises:
-        EnvironmentProblem: If ONNX Runtime cannot use the device.
-    """
-
-    def __init__(
-        self,
-        decoder: Path,
-        merge: Path | None,
-        *,
-        threads: int,
-        vocabulary: int,
-        all_logits: bool,
-        operators: Mapping[str, Path | None],
-        top_logits: tuple[Path, int] | None = None,
-        device: str = "cpu",
-        graphs: bool = False,
-        float_input: bool = False,
-    ) -> None:
-        """Open the ONNX Runtime sessions of an exported model.
-
-        Args:
-            decoder: The file of the decoder's ONNX graph.
-            merge: The file of the merge's ONNX graph, or None if no layer merges.
-            threads: The number of threads; 0 for ONNX Runtime's own choice.
-            vocabulary: The number of logits in a row.
-            all_logits: Whether a call returns logits of every token.
-            operators: For each operator the native library to register, or None to run its function.
-            top_logits: The file of the ONNX graph that finds the largest logits, and their number. The CPU does not use
-                it.
-            device: The device: cpu or cuda.
-            graphs: Whether calls are replayed as CUDA graphs.
-            float_input: Whether packed weights are multiplied with unrounded inputs.
-        """
-        self.vocabulary = vocabulary
-        self.all_logits = all_logits
-        self.device = device
-        self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
-        self._new_graphs = itertools.count(1)
-        attention, merging = operators["VoteAttention"], operators["MergeCache"]
-        self._open: dict[str, Callable[..., Any]] = {
-            DECODER: partial(
-                open_session, decoder, threads=threads, operators=attention, device=device, float_input=float_input
-            )
-        }
-        if merge:
-            # A function is one long chain of small nodes, which runs fastest on one thread.
-            self._open[MERGE] = partial(
-                open_session, merge, threads=threads if merging else 1, operators=merging, device=device
-            )
-        self.top_count = 0
-        if top_logits is not None:
-            path, self.top_count = top_logits
-            self._open[TOP_LOGITS] = partial(open_session, path, threads=1, operators=None, device=device)
-        self.graphs, self.graph_problem = set(self._open) if graphs else set[str](), ""
-        if merging is None:
-            self.graphs.discard(MERGE)  # the shapes in the function depend on the votes, so it cannot be captured
-        self._opened: dict[str, Any] = {}
-        for name in self._open:
-            if name != TOP_LOGITS or device != "cpu":
-                self.session(name)
+class LoadedModel(Sessions):
+    """The sessions of one exported model, and the states that they advance."""
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
         """Return empty KV caches for `lanes` sequences; see `kvexport.backends.model_state.LoadedModel.new_state`."""
         return OnnxRuntimeState(self, plan, lanes, memory)
-
-    def session(self, name: str) -> Any:
-        """Return the ONNX Runtime session of a graph by name; the first call opens it."""
-        if name not in self._opened:
-            try:
-                self._opened[name] = self._open[name](graphs=name in self.graphs)
-            except EnvironmentProblem as error:
-                if name not in self.graphs:
-                    raise
-                self.without_graphs(name, error.problem)
-        return self._opened[name]
-
-    @property
-    def decoder(self) -> Any:
-        """The ONNX Runtime session of the decoder graph."""
-        return self.session(DECODER)
-
-    @property
-    def merge(self) -> Any | None:
-        """The ONNX Runtime session of the merge graph, which compresses KV caches; None if no layer merges."""
-        return self.session(MERGE) if MERGE in self._open else None
-
-    @property
-    def finder(self) -> Any:
-        """The ONNX Runtime session of the graph that finds the largest logits of each row."""
-        return self.session(TOP_LOGITS)
-
-    def run(self, name: str, binding: Any, graph: int | None) -> None:
-        """Run an ONNX Runtime session with bound inputs and outputs.
-
-        Args:
-            name: The name of the session.
-            binding: Its binding.
-            graph: The id of the CUDA graph to replay, or to capture if it is new; None if the session has no CUDA
-                graphs.
-        """
-        session = self.session(name)
-        if graph is None:
-            session.run_with_iobinding(binding)
-        else:
-            session.run_with_iobinding(binding, _run_options(graph))
-        if self.zeros is not np.zeros:
-            binding.synchronize_outputs()
-
-    def open_decoder(self, model: bytes) -> Any:
-        """Return an ONNX Runtime session of another decoder graph over the same weights.
-
-        Args:
-            model: The bytes of its ONNX graph.
-        """
-        return self._open[DECODER](graphs=False, model=model)
-
-    def new_graph(self, name: str, stays: bool) -> int | None:
-        """Return a new CUDA graph id for a session: NO_GRAPH for calls without one, None if the session captures none.
-
-        Args:
-            name: The name of the session.
-            stays: Whether the call is repeated, so that it should have a CUDA graph.
-        """
-        if name not in self.graphs:
-            return None
-        return next(self._new_graphs) if stays else NO_GRAPH
-
-    def without_graphs(self, name: str, why: str) -> None:
-        """Reopen a session that cannot capture CUDA graphs without them.
-
-        Args:
-            name: The name of the session.
-            why: The reason, which is added to `graph_problem`.
-        """
-        self.graphs.discard(name)
-        self.graph_problem += f"{'; ' if self.graph_problem else ''}{name}: {why}"
-        self._opened.pop(name, None)  # releases the old session before the new one is opened
-        self._opened[name] = self._open[name](graphs=False)

@@ -26,7 +26,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import device_array, devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.backends.onnxruntime.model import DECODER, MERGE, NO_GRAPH, TOP_LOGITS
+from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS
 from kvexport.cache import CachePlan
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load

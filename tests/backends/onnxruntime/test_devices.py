@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from kvexport.artifact.digests import write_manifest
-from kvexport.backends.onnxruntime import devices
-from kvexport.backends.onnxruntime import model as onnxruntime_sessions
+from kvexport.backends.onnxruntime import devices, model, model_sessions
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.backends.onnxruntime.model import DECODER, MERGE, TOP_LOGITS, LoadedModel
+from kvexport.backends.onnxruntime.model import LoadedModel
+from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, TOP_LOGITS
 from kvexport.commands.app import app
 from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem, UsageError
@@ -69,7 +69,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[Any]]:
         monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
         return asked
 
-    monkeypatch.setattr(onnxruntime_sessions, "DeviceArray", OnCpu)
+    for module in (model, model_sessions):
+        monkeypatch.setattr(module, "DeviceArray", OnCpu)
     return sessions_get
 
 

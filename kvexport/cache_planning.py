@@ -1,0 +1,255 @@
+"""The cache plan of a recipe for a model: the budget of every cache, and the checks that it can hold its entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvexport.allocation import allocate, head_shares
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
+from kvexport.errors import UsageError
+from kvexport.methods.base import Method
+from kvexport.recipe.fields import MOST, Recipe
+from kvexport.schema.state import scales_of, types_of
+
+
+def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
+    """Return the KV cache plan of a recipe for a model: the budget, capacity and shapes of every cache.
+
+    Args:
+        recipe: The recipe.
+        geometry: The attention of each layer.
+
+    Raises:
+        UsageError: If a budget, or that of `selected_plan`, cannot hold the sinks, the recent slots and one more; if a
+            cache would have more slots than int32 can count; for rows of an odd size in int4; for positions in the
+            cache if layers would hold different numbers of entries; and for speculation and periodic selections over a
+            cache that merges.
+    """
+    method = recipe.cache.build_method()
+    if recipe.cache.positions == "cache" and recipe.cache.allocation.whole:
+        raise UsageError(
+            "cache.positions is cache, where a new token has the same place in every layer, but "
+            f"cache.allocation.whole lets layers {recipe.cache.allocation.whole} hold more entries than others",
+            "--set cache.positions=absolute, or --set cache.allocation.whole=[]",
+        )
+    _require_pairs(recipe, geometry)
+    budgets = allocate(recipe, len(geometry))
+    if recipe.cache.positions == "cache":
+        _require_one_place(geometry, budgets)
+    _require_heads(recipe, geometry)
+    names, geometries = _names(geometry, len(budgets)), cache_geometry(geometry, len(budgets))
+    caches = [_planned(recipe, method, *cache) for cache in zip(names, geometries, budgets, strict=True)]
+    _require_no_merges(recipe, names, caches, method)
+    plan = CachePlan(tuple(caches))
+    selected_plan(recipe, plan)  # raises an error if its budget is too small
+    return plan
+
+
+def _planned(recipe: Recipe, method: Method, name: str, layer: LayerGeometry, share: int) -> LayerCache:
+    """Return the planned cache of one layer or KV head.
+
+    Args:
+        recipe: The recipe.
+        method: The compression method.
+        name: The name of the cache in messages.
+        layer: The geometry of the layer or KV head.
+        share: The slots that `allocate` gives the cache.
+    """
+    budget = min(share, recipe.limits.max_length)
+    if layer.sliding_window:
+        budget = min(budget, layer.sliding_window)
+    sinks, recent = recipe.cache.sinks, _recent(recipe, budget)
+    merges = budget < recipe.limits.max_length
+    if method.compresses and merges and budget < sinks + recent + 1:
+        raise UsageError(
+            f"{name} has a budget of {budget} slots, which cannot hold {sinks} sinks, {recent} recent and one more",
+            f"--set cache.budget={sinks + recent + 1}, or fewer cache.sinks or cache.recent",
+        )
+    capacity = recipe.capacity(budget) if merges else budget
+    if capacity > MOST:
+        raise UsageError(
+            f"{name} would have {capacity} slots, {budget} of its budget and {capacity - budget} beyond it for "
+            f"the tokens of a call; {MOST} is the most",
+            "a smaller export.prefill_chunk, cache.merge_every or cache.slack",
+        )
+    return LayerCache(
+        kv_heads=layer.kv_heads,
+        key_size=layer.key_size,
+        value_size=layer.value_size,
+        statistics=len(method.statistics),
+        budget=budget,
+        capacity=capacity,
+        sinks=sinks,
+        recent=recent,
+        sliding_window=layer.sliding_window,
+        merges=merges,
+        dtype=recipe.cache_dtype,
+        rotary=layer.rotary,
+        extra=(*scales_of(recipe.cache_dtype), *method.extra_state),
+    )
+
+
+def _recent(recipe: Recipe, budget: int) -> int:
+    """Return the size of the recent window (`cache.recent`) in slots, for a cache of `budget` slots."""
+    recent = recipe.cache.recent
+    return int(recent * budget) if isinstance(recent, float) else recent
+
+
+def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
+    """Return the plan of the smaller cache into which selected entries of a full cache are copied, or None without one.
+
+    Drafts (`speculate.draft: cache`) or decode steps (`cache.periodic`) read this smaller cache. It has room for the
+    selected entries and for the tokens until the next selection.
+
+    Args:
+        recipe: The recipe.
+        plan: The plan of the full cache.
+
+    Raises:
+        UsageError: If the selection cannot hold the sinks, the recent slots and one more.
+    """
+    speculate, periodic = recipe.speculate, recipe.cache.periodic
+    if periodic.slots is not None:
+        budget, slots = periodic.selected, periodic.slots
+        label, key = f"cache.periodic.slots {slots}, of which {budget} are selected,", "cache.periodic.slots"
+    elif speculate.draft == "cache":
+        budget, slots = speculate.budget, speculate.budget + speculate.rebuild + speculate.tokens
+        label, key = f"speculate.budget {budget}", "speculate.budget"
+    else:
+        return None
+    sinks, recent = recipe.cache.sinks, _recent(recipe, budget)
+    if budget < sinks + recent + 1:
+        least = sinks + recent + 1 + (slots - budget if periodic.slots is not None else 0)
+        raise UsageError(
+            f"{label} cannot hold {sinks} sinks, {recent} recent and one more",
+            f"--set {key}={least}, or fewer cache.sinks or cache.recent",
+        )
+    layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.caches)
+    return CachePlan(tuple(layers))
+
+
+def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
+    """Return the plan of the cache slots that a sequence uses at most once its prompt has been read.
+
+    This is `plan` itself, except where prompts merge at their end: a cache then uses its budget and the slots for the
+    tokens until the next merge. The remaining slots stay allocated.
+    """
+    if recipe.cache.merge_prompts == "chunks":
+        return plan
+    most = recipe.cache.merge_every
+    return CachePlan(
+        tuple(replace(x, capacity=min(x.capacity, x.budget + most)) if x.merges else x for x in plan.caches)
+    )
+
+
+def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
+    """Return notes for the user about a cache plan, such as a budget that no sequence of the allowed length exceeds."""
+    budget, length = recipe.cache.budget, recipe.limits.max_length
+    if not recipe.cache.build_method().compresses or isinstance(budget, float) or budget < length:
+        return []
+    if any(cache.merges for cache in plan.caches):
+        return []
+    return [
+        f"cache.budget is {budget} slots and limits.max_length is {length} tokens, so nothing is ever evicted: "
+        f"--budget {max(length // 4, 1)}, or a larger --max-length"
+    ]
+
+
+def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
+    """Return the bytes of the KV caches of `sequences` sequences: those of `plan` and those of `selected_plan`.
+
+    The latter count twice if the next selection is copied while steps still read the last one.
+    """
+    selected = selected_plan(recipe, plan)
+    copies = 2 if recipe.cache.periodic.slots is not None and recipe.cache.periodic.delay else 1
+    return plan.bytes(sequences) + (copies * selected.bytes(sequences) if selected is not None else 0)
+
+
+def _names(geometry: Sequence[LayerGeometry], caches: int) -> list[str]:
+    """Return the name of every cache for messages, such as its layer and KV head."""
+    if caches == len(geometry):
+        return [f"layer {i}" for i in range(caches)]
+    return [f"KV head {head} of layer {i}" for i, layer in enumerate(geometry) for head in range(layer.kv_heads)]
+
+
+def _require_no_merges(recipe: Recipe, names: Sequence[str], caches: Sequence[LayerCache], method: Method) -> None:
+    """Raise UsageError if speculation or periodic selections are combined with a cache that evicts.
+
+    With drafts, layers may still drop what their sliding window has passed.
+
+    Args:
+        recipe: The recipe.
+        names: The name of every cache in messages.
+        caches: The caches.
+        method: The compression method.
+    """
+    merging = [i for i, cache in enumerate(caches) if cache.merges]
+    if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):
+        return
+    i, fix = merging[0], "--set cache.method=full, or --set cache.budget=1.0 (a share of limits.max_length)"
+    if recipe.cache.periodic.slots is not None:
+        if caches[i].budget == caches[i].sliding_window:
+            why, fix = f"a sliding window of {caches[i].sliding_window} tokens", "--set cache.periodic.slots=null"
+        else:
+            why = f"{caches[i].budget} slots, from which {method.name} evicts"
+        raise UsageError(
+            f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are selected from a cache that evicts "
+            f"nothing, but {names[i]} has {why}",
+            fix,
+        )
+    if method.compresses:
+        raise UsageError(
+            f"speculate.draft is {recipe.speculate.draft}: rejected tokens are removed from the cache again, but "
+            f"{method.name} may have merged them into {names[i]}, which has {caches[i].budget} slots",
+            fix,
+        )
+
+
+def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
+    """Raise UsageError for keys or values of an odd size in an int4 cache, because a byte stores two numbers."""
+    types = types_of(recipe.cache_dtype)
+    for i, layer in enumerate(geometry):
+        for name, size in (("key", layer.key_size), ("value", layer.value_size)):
+            if types[name] == "int4" and size % 2:
+                raise UsageError(
+                    f"cache.dtype is {recipe.cache.dtype}, which stores two numbers in a byte, but layer {i} has "
+                    f"{name}s of {size} elements, an odd number",
+                    "--set cache.dtype=int8",
+                )
+
+
+def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]) -> None:
+    """Raise UsageError if a new token would not have the same place in the cache in every layer."""
+    if len(set(budgets)) > 1:
+        which = "layers" if len(budgets) == len(geometry) else "KV heads"
+        raise UsageError(
+            f"cache.positions is cache, but {which} have budgets of {min(budgets)} to {max(budgets)} slots: a new "
+            "token would have another place in each",
+            "--set cache.allocation.kind=uniform",
+        )
+    windows = [i for i, layer in enumerate(geometry) if layer.sliding_window]
+    if windows:
+        raise UsageError(
+            f"cache.positions is cache, but layer {windows[0]} has a sliding window of "
+            f"{geometry[windows[0]].sliding_window} positions, which drops entries that other layers keep",
+            "--set cache.positions=absolute",
+        )
+
+
+def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
+    """Raise UsageError if a recipe's budget shares of KV heads do not fit the model, or ranks split the heads."""
+    shares, ranks = head_shares(recipe), recipe.backend.tensor_parallel
+    for i, (row, layer) in enumerate(zip(shares, geometry, strict=bool(shares))):
+        if len(row) != layer.kv_heads:
+            raise UsageError(
+                f"cache.allocation.shares has {len(row)} numbers for the KV heads of layer {i}, which has "
+                f"{layer.kv_heads}",
+                "one for each KV head, or one number for the layer, in all layers alike",
+            )
+    if shares and ranks > 1:
+        raise UsageError(
+            f"backend.tensor_parallel is {ranks}, which share the heads of every cache, but cache.allocation.shares "
+            "gives every KV head a cache of its own",
+            "--set backend.tensor_parallel=1, or shares of layers",
+        )

@@ -67,12 +67,12 @@ async def completions(service: Service, request: Request) -> Response:
     start = Start() if session is None else await service.sessions.start(session, required=True)
     prepared, echoes = Prepared([], session, start), []
     for prompt in prompts:
-        ids = await service.encode(prompt, special=start.snapshot is None)
+        ids = await service.prompts.encode(prompt, special=start.snapshot is None)
         one = await service.follow(
             ids, start, session, body, body.max_tokens, _TOKENS, form=form, logprobs=body.logprobs
         )
         prepared.requests = [*prepared.requests, *one.requests]
-        echoes.append(await service.text_of_prompt(prompt) if body.echo else "")
+        echoes.append(await service.prompts.text_of(prompt) if body.echo else "")
     requests = prepared.requests
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
     if body.stream:

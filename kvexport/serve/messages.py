@@ -128,7 +128,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     conversation = body.conversation()
     tools = conversation.tools or None
-    ids = await service.encode_chat(conversation.messages, tools, conversation.variables, fits=False)
+    ids = await service.prompts.encode_chat(conversation.messages, tools, conversation.variables, fits=False)
     return JSONResponse({"input_tokens": len(ids)})
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -28,25 +26,21 @@ from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
 from kvexport.serve.fields import B, Sampling, parse
 from kvexport.serve.metrics import Metrics
+from kvexport.serve.prompts import LARGE_TEXT, Prompts, give_back_memory
 from kvexport.serve.response_store import ResponseStore
 from kvexport.serve.sessions import Sessions, Start
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import KEEP_ALIVE, EventStream, unless_gone
 from kvexport.serve.worker import Job, Update, Worker
-from kvexport.state.sessions import next_turn
-from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.language.settings import GenerationSettings
-    from kvexport.language.tokenizer import Tokenizer
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.serve")
-_SHORT_TEXT = 1 << 16  # characters; a shorter text is encoded in milliseconds, and its tokens are counted exactly
-_LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
 class Rendering(Protocol):
@@ -106,6 +100,7 @@ class Service:
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)
         # Prompts are encoded in another thread than the event loop's, one at a time: the cores belong to the model.
         self._encoders = anyio.CapacityLimiter(1)
+        self.prompts = Prompts(engine, self.beside)
 
     async def read(self, request: Request, kind: type[B]) -> B:
         """Read the body of an HTTP request, and return it as an object of its schema `kind`.
@@ -117,7 +112,7 @@ class Service:
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise ApiError(415, f"the body is {media_type[:80]}: send JSON, with Content-Type: application/json")
         data = await read_bytes(request, self.settings.body)
-        if len(data) > _LARGE_TEXT:  # once the body and its values are freed
+        if len(data) > LARGE_TEXT:  # once the body and its values are freed
             asyncio.get_running_loop().call_later(0.1, give_back_memory)
         return await self.beside(lambda: parse(kind, data)) if len(data) > 100_000 else parse(kind, data)
 
@@ -136,103 +131,6 @@ class Service:
     async def beside(self, work: Callable[[], T]) -> T:
         """Run a function in another thread than the event loop's, and return its result."""
         return await anyio.to_thread.run_sync(work, limiter=self._encoders)
-
-    async def encode(
-        self, prompt: str | Sequence[int], *, special: bool = True, fits: bool = True
-    ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a prompt, encoded in another thread than the event loop's.
-
-        Args:
-            prompt: A text, or token ids.
-            special: Whether a text gets the tokenizer's special tokens.
-            fits: Whether a prompt that fills the context is refused.
-
-        Raises:
-            ApiError: The prompt is too long.
-        """
-
-        def work() -> Sequence[int] | NDArray[Any]:
-            tokenizer = self.engine.tokenizer
-            if not isinstance(prompt, str) or tokenizer is None:
-                return self._fitting(prompt)
-            ids = self._encoded(tokenizer, prompt, special=special)
-            return self._fitting(ids) if fits else ids
-
-        return await self.beside(work)
-
-    async def encode_chat(
-        self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
-    ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a conversation, rendered by the model's chat template.
-
-        Args:
-            messages: The messages in the form that chat templates read.
-            tools: The tools that the template lists.
-            variables: The template's own variables.
-            fits: Whether a prompt that fills the context is refused.
-        """
-        engine = self.engine
-
-        def work() -> Sequence[int] | NDArray[Any]:
-            if engine.chat_template is None or engine.tokenizer is None:
-                return engine.encode_chat(messages)  # raises an error that names the missing file
-            text = engine.chat_template.render(messages, tools, **variables)
-            ids = self._encoded(engine.tokenizer, text, special=False)
-            return self._fitting(ids) if fits else ids
-
-        return await self.beside(work)
-
-    def _next_turn(
-        self, snapshot: Snapshot, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
-    ) -> NDArray[Any] | None:
-        return next_turn(self.engine, snapshot, messages, tools, **variables)
-
-    def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
-        """Return the token ids of a text. A text that is too long for the model in any encoding is refused first."""
-        least = tokenizer.least_tokens(text)
-        if least >= self.engine.max_length and len(text) > _SHORT_TEXT:
-            self.check_length(least, at_least=True)
-        try:
-            return tokenizer.encode(text, add_special_tokens=special)
-        finally:
-            if len(text) > _LARGE_TEXT:
-                give_back_memory()
-
-    async def text_of_prompt(self, prompt: str | Sequence[int]) -> str:
-        """Return a prompt as text; token ids are decoded.
-
-        Raises:
-            ApiError: A token id is out of range, or the artifact has no tokenizer.
-        """
-        tokenizer = self.engine.tokenizer
-        if isinstance(prompt, str):
-            return prompt
-        if tokenizer is None:
-            raise ApiError(400, "the artifact has no tokenizer, so token ids have no text", param="prompt")
-        if max(prompt, default=0) >= 1 << 32:
-            raise ApiError(400, f"token id {max(prompt)} is out of range", param="tokens")
-        return await self.beside(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
-
-    def _fitting(self, ids: str | Sequence[int]) -> NDArray[Any]:
-        if not isinstance(ids, str):
-            self.check_length(len(ids))
-        return self.engine.encode(ids)
-
-    def check_length(self, tokens: int, *, at_least: bool = False) -> None:
-        """Check that a prompt leaves room for at least one more token in the model's context.
-
-        Args:
-            tokens: The tokens of the prompt.
-            at_least: The prompt may have more tokens than that.
-
-        Raises:
-            ApiError: The prompt fills the model's context.
-        """
-        limit = self.engine.max_length
-        if tokens >= limit:
-            count = f"at least {tokens}" if at_least else str(tokens)
-            message = f"This model's maximum context length is {limit} tokens, and the prompt has {count}: "
-            raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
 
     def requests(self, ids: Any, settings: Sequence[GenerationSettings], priority: int = 0) -> list[EngineRequest]:
         """Return one engine request for each of `settings`, all for the same prompt, which is read once."""
@@ -262,12 +160,12 @@ class Service:
         start = Start() if conversation.session is None else await self.sessions.start(conversation.session)
         new = None
         if (known := start.snapshot) is not None:
-            new = await self.beside(
-                lambda: self._next_turn(known, conversation.messages, shown, conversation.variables)
-            )
+            new = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
         if new is None:
             start = replace(start, snapshot=None)
-        ids = await self.encode_chat(conversation.messages, shown, conversation.variables) if new is None else new
+        ids = (
+            await self.prompts.encode_chat(conversation.messages, shown, conversation.variables) if new is None else new
+        )
         tokenizer = self.engine.tokenizer
         if calls is not None and tokenizer is not None:
             settings["shown_ids"] = calls.shown_ids(tokenizer) or None
@@ -307,7 +205,7 @@ class Service:
         """
         self.check_choices(sampling.n or 1)
         length = len(ids) + (0 if start.snapshot is None else len(start.snapshot.ids))
-        self.check_length(length)
+        self.prompts.check_length(length)
         longest = self.longest(length, tokens, default)
         chosen = sampling.settings(self.engine, longest, grammar=form, **settings)
         if form is not None:  # compiled here, so that the engine's steps do not wait for it
@@ -406,12 +304,6 @@ class Service:
             if known.code == "internal_error":
                 log.error("a stream failed", exc_info=error)
             yield rendering.fail(known)
-
-
-def give_back_memory() -> None:
-    """Return freed heap memory to the system (glibc's malloc_trim). Does nothing without glibc."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def session_bytes(manifest: Manifest) -> int:

@@ -39,10 +39,12 @@ async def tokenize(service: Service, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: give it, or messages, and not both", param="prompt")
     if body.prompt is not None:
-        ids = await service.encode(body.prompt, special=body.add_special_tokens is not False, fits=False)
+        ids = await service.prompts.encode(body.prompt, special=body.add_special_tokens is not False, fits=False)
     else:
         variables = template_variables(body.chat_template_kwargs, body.add_generation_prompt)
-        ids = await service.encode_chat(template_messages(body.messages or []), body.tools, variables, fits=False)
+        ids = await service.prompts.encode_chat(
+            template_messages(body.messages or []), body.tools, variables, fits=False
+        )
     texts = TokenTexts(service.engine.tokenizer)
     tokens = [int(i) for i in ids]
     strings = [texts.text(i) for i in tokens] if body.return_token_strs else None
@@ -54,4 +56,4 @@ async def detokenize(service: Service, request: Request) -> Response:
     """Answer /detokenize: the text of token ids, special tokens included."""
     body = await service.read(request, DetokenizeBody)
     service.check_model(body.model)
-    return JSONResponse({"prompt": await service.text_of_prompt(body.tokens)})
+    return JSONResponse({"prompt": await service.prompts.text_of(body.tokens)})

@@ -1,0 +1,151 @@
+"""Prompts of clients as token ids, encoded in another thread than the event loop's, and checked against the context."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from kvexport.engine.engine import Engine
+from kvexport.serve.errors import ApiError
+from kvexport.state.sessions import next_turn
+from kvexport.state.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvexport.language.tokenizer import Tokenizer
+
+T = TypeVar("T")
+_SHORT_TEXT = 1 << 16  # characters; a shorter text is encoded in milliseconds, and its tokens are counted exactly
+LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
+
+
+class Beside(Protocol):
+    """A function that runs another function in another thread than the event loop's."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """Return the result of `work`."""
+        ...
+
+
+class Prompts:
+    """The tokenizer and the chat template of a server's engine.
+
+    Args:
+        engine: The engine. Its steps go on while a prompt is encoded.
+        beside: Runs a function in another thread than the event loop's.
+    """
+
+    def __init__(self, engine: Engine, beside: Beside) -> None:
+        self.engine = engine
+        self._beside = beside
+
+    async def encode(
+        self, prompt: str | Sequence[int], *, special: bool = True, fits: bool = True
+    ) -> Sequence[int] | NDArray[Any]:
+        """Return the token ids of a prompt, encoded in another thread than the event loop's.
+
+        Args:
+            prompt: A text, or token ids.
+            special: Whether a text gets the tokenizer's special tokens.
+            fits: Whether a prompt that fills the context is refused.
+
+        Raises:
+            ApiError: The prompt is too long.
+        """
+
+        def work() -> Sequence[int] | NDArray[Any]:
+            tokenizer = self.engine.tokenizer
+            if not isinstance(prompt, str) or tokenizer is None:
+                return self._fitting(prompt)
+            ids = self._encoded(tokenizer, prompt, special=special)
+            return self._fitting(ids) if fits else ids
+
+        return await self._beside(work)
+
+    async def encode_chat(
+        self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
+    ) -> Sequence[int] | NDArray[Any]:
+        """Return the token ids of a conversation, rendered by the model's chat template.
+
+        Args:
+            messages: The messages in the form that chat templates read.
+            tools: The tools that the template lists.
+            variables: The template's own variables.
+            fits: Whether a prompt that fills the context is refused.
+
+        Raises:
+            ApiError: The prompt is too long.
+            UsageError: The artifact has no tokenizer or no chat template.
+        """
+        engine = self.engine
+
+        def work() -> Sequence[int] | NDArray[Any]:
+            if engine.chat_template is None or engine.tokenizer is None:
+                return engine.encode_chat(messages)  # raises an error that names the missing file
+            text = engine.chat_template.render(messages, tools, **variables)
+            ids = self._encoded(engine.tokenizer, text, special=False)
+            return self._fitting(ids) if fits else ids
+
+        return await self._beside(work)
+
+    async def next_turn(
+        self, snapshot: Snapshot, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
+    ) -> NDArray[Any] | None:
+        """Return the token ids of a conversation that follow a snapshot; None if it does not continue the snapshot."""
+        return await self._beside(lambda: next_turn(self.engine, snapshot, messages, tools, **variables))
+
+    async def text_of(self, prompt: str | Sequence[int]) -> str:
+        """Return a prompt as text; token ids are decoded.
+
+        Raises:
+            ApiError: A token id is out of range, or the artifact has no tokenizer.
+        """
+        tokenizer = self.engine.tokenizer
+        if isinstance(prompt, str):
+            return prompt
+        if tokenizer is None:
+            raise ApiError(400, "the artifact has no tokenizer, so token ids have no text", param="prompt")
+        if max(prompt, default=0) >= 1 << 32:
+            raise ApiError(400, f"token id {max(prompt)} is out of range", param="tokens")
+        return await self._beside(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
+
+    def check_length(self, tokens: int, *, at_least: bool = False) -> None:
+        """Check that a prompt leaves room for at least one more token in the model's context.
+
+        Args:
+            tokens: The tokens of the prompt.
+            at_least: The prompt may have more tokens than that.
+
+        Raises:
+            ApiError: The prompt fills the model's context.
+        """
+        limit = self.engine.max_length
+        if tokens >= limit:
+            count = f"at least {tokens}" if at_least else str(tokens)
+            message = f"This model's maximum context length is {limit} tokens, and the prompt has {count}: "
+            raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
+
+    def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+        """Return the token ids of a text. A text that is too long for the model in any encoding is refused first."""
+        least = tokenizer.least_tokens(text)
+        if least >= self.engine.max_length and len(text) > _SHORT_TEXT:
+            self.check_length(least, at_least=True)
+        try:
+            return tokenizer.encode(text, add_special_tokens=special)
+        finally:
+            if len(text) > LARGE_TEXT:
+                give_back_memory()
+
+    def _fitting(self, ids: str | Sequence[int]) -> NDArray[Any]:
+        if not isinstance(ids, str):
+            self.check_length(len(ids))
+        return self.engine.encode(ids)
+
+
+def give_back_memory() -> None:
+    """Return freed heap memory to the system (glibc's malloc_trim). Does nothing without glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

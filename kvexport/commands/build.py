@@ -11,15 +11,15 @@ from typing import Annotated
 import typer
 
 from kvexport.commands.options import (
-    BACKEND_PANEL,
-    MODEL_PANEL,
-    OUTPUT_PANEL,
     RECIPE,
     BackendOption,
     BudgetOption,
     JsonOption,
     MaxLengthOption,
     SetOption,
+    backend_option,
+    model_option,
+    output_option,
 )
 from kvexport.commands.output import print_json
 from kvexport.errors import UsageError
@@ -43,30 +43,20 @@ def build(
     overrides: SetOption = None,
     named_model: Annotated[
         str | None,
-        typer.Option("--model", metavar="MODEL", help="The same as the argument.", rich_help_panel=MODEL_PANEL),
+        model_option("--model", metavar="MODEL", help="The same as the argument."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="The folder of the artifact. [default: artifacts/NAME]",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        output_option("--out", metavar="DIR", help="The folder of the artifact. [default: artifacts/NAME]"),
     ] = None,
     backend: BackendOption = None,
     stage: Annotated[
         Stage,
-        typer.Option(
-            help="Stop after the ONNX graphs. `--from` then adds engines on the machine that runs them.",
-            rich_help_panel=BACKEND_PANEL,
-        ),
+        backend_option(help="Stop after the ONNX graphs. `--from` then adds engines on the machine that runs them."),
     ] = Stage.all,
     source: Annotated[
         Path | None,
-        typer.Option(
-            "--from", metavar="DIR", help="Add engines for this machine to an artifact.", rich_help_panel=BACKEND_PANEL
-        ),
+        backend_option("--from", metavar="DIR", help="Add engines for this machine to an artifact."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvexport.commands.options import (
-    OUTPUT_PANEL,
     BackendOption,
     BudgetOption,
     DeviceOption,
@@ -18,6 +17,8 @@ from kvexport.commands.options import (
     MaxLengthOption,
     SetOption,
     SourceArgument,
+    in_panel,
+    output_option,
 )
 from kvexport.commands.output import print_json
 from kvexport.errors import UsageError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvexport.language.settings import GenerationSettings
 
 
-PROMPT, SAMPLING = "Prompt", "Sampling"
+prompt_option, sampling_option = in_panel("Prompt"), in_panel("Sampling")
 
 
 def generate(
@@ -41,75 +42,64 @@ def generate(
     overrides: SetOption = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Read the prompt from a file in UTF-8.", rich_help_panel=PROMPT),
+        prompt_option(metavar="FILE", help="Read the prompt from a file in UTF-8."),
     ] = None,
     token_ids: Annotated[
-        str | None, typer.Option(metavar='"1,2,3"', help="Take these token ids as the prompt.", rich_help_panel=PROMPT)
+        str | None, prompt_option(metavar='"1,2,3"', help="Take these token ids as the prompt.")
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option(
+        prompt_option(
             "--chat/--no-chat",
             help="Send the prompt as a user's message. [default: --chat for a PROMPT argument and a model that has a "
             "chat template]",
-            rich_help_panel=PROMPT,
         ),
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Send this system message first. Implies --chat.", rich_help_panel=PROMPT),
+        prompt_option(metavar="TEXT", help="Send this system message first. Implies --chat."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("--max-new-tokens", "--max-tokens", help="Stop after so many tokens.", rich_help_panel=SAMPLING),
+        sampling_option("--max-new-tokens", "--max-tokens", help="Stop after so many tokens."),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="STR", help="Stop before this text. This option is repeatable.", rich_help_panel=SAMPLING),
+        sampling_option(metavar="STR", help="Stop before this text. This option is repeatable."),
     ] = None,
     sample: Annotated[
         bool | None,
-        typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.", rich_help_panel=SAMPLING),
+        sampling_option("--sample/--greedy", help="Draw tokens, or take the likeliest."),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Divide the logits by this. Implies --sample.", rich_help_panel=SAMPLING),
+        sampling_option(help="Divide the logits by this. Implies --sample."),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(
-            help="Draw from the k likeliest tokens; 0 draws from all. Implies --sample.", rich_help_panel=SAMPLING
-        ),
+        sampling_option(help="Draw from the k likeliest tokens; 0 draws from all. Implies --sample."),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            help="Draw from the likeliest tokens whose probabilities add up to this. Implies --sample.",
-            rich_help_panel=SAMPLING,
-        ),
+        sampling_option(help="Draw from the likeliest tokens whose probabilities add up to this. Implies --sample."),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(
-            help="Draw from tokens with at least this share of the likeliest token's probability. Implies --sample.",
-            rich_help_panel=SAMPLING,
+        sampling_option(
+            help="Draw from tokens with at least this share of the likeliest token's probability. Implies --sample."
         ),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Make tokens that were seen less likely, above 1.", rich_help_panel=SAMPLING),
+        sampling_option(help="Make tokens that were seen less likely, above 1."),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Draw tokens with this seed. Implies --sample.", rich_help_panel=SAMPLING)
-    ] = None,
+    seed: Annotated[int | None, sampling_option(help="Draw tokens with this seed. Implies --sample.")] = None,
     backend: BackendOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
     stats: Annotated[
         bool,
-        typer.Option(
-            "--stats", help="Print tokens per second and cache bytes on stderr.", rich_help_panel=OUTPUT_PANEL
-        ),
+        output_option("--stats", help="Print tokens per second and cache bytes on stderr."),
     ] = False,
 ) -> None:
     """Continue a prompt, or answer it if the checkpoint has a chat template.

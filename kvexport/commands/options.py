@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +12,13 @@ from typer.core import TyperCommand
 
 from kvexport.backends.sections import names
 
-MODEL_PANEL = "Model"
-BACKEND_PANEL = "Backend"
-OUTPUT_PANEL = "Output"
+
+def in_panel(name: str) -> Callable[..., Any]:
+    """Return `typer.Option` for options that the help text lists in the group `name`."""
+    return partial(typer.Option, rich_help_panel=name)
+
+
+model_option, backend_option, output_option = (in_panel(name) for name in ("Model", "Backend", "Output"))
 
 
 class Command(TyperCommand):
@@ -38,69 +44,52 @@ def complete_recipe(incomplete: str) -> list[str]:
     return sorted(path.stem for path in recipe_folder().glob("*.yaml") if path.stem.startswith(incomplete))
 
 
-RECIPE = typer.Option(
-    "--recipe",
-    metavar="NAME_OR_FILE",
-    help="The name of a recipe, or its file.",
-    autocompletion=complete_recipe,
-    rich_help_panel=MODEL_PANEL,
+RECIPE = model_option(
+    "--recipe", metavar="NAME_OR_FILE", help="The name of a recipe, or its file.", autocompletion=complete_recipe
 )
 RecipeOption = Annotated[str, RECIPE]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a value of the recipe. This option is repeatable.",
-        rich_help_panel=MODEL_PANEL,
-    ),
+    model_option("--set", metavar="KEY=VALUE", help="Override a value of the recipe. This option is repeatable."),
 ]
 BudgetOption = Annotated[
     int | None,
-    typer.Option(
+    model_option(
         "--budget",
         min=1,
         metavar="SLOTS",
         help="The slots of each KV head. [default: 1024 for a model, or the recipe's]",
-        rich_help_panel=MODEL_PANEL,
     ),
 ]
 MaxLengthOption = Annotated[
     int | None,
-    typer.Option(
+    model_option(
         "--max-length",
         min=1,
         metavar="TOKENS",
         help="The most tokens of one sequence. [default: the length a model was trained for, at most 32768, or the "
         "recipe's]",
-        rich_help_panel=MODEL_PANEL,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT_PANEL)]
+JsonOption = Annotated[bool, output_option("--json", help="Print the result as JSON.")]
 HtmlOption = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Also write the report as a page.", rich_help_panel=OUTPUT_PANEL),
+    output_option("--html", metavar="FILE", help="Also write the report as a page."),
 ]
 TelemetryOption = Annotated[
     bool, typer.Option("--telemetry", help="Show the effect of every merge on the attention output.")
 ]
 BackendOption = Annotated[
     str | None,
-    typer.Option(
+    backend_option(
         "--backend",
         metavar="NAME",
         help=f"Use the backend {' or '.join(names())} in place of the artifact's own.",
-        rich_help_panel=BACKEND_PANEL,
     ),
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(
-        "--device",
-        metavar="cpu|cuda",
-        help="Run on this device in place of the recipe's.",
-        rich_help_panel=BACKEND_PANEL,
-    ),
+    backend_option("--device", metavar="cpu|cuda", help="Run on this device in place of the recipe's."),
 ]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder of an artifact.")]
 SourceArgument = Annotated[

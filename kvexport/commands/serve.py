@@ -7,16 +7,15 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvexport.commands.options import (
-    BACKEND_PANEL,
     BackendOption,
     BudgetOption,
     DeviceOption,
     MaxLengthOption,
     SetOption,
     SourceArgument,
+    backend_option,
+    in_panel,
 )
 from kvexport.errors import UsageError
 from kvexport.serve.settings import check_keys
@@ -25,7 +24,10 @@ from kvexport.units import parse_bytes
 KEY_VARIABLE = "KVEXPORT_API_KEY"
 
 
-SERVER, REQUESTS, SESSIONS = "Server", "Requests", "Sessions and prefixes"
+# Options of one group of the help text.
+server_option, request_option, session_option = (
+    in_panel(name) for name in ("Server", "Requests", "Sessions and prefixes")
+)
 
 
 def serve(
@@ -35,124 +37,87 @@ def serve(
     overrides: SetOption = None,
     host: Annotated[
         str,
-        typer.Option(
-            help="Listen on this address. An address that other machines reach needs a key.", rich_help_panel=SERVER
-        ),
+        server_option(help="Listen on this address. An address that other machines reach needs a key."),
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option(min=0, max=65535, help="Listen on this port; 0 takes any free port.", rich_help_panel=SERVER),
+        server_option(min=0, max=65535, help="Listen on this port; 0 takes any free port."),
     ] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
+        server_option(
             metavar="KEY",
             help=f"Require one of these keys from clients. This option is repeatable; {KEY_VARIABLE} adds a key.",
-            rich_help_panel=SERVER,
         ),
     ] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option(
+        server_option(
             metavar="NAME",
             help="Answer requests that name this model. This option is repeatable; '*' accepts any name.",
-            rich_help_panel=SERVER,
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Accept this host name on a server without keys. This option is repeatable.",
-            rich_help_panel=SERVER,
+        server_option(
+            metavar="NAME", help="Accept this host name on a server without keys. This option is repeatable."
         ),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="Let web pages of this origin call the server. This option is repeatable.",
-            rich_help_panel=SERVER,
-        ),
+        server_option(metavar="URL", help="Let web pages of this origin call the server. This option is repeatable."),
     ] = None,
     drain: Annotated[
         float,
-        typer.Option(min=0, help="Give running requests so many seconds when the server ends.", rich_help_panel=SERVER),
+        server_option(min=0, help="Give running requests so many seconds when the server ends."),
     ] = 30.0,
     lanes: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Run at most so many requests at once. [default: the artifact's limits.max_batch]",
-            rich_help_panel=REQUESTS,
-        ),
+        request_option(min=1, help="Run at most so many requests at once. [default: the artifact's limits.max_batch]"),
     ] = None,
-    queue: Annotated[
-        int, typer.Option(min=0, help="Let at most so many requests wait for a lane.", rich_help_panel=REQUESTS)
-    ] = 256,
+    queue: Annotated[int, request_option(min=0, help="Let at most so many requests wait for a lane.")] = 256,
     latency_budget: Annotated[
         float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Limit the time that several prompts in one call may hold up other requests.",
-            rich_help_panel=REQUESTS,
+        request_option(
+            min=0, metavar="SECONDS", help="Limit the time that several prompts in one call may hold up other requests."
         ),
     ] = 0.1,
     preempt: Annotated[
         bool,
-        typer.Option(
-            "--preempt",
-            help="Let a request take the lane of a request with a worse priority.",
-            rich_help_panel=REQUESTS,
-        ),
+        request_option("--preempt", help="Let a request take the lane of a request with a worse priority."),
     ] = False,
     reasoning: Annotated[
         bool,
-        typer.Option(help="Separate <think> ... </think> from the answer.", rich_help_panel=REQUESTS),
+        request_option(help="Separate <think> ... </think> from the answer."),
     ] = True,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Limit every answer to so many tokens.", rich_help_panel=REQUESTS)
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="End a request after so many seconds.", rich_help_panel=REQUESTS)
-    ] = 1800.0,
+    max_tokens: Annotated[int | None, request_option(min=1, help="Limit every answer to so many tokens.")] = None,
+    timeout: Annotated[float, request_option(min=1, help="End a request after so many seconds.")] = 1800.0,
     prefix_memory: Annotated[
         str,
-        typer.Option(
-            metavar="BYTES",
-            help="Keep the states of prompt prefixes in so much memory; 0 keeps none.",
-            rich_help_panel=SESSIONS,
-        ),
+        session_option(metavar="BYTES", help="Keep the states of prompt prefixes in so much memory; 0 keeps none."),
     ] = "1GiB",
     session_memory: Annotated[
         str,
-        typer.Option(metavar="BYTES", help="Keep the states of sessions in so much memory.", rich_help_panel=SESSIONS),
+        session_option(metavar="BYTES", help="Keep the states of sessions in so much memory."),
     ] = "1GiB",
     session_folder: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write sessions to this folder when their memory is full, and when the server ends.",
-            rich_help_panel=SESSIONS,
+        session_option(
+            metavar="DIR", help="Write sessions to this folder when their memory is full, and when the server ends."
         ),
     ] = None,
     session_disk: Annotated[
-        str, typer.Option(metavar="BYTES", help="Limit the session folder to so much.", rich_help_panel=SESSIONS)
+        str, session_option(metavar="BYTES", help="Limit the session folder to so much.")
     ] = "16GiB",
     session_shared: Annotated[
         bool,
-        typer.Option(
-            "--session-shared",
-            help="Write every turn to the session folder at once, because other servers use it too.",
-            rich_help_panel=SESSIONS,
+        session_option(
+            "--session-shared", help="Write every turn to the session folder at once, because other servers use it too."
         ),
     ] = False,
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="Run the model on so many threads in place of the recipe's.", rich_help_panel=BACKEND_PANEL
-        ),
+        backend_option(min=0, help="Run the model on so many threads in place of the recipe's."),
     ] = None,
     backend: BackendOption = None,
     device: DeviceOption = None,

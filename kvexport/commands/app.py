@@ -68,8 +68,8 @@ def skip_last_collection() -> None:
         gc.freeze()
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(__version__)
         raise typer.Exit
 

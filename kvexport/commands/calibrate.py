@@ -61,6 +61,6 @@ def calibrate(
         "text": calibrate_text,
         "heads": calibrate_heads,
     }
-    given = {"length": length, "passages": passages, "seed": seed, "text": source, **named}
-    found = measures[of](recipe, overrides or (), progress=show, **given)
-    print_result(as_json, found.to_json, found.sections)
+    arguments = {"length": length, "passages": passages, "seed": seed, "text": source, **named}
+    calibration = measures[of](recipe, overrides or (), progress=show, **arguments)
+    print_result(as_json, calibration.to_json, calibration.sections)

@@ -137,9 +137,9 @@ class Chat:
     def _load(self, path: Path) -> None:
         from kvexport.state.snapshot import Snapshot
 
-        said, _, state = path.read_bytes().partition(b"\n")
+        messages_json, _, state = path.read_bytes().partition(b"\n")
         try:
-            messages = json.loads(said)
+            messages = json.loads(messages_json)
             whole = isinstance(messages, list) and all(set(m) == {"role", "content"} for m in messages)
         except (ValueError, TypeError, RecursionError):
             whole = False

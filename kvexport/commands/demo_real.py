@@ -105,22 +105,22 @@ def _message(text: str, question: str) -> dict[str, str]:
 def answer(engine: Engine, reading: Reading, logits: NDArray[np.float32]) -> None:
     """Let an engine answer the first question greedily, then all others in the same conversation."""
     assert engine.tokenizer is not None and engine.chat_template is not None
-    said: list[int] = []
+    reply: list[int] = []
     ends, tokens = engine.settings().eos_token_ids, engine.chat_template.tokens
     for i, question in enumerate(QUESTIONS):
         if i:
             turn = engine.chat_template.render([{"role": "user", "content": question}])
             # Without the system's message, which the conversation has, and after the end of the answer.
             turn = turn[turn.rindex(tokens["bos_token"], 0, turn.rindex(question)) :]
-            turn = f"\n{turn}" if said[-1] in ends else f"{tokens['eos_token']}\n{turn}"
+            turn = f"\n{turn}" if reply[-1] in ends else f"{tokens['eos_token']}\n{turn}"
             ids = engine.tokenizer.encode(turn, add_special_tokens=False)
             logits = reading.read(np.array(ids, dtype=np.int64))
-        said = []
-        while len(said) < ANSWER and not (said and said[-1] in ends):
-            said.append(int(logits.argmax()))
-            logits = reading.lanes.append([np.array(said[-1:], dtype=np.int64)])[0, -1]
-        text = " ".join(engine.tokenizer.decode(said).split())
-        reading.answers.append(text if said[-1] in ends else f"{text} ...")
+        reply = []
+        while len(reply) < ANSWER and not (reply and reply[-1] in ends):
+            reply.append(int(logits.argmax()))
+            logits = reading.lanes.append([np.array(reply[-1:], dtype=np.int64)])[0, -1]
+        text = " ".join(engine.tokenizer.decode(reply).split())
+        reading.answers.append(text if reply[-1] in ends else f"{text} ...")
 
 
 def compare(engines: dict[str, Engine]) -> dict[str, Reading]:
@@ -178,7 +178,7 @@ def sections(readings: dict[str, Reading]) -> list[Section]:
         "cache", f"bytes at {tokens} tokens", f"tokens/s at {tokens}", f"tokens/s at {full.lengths[0]}",
         "next tokens guessed", "seconds to read",
     )  # fmt: skip
-    asked = [
+    answers = [
         "\n\n".join([question, *(f"{label}: {reading.answers[i]}" for label, reading in readings.items())])
         for i, question in enumerate(QUESTIONS)
     ]
@@ -194,7 +194,7 @@ def sections(readings: dict[str, Reading]) -> list[Section]:
         ),
         Table("A real model", columns, rows),
         Paragraph("Asked afterwards, in one conversation (a model of 135M parameters; the likeliest token each time):"),
-        *map(Paragraph, asked),
+        *map(Paragraph, answers),
         *(
             Plot(
                 title,

@@ -48,9 +48,9 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Exit code 3 where an artifact cannot be run.
     """
-    found = diagnose()
-    print_result(as_json, found.to_json, found.sections)
-    if not found.runs:
+    diagnosis = diagnose()
+    print_result(as_json, diagnosis.to_json, diagnosis.sections)
+    if not diagnosis.runs:
         raise typer.Exit(3)
 
 
@@ -108,7 +108,7 @@ class Diagnosis:
             "memory": f"{_size(system['memory'])}, {_size(system['memory_available'])} available",
             "free disk": f"{_size(system['disk_free'])} in {Path.cwd()}",
             "GPU": ", ".join(self.gpus) or f"none: {self.gpu_problem}",
-            **{row: said for backend in self.backends for row, said in backend.rows.items()},
+            **{row: value for backend in self.backends for row, value in backend.rows.items()},
         }
         table = Table(
             "Packages",
@@ -135,11 +135,11 @@ def diagnose() -> Diagnosis:
     The packages that backends need to run are imported, and tokenizers, because these often fail to import. Heavier
     packages are not.
     """
-    found = [backend.diagnose() for backend in all_backends()]
+    diagnoses = [backend.diagnose() for backend in all_backends()]
     states = [package_state(package) for package in packages()]
     broken = {"tokenizers": _import_problem("tokenizers")}
     provided: set[str] = set()
-    for backend in found:
+    for backend in diagnoses:
         broken.update(backend.broken)
         provided |= backend.provided
     states = [_with_problem(state, broken.get(state.package.name, "")) for state in states]
@@ -149,11 +149,11 @@ def diagnose() -> Diagnosis:
     ]
     lacking = [s.package for s in states if s.problem]
     verbs = {verb: [package.name for package in lacking if needs(verb, package)] for verb in VERBS}
-    for backend in found:
+    for backend in diagnoses:
         for lacks in verbs.values():
             lacks += backend.lacks
     gpus, gpu_problem = _gpus()
-    return Diagnosis(states, verbs, found, _system(), gpus, gpu_problem)
+    return Diagnosis(states, verbs, diagnoses, _system(), gpus, gpu_problem)
 
 
 def _package_row(state: PackageState) -> tuple[str, str, str, str, str]:
@@ -203,8 +203,8 @@ def _processor() -> tuple[str, set[str]]:
 def _memory() -> tuple[int, int]:
     """Return total and available memory in bytes: the smaller of the machine's and the control group's."""
     text = _read(Path("/proc/meminfo"))
-    found = {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    total, available = found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    sizes = {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     limit, used = (_read(Path("/sys/fs/cgroup") / name).strip() for name in ("memory.max", "memory.current"))
     if limit.isdigit() and used.isdigit() and 0 < int(limit) < (total or int(limit) + 1):
         return int(limit), min(available or int(limit), max(0, int(limit) - int(used)))

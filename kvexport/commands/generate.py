@@ -123,8 +123,8 @@ def generate(
 
     engine = load_engine(source, budget, max_length, overrides or (), backend=backend, device=device)
     settings = engine.settings(do_sample=sample, **drawing, **others)
-    wanted = chat if chat is not None else True if system is not None else None
-    ids = _encode(engine, text, system, wanted, plain=prompt not in (None, "-"))
+    use_chat = chat if chat is not None else True if system is not None else None
+    ids = _encode(engine, text, system, use_chat, plain=prompt not in (None, "-"))
     completion = print_stream(engine, ids, settings, quiet=as_json)
     figures = statistics(engine)
     if as_json:
@@ -140,17 +140,17 @@ def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) ->
     Raises:
         UsageError: There is no prompt or more than one, or it cannot be read.
     """
-    given = [x for x in (prompt, file, token_ids) if x is not None]
-    if len(given) != 1:
-        found = "there is no prompt" if not given else f"there are {len(given)} prompts"
-        raise UsageError(found, "one of: PROMPT, - (stdin), --prompt-file FILE, --token-ids 1,2,3")
+    prompts = [x for x in (prompt, file, token_ids) if x is not None]
+    if len(prompts) != 1:
+        problem = "there is no prompt" if not prompts else f"there are {len(prompts)} prompts"
+        raise UsageError(problem, "one of: PROMPT, - (stdin), --prompt-file FILE, --token-ids 1,2,3")
     if token_ids is not None:
-        parts = token_ids.replace(",", " ").split()
+        words = token_ids.replace(",", " ").split()
         if wrong := [
-            part for part in parts if not (part.isascii() and part.removeprefix("-").isdigit() and len(part) < 19)
+            word for word in words if not (word.isascii() and word.removeprefix("-").isdigit() and len(word) < 19)
         ]:
             raise UsageError(f"--token-ids holds {wrong[0]!r}, which is no token id", "--token-ids 1,2,3")
-        return [int(part) for part in parts]
+        return [int(word) for word in words]
     where = "stdin" if file is None else str(file)
     if prompt == "-" and sys.stdin is None:
         raise UsageError("the prompt is to be read from stdin, which is closed", "generate ARTIFACT - < FILE")

@@ -81,12 +81,12 @@ class Inspection:
             for entry, layer in zip(manifest.cache.to_json(), manifest.cache.caches, strict=True)
         ]
         cache = {"bytes_per_sequence": manifest.cache.bytes(1), "bytes": manifest.cache.bytes(batch), "layers": layers}
-        said = manifest.to_json()
+        fields = manifest.to_json()
         kept = ("contract_version", "recipe", "model", "limits", "operators", "versions")
         digests = "verified" if self.verified else "not verified"
         return {
             "artifact": str(self.path),
-            **{key: said[key] for key in kept},
+            **{key: fields[key] for key in kept},
             "files": {name: asdict(entry) for name, entry in manifest.files.items()},
             **{key: value for description in self.described for key, value in description.data.items()},
             "cache": cache,

@@ -27,6 +27,8 @@ def plan(
     amount = None if memory is None else parse_bytes(memory)
     loaded = load_recipe(recipe, overrides or ())
     with show("reading the checkpoint"):
-        made = plan_memory(loaded.recipe, loaded.name)
-    fit = None if amount is None else made.fit(amount)
-    print_result(as_json, lambda: {**made.to_json(), "fit": vars(fit) if fit else None}, lambda: made.sections(fit))
+        memory_plan = plan_memory(loaded.recipe, loaded.name)
+    fit = None if amount is None else memory_plan.fit(amount)
+    print_result(
+        as_json, lambda: {**memory_plan.to_json(), "fit": vars(fit) if fit else None}, lambda: memory_plan.sections(fit)
+    )

@@ -49,8 +49,8 @@ def validate(
     from kvexport.validate.sections import sections as sections_of
 
     require_folder(html)
-    asked: dict[str, Any] = {"length": length, "batch": batch, "seed": seed, "telemetry": telemetry}
-    results, missing = validate_backends(artifact, backend, layers, checkpoint, show, **asked)
+    settings: dict[str, Any] = {"length": length, "batch": batch, "seed": seed, "telemetry": telemetry}
+    results, missing = validate_backends(artifact, backend, layers, checkpoint, show, **settings)
     for name, why in missing.items():
         typer.echo(f"not compared with {name}: {why}", err=True)
     problem = next((result.problem for result in results if not result.passed), "")
@@ -67,7 +67,7 @@ def validate(
 
 
 def validate_backends(
-    artifact: Path, backend: str | None, layers: int | None, checkpoint: str | None, progress: Show, **asked: Any
+    artifact: Path, backend: str | None, layers: int | None, checkpoint: str | None, progress: Show, **settings: Any
 ) -> tuple[list[ValidationResult], dict[str, str]]:
     """Compare an artifact with PyTorch on one backend, or on all backends of this machine.
 
@@ -77,7 +77,7 @@ def validate_backends(
         layers: Compare only this many first layers, in an artifact built for this; None for all.
         checkpoint: Where the weights are; None for the recipe's path.
         progress: Shows the stages.
-        **asked: Further arguments of `validate_artifact`.
+        **settings: Further arguments of `validate_artifact`.
 
     Returns:
         The results, and for each backend that was not compared the reason.
@@ -90,19 +90,19 @@ def validate_backends(
     from kvexport.validate.runner import require_packages
 
     if layers is None:
-        return _compare(artifact, backend, progress, checkpoint=checkpoint, **asked)
+        return _compare(artifact, backend, progress, checkpoint=checkpoint, **settings)
     require_packages()
     total = load_manifest(artifact).model.layers
     with first_layers(artifact, layers, checkpoint, progress) as held:
         name = backend or load_manifest(held).recipe.backend.name
         lacks = _prepare(held, name, progress)
-        results, missing = _compare(held, backend, progress, **asked)
+        results, missing = _compare(held, backend, progress, **settings)
     shown = [replace(result, artifact=str(artifact), layers=(layers, total)) for result in results]
     return shown, {**missing, **lacks}
 
 
 def _compare(
-    artifact: Path, backend: str | None, progress: Show, **asked: Any
+    artifact: Path, backend: str | None, progress: Show, **settings: Any
 ) -> tuple[list[ValidationResult], dict[str, str]]:
     from kvexport.validate.runner import validate_artifact
     from kvexport.validate.runners import backends_here
@@ -112,7 +112,7 @@ def _compare(
     if backend == "all":
         backends[:], missing = backends_here(artifact)
     results = [
-        validate_artifact(artifact, **asked, backend=name, device=device, progress=progress)
+        validate_artifact(artifact, **settings, backend=name, device=device, progress=progress)
         for name, device in backends
     ]
     return results, missing
@@ -128,13 +128,13 @@ def _prepare(held: Path, backend: str, progress: Show) -> dict[str, str]:
     from kvexport.export.rebuild import rebuild
 
     lacks = {}
-    for wanted in backends.all_backends() if backend == "all" else [backends.get(backend)]:
-        if not wanted.prepared:
+    for candidate in backends.all_backends() if backend == "all" else [backends.get(backend)]:
+        if not candidate.prepared:
             continue
         try:
-            rebuild(held, overrides=[f"backend.name={wanted.name}"], progress=progress)
+            rebuild(held, overrides=[f"backend.name={candidate.name}"], progress=progress)
         except EnvironmentProblem as error:
             if backend != "all":
                 raise
-            lacks[wanted.name] = error.problem
+            lacks[candidate.name] = error.problem
     return lacks

@@ -168,10 +168,10 @@ def _states(manifest: Manifest) -> list[dict[str, Any]]:
 
     Triton pairs inputs and outputs by their places in two lists sorted by name, so this list has that order.
     """
-    found = [("past_length", "present_length", _data_type("int64"), [1])]
+    states = [("past_length", "present_length", _data_type("int64"), [1])]
     for past, present, layer, kind in manifest.cache.state_names():
-        found.append((past, present, _data_type(layer.dtypes()[kind].name), list(layer.shapes(1)[kind][1:])))
-    assert sorted(past for past, *_ in found) == [past for past, *_ in sorted(found, key=lambda state: state[1])]
+        states.append((past, present, _data_type(layer.dtypes()[kind].name), list(layer.shapes(1)[kind][1:])))
+    assert sorted(past for past, *_ in states) == [past for past, *_ in sorted(states, key=lambda state: state[1])]
     return [
         {
             "input_name": past,
@@ -180,7 +180,7 @@ def _states(manifest: Manifest) -> list[dict[str, Any]]:
             "dims": dims,
             "initial_state": {"name": "empty", "data_type": dtype, "dims": dims, "zero_data": True},
         }
-        for past, present, dtype, dims in sorted(found)
+        for past, present, dtype, dims in sorted(states)
     ]
 
 

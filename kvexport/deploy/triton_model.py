@@ -60,14 +60,14 @@ class TritonPythonModel:
     def _begin(self, came: Any) -> tuple[Request, Any] | None:
         sender = came.get_response_sender()
         try:
-            request = Request(*_prompt_and_settings(self._engine, self._given(came)))
+            request = Request(*_prompt_and_settings(self._engine, self._inputs(came)))
             self._engine.add(request)
             return request, sender
         except Exception as error:
             self._fail(sender, error)
             return None
 
-    def _given(self, came: Any) -> dict[str, Any]:
+    def _inputs(self, came: Any) -> dict[str, Any]:
         tensors = (self._backend.get_input_tensor_by_name(came, n) for n in ("text_input", "input_ids", "settings"))
         return {tensor.name(): tensor.as_numpy() for tensor in tensors if tensor is not None}
 
@@ -99,28 +99,28 @@ class TritonPythonModel:
         sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if token.finish_reason else 0)
 
     def _fail(self, sender: Any, error: Exception) -> None:
-        told = str(error) if isinstance(error, KvexportError) else "the server failed"
+        message = str(error) if isinstance(error, KvexportError) else "the server failed"
         if not isinstance(error, KvexportError):
             self._backend.Logger.log_error(f"kvexport: a request failed: {error!r}")
-        response = self._backend.InferenceResponse(error=self._backend.TritonError(told))
+        response = self._backend.InferenceResponse(error=self._backend.TritonError(message))
         sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
-def _prompt_and_settings(engine: Engine, given: Mapping[str, Any]) -> tuple[Any, Any]:
+def _prompt_and_settings(engine: Engine, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the prompt and the generation settings of a Triton request.
 
     Raises:
         UsageError: A tensor is missing, doubled or invalid.
     """
-    if ("text_input" in given) == ("input_ids" in given):
+    if ("text_input" in inputs) == ("input_ids" in inputs):
         raise UsageError("a request has a prompt, as text or as token ids", "text_input or input_ids, one of them")
     try:
-        asked = json.loads(given["settings"].reshape(-1)[0]) if "settings" in given else {}
+        settings = json.loads(inputs["settings"].reshape(-1)[0]) if "settings" in inputs else {}
         prompt = (
-            given["text_input"].reshape(-1)[0].decode() if "text_input" in given else given["input_ids"].reshape(-1)
+            inputs["text_input"].reshape(-1)[0].decode() if "text_input" in inputs else inputs["input_ids"].reshape(-1)
         )
     except (ValueError, IndexError, RecursionError) as error:
         raise UsageError(f"text_input or settings cannot be read: {error}", "UTF-8, and a JSON object") from None
-    if not isinstance(asked, dict) or "grammar" in asked:
+    if not isinstance(settings, dict) or "grammar" in settings:
         raise UsageError("settings is no JSON object, or has a grammar", '{"max_new_tokens": 64}')
-    return prompt, engine.settings(**asked)
+    return prompt, engine.settings(**settings)

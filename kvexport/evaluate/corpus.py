@@ -27,9 +27,9 @@ def library_sources(held_out: bool) -> dict[str, str]:
     root = Path(sysconfig.get_path("stdlib"))
     sources = {}
     for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if not SKIPPED.intersection(parts) and is_held_out(parts[0].removesuffix(".py")) == held_out:
-            sources["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
+        names = path.relative_to(root).parts
+        if not SKIPPED.intersection(names) and is_held_out(names[0].removesuffix(".py")) == held_out:
+            sources["/".join(names)] = path.read_text(encoding="utf-8", errors="replace")
     return sources
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from kvexport.errors import UsageError
 
 
-def digest_of(*parts: Any) -> str:
+def digest_of(*values: Any) -> str:
     """Return the SHA-256, in hex, of the JSON of the given values."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager

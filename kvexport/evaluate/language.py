@@ -170,8 +170,8 @@ class Text:
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
         """Return the token ids of a question and its answer. See `Language.ask`."""
-        asked_text = _ASKED[kind].format(name)
-        whole, question = self._continue(f"{asked_text} {answer}"), self._continue(asked_text)
+        question_text = _ASKED[kind].format(name)
+        whole, question = self._continue(f"{question_text} {answer}"), self._continue(question_text)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, question, strict=False)))
         return whole[:same], whole[same:]
 

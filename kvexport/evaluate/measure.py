@@ -60,10 +60,10 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
         problem = "cache.merge_prompts is end, and the task evaluates tokens inside a prompt, before any merge"
         raise UsageError(problem, "--tasks decoded, or another whose answers follow the prompt")
 
-    def append(parts: list[NDArray[np.int64]], unread: list[int] | None) -> Iterator[tuple[int, int, Rows]]:
+    def append(chunks: list[NDArray[np.int64]], unread: list[int] | None) -> Iterator[tuple[int, int, Rows]]:
         prefill = unread is not None
-        logits = lanes.append(parts, prefill=prefill, unread=unread or ())
-        for lane, ids in enumerate(parts):
+        logits = lanes.append(chunks, prefill=prefill, unread=unread or ())
+        for lane, ids in enumerate(chunks):
             first, end = np.searchsorted(counted[lane], (done[lane], done[lane] + len(ids)))
             offsets = counted[lane][first:end] - done[lane]
             if logits.shape[1] == 1 and (offsets != len(ids) - 1).any():
@@ -76,8 +76,8 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
     ids = [np.array(sample.ids, dtype=np.int64) for sample in samples]
     chunk = lanes.prefill_chunk
     for start in range(0, max(sample.prompt for sample in samples), chunk):
-        parts = [i[start : min(start + chunk, s.prompt)] for i, s in zip(ids, samples, strict=True)]
-        yield from append(parts, [lane for lane, s in enumerate(samples) if s.prompt > start + chunk])
+        chunks = [i[start : min(start + chunk, s.prompt)] for i, s in zip(ids, samples, strict=True)]
+        yield from append(chunks, [lane for lane, s in enumerate(samples) if s.prompt > start + chunk])
     # No position after the last token is evaluated.
     rest = [i[s.prompt : max(s.counted, default=-1) + 1] for i, s in zip(ids, samples, strict=True)]
     for step in range(max(map(len, rest))):

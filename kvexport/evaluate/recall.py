@@ -120,25 +120,25 @@ def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Ans
         reader.prefill([np.array(source.ids, dtype=np.int64)])
         saved = reader.save(0)
     if not known:
-        return _asked_of(saved, lanes, source.questions)
+        return _answers_from(saved, lanes, source.questions)
     for lane in range(lanes.count):
         lanes.restore(lane, saved)
     # The last TAIL tokens of the prompt come in one call, because a window may count the queries of one call only.
-    parts = [(source.ids + question.ids)[len(source.ids) - TAIL :] for question in source.questions]
-    cut = [len(ids) - TAIL for ids in parts]
-    _read_unmerged(lanes, *[ids[:n] for ids, n in zip(parts, cut, strict=True)])
+    continuations = [(source.ids + question.ids)[len(source.ids) - TAIL :] for question in source.questions]
+    cut = [len(ids) - TAIL for ids in continuations]
+    _read_unmerged(lanes, *[ids[:n] for ids, n in zip(continuations, cut, strict=True)])
     if any(s.window for s in engine.manifest.recipe.cache.build_method().statistics):
         for lane in range(lanes.count):
             scores = {name: x * 0 for name, x in lanes.read(lane).items() if name.endswith(".score")}
             lanes.write(lane, scores)
-    tails = [ids[n:] for ids, n in zip(parts, cut, strict=True)]
+    tails = [ids[n:] for ids, n in zip(continuations, cut, strict=True)]
     rows = _appended(lanes, tails)
     if any(layer.merges for layer in engine.plan.caches):
         lanes.state.merge(0, lanes.count)
     return _judged(rows, lanes, source.questions)
 
 
-def _asked_of(saved: Saved, lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
+def _answers_from(saved: Saved, lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
     """Answer each question from a copy of a saved lane (the KV cache after a passage), and return the figures."""
     for lane in range(lanes.count):
         lanes.restore(lane, saved)
@@ -176,13 +176,13 @@ def retrieval_layers(
         reader.prefill([np.array(source.ids, dtype=np.int64)])
         saved = reader.save(0)
         late = round(kept * len(source.ids))
-        whole = _asked_of(saved, lanes, source.questions)
+        whole = _answers_from(saved, lanes, source.questions)
         advance(1)
         cost = np.zeros((len(whole), len(engine.plan.caches)))
         for i, layer in enumerate(engine.plan.caches):
             if not layer.merges:
                 state = {**saved.state, **_cut(engine.plan, saved.state, i, sinks, late)}
-                cut = _asked_of(saved._replace(state=state), lanes, source.questions)
+                cut = _answers_from(saved._replace(state=state), lanes, source.questions)
                 cost[:, i] = [a.nll - b.nll for a, b in zip(cut, whole, strict=True)]
             advance(1)
         results += whole

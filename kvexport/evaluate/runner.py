@@ -161,7 +161,14 @@ class Run:
             name: [(i.prompt, i.max_new_tokens, i.stops) for i in items] for name, items in options.suites.items()
         }
         stable = self.training_length if STABILITY in options.tasks else 0
-        self._asked = [self._of_samples(*self.samples), stated, self.length, options.telemetry, options.timed, stable]
+        self._conditions = [
+            self._of_samples(*self.samples),
+            stated,
+            self.length,
+            options.telemetry,
+            options.timed,
+            stable,
+        ]
 
     def _samples(self) -> dict[str, list[Sample]]:
         samples = {}
@@ -248,7 +255,7 @@ class Run:
         """Return the path of a setting's result file, and the digest of everything that the result depends on."""
         folder = self.folder / "results"
         folder.mkdir(exist_ok=True)
-        key = digest_of(self._identity(setting.recipe), setting.label, setting.budget, self._asked)
+        key = digest_of(self._identity(setting.recipe), setting.label, setting.budget, self._conditions)
         return folder / f"{_file_name(_name(setting))}-{key[:16]}.json", key
 
     def _identity(self, recipe: Recipe) -> list[Any]:

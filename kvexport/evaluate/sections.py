@@ -85,11 +85,11 @@ def _differences(evaluation: Evaluation) -> list[Section]:
 
     Two methods may differ by less than the width of their intervals.
     """
-    found = {(d.label, d.budget, d.task, d.figure): d.difference for d in evaluation.differences}
+    differences = {(d.label, d.budget, d.task, d.figure): d.difference for d in evaluation.differences}
     columns = list(dict.fromkeys((d.task, d.figure) for d in evaluation.differences))
     rows = []
     for r in evaluation.results:
-        cells = [_cell(found.get((r.label, r.budget or 0.0, *column))) for column in columns]
+        cells = [_cell(differences.get((r.label, r.budget or 0.0, *column))) for column in columns]
         if any(cells):
             rows.append((named(r), *cells))
     if not rows:
@@ -148,8 +148,8 @@ def _curves(evaluation: Evaluation) -> list[Section]:
 
 
 def _mean_accuracy(result: Result, tasks: Sequence[str]) -> float:
-    found = [accuracy.value for t in tasks if (accuracy := result.scores[t].accuracy)]
-    return sum(found) / len(found)
+    values = [accuracy.value for t in tasks if (accuracy := result.scores[t].accuracy)]
+    return sum(values) / len(values)
 
 
 def _milliseconds(result: Result) -> float | None:
@@ -168,8 +168,8 @@ def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None],
     methods += [(evaluation.full.label, [evaluation.full])] if full else []
     lines = []
     for label, results in methods:
-        found = [(r.bytes, estimate) for r in results if (estimate := figure(r))]
-        x, estimates = [float(b) for b, _ in found], [e for _, e in found]
+        points = [(r.bytes, estimate) for r in results if (estimate := figure(r))]
+        x, estimates = [float(b) for b, _ in points], [e for _, e in points]
         lines.append(
             Series(
                 label,

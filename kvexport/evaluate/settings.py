@@ -59,13 +59,13 @@ def parse_budgets(text: str) -> list[float]:
 
 def overrides_of(label: str) -> list[str]:
     """Return the recipe overrides (`--set` lines) of a method label such as "keepkv:threshold=0.7"."""
-    method, *parts = label.split(":")
+    method, *pairs = label.split(":")
     lines = [f"cache.method={method}"]
-    for part in parts:
-        key, equals, value = part.partition("=")
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
         if not equals:
             raise UsageError(
-                f"{label!r}: {part!r} is not a setting", "NAME or NAME:key=value, such as keepkv:threshold=0.7"
+                f"{label!r}: {pair!r} is not a setting", "NAME or NAME:key=value, such as keepkv:threshold=0.7"
             )
         lines.append(f"{key if '.' in key else f'cache.parameters.{key}'}={value}")
     return lines
@@ -101,15 +101,15 @@ def equal_bytes(
     Raises:
         UsageError: A budget cannot hold sinks and recent slots.
     """
-    found = []
+    settings = []
     for budget in budgets:
         slots = max(1, round(budget * length)) if budget <= 1 else int(budget)
         recipes = {label: load_setting(recipe, label, slots, common) for label in labels}
         limit = min(_settled(r, geometry).bytes() for r in recipes.values())
         for label, loaded in recipes.items():
             fitted, plan = _fit(loaded, slots, limit, geometry)
-            found.append(Setting(label, float(budget), fitted.budget, plan.bytes(), fitted))
-    return found
+            settings.append(Setting(label, float(budget), fitted.budget, plan.bytes(), fitted))
+    return settings
 
 
 def _settled(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:

@@ -87,8 +87,8 @@ def _classes(prediction: str, truths: Sequence[str], classes: Sequence[str]) -> 
 def _number(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
     """Score a counting answer: the share of the numbers in the prediction that equal the true number."""
     numbers = re.findall(r"\d+", prediction)
-    wanted = {n for truth in truths for n in re.findall(r"\d+", truth)[:1]}
-    return sum(n in wanted for n in numbers) / len(numbers) if numbers else 0.0
+    expected = {n for truth in truths for n in re.findall(r"\d+", truth)[:1]}
+    return sum(n in expected for n in numbers) / len(numbers) if numbers else 0.0
 
 
 def _code(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
@@ -169,8 +169,8 @@ def read_ruler(folder: Path) -> dict[str, list[Item]]:
 
 def _contains(outputs: Sequence[Any], any_will_do: bool) -> Callable[[str], float]:
     def score(prediction: str) -> float:
-        found = [str(output).lower() in prediction.lower() for output in outputs]
-        return float(any(found)) if any_will_do else sum(found) / len(found)
+        contained = [str(output).lower() in prediction.lower() for output in outputs]
+        return float(any(contained)) if any_will_do else sum(contained) / len(contained)
 
     return score
 

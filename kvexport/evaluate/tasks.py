@@ -53,13 +53,13 @@ class Task:
 
     def samples(self, language: Language, count: int, length: int, seed: int) -> list[Sample]:
         """Make `count` samples of the task at every length, over all depths. Equal arguments give equal samples."""
-        made = []
+        samples = []
         for share in self.lengths:
             size = max(1, round(share * length))
             for i in range(count):
                 rng = np.random.default_rng([seed, size, i])
-                made.append(self.make(language, rng, size, self.depths[i % len(self.depths)]))
-        return made
+                samples.append(self.make(language, rng, size, self.depths[i % len(self.depths)]))
+        return samples
 
 
 TASKS: dict[str, Task] = {}
@@ -82,7 +82,7 @@ def compose(
     rng: np.random.Generator,
     length: int,
     statements: list[Ids],
-    asked: tuple[Ids, Ids],
+    question_and_answer: tuple[Ids, Ids],
     depth: float | None = None,
 ) -> Sample:
     """Compose a sample whose prompt has exactly `length` tokens: facts among filler text, then the question.
@@ -92,13 +92,13 @@ def compose(
         rng: Chooses the places of the statements, which keep their order.
         length: Tokens of the prompt.
         statements: The statements.
-        asked: The question and its answer.
+        question_and_answer: The question and its answer.
         depth: If given, the first statement stands at this share of the prompt's sentences.
 
     Raises:
         ValueError: The statements do not fit.
     """
-    question, answer = asked
+    question, answer = question_and_answer
     room = length - len(language.start) - len(question) - sum(map(len, statements))
     if room < 0:
         raise ValueError(f"{len(statements)} statements do not fit {length} tokens")
@@ -140,8 +140,8 @@ def multikey(language: Language, rng: np.random.Generator, length: int, depth: f
     """Ask for one of 16 facts hidden in filler text."""
     names, things = _people(language, rng, min(16, _facts_that_fit(language, length)))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
-    asked = int(rng.integers(len(names)))
-    return compose(language, rng, length, facts, language.ask("one", names[asked], things[asked]))
+    index = int(rng.integers(len(names)))
+    return compose(language, rng, length, facts, language.ask("one", names[index], things[index]))
 
 
 @task("multivalue")
@@ -160,8 +160,8 @@ def associative(language: Language, rng: np.random.Generator, length: int, depth
     """Ask for one of as many facts as fit the prompt (at most 128), without filler text."""
     names, things = _people(language, rng, _facts_that_fit(language, length))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
-    asked = int(rng.integers(len(names)))
-    question = language.ask("one", names[asked], things[asked])
+    index = int(rng.integers(len(names)))
+    question = language.ask("one", names[index], things[index])
     # There is no filler, so the prompt is as long as its facts.
     exact = len(language.start) + sum(map(len, facts)) + len(question[0])
     return compose(language, rng, exact, facts, question)

@@ -66,13 +66,13 @@ def split_model(shape: ModelShape, ranks: int) -> tuple[ModelShape, dict[str, in
         )
     splits = _splits(shape.model, ranks)
     _shrink(shape.model, shape.mode, splits, ranks)
-    part = [
+    rank_geometry = [
         replace(layer, query_heads=layer.query_heads // ranks, kv_heads=layer.kv_heads // ranks)
         for layer in shape.geometry
     ]
-    _require_heads(shape, part)
+    _require_heads(shape, rank_geometry)
     return (
-        shape._replace(geometry=part, plan=shape.plan.rank_plan(ranks)),
+        shape._replace(geometry=rank_geometry, plan=shape.plan.rank_plan(ranks)),
         {f"model.{name}": dimension for name, dimension in splits.items()},
     )
 
@@ -120,8 +120,8 @@ def _shrink(model: Any, mode: FakeTensorMode, splits: Mapping[str, int], ranks: 
             )
         shape[dimension] //= ranks
         with mode:
-            part = torch.empty(shape, dtype=module._parameters[leaf].dtype)
-        module._parameters[leaf] = nn.Parameter(part, requires_grad=False)
+            share = torch.empty(shape, dtype=module._parameters[leaf].dtype)
+        module._parameters[leaf] = nn.Parameter(share, requires_grad=False)
         if dimension == 1:
             module.forward = partial(_added_up, module)
 
@@ -132,10 +132,10 @@ def _added_up(module: nn.Linear, data: Tensor) -> Tensor:
     return whole if module.bias is None else whole + module.bias
 
 
-def _require_heads(shape: ModelShape, wanted: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError unless a forward pass of a rank's model has the numbers of heads in `wanted`."""
-    found = probe_geometry(shape.model, shape.mode)
-    for i, (layer, expected) in enumerate(zip(found, wanted, strict=True)):
+def _require_heads(shape: ModelShape, expected_layers: Sequence[LayerGeometry]) -> None:
+    """Raise UsageError unless a forward pass of a rank's model has the numbers of heads in `expected_layers`."""
+    probed = probe_geometry(shape.model, shape.mode)
+    for i, (layer, expected) in enumerate(zip(probed, expected_layers, strict=True)):
         heads = (layer.query_heads, layer.kv_heads, layer.key_size, layer.value_size)
         if heads != (expected.query_heads, expected.kv_heads, expected.key_size, expected.value_size):
             raise UsageError(
@@ -156,7 +156,7 @@ def rank_specs(specs: Sequence[Spec], splits: Mapping[str, int], ranks: int) -> 
         UsageError: A group of a packed weight would be cut.
     """
     return [
-        [spec if spec.name not in splits else _part(spec, splits[spec.name], rank, ranks) for spec in specs]
+        [spec if spec.name not in splits else _rank_share(spec, splits[spec.name], rank, ranks) for spec in specs]
         for rank in range(ranks)
     ]
 
@@ -172,7 +172,7 @@ def apart(locations: Mapping[str, Location], rank: int) -> dict[str, Location]:
     return {name.removeprefix(start): at for name, at in locations.items() if name.startswith(start)}
 
 
-def _part(spec: Spec, dimension: int, rank: int, ranks: int) -> Spec:
+def _rank_share(spec: Spec, dimension: int, rank: int, ranks: int) -> Spec:
     size = spec.shape[dimension] // ranks
     shape = tuple(size if i == dimension else n for i, n in enumerate(spec.shape))
     if isinstance(spec, TensorSpec) and dimension == 0:  # lies in one piece

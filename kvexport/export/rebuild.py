@@ -72,8 +72,8 @@ def rebuild(
         with progress("taking over the graphs", None):
             for file in digests:
                 _take_over(source / file, folder / file)
-        made = prepare(folder, replace(manifest, recipe=recipe), progress)
-        write_manifest(folder, made.to_json(), known=digests)
+        prepared = prepare(folder, replace(manifest, recipe=recipe), progress)
+        write_manifest(folder, prepared.to_json(), known=digests)
     return target
 
 

@@ -212,7 +212,7 @@ class GenerationSettings:
             values["do_sample"] = temperature != 0
             values["temperature"] = temperature or 1.0
         settings = cls(**values)
-        _refuse_unsupported(data, settings, min_new_tokens_given="min_new_tokens" in values)
+        _refuse_unsupported(data, settings, has_min_new_tokens="min_new_tokens" in values)
         return settings
 
 
@@ -228,9 +228,9 @@ def _renamed(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def _refuse_unsupported(data: Mapping[str, Any], settings: GenerationSettings, min_new_tokens_given: bool) -> None:
+def _refuse_unsupported(data: Mapping[str, Any], settings: GenerationSettings, has_min_new_tokens: bool) -> None:
     neutral = {**UNSUPPORTED, **(UNSUPPORTED_WHEN_SAMPLING if settings.do_sample else {})}
-    if not min_new_tokens_given:
+    if not has_min_new_tokens:
         neutral["min_length"] = 0
     for key, default in neutral.items():
         value = data.get(key)

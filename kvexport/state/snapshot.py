@@ -131,7 +131,7 @@ class Snapshot:
     def to_bytes(self) -> bytes:
         """Return the snapshot as bytes, which `from_bytes` reads."""
         arrays = {"ids": self.ids, **self.state}
-        parts = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+        contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
         header = {
             **{field.name: getattr(self.origin, field.name) for field in fields(self.origin)},
             "counters": self.counters._asdict(),
@@ -140,14 +140,14 @@ class Snapshot:
             "settings": None if self.settings is None else _settings().dump_python(self.settings, mode="json"),
             "tensors": [
                 {"name": name, "dtype": x.dtype.str, "shape": x.shape, "sha256": _sha256(x)}
-                for name, x in parts.items()
+                for name, x in contiguous.items()
             ],
         }
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
         text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
         version = VERSIONS[1 if any(name.rpartition(".")[2] in RING for name in self.state) else 0]
         fixed = _FIXED.pack(MAGIC, version, len(text), hashlib.sha256(text).digest())
-        return b"".join([fixed, text, *(_raw(x) for x in parts.values())])
+        return b"".join([fixed, text, *(_raw(x) for x in contiguous.values())])
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, manifest: Manifest) -> Snapshot:

@@ -123,8 +123,8 @@ def validate_artifact(
     whole = _whole_calls([prefill for _, prefill in calls])
     about = _estimate(reference, calls, len(whole))
     with progress(f"comparing {len(calls)} calls, {about}", len(calls)) as bar:
-        for i, (parts, prefill) in enumerate(calls):
-            comparison.step(parts, prefill=prefill, unread=goes_on(calls[i + 1 :]), whole=i in whole)
+        for i, (call_tokens, prefill) in enumerate(calls):
+            comparison.step(call_tokens, prefill=prefill, unread=goes_on(calls[i + 1 :]), whole=i in whole)
             bar.advance(1)
     comparison.finish()
     if watching:
@@ -151,9 +151,9 @@ def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], wh
     """Return an estimate of the validation's duration as text, from timing the longest call of each phase."""
     seconds = 0.0
     for phase in (True, False):
-        of_phase = [parts for parts, prefill in calls if prefill == phase]
+        of_phase = [call_tokens for call_tokens, prefill in calls if prefill == phase]
         if of_phase:
-            widest = max(of_phase, key=lambda parts: max(map(len, parts)))
+            widest = max(of_phase, key=lambda call_tokens: max(map(len, call_tokens)))
             trial = reference.time_decode(len(widest), max(map(len, widest)))
             seconds += trial * (2.0 * len(of_phase) + FLOAT64 * whole / 2)
     return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} minutes"

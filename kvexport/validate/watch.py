@@ -27,6 +27,6 @@ def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int
     cache, calls = recipe.cache, list(schedule(tokens, chunk))
     shared: dict[str, Any] = {"merge_every": cache.merge_every, "merge_prompts": cache.merge_prompts}
     lanes = Lanes(backend, plan, len(tokens), prefill_chunk=chunk, **shared)
-    for i, (parts, prefill) in enumerate(calls):
-        lanes.append(parts, prefill=prefill, unread=goes_on(calls[i + 1 :]))
+    for i, (call_tokens, prefill) in enumerate(calls):
+        lanes.append(call_tokens, prefill=prefill, unread=goes_on(calls[i + 1 :]))
     return telemetry.rows()

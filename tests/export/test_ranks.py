@@ -15,7 +15,7 @@ from transformers import Phi3Config, Qwen3Config
 from kvexport.errors import UsageError
 from kvexport.export.build import build, read_model
 from kvexport.export.ranks import Slice, rank_specs, split_model
-from kvexport.export.weights.computed import ComputedSpec, parts_of
+from kvexport.export.weights.computed import ComputedSpec, component_blocks
 from kvexport.export.weights.specs import weight_specs
 from kvexport.export.weights.write import TensorSpec, total_bytes, write_weights
 from kvexport.ops.packed import PackedFormat, dequantize, pack
@@ -91,7 +91,7 @@ class Whole:
 
 def floats(source: Any) -> Any:
     spec = ComputedSpec("w", source, "float32", source.shape)
-    stored = {name: np.concatenate([np.ravel(x) for x in blocks]) for name, blocks in parts_of(spec)}
+    stored = {name: np.concatenate([np.ravel(x) for x in blocks]) for name, blocks in component_blocks(spec)}
     return dequantize(source.packing, *source.shape, stored)
 
 

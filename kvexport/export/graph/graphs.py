@@ -109,14 +109,16 @@ def finish_decoder(
     split_heads(model.graph, geometry, plan)
     if float_input:
         take_floats(model.graph)
-    proto, parts = ir.to_proto(model), cache_geometry(geometry, len(plan.caches))
+    proto, layer_geometry = ir.to_proto(model), cache_geometry(geometry, len(plan.caches))
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):
             continue
         i = next(a.i for a in node.attribute if a.name == "layer")
         while node.input and not node.input[-1]:
             node.input.pop()
-        _set_attributes(node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, parts[i])))
+        _set_attributes(
+            node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, layer_geometry[i]))
+        )
     used = list({function.overload: function for function in functions}.values())
     return _finish(proto, [*used, *linear_functions(model.graph), *map(experts_function, expert_forms)])
 

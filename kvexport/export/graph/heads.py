@@ -48,24 +48,27 @@ def split_heads(graph: ir.Graph, geometry: Sequence[LayerGeometry], plan: CacheP
 
 
 def _split(graph: ir.Graph, node: ir.Node, caches: range, plan: CachePlan, operator: Operator) -> None:
-    given = dict(zip(operator.input_names, node.inputs, strict=False))
-    parts = {name: _parts(graph, node, given.get(name), name, caches) for name in HEADS}
+    inputs_by_name = dict(zip(operator.input_names, node.inputs, strict=False))
+    heads_by_cache = {name: _split_heads(graph, node, inputs_by_name.get(name), name, caches) for name in HEADS}
     outputs = []
-    for part, cache in enumerate(caches):
+    for index, cache in enumerate(caches):
         shapes = plan.caches[cache].shapes(1)
-        past = {f"past_{x.name}": (x, given[f"past_{x.name}"]) for x in plan.caches[cache].state}
-        held, made = {}, []
+        past = {f"past_{x.name}": (x, inputs_by_name[f"past_{x.name}"]) for x in plan.caches[cache].state}
+        held, present_values = {}, []
         for (name, (tensor, old)), present in zip(past.items(), node.outputs[1:], strict=True):
             assert old is not None and old.shape is not None
             shape = ir.Shape([old.shape[0], *shapes[tensor.name][1:]])
             held[name] = ir.Value(name=tensor.past(cache), shape=shape, type=old.type)
-            made.append(ir.Value(name=tensor.present(cache), shape=shape, type=present.type))
-        inputs = [held[n] if n in held else parts[n][part] if n in parts else given[n] for n in operator.input_names]
+            present_values.append(ir.Value(name=tensor.present(cache), shape=shape, type=present.type))
+        inputs = [
+            held[n] if n in held else heads_by_cache[n][index] if n in heads_by_cache else inputs_by_name[n]
+            for n in operator.input_names
+        ]
         output = ir.Value(name=f"cache.{cache}.output", type=node.outputs[0].type)
-        layer, results = [ir.AttrInt64("layer", cache)], [output, *made]
+        layer, results = [ir.AttrInt64("layer", cache)], [output, *present_values]
         graph.insert_before(node, ir.Node(DOMAIN, node.op_type, inputs, layer, outputs=results, version=node.version))
         graph.inputs.extend(held.values())
-        graph.outputs.extend(made)
+        graph.outputs.extend(present_values)
         outputs.append(output)
     whole = ir.Value(name=f"caches.{caches[0]}.output", shape=node.outputs[0].shape, type=node.outputs[0].type)
     graph.insert_before(node, ir.Node("", "Concat", outputs, [ir.AttrInt64("axis", 1)], outputs=[whole]))
@@ -73,7 +76,7 @@ def _split(graph: ir.Graph, node: ir.Node, caches: range, plan: CachePlan, opera
     graph.remove(node, safe=True)
 
 
-def _parts(
+def _split_heads(
     graph: ir.Graph, node: ir.Node, value: ir.Value | None, name: str, caches: range
 ) -> Sequence[ir.Value | None]:
     """Split one input of a VoteAttention node by KV heads, and return the slice that belongs to each cache.

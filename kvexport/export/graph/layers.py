@@ -132,18 +132,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.records: list[list[Any]] = []
         self._layer: int | None = None  # the one under way
         self._hidden: Any = None  # the hidden state, from layer to layer
-        self._made: dict[int, tuple[int | None, int]] = {}  # tensor: the layer that made it, and its number there
+        self._origins: dict[int, tuple[int | None, int]] = {}  # tensor: the layer that made it, and its number there
         self._number = 0
         self._kept: list[Any] = []  # so that no id is given twice
         self._own: dict[int, tuple[int, str]] = {}  # parameter: its layer and its name there
         inside = re.compile(re.escape(name) + r"\.(\d+)\.(.+)")
         seen: set[int] = set()
         for parameter_name, parameter in model.named_parameters(remove_duplicate=False):
-            found = inside.fullmatch(parameter_name)
-            if id(parameter) in seen and (found or id(parameter) in self._own):
+            match = inside.fullmatch(parameter_name)
+            if id(parameter) in seen and (match or id(parameter) in self._own):
                 self.regular = False  # shared by layers, or by a layer and the rest
-            if found:
-                self._own[id(parameter)] = int(found[1]), found[2]
+            if match:
+                self._own[id(parameter)] = int(match[1]), match[2]
             seen.add(id(parameter))
 
     def layer(self, i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -182,13 +182,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._made[id(tensor)] = self._layer, self._number
+                self._origins[id(tensor)] = self._layer, self._number
                 self._number += 1
                 self._kept.append(tensor)
         return result
 
     def _maker(self, x: Any) -> int | None:
-        return self._made.get(id(x), (None, 0))[0]
+        return self._origins.get(id(x), (None, 0))[0]
 
     def _note(self, what: str, arguments: Any) -> None:
         described = what, self._describe(arguments)
@@ -211,8 +211,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if x is self._hidden:
             self.regular &= self._layer is not None or len(self.records) == self.count
             return "hidden"
-        if id(x) in self._made:
-            layer, number = self._made[id(x)]
+        if id(x) in self._origins:
+            layer, number = self._origins[id(x)]
             self.regular &= layer in (None, self._layer)
             return ("outer", id(x)) if layer is None else ("made", number)
         if id(x) in self._own:

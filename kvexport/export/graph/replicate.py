@@ -78,8 +78,8 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
     numbers = sorted({number for number, _ in borders})
     if len(borders) != 2 * len(numbers):
         return {}
-    found = {i: _Layer(i, borders[i, 0], borders[i, 1]) for i in numbers}
-    owner = {layer.entry.outputs[0]: i for i, layer in found.items()}
+    layers = {i: _Layer(i, borders[i, 0], borders[i, 1]) for i in numbers}
+    owner = {layer.entry.outputs[0]: i for i, layer in layers.items()}
     for name, value in graph.initializers.items():
         if value.const_value is None and (inside := re.match(re.escape(prefix) + r"(\d+)\.", name)):
             owner[value] = int(inside[1])
@@ -89,19 +89,19 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
             return {}
         if node.op_type == BORDER or not owners:
             continue
-        if len(owners) > 1 or not owners <= found.keys():
+        if len(owners) > 1 or not owners <= layers.keys():
             return {}
         owner.update(dict.fromkeys(node.outputs, *owners))
-        found[min(owners)].nodes.append(node)
+        layers[min(owners)].nodes.append(node)
     state = {tensor.present(i): i for i in numbers for tensor in plan.caches[i].state}
-    threaded = [(layer.entry.inputs[0], layer.exit.outputs[0]) for layer in found.values()]
+    threaded = [(layer.entry.inputs[0], layer.exit.outputs[0]) for layer in layers.values()]
     regular = (
         all(owner.get(value) == state.get(str(value.name)) for value in graph.outputs)
-        and all(owner.get(layer.exit.inputs[0]) == i for i, layer in found.items())  # type: ignore[arg-type]
+        and all(owner.get(layer.exit.inputs[0]) == i for i, layer in layers.items())  # type: ignore[arg-type]
         and all(entered is left for (entered, _), (_, left) in zip(threaded[1:], threaded, strict=False))
         and threaded[0][0] not in owner
     )
-    return found if regular else {}
+    return layers if regular else {}
 
 
 def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:

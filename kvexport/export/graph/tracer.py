@@ -85,10 +85,10 @@ def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...])
     torch.library.define(name, f"({', '.join(declared)}, *, int layer) -> ({', '.join('Tensor' for _ in outputs)})")
 
     def attended(*tensors: Tensor, layer: int) -> tuple[Tensor, ...]:
-        given = dict(zip(names, tensors, strict=True))
-        output = given["query"].new_empty(*given["query"].shape[:3], given["value"].shape[3])
+        inputs = dict(zip(names, tensors, strict=True))
+        output = inputs["query"].new_empty(*inputs["query"].shape[:3], inputs["value"].shape[3])
         state = (each.replace("present_", "past_") for each in outputs[1:])
-        return (output, *(torch.empty_like(given[each]) for each in state))
+        return (output, *(torch.empty_like(inputs[each]) for each in state))
 
     torch.library.register_fake(name, attended)
     return getattr(torch.ops.kvexport, name.partition("::")[2]).default
@@ -106,7 +106,7 @@ class _Tracing:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
-        given = {
+        inputs = {
             "query": query,
             "key": key,
             "value": value,
@@ -115,7 +115,7 @@ class _Tracing:
             "sink_logits": options.get("s_aux"),
             **self.past[layer],
         }
-        result = self.placeholder(*(given[name] for name in self.operator.input_names), layer=layer)
+        result = self.placeholder(*(inputs[name] for name in self.operator.input_names), layer=layer)
         self.present[layer] = result[1:]
         output: Tensor = result[0]
         return output
@@ -142,8 +142,8 @@ class _Decoder(nn.Module):
     ) -> tuple[Tensor, ...]:
         step = torch.arange(input_ids.shape[1], device=input_ids.device)
         position = rotated_by = past_length + step
-        given = iter(past)
-        state = {i: {f"past_{x.name}": next(given) for x in self.plan.caches[i].state} for i in self.layers}
+        past_tensors = iter(past)
+        state = {i: {f"past_{x.name}": next(past_tensors) for x in self.plan.caches[i].state} for i in self.layers}
         fitting = query_length
         if self.plan.cache_positions:
             used = used_slots(state[self.layers[0]]["past_votes"])
@@ -188,27 +188,27 @@ def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_log
 
 def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Layers) -> ir.Model:
     """Trace the decoder with the layers `layers.traced()` alone, each between two nodes that mark its borders."""
-    wanted = layers.traced()
-    rest = [i for i in range(len(plan.caches)) if i not in wanted]
+    numbers = layers.traced()
+    rest = [i for i in range(len(plan.caches)) if i not in numbers]
     border = torch.ops.kvexport.layer_border
 
     def between_borders(i: int, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         return border(forward(border(hidden, layer=i, end=0), *args, **kwargs), layer=i, end=1)
 
-    with wrapped({i: layers.modules[i] for i in wanted}, between_borders), left_out(decoder.model, layers, rest):
-        return _trace(decoder, mode, plan, wanted)
+    with wrapped({i: layers.modules[i] for i in numbers}, between_borders), left_out(decoder.model, layers, rest):
+        return _trace(decoder, mode, plan, numbers)
 
 
-def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Sequence[int]) -> ir.Model:
-    """Trace the decoder to an ONNX IR model with the layers of the numbers `wanted`."""
-    decoder.layers = wanted
+def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Sequence[int]) -> ir.Model:
+    """Trace the decoder to an ONNX IR model with the layers numbered `layers`."""
+    decoder.layers = layers
     batch, tokens = Dim("batch"), Dim("tokens")
     with mode:
         ids = torch.zeros(2, 3, dtype=torch.int64)
         query_length, past_length = (torch.zeros(2, 1, dtype=torch.int64) for _ in range(2))
         state = [
             torch.zeros(shape, dtype=getattr(torch, plan.caches[i].dtypes()[kind].name))
-            for i in wanted
+            for i in layers
             for kind, shape in plan.caches[i].shapes(2).items()
         ]
     inputs = (ids, query_length, past_length, *state)
@@ -226,7 +226,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
             "Experts", ExpertsForm(bias=1).inputs, ["output"], EXPERTS_ATTRIBUTES, ["first_bias", "down_bias"]
         ),
     }
-    tensors = [(i, x) for i in wanted for x in plan.caches[i].state]
+    tensors = [(i, x) for i in layers for x in plan.caches[i].state]
     try:
         with mode:
             graph = to_onnx(

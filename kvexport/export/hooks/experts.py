@@ -113,12 +113,12 @@ def experts_form(module: Any) -> ExpertsForm:
         try:
             # One gate and one up for each row: the same in every layout.
             rows = torch.stack([gate, up], 1)
-            found = module._apply_gate(rows)[:, 0] if module.has_gate else module.act_fn(gate)
+            expected = module._apply_gate(rows)[:, 0] if module.has_gate else module.act_fn(gate)
         except Exception as error:
             raise UsageError(f"the activation of {kind} cannot be run on its own: {error}") from error
         for form in _candidates(module):
             value = form.inner(torch.stack([gate, up], 1))[:, 0] if form.gate else form.inner(gate)
-            if (value - found).abs().max() <= TOLERANCE * found.abs().max():
+            if (value - expected).abs().max() <= TOLERANCE * expected.abs().max():
                 return form
     activation = getattr(module, "act_fn", None)
     raise UsageError(

@@ -238,7 +238,7 @@ def refuse_remote_code(config: Mapping[str, Any]) -> None:
         )
 
 
-def _update(update: Callable[[bytes], object], *parts: bytes) -> None:
-    for part in parts:
+def _update(update: Callable[[bytes], object], *chunks: bytes) -> None:
+    for chunk in chunks:
         # The length in front keeps two different splits of the same bytes apart.
-        update(len(part).to_bytes(8, "little") + part)
+        update(len(chunk).to_bytes(8, "little") + chunk)

@@ -45,7 +45,7 @@ def load_config(source: str, recipe: Recipe) -> Any:
     except Exception as error:  # transformers' own checks raise classes of their own, wrong types whatever they meet
         blamed = blame(raw, lambda rest: CONFIG_MAPPING[raw["model_type"]].from_dict(rest))
         raise UsageError(
-            f"transformers cannot read the config.json of {source}: {said(error)}{blamed}",
+            f"transformers cannot read the config.json of {source}: {first_line_of(error)}{blamed}",
             "download config.json again"
             if raw
             else f"for a model of the hub, while online: hf download {source} config.json",
@@ -99,10 +99,10 @@ def _refuse_length(recipe: Recipe, kind: str, positions: int) -> NoReturn:
 
 
 def _check_sizes(raw: Mapping[str, Any]) -> None:
-    parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, Mapping)]
-    for part in parts:
+    configs = [section for section in (raw, raw.get("text_config")) if isinstance(section, Mapping)]
+    for section in configs:
         for name in (*SIZES, *LAYERS):
-            value, most = part.get(name), MOST_LAYERS if name in LAYERS else MOST
+            value, most = section.get(name), MOST_LAYERS if name in LAYERS else MOST
             if isinstance(value, int | float) and not (type(value) is int and 1 <= value <= most):
                 raise UsageError(
                     f"{name} should be an integer from 1 to {most}, found {value!r}", "download config.json again"
@@ -128,6 +128,6 @@ def _without_one(raw: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
             yield f"text_config.{name}", {**raw, "text_config": rest}
 
 
-def said(error: Exception) -> str:
+def first_line_of(error: Exception) -> str:
     """Return an error's message as one line of at most 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -134,19 +134,19 @@ def assembled_parameters(model: Any, tensors: Mapping[str, Stored], present: Map
         context = SimpleNamespace(model=model, config=model.config, full_layer_name=target)
         try:
             meta = {pattern: [torch.empty(x.shape, device="meta") for x in stored] for pattern, stored in named}
-            made = _run(rule, meta, context)
+            converted = _run(rule, meta, context)
         except Exception as error:
             first = next(iter(names_of.values()))[0]
             raise UsageError(
                 f"the tensors of parameter '{target}' do not fit each other, the first is {first!r}: {error}",
                 "use the config.json that belongs to these weights",
             ) from error
-        base = next((key for key in made if key in target), "")
-        for key in made:
+        base = next((key for key in converted if key in target), "")
+        for key in converted:
             name = target.replace(base, key, 1)
             if name not in parameters or name in present:
                 continue
-            shape, layout = tuple(made[key].shape), layouts.get(name, PLAIN)
+            shape, layout = tuple(converted[key].shape), layouts.get(name, PLAIN)
             experts, stacked = _by_expert(rule, named, shape)
             context_of = _of_one_expert(context, parameters) if experts else context
             result[name] = Assembled(

@@ -24,12 +24,12 @@ class Layout(NamedTuple):
     Attributes:
         block: NumPy's type of one block.
         packing: The format of the packed numbers.
-        parts: Function from an array of blocks to `weight` as stored, and flat `scale` and `minimum`.
+        components: Function from an array of blocks to `weight` as stored, and flat `scale` and `minimum`.
     """
 
     block: np.dtype[Any]
     packing: PackedFormat
-    parts: Callable[[Array], dict[str, Array]]
+    components: Callable[[Array], dict[str, Array]]
 
 
 def _pairs(numbers: Array) -> Array:

@@ -231,10 +231,10 @@ class GgufWeight:
                 continue
             with self.entry.file.open("rb") as stream:
                 stored = np.frombuffer(read_at(self.entry, stream, rows), layout.block)
-            parts = layout.parts(arranged(stored.reshape(len(rows), -1)).reshape(-1))
+            components = layout.components(arranged(stored.reshape(len(rows), -1)).reshape(-1))
             yield {
-                name: part if name == "weight" else part.reshape(len(rows), k // layout.packing.group)
-                for name, part in parts.items()
+                name: component if name == "weight" else component.reshape(len(rows), k // layout.packing.group)
+                for name, component in components.items()
             }
 
     def _arranged(self, heads: int, head: int) -> Callable[[NDArray[Any]], NDArray[Any]]:

@@ -176,10 +176,10 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
     named = meta.get(f"{kind}.rope.scaling.type", "none")
     if _ROPE_FACTORS in gguf.tensors and size:
         entry = gguf.tensors[_ROPE_FACTORS]
-        found = np.frombuffer(b"".join(read_blocks(entry)), np.float32) if entry.dtype == "F32" else np.zeros(0)
+        factors = np.frombuffer(b"".join(read_blocks(entry)), np.float32) if entry.dtype == "F32" else np.zeros(0)
         for parameters in _LLAMA3:
             expected = _llama3_factors(base, size, parameters)
-            if found.shape == expected.shape and np.allclose(found, expected, rtol=1e-4):
+            if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-4):
                 return {"rope_type": "llama3", **parameters}
         raise UsageError(
             f"{gguf.file} has factors of rotary frequencies ({_ROPE_FACTORS}) that are not Llama 3's",
@@ -266,10 +266,10 @@ def _by_transformers(gguf: Gguf, kind: str, split: str | None) -> Any:
             "set model.path to the checkpoint that the file was made of",
         )
     renames = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
-    given = {
+    settings = {
         name: value for key, name in renames.items() if (value := gguf.metadata.get(f"tokenizer.{key}")) is not None
     }
-    tokenizer, _ = mapping.convert_gguf_tokenizer(_architecture(gguf), given)
+    tokenizer, _ = mapping.convert_gguf_tokenizer(_architecture(gguf), settings)
     return tokenizer
 
 

@@ -24,7 +24,7 @@ from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
 from kvexport.export.hooks.experts import IMPLEMENTATION as EXPERTS
 from kvexport.export.hooks.experts import expert_modules, find_forms
-from kvexport.export.model.config import blame, said
+from kvexport.export.model.config import blame, first_line_of
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
 PROBE_SPAN = 1 << 18
@@ -48,7 +48,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     except Exception as error:
         blamed = blame(config.to_dict(), lambda rest: on_meta(type(config).from_dict(rest), dtype, max_length))
         raise UsageError(
-            f"transformers cannot make a {config.model_type} of config.json: {said(error)}{blamed}",
+            f"transformers cannot make a {config.model_type} of config.json: {first_line_of(error)}{blamed}",
             "download config.json again" if blamed else "",
         ) from error
     buffers_as_parameters(model)
@@ -295,7 +295,7 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
         ) from failure
     if failure:
         raise UsageError(
-            f"{kind} cannot be traced without its weights: {type(failure).__name__}: {said(failure)}"
+            f"{kind} cannot be traced without its weights: {type(failure).__name__}: {first_line_of(failure)}"
         ) from failure
     count = model.config.get_text_config().num_hidden_layers
     missing = [i for i in range(count) if i not in probe.layers]
@@ -371,11 +371,11 @@ def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    wanted = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     sources = {}
     for tensor in tensors:
-        name, converted = rename_source_key(tensor, renamings, converters, model.base_model_prefix, wanted)
+        name, converted = rename_source_key(tensor, renamings, converters, model.base_model_prefix, parameters)
         if converted is None:
             sources[name] = tensor
-    by_identity = {id(wanted[name]): tensor for name, tensor in sources.items() if name in wanted}
-    return {name: source for name, p in wanted.items() if (source := sources.get(name, by_identity.get(id(p))))}
+    by_identity = {id(parameters[name]): tensor for name, tensor in sources.items() if name in parameters}
+    return {name: source for name, p in parameters.items() if (source := sources.get(name, by_identity.get(id(p))))}

@@ -37,7 +37,7 @@ class NormOutputs(TorchFunctionMode):
         super().__init__()
         self.offsets: dict[str, float] = {}
         self.others: set[str] = set()
-        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._weight: Any = None
         self._aside = False
 
@@ -53,19 +53,19 @@ class NormOutputs(TorchFunctionMode):
     def hook(self, tensor: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         """Return a forward hook that records the outputs of the norm whose weight is called `tensor`."""
 
-        def made(module: nn.Module, args: tuple[Any, ...], y: Any) -> None:
+        def record(module: nn.Module, args: tuple[Any, ...], y: Any) -> None:
             with self.aside():
                 offset = _offset(module, args, y)
             if offset is not None:
                 self.offsets[tensor] = offset
-                self._made[id(y)] = weakref.ref(y), tensor
+                self._outputs[id(y)] = weakref.ref(y), tensor
 
-        return made
+        return record
 
     def of(self, x: Any) -> str:
         """Return the name of the norm whose output is `x`; empty if `x` is another tensor."""
-        made, tensor = self._made.get(id(x), (None, ""))
-        return tensor if made is not None and made() is x else ""
+        output, tensor = self._outputs.get(id(x), (None, ""))
+        return tensor if output is not None and output() is x else ""
 
     def read_by(self, weight: Any) -> None:
         """Count the next matrix product with this weight as a read by a projection."""
@@ -84,10 +84,10 @@ def _offset(module: nn.Module, args: tuple[Any, ...], y: Any) -> float | None:
     weight: Any = module.weight
     if len(args) != 1 or not isinstance(y, Tensor) or y.shape[-1:] != weight.shape:
         return None
-    found = None
+    matching = None
     for offset in (0.0, 1.0):
         module._parameters["weight"] = nn.Parameter((offset + weight) / 2 - offset, requires_grad=False)
         if torch.allclose(2 * module.forward(args[0][:1]), y[:1], rtol=1e-4, atol=1e-6 * float(y.abs().max())):
-            found = offset
+            matching = offset
     module._parameters["weight"] = weight
-    return found
+    return matching

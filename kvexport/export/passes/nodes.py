@@ -24,8 +24,8 @@ def permutes(node: ir.Node, order: list[int]) -> bool:
 def producer(node: ir.Node, i: int, op_type: str, domain: str = "") -> ir.Node | None:
     """Return the ONNX node that computes input `i` of a node, if it has this operator type and domain; else None."""
     value = node.inputs[i]
-    made = value.producer() if value is not None else None
-    return made if made is not None and is_op(made, op_type, domain) else None
+    source = value.producer() if value is not None else None
+    return source if source is not None and is_op(source, op_type, domain) else None
 
 
 def read_only(value: ir.Value, times: int = 1) -> bool:
@@ -41,8 +41,8 @@ def dims(value: ir.Value | None) -> Dims:
 
 def known_shape(value: ir.Value | None) -> tuple[int | str, ...]:
     """Return a value's static sizes and names; empty if one of them is unknown."""
-    found = dims(value)
-    return tuple(d for d in found if d is not None) if None not in found else ()
+    sizes = dims(value)
+    return tuple(d for d in sizes if d is not None) if None not in sizes else ()
 
 
 def show(shape: Sequence[int | str | None]) -> str:

@@ -26,7 +26,7 @@ import onnx_ir as ir
 
 from kvexport.errors import UsageError
 from kvexport.export.passes.nodes import is_op, permutes, producer
-from kvexport.export.weights.computed import part_name
+from kvexport.export.weights.computed import component_name
 from kvexport.ops.packed import PackedFormat, PackedTensor
 
 TYPES = {
@@ -105,13 +105,16 @@ def put_packed(
         del model.graph.initializers[name]
         for node in gathers:
             put.embedding(node)
-            renamed |= {part_name(name, ROWS): name, part_name(name, f"zero_{ROWS}"): part_name(name, "zero")}
+            renamed |= {
+                component_name(name, ROWS): name,
+                component_name(name, f"zero_{ROWS}"): component_name(name, "zero"),
+            }
         if others := [(node, i) for node, i in readers if node not in gathers]:
             dense = put.dense()
             for node, i in others:
                 node.replace_input_with(i, dense)
                 if packing.ordered:
-                    _order_input(node, put.part("order"), ordered, same)
+                    _order_input(node, put.component("order"), ordered, same)
     return renamed
 
 
@@ -135,43 +138,48 @@ def _order_input(
     for product, _ in products:
         data = product.inputs[0]
         assert data is not None
-        found = [y for x, y in known.get(data, []) if same(str(x.name), str(order.name))]
-        if not found:
+        gathered = [y for x, y in known.get(data, []) if same(str(x.name), str(order.name))]
+        if not gathered:
             gather = ir.node("Gather", [data, order], {"axis": -1}, name=f"{product.name}.order")
             _like(gather.outputs[0], data, f"{product.name}.ordered")
             _graph(product).insert_before(product, gather)
-            found = [gather.outputs[0]]
-            known.setdefault(data, []).append((order, found[0]))
-        product.replace_input_with(0, found[0])
+            gathered = [gather.outputs[0]]
+            known.setdefault(data, []).append((order, gathered[0]))
+        product.replace_input_with(0, gathered[0])
 
 
 class _Putter:
     """Adds the nodes that dequantize one packed weight to a graph."""
 
     def __init__(
-        self, graph: ir.Graph, name: str, parts: Mapping[str, PackedTensor], packing: PackedFormat, dtype: ir.DataType
+        self,
+        graph: ir.Graph,
+        name: str,
+        components: Mapping[str, PackedTensor],
+        packing: PackedFormat,
+        dtype: ir.DataType,
     ) -> None:
-        self.graph, self.name, self.parts, self.packing, self.dtype = graph, name, parts, packing, dtype
-        self.shape = parts["weight"].shape
+        self.graph, self.name, self.components, self.packing, self.dtype = graph, name, components, packing, dtype
+        self.shape = components["weight"].shape
         self.before = graph[0]
-        self.made = 0
+        self.nodes_made = 0
 
-    def part(self, part: str, shape: Sequence[int] | None = None, dtype: str = "") -> ir.Value:
+    def component(self, component: str, shape: Sequence[int] | None = None, dtype: str = "") -> ir.Value:
         """Return the initializer of one tensor of the packed weight, such as its scale, after adding it if needed."""
-        name = part_name(self.name, part)
+        name = component_name(self.name, component)
         if name not in self.graph.initializers:
-            kind, sizes = (dtype, shape) if shape is not None else self.parts[part]
+            kind, sizes = (dtype, shape) if shape is not None else self.components[component]
             self.graph.initializers[name] = ir.Value(name=name, shape=ir.Shape(sizes), type=ir.TensorType(TYPES[kind]))
         return self.graph.initializers[name]
 
     def node(self, op_type: str, inputs: Sequence[ir.Value], **attributes: int | str) -> ir.Value:
         """Insert a new node before `self.before` in the graph, and return its output."""
-        self.made += 1
-        name = f"{self.name}.dequantize.{self.made}"
-        made = ir.node(op_type, inputs, attributes, name=name)
-        made.outputs[0].name = name
-        self.graph.insert_before(self.before, made)
-        return made.outputs[0]
+        self.nodes_made += 1
+        name = f"{self.name}.dequantize.{self.nodes_made}"
+        node = ir.node(op_type, inputs, attributes, name=name)
+        node.outputs[0].name = name
+        self.graph.insert_before(self.before, node)
+        return node.outputs[0]
 
     def constant(self, numbers: Sequence[int], dtype: type = np.int64) -> ir.Value:
         """Return an initializer of these whole numbers; equal numbers share one initializer."""
@@ -183,21 +191,25 @@ class _Putter:
             )
         return self.graph.initializers[name]
 
-    def cast(self, value: ir.Value, stored: ir.DataType, wanted: ir.DataType) -> ir.Value:
-        """Return `value`, whose type is `stored`, as type `wanted`, with a Cast node if the types differ."""
-        return value if stored == wanted else self.node("Cast", [value], to=int(wanted))
+    def cast(self, value: ir.Value, stored: ir.DataType, target: ir.DataType) -> ir.Value:
+        """Return `value`, whose type is `stored`, as type `target`, with a Cast node if the types differ."""
+        return value if stored == target else self.node("Cast", [value], to=int(target))
 
     def dense(self) -> ir.Value:
         """Return the whole dequantized weight, computed by nodes at the beginning of the graph."""
         self.before = self.graph[0]
         packing, (n, k) = self.packing, self.shape
         least = packing.offset == "minimum"
-        inputs = [self.part("weight"), self.part("scale"), *([self.part("zero")] if packing.offset == "zero" else [])]
+        inputs = [
+            self.component("weight"),
+            self.component("scale"),
+            *([self.component("zero")] if packing.offset == "zero" else []),
+        ]
         computed = ir.DataType.FLOAT if least else self.dtype
         value = self.node("DequantizeLinear", inputs, axis=1, block_size=packing.group, output_dtype=int(computed))
         _typed(value, computed, self.shape)
         if least:
-            minimum = self.node("Unsqueeze", [self.part("minimum"), self.constant([-1])])
+            minimum = self.node("Unsqueeze", [self.component("minimum"), self.constant([-1])])
             minimum = self.cast(minimum, TYPES[packing.scale_dtype], computed)
             groups = self.node("Reshape", [value, self.constant([n, k // packing.group, packing.group])])
             value = self.node("Reshape", [self.node("Add", [groups, minimum]), self.constant([n, k])])
@@ -223,21 +235,23 @@ class _Putter:
         ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
         self.graph.remove(gather, safe=True)
 
-    def floats(self, part: str, ids: ir.Value) -> ir.Value:
+    def floats(self, component: str, ids: ir.Value) -> ir.Value:
         """Return the scales or minimums of the gathered rows as float32 [B, T, groups, 1]."""
-        picked = self.node("Gather", [self.part(part), ids], axis=0)
+        picked = self.node("Gather", [self.component(component), ids], axis=0)
         picked = self.cast(picked, TYPES[self.packing.scale_dtype], ir.DataType.FLOAT)
         return self.node("Unsqueeze", [picked, self.constant([-1])])
 
-    def numbers(self, part: str, ids: ir.Value, count: int, group: int) -> ir.Value:
+    def numbers(self, component: str, ids: ir.Value, count: int, group: int) -> ir.Value:
         """Return `count` packed numbers of each gathered row as float32 [B, T, count / group, group]."""
         packing = self.packing
         shape = self.constant([0, 0, count // group, group])
-        name = ROWS if part == "weight" else f"{part}_{ROWS}"
+        name = ROWS if component == "weight" else f"{component}_{ROWS}"
         if packing.bits == 8:
-            picked = self.node("Gather", [self.part(name, self.parts[part].shape, packing.dtype), ids], axis=0)
+            picked = self.node(
+                "Gather", [self.component(name, self.components[component].shape, packing.dtype), ids], axis=0
+            )
             return self.node("Cast", [self.node("Reshape", [picked, shape])], to=int(ir.DataType.FLOAT))
-        picked = self.node("Gather", [self.part(name, (self.shape[0], count // 2), "uint8"), ids], axis=0)
+        picked = self.node("Gather", [self.component(name, (self.shape[0], count // 2), "uint8"), ids], axis=0)
         low = self.node("BitwiseAnd", [picked, self.constant([15], np.uint8)])
         high = self.node("BitShift", [picked, self.constant([4], np.uint8)], direction="RIGHT")
         last = self.constant([-1])

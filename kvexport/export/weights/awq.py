@@ -97,8 +97,8 @@ class Search:
         errors = []
         for alpha in ALPHAS:
             scale = _scale(size, alpha)
-            made = rounded_values(rows * scale, of.packing, importance / scale**2, positive=of.positive) / scale
-            errors.append(float(np.square((made - rows) @ sample.T).mean()) * len(weight))
+            rounded = rounded_values(rows * scale, of.packing, importance / scale**2, positive=of.positive) / scale
+            errors.append(float(np.square((rounded - rows) @ sample.T).mean()) * len(weight))
         self._errors[norm] = self._errors.get(norm, 0.0) + np.array(errors)
         self._tensors.setdefault(norm, []).append(tensor)
 
@@ -112,12 +112,14 @@ class Search:
         Returns:
             The scales of the norms and of their projections, by their names in the file of importance.
         """
-        found: dict[str, Floats] = {}
+        scales_by_name: dict[str, Floats] = {}
         for norm in [norm for norm in self._tensors if norm in offsets and norm not in self._unfit | others]:
             scale = _scale(self._sizes[norm], ALPHAS[int(self._errors[norm].argmin())])
-            found |= {f"{tensor}{SUFFIX}": scale for tensor in self._tensors[norm]}
-            found[f"{norm}{SUFFIX}"] = np.stack([1 / scale, offsets[norm] * (1 / scale - 1)]).astype(np.float32)
-        return found
+            scales_by_name |= {f"{tensor}{SUFFIX}": scale for tensor in self._tensors[norm]}
+            scales_by_name[f"{norm}{SUFFIX}"] = np.stack([1 / scale, offsets[norm] * (1 / scale - 1)]).astype(
+                np.float32
+            )
+        return scales_by_name
 
 
 def _scale(size: Floats, alpha: float) -> Floats:

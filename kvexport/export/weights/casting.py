@@ -55,8 +55,8 @@ def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
     return tensor
 
 
-def cast_blocks(entry: TensorEntry, wanted: Dtype) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a checkpoint's tensor, cast to the data type `wanted`, a few MiB at a time.
+def cast_blocks(entry: TensorEntry, dtype: Dtype) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a checkpoint's tensor, cast to the data type `dtype`, a few MiB at a time.
 
     Raises:
         UsageError: A value is infinite or NaN, the file ends early, or values overflowed in the cast. An overflow is
@@ -66,19 +66,19 @@ def cast_blocks(entry: TensorEntry, wanted: Dtype) -> Iterator[bytes | memoryvie
     for block in read_blocks(entry):
         require_finite(entry, block, at)
         at += len(block)
-        if (entry.dtype, wanted) in SAME:
+        if (entry.dtype, dtype) in SAME:
             yield block
         else:
-            values, overflowed = _cast(block, entry.dtype, wanted)
+            values, overflowed = _cast(block, entry.dtype, dtype)
             lost += overflowed
             yield values.data.cast("B")
     if lost:
-        largest = np.finfo(WANTED[wanted]).max
+        largest = np.finfo(WANTED[dtype]).max
         raise UsageError(
             f"{lost} of {math.prod(entry.shape)} values of tensor {entry.name!r} in {entry.file} exceed {largest:g}, "
-            f"the largest {wanted}, and would become infinite",
+            f"the largest {dtype}, and would become infinite",
             "--set model.dtype=float32"
-            if wanted == "float16"
+            if dtype == "float16"
             else "set model.path to a checkpoint that float32 can hold",
         )
 
@@ -89,11 +89,11 @@ def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
         stream.seek(entry.offset)
         left = entry.nbytes
         while left:
-            wanted = min(left, BLOCK_BYTES)
-            block = stream.read(wanted)
-            if len(block) < wanted:
+            size = min(left, BLOCK_BYTES)
+            block = stream.read(size)
+            if len(block) < size:
                 raise shrunk(entry, entry.file.stat().st_size)
-            left -= wanted
+            left -= size
             yield block
 
 
@@ -110,26 +110,26 @@ def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> No
     sign = 1 << (8 * bits.itemsize - 1)
     if bits.max(initial=0) < exponent and negative.max(initial=0) < sign + exponent:
         return
-    found = int(np.flatnonzero((bits & exponent) == exponent)[0]) + at // bits.itemsize
+    number = int(np.flatnonzero((bits & exponent) == exponent)[0]) + at // bits.itemsize
     raise UsageError(
-        f"tensor {entry.name!r} in {entry.file} has values that are infinite or NaN, the first is number {found} of "
+        f"tensor {entry.name!r} in {entry.file} has values that are infinite or NaN, the first is number {number} of "
         f"{math.prod(entry.shape)}",
         f"download {entry.file.name} again, or set model.path to a checkpoint whose weights are finite",
     )
 
 
-def _cast(block: bytes, stored: str, wanted: Dtype) -> tuple[np.ndarray[Any, Any], int]:
+def _cast(block: bytes, stored: str, dtype: Dtype) -> tuple[np.ndarray[Any, Any], int]:
     """Return the values of a block in the wanted dtype, all finite, and the number of values that became infinite.
 
     All values pass through float32, as in PyTorch.
     """
     values = np.frombuffer(block, STORED[stored])
     # Looked up where it can be: four times as fast as NumPy's own rounding to float16.
-    lookup = stored == "BF16" and wanted == "float16"
-    result = _bfloat16_as_float16().take(values) if lookup else _round(_widen(values, stored), wanted)
-    if stored in ("F16", "BF16") and wanted == "float32":
+    lookup = stored == "BF16" and dtype == "float16"
+    result = _bfloat16_as_float16().take(values) if lookup else _round(_widen(values, stored), dtype)
+    if stored in ("F16", "BF16") and dtype == "float32":
         return result, 0
-    infinite = np.isinf(result) if wanted == "float32" else (result.view("<u2") & 0x7FFF) == 0x7C00
+    infinite = np.isinf(result) if dtype == "float32" else (result.view("<u2") & 0x7FFF) == 0x7C00
     return result, int(np.count_nonzero(infinite))
 
 
@@ -176,9 +176,9 @@ def _widen(values: np.ndarray[Any, Any], stored: str) -> np.ndarray[Any, Any]:
     return wide.view("<f4")
 
 
-def _round(values: np.ndarray[Any, Any], wanted: Dtype) -> np.ndarray[Any, Any]:
+def _round(values: np.ndarray[Any, Any], dtype: Dtype) -> np.ndarray[Any, Any]:
     with np.errstate(over="ignore", invalid="ignore"):
-        return values.astype("<f4", copy=False).astype(WANTED[wanted], copy=False)
+        return values.astype("<f4", copy=False).astype(WANTED[dtype], copy=False)
 
 
 @functools.cache

@@ -38,7 +38,7 @@ class ComputedSpec:
     shape: tuple[int, ...]
 
     @property
-    def parts(self) -> dict[str, PackedTensor]:
+    def components(self) -> dict[str, PackedTensor]:
         """The tensors that store an initializer: weight, scale and so on of a packed weight, or the weight alone."""
         packing = self.source.packing
         return (
@@ -48,16 +48,16 @@ class ComputedSpec:
     @property
     def nbytes(self) -> int:
         """The number of bytes that the initializer takes in the artifact."""
-        return sum(part.nbytes for part in self.parts.values())
+        return sum(component.nbytes for component in self.components.values())
 
 
-def part_name(initializer: str, part: str) -> str:
+def component_name(initializer: str, component: str) -> str:
     """Return the name of one tensor of a packed initializer, such as q_proj.scale for the scale of q_proj.weight."""
-    return initializer if part == "weight" else f"{initializer.removesuffix('weight')}{part}"
+    return initializer if component == "weight" else f"{initializer.removesuffix('weight')}{component}"
 
 
-def parts_of(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Yield (tensor, its bytes block by block) for each stored tensor of an initializer, in the order of `spec.parts`.
+def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
+    """Yield (tensor, its bytes block by block) for each of `spec.components`, an initializer's stored tensors.
 
     Each tensor is read to its end before the next.
 
@@ -68,7 +68,7 @@ def parts_of(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
     if packing is None:
         yield "weight", _floats(spec)
         return
-    rest: dict[str, list[Array]] = {name: [] for name in spec.parts if name not in ("weight", "order")}
+    rest: dict[str, list[Array]] = {name: [] for name in spec.components if name not in ("weight", "order")}
 
     def weight() -> Iterator[Array]:
         for block in source.blocks():
@@ -97,9 +97,9 @@ def _floats(spec: ComputedSpec) -> Iterator[Array]:
         yield cast
 
 
-def _require_finite(tensor: str, part: str, values: Array) -> None:
+def _require_finite(tensor: str, component: str, values: Array) -> None:
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise UsageError(
-            f"the {part}s of tensor {tensor!r} hold values that are infinite or NaN",
+            f"the {component}s of tensor {tensor!r} hold values that are infinite or NaN",
             "download the checkpoint again",
         )

@@ -51,21 +51,21 @@ def weigh(
     rounded, method = _rounded(specs), recipe.weights.method
     if method == "rtn" or not rounded:
         return list(specs)
-    given = recipe.weights.calibration
-    if given is not None and given.endswith(Path(FILE).suffix):
-        found = _read(Path(given), method)
+    calibration = recipe.weights.calibration
+    if calibration is not None and calibration.endswith(Path(FILE).suffix):
+        importance = _read(Path(calibration), method)
     else:
-        found = _measure(rounded, checkpoint, recipe, progress)
+        importance = _measure(rounded, checkpoint, recipe, progress)
 
     def weighed(spec: Spec) -> Spec:
         if isinstance(spec, TensorSpec):
-            factors = _channels(found, spec.entry.name, (2, *spec.shape), given)
+            factors = _channels(importance, spec.entry.name, (2, *spec.shape), calibration)
             norm = ScaledNorm(spec.entry, factors)
             return ComputedSpec(spec.name, norm, spec.dtype, spec.shape) if factors else spec
         if not isinstance(spec.source, Rounded):
             return spec
-        counted = _checked(found, spec.source, given).tobytes()
-        channels = _channels(found, spec.source.name, spec.source.shape[1:], given)
+        counted = _checked(importance, spec.source, calibration).tobytes()
+        channels = _channels(importance, spec.source.name, spec.source.shape[1:], calibration)
         return replace(spec, source=replace(spec.source, importance=counted, channels=channels))
 
     return [weighed(spec) for spec in specs]
@@ -122,12 +122,12 @@ def _measure(
     from kvexport.export.model.streamed import run_streamed
 
     ids = torch.tensor(_pieces(checkpoint, recipe))
-    found = {name: np.ones(weight.shape[1], np.float32) for name, weight in rounded.items()}
+    importance = {name: np.ones(weight.shape[1], np.float32) for name, weight in rounded.items()}
     search = Search(rounded) if recipe.weights.method == "awq" else None
     with progress(f"reading {ids.numel()} tokens with the float model", len(rounded)) as bar:
 
         def note(tensor: str, x: torch.Tensor) -> None:
-            if tensor not in found:
+            if tensor not in importance:
                 return
             squares = x.reshape(-1, x.shape[-1]).square().mean(0).numpy()
             mean = squares.mean()
@@ -137,13 +137,13 @@ def _measure(
                     "--set weights.method=rtn, which does not run the model",
                 )
             if mean > 0:
-                found[tensor] = np.maximum(squares / mean, LEAST)
+                importance[tensor] = np.maximum(squares / mean, LEAST)
             bar.advance(1)
 
         def of_norm(norm: str, tensor: str, x: torch.Tensor, weight: torch.Tensor | None) -> None:
             assert search is not None
             rows = x.reshape(-1, x.shape[-1]).numpy()
-            search.note(norm, tensor, rows, None if weight is None else weight.numpy(), found.get(tensor))
+            search.note(norm, tensor, rows, None if weight is None else weight.numpy(), importance.get(tensor))
 
         outputs = run_streamed(checkpoint, recipe, ids, note, of_norm if search else None)
     if search:
@@ -154,10 +154,10 @@ def _measure(
                 "scales have no place",
                 "--set weights.method=importance",
             )
-        for name in found:
-            found[name] = found[name] / scales.get(f"{name}{SUFFIX}", np.float32(1)) ** 2
-        found |= scales
-    return found
+        for name in importance:
+            importance[name] = importance[name] / scales.get(f"{name}{SUFFIX}", np.float32(1)) ** 2
+        importance |= scales
+    return importance
 
 
 def _pieces(checkpoint: Checkpoint, recipe: Recipe) -> list[list[int]]:
@@ -202,21 +202,23 @@ def _read(file: Path, method: str) -> Importance:
     from safetensors.numpy import load_file
 
     try:
-        found = load_file(file)
+        importance = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UsageError(
             f"weights.calibration {str(file)!r} cannot be read: {error}",
             f"--set weights.calibration=ARTIFACT/{FILE}, or a text",
         ) from error
-    made_by = "awq" if any(name.endswith(SUFFIX) for name in found) else "importance"
-    if made_by != method:
-        raise UsageError(f"{file} is of weights.method {made_by}, not {method}", f"--set weights.method={made_by}")
-    return found
+    file_method = "awq" if any(name.endswith(SUFFIX) for name in importance) else "importance"
+    if file_method != method:
+        raise UsageError(
+            f"{file} is of weights.method {file_method}, not {method}", f"--set weights.method={file_method}"
+        )
+    return importance
 
 
-def _channels(found: Importance, tensor: str, shape: tuple[int, ...], file: str | None) -> bytes:
+def _channels(importance: Importance, tensor: str, shape: tuple[int, ...], file: str | None) -> bytes:
     """Return AWQ's scales of a weight, or the factors and addends of a norm's weight, as bytes; empty if none."""
-    values = found.get(f"{tensor}{SUFFIX}")
+    values = importance.get(f"{tensor}{SUFFIX}")
     if values is None:
         return b""
     fits = values.dtype == np.float32 and values.shape == shape
@@ -229,12 +231,12 @@ def _channels(found: Importance, tensor: str, shape: tuple[int, ...], file: str 
     return values.tobytes()
 
 
-def _checked(found: Importance, weight: Rounded, file: str | None) -> NDArray[np.float32]:
-    values = found.get(weight.name)
+def _checked(importance: Importance, weight: Rounded, file: str | None) -> NDArray[np.float32]:
+    values = importance.get(weight.name)
     inputs = weight.shape[1]
     if values is None or values.dtype != np.float32 or values.shape != (inputs,):
-        said = "nothing" if values is None else f"{values.dtype} {list(values.shape)}"
-        problem = f"{file} has {said} for tensor {weight.name!r}, expected float32 [{inputs}]"
+        description = "nothing" if values is None else f"{values.dtype} {list(values.shape)}"
+        problem = f"{file} has {description} for tensor {weight.name!r}, expected float32 [{inputs}]"
     elif not (np.isfinite(values) & (values >= 0)).all() or not values.any():
         problem = f"{file} has values for tensor {weight.name!r} that are infinite, NaN or negative, or all 0"
     else:

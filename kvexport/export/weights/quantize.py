@@ -95,12 +95,12 @@ class Rounded:
         raise NotImplementedError
 
 
-def fitting_group(wanted: int, inputs: int) -> int | None:
-    """Return the largest quantization group that divides `inputs`, among `wanted` and its halves; None if none does."""
-    while wanted >= GROUPS[0]:
-        if inputs % wanted == 0:
-            return wanted
-        wanted //= 2
+def fitting_group(group: int, inputs: int) -> int | None:
+    """Return the largest quantization group that divides `inputs`, among `group` and its halves; None if none does."""
+    while group >= GROUPS[0]:
+        if inputs % group == 0:
+            return group
+        group //= 2
     return None
 
 
@@ -125,7 +125,7 @@ def round_groups(
     matter = None if importance is None else np.tile(importance.T, len(groups))
     if packing.offset == "zero":
         numbers, scale, zero = _with_zero(columns, matter, high, packing.bits)
-        parts = {"scale": scale.astype(packing.scale_dtype), "zero": zero.astype(np.uint8)}
+        components = {"scale": scale.astype(packing.scale_dtype), "zero": zero.astype(np.uint8)}
     else:
         largest = columns.max(0)
         np.copyto(largest, columns.min(0), where=-columns.min(0) > largest)
@@ -134,9 +134,11 @@ def round_groups(
         if positive:
             starts = [np.abs(largest) * np.float32(share / -low) for share in sorted({abs(x) for x in shares})]
         numbers, scale, _ = _best(columns, matter, starts, np.zeros_like(largest), low, high)
-        parts = {"scale": scale.astype(packing.scale_dtype)}
+        components = {"scale": scale.astype(packing.scale_dtype)}
     stored = np.ascontiguousarray(numbers.astype(np.int8 if packing.signed else np.uint8).T)
-    return stored.reshape(groups.shape), {name: part.reshape(groups.shape[:-1]) for name, part in parts.items()}
+    return stored.reshape(groups.shape), {
+        name: component.reshape(groups.shape[:-1]) for name, component in components.items()
+    }
 
 
 def rounded_values(rows: Floats, packing: PackedFormat, importance: Floats, *, positive: bool) -> Floats:
@@ -146,23 +148,23 @@ def rounded_values(rows: Floats, packing: PackedFormat, importance: Floats, *, p
     """
     groups = rows.reshape(len(rows), -1, packing.group)
     matter = importance.reshape(-1, packing.group)
-    numbers, parts = round_groups(groups, packing, matter, positive=positive)
+    numbers, components = round_groups(groups, packing, matter, positive=positive)
     centred = numbers.astype(np.float32)
-    if "zero" in parts:
-        centred -= parts["zero"][..., None].astype(np.float32)
-    values: Floats = (centred * parts["scale"][..., None].astype(np.float32)).reshape(rows.shape)
+    if "zero" in components:
+        centred -= components["zero"][..., None].astype(np.float32)
+    values: Floats = (centred * components["scale"][..., None].astype(np.float32)).reshape(rows.shape)
     return values
 
 
 def _with_zero(columns: Floats, matter: Floats | None, high: int, bits: int) -> tuple[Floats, Floats, Floats]:
     least, most = columns.min(0).clip(max=0), columns.max(0).clip(min=0)
-    found: tuple[Floats, ...] = ()
+    best: tuple[Floats, ...] = ()
     for share in (ZERO_SHARES if matter is None else COUNTED_ZERO_SHARES)[bits]:
         start = _as_stored((most - least) * np.float32(share / high))
         zero = np.rint(-least * np.float32(share) / start).clip(0, high)
         tried = (*_best(columns, matter, [start], zero, 0, high), zero)
-        found = _better(found, tried)
-    numbers, scale, _, zero = found
+        best = _better(best, tried)
+    numbers, scale, _, zero = best
     return numbers, scale, zero
 
 

@@ -43,10 +43,10 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
     assembled = assembled_parameters(model, tensors, sources)
     missing = [name for name in names if name not in sources and name not in assembled]
     if missing:
-        found = ", ".join(sorted(tensors)[:3])
+        examples = ", ".join(sorted(tensors)[:3])
         raise UsageError(
             f"the checkpoint has no tensor for {len(missing)} parameters of the model, the first is '{missing[0]}' "
-            f"(it holds {found}, ...)",
+            f"(it holds {examples}, ...)",
             "use a checkpoint saved with save_pretrained() of the same model class",
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -92,9 +92,9 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
     section = recipe.weights
     if section.bits is None:
         return
-    wanted = PackedFormat(section.bits, section.symmetric, section.group, "none" if section.symmetric else "zero")
-    if problem := _problem(wanted, recipe):
-        raise UsageError(f"weights are to be rounded to {wanted.label}, and {problem[0]}", problem[1])
+    packing = PackedFormat(section.bits, section.symmetric, section.group, "none" if section.symmetric else "zero")
+    if problem := _problem(packing, recipe):
+        raise UsageError(f"weights are to be rounded to {packing.label}, and {problem[0]}", problem[1])
     head = model.get_output_embeddings()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in expert_layouts(model):
@@ -103,13 +103,13 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
     for prefix, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Embedding) or module.weight is None:
             continue
-        asked: Any = section.head if module is head or isinstance(module, nn.Embedding) else "same"
-        if asked == "float":
+        bits_setting: Any = section.head if module is head or isinstance(module, nn.Embedding) else "same"
+        if bits_setting == "float":
             continue
-        bits = section.bits if asked == "same" else asked
+        bits = section.bits if bits_setting == "same" else bits_setting
         group = fitting_group(section.group, module.weight.shape[1])
         # Rows of an embedding are picked one by one, and zeros of four bits could begin within a byte.
-        zero = not section.symmetric and asked == "same" and module is not head and isinstance(module, nn.Linear)
+        zero = not section.symmetric and bits_setting == "same" and module is not head and isinstance(module, nn.Linear)
         if group is None:
             yield f"{prefix}.weight", f"no group of 16 to {section.group} inputs divides theirs"
             continue

@@ -32,7 +32,7 @@ from kvexport.export.weights.casting import (
     require_float,
     shrunk,
 )
-from kvexport.export.weights.computed import ComputedSpec, part_name, parts_of
+from kvexport.export.weights.computed import ComputedSpec, component_blocks, component_name
 
 DATA_FILE = "decoder.weights"
 LINK_FOLDER = "weights"
@@ -188,8 +188,10 @@ def write_weights(
             stream.flush()
             os.fsync(stream.fileno())
         digests[DATA_FILE] = data.hexdigest()
-    parts = {part_name(spec.name, part): at for spec in specs for part, at in placed[_key(spec)].items()}
-    return WrittenWeights(parts, digests)
+    components = {
+        component_name(spec.name, component): at for spec in specs for component, at in placed[_key(spec)].items()
+    }
+    return WrittenWeights(components, digests)
 
 
 def linked_digests(specs: Sequence[Spec], staging: Path, written: WrittenWeights) -> Iterator[tuple[str, str]]:
@@ -240,15 +242,15 @@ class _DataFile:
         if isinstance(spec, TensorSpec):
             return {"weight": self._append(spec.nbytes, cast_blocks(spec.entry, spec.dtype), progress)}
         placed = {}
-        for part, blocks in parts_of(spec):
-            nbytes = spec.parts[part].nbytes
-            if part != "order":
-                placed[part] = self._append(nbytes, map(_bytes, blocks), progress)
+        for component, blocks in component_blocks(spec):
+            nbytes = spec.components[component].nbytes
+            if component != "order":
+                placed[component] = self._append(nbytes, map(_bytes, blocks), progress)
                 continue
             order = b"".join(map(_bytes, blocks))
             if order not in self._orders:
                 self._orders[order] = self._append(nbytes, [order], progress)
-            placed[part] = self._orders[order]
+            placed[component] = self._orders[order]
         return placed
 
     def _append(self, nbytes: int, blocks: Iterable[bytes | memoryview], progress: Callable[[int], None]) -> Location:

@@ -12,7 +12,7 @@ import pytest
 
 from kvexport.errors import UsageError
 from kvexport.export.passes.packed import packed_of, put_packed
-from kvexport.export.weights.computed import part_name
+from kvexport.export.weights.computed import component_name
 from kvexport.ops.packed import PackedFormat, PackedTensor, dequantize, pack
 
 N, K = 6, 128
@@ -93,7 +93,7 @@ def run(model: ir.Model, parts: dict[str, Any], names: dict[str, str], feed: dic
 def test_onnx_runtime_computes_what_the_parts_mean(packing: PackedFormat, dtype: str) -> None:
     model = graph(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), embedding=not packing.ordered)
     parts = random_parts(packing, N, K)
-    stored = {part_name(w, part): x for w in ("w", "v") for part, x in parts.items()}
+    stored = {component_name(w, part): x for w in ("w", "v") for part, x in parts.items()}
     names = put_packed(model, {"w": packing, "v": packing, "absent": packing}, lambda a, b: True)
     gathers = [node for node in model.graph if node.op_type == "Gather"]
     assert len(gathers) == (1 if packing.ordered else 2 + (packing.offset != "none"))  # one order for both products

@@ -133,17 +133,17 @@ def read_columns(config: Mapping[str, Any], tensors: Tensors) -> Read:
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size", -1))
     if bits not in ((4,) if layout == "awq" else (4, 8)) or type(group) is not int:
         raise refused(f"{method} of {bits} bits in groups of {group}")
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     used: set[str] = set()
     for name, qweight in tensors.items():
         prefix = name.removesuffix(".qweight")
         if prefix == name:
             continue
-        entries = {part: require(tensors, f"{prefix}.{part}", name) for part in ("qzeros", "scales")}
+        entries = {suffix: require(tensors, f"{prefix}.{suffix}", name) for suffix in ("qzeros", "scales")}
         g_idx = tensors.get(f"{prefix}.g_idx") if layout != "awq" else None
-        found[f"{prefix}.weight"] = _weight(qweight, entries["qzeros"], entries["scales"], g_idx, layout, bits, group)
-        used |= {name, *(f"{prefix}.{part}" for part in ("qzeros", "scales", "g_idx"))}
-    return found, used, []
+        sources[f"{prefix}.weight"] = _weight(qweight, entries["qzeros"], entries["scales"], g_idx, layout, bits, group)
+        used |= {name, *(f"{prefix}.{suffix}" for suffix in ("qzeros", "scales", "g_idx"))}
+    return sources, used, []
 
 
 def _layout(method: str, config: Mapping[str, Any]) -> Layout:

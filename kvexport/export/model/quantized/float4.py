@@ -84,8 +84,8 @@ class Float4:
         stored = np.frombuffer(b"".join(read_blocks(self.scale)), np.uint8).reshape(self.scale.shape)
         if self.scale.dtype != _FP8:
             powers = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
-            found: NDArray[np.float32] = np.where(stored == 255, np.float32(np.nan), powers)
-            return found
+            scales: NDArray[np.float32] = np.where(stored == 255, np.float32(np.nan), powers)
+            return scales
         scale = float8_values()[stored]
         if self.total is None:
             return scale
@@ -127,15 +127,15 @@ def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
     Raises:
         UsageError: Tensors do not fit each other.
     """
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     used: set[str] = set()
     for name, entry in tensors.items():
         prefix = name.removesuffix(".weight")
         if prefix != name and entry.dtype == "U8":
-            found[name] = float4(name, entry, tensors, prefix, "weight_scale_2", divides=False)
-            used |= {f"{prefix}.{part}" for part in ("weight", "weight_scale", "weight_scale_2", "input_scale")}
+            sources[name] = float4(name, entry, tensors, prefix, "weight_scale_2", divides=False)
+            used |= {f"{prefix}.{suffix}" for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale")}
     return (
-        found,
+        sources,
         used,
         [ACTIVATIONS],
     )
@@ -198,7 +198,7 @@ def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
     """
     if not config.get("load_in_4bit"):
         raise refused("bitsandbytes of 8 bits")
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     used: set[str] = set()
     for name in tensors:
         kind = next(
@@ -206,20 +206,20 @@ def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
         )
         if kind is not None:
             weight = name.removesuffix(f".quant_state.bitsandbytes__{kind}")
-            found[weight] = _table_of_16(tensors, weight, tensors[name])
+            sources[weight] = _table_of_16(tensors, weight, tensors[name])
             used |= {other for other in tensors if other == weight or other.startswith(f"{weight}.")}
     note = (
-        f"{len(found)} weights in bitsandbytes' 4 bits are cast to model.dtype, or rounded where weights.bits says so"
+        f"{len(sources)} weights in bitsandbytes' 4 bits are cast to model.dtype, or rounded where weights.bits says so"
     )
-    return found, used, [note]
+    return sources, used, [note]
 
 
 def _table_of_16(tensors: Tensors, name: str, state: TensorEntry) -> TableOf16:
     try:
-        told = json.loads(b"".join(read_blocks(state)))
-        n, k = (int(size) for size in told["shape"])
-        block, nested_block = int(told["blocksize"]), int(told.get("nested_blocksize", 0))
-        offset = float(told["nested_offset"]) if nested_block else 0.0
+        fields = json.loads(b"".join(read_blocks(state)))
+        n, k = (int(size) for size in fields["shape"])
+        block, nested_block = int(fields["blocksize"]), int(fields.get("nested_blocksize", 0))
+        offset = float(fields["nested_offset"]) if nested_block else 0.0
     except (ValueError, KeyError, TypeError) as error:
         raise wrong(state, f"what bitsandbytes writes of a weight ({type(error).__name__}: {error})") from error
     weight = require(tensors, name, state.name)
@@ -227,7 +227,7 @@ def _table_of_16(tensors: Tensors, name: str, state: TensorEntry) -> TableOf16:
         raise wrong(state, "sizes above 0, an even number of inputs")
     blocks = -(-n * k // block)
     require_shape(weight, ("U8",), (n * k // 2, 1))
-    table, scale = (require(tensors, f"{name}.{part}", name) for part in ("quant_map", "absmax"))
+    table, scale = (require(tensors, f"{name}.{suffix}", name) for suffix in ("quant_map", "absmax"))
     require_shape(table, ("F32",), (16,))
     require_shape(scale, ("U8",) if nested_block else ("F32",), (blocks,))
     nested = None

@@ -34,25 +34,28 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] 
     Raises:
         UsageError: The layout is unsupported.
     """
-    found: Any = None
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping):
-            found = found or part.get("quantization_config") or part.get("compression_config")
-    if not found and (file := path / MODELOPT_FILE).is_file():
+    section: Any = None
+    for part_config in (config, config.get("text_config")):
+        if isinstance(part_config, Mapping):
+            section = section or part_config.get("quantization_config") or part_config.get("compression_config")
+    if not section and (file := path / MODELOPT_FILE).is_file():
         try:
-            found = {"quant_method": "modelopt", **json.loads(file.read_text(encoding="utf-8"))["quantization"]}
+            section = {
+                "quant_method": "modelopt",
+                **json.loads(file.read_text(encoding="utf-8"))["quantization"],
+            }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{file} cannot be read: {type(error).__name__}: {error}", f"download {file.name} again"
             ) from error
-    if not found:
+    if not section:
         return None
-    method = str(found.get("quant_method") or "unnamed").lower() if isinstance(found, Mapping) else str(found)
+    method = str(section.get("quant_method") or "unnamed").lower() if isinstance(section, Mapping) else str(section)
     if method == "modelopt":
-        method = f"modelopt {str(found.get('quant_algo')).lower()}"
-    if method not in _READERS or not isinstance(found, Mapping):
+        method = f"modelopt {str(section.get('quant_algo')).lower()}"
+    if method not in _READERS or not isinstance(section, Mapping):
         raise refused(method)
-    return {**found, "quant_method": method}
+    return {**section, "quant_method": method}
 
 
 def read_quantized(config: Mapping[str, Any], tensors: Tensors) -> Read:

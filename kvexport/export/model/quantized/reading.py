@@ -68,13 +68,13 @@ def column_bytes(entry: TensorEntry, columns: range) -> NDArray[np.uint8]:
     """Read neighbouring columns of a matrix as bytes [rows, bytes of a row's columns]."""
     rows, width = entry.shape
     item = entry.nbytes // (rows * width)
-    found = np.empty((rows, len(columns) * item), np.uint8)
+    selected = np.empty((rows, len(columns) * item), np.uint8)
     with entry.file.open("rb", buffering=0) as stream:
-        for row, target in enumerate(found):
+        for row, target in enumerate(selected):
             stream.seek(entry.offset + (row * width + columns.start) * item)
             if stream.readinto(target.data) != target.nbytes:
                 raise shrunk(entry, entry.file.stat().st_size)
-    return found
+    return selected
 
 
 def halves(stored: Array) -> NDArray[np.uint8]:

@@ -75,9 +75,9 @@ class RowPacked:
             if order is not None:
                 numbers = halves(stored) if bits == 4 else stored
                 stored = pack(numbers[:, order], bits)
-            part = slice(rows.start, rows.stop)
-            block = {"weight": stored, "scale": scale[part]}
-            yield block if zero is None else {**block, "zero": zero[part]}
+            block_rows = slice(rows.start, rows.stop)
+            block = {"weight": stored, "scale": scale[block_rows]}
+            yield block if zero is None else {**block, "zero": zero[block_rows]}
 
     def order(self) -> NDArray[np.int64]:
         """Return the permutation [inputs] that sorts the columns of the weight by group (act-order)."""
@@ -160,30 +160,30 @@ def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
     sparsity = config.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise refused("compressed-tensors with sparsity")
-    arguments = [given for scheme in schemes if isinstance(given := scheme.get("weights"), Mapping)]
-    widths = {given["num_bits"] for given in arguments if type(given.get("num_bits")) is int}
-    found: dict[str, Source] = {}
+    arguments = [options for scheme in schemes if isinstance(options := scheme.get("weights"), Mapping)]
+    widths = {options["num_bits"] for options in arguments if type(options.get("num_bits")) is int}
+    sources: dict[str, Source] = {}
     used: set[str] = set()
     for name, entry in tensors.items():
         if name.endswith(".weight_packed"):
             prefix = name.removesuffix(".weight_packed")
-            found[f"{prefix}.weight"] = (
+            sources[f"{prefix}.weight"] = (
                 float4(name, entry, tensors, prefix, "weight_global_scale", divides=True)
                 if entry.dtype == "U8"
                 else _in_words(prefix, entry, tensors, widths)
             )
         elif name.endswith(".weight") and entry.dtype == "I8":
             prefix = name.removesuffix(".weight")
-            found[name] = _in_bytes(prefix, entry, tensors)
+            sources[name] = _in_bytes(prefix, entry, tensors)
         else:
             continue
-        parts = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-        used |= {f"{prefix}.{part}" for part in (*parts, "weight_global_scale", "input_global_scale")}
-    blocks = [given.get("block_structure") for given in arguments]
+        suffixes = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+        used |= {f"{prefix}.{suffix}" for suffix in (*suffixes, "weight_global_scale", "input_global_scale")}
+    blocks = [options.get("block_structure") for options in arguments]
     floats, more, notes = read_float8({"weight_block_size": next(filter(None, blocks), None)}, tensors)
-    if any(scheme.get("input_activations") for scheme in schemes) and found:
+    if any(scheme.get("input_activations") for scheme in schemes) and sources:
         notes.append(ACTIVATIONS)
-    return {**found, **floats}, used | more, notes
+    return {**sources, **floats}, used | more, notes
 
 
 def _in_words(prefix: str, entry: TensorEntry, tensors: Tensors, widths: set[Any]) -> RowPacked:
@@ -235,7 +235,7 @@ def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
         UsageError: Tensors do not fit each other.
     """
     size = config.get("weight_block_size")
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     used: set[str] = set()
     for name, entry in tensors.items():
         if not name.endswith(".weight") or not entry.dtype.startswith("F8_"):
@@ -253,11 +253,11 @@ def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
         count = int(np.prod(scale.shape))
         if scale.dtype not in _FLOATS or tall < 1 or wide < 1 or count != -(-n // tall) * -(-k // wide):
             raise wrong(scale, f"floats, one for the tensor, for each of {n} rows or each block of {tall} x {wide}")
-        found[name] = Float8(entry, scale, (tall, wide))
+        sources[name] = Float8(entry, scale, (tall, wide))
         used |= {name, scale.name}
     notes = (
-        [f"{len(found)} weights in 8-bit floats are cast to model.dtype, or rounded where weights.bits says so"]
-        if found
+        [f"{len(sources)} weights in 8-bit floats are cast to model.dtype, or rounded where weights.bits says so"]
+        if sources
         else []
     )
-    return found, used, notes
+    return sources, used, notes

@@ -44,7 +44,7 @@ class Match(NamedTuple):
 
 def pattern(node: ir.Node) -> list[Match]:
     """Return the matches at a Mul of the output of one Linear node and an activation of the output of another."""
-    found = []
+    matches = []
     for linear, other in operands(node, "Mul"):
         activation = other.producer()
         if activation is None:
@@ -52,10 +52,10 @@ def pattern(node: ir.Node) -> list[Match]:
         for gate, value in operands(activation, "Mul"):
             sigmoid = value.producer()
             if sigmoid is not None and is_op(sigmoid, "Sigmoid"):
-                found.append(Match(linear, gate, sigmoid, activation, node))
+                matches.append(Match(linear, gate, sigmoid, activation, node))
         if len(activation.inputs) == 1 and (source := linear_of(activation, 0)) is not None and source is not linear:
-            found.append(Match(linear, source, activation, activation, node))
-    return found
+            matches.append(Match(linear, source, activation, activation, node))
+    return matches
 
 
 def check(match: Match) -> str:

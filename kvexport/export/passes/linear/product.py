@@ -61,33 +61,33 @@ def rewrite(match: Match) -> None:
     """Replace a MatMul and the Transpose of its weight by one Linear node."""
     if match.packed is None:
         return put_linear([match.transpose, match.product], [match.data, match.weight], Form())
-    parts = _parts(match.packed)
-    form = Form(packed=(PACKED.index(tuple(list(parts)[1:])),), group=(match.packed.group,))
-    return put_linear([match.transpose, match.product], [match.data, *parts.values()], form)
+    components = _components(match.packed)
+    form = Form(packed=(PACKED.index(tuple(list(components)[1:])),), group=(match.packed.group,))
+    return put_linear([match.transpose, match.product], [match.data, *components.values()], form)
 
 
-def _parts(packed: Packed) -> dict[str, ir.Value]:
-    parts = {"weight": packed.weight, "scale": packed.scale, "zero": packed.zero, "minimum": packed.minimum}
-    return {name: value for name, value in parts.items() if value is not None}
+def _components(packed: Packed) -> dict[str, ir.Value]:
+    components = {"weight": packed.weight, "scale": packed.scale, "zero": packed.zero, "minimum": packed.minimum}
+    return {name: value for name, value in components.items() if value is not None}
 
 
 def _wrong_packing(packed: Packed) -> str:
     """Return why a Linear node cannot take a packed weight of this format; empty if it can."""
-    parts = _parts(packed)
-    computed = [value.name for value in parts.values() if not value.is_initializer()]
+    components = _components(packed)
+    computed = [value.name for value in components.values() if not value.is_initializer()]
     if computed:
         return f"{computed[0]} is computed, not a weight"
     if packed.zero is not None and packed.minimum is not None:
         return f"{packed.weight.name} has both a zero point and a minimum"
-    types = {name: INTEGERS if name in ("weight", "zero") else TYPES for name in parts}
-    wrong = [value for name, value in parts.items() if value.dtype not in types[name]]
+    types = {name: INTEGERS if name in ("weight", "zero") else TYPES for name in components}
+    wrong = [value for name, value in components.items() if value.dtype not in types[name]]
     if wrong or (packed.zero is not None and packed.zero.dtype != packed.weight.dtype):
-        found = ", ".join(f"{name} {value.dtype}" for name, value in parts.items())
-        return f"{packed.weight.name} is packed as {found}"
+        stored_types = ", ".join(f"{name} {value.dtype}" for name, value in components.items())
+        return f"{packed.weight.name} is packed as {stored_types}"
     outputs, inputs = known_shape(packed.weight) or ("", "")
     if not isinstance(inputs, int) or inputs % packed.group or packed.group % 2:
         return f"{packed.weight.name} has {show(dims(packed.weight))} in groups of {packed.group}"
-    for name, value in parts.items():
+    for name, value in components.items():
         if name != "weight" and known_shape(value) != (outputs, inputs // packed.group):
             return f"{value.name} has {show(dims(value))}, not [{outputs}, {inputs // packed.group}]"
     return ""

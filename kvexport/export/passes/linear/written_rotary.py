@@ -36,7 +36,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
     One product has an output of a Linear, the other a Concat of a Neg and another value.
     """
-    found = []
+    matches = []
     for i in (0, 1):
         straight, crossed = (producer(node, j, "Mul") if is_op(node, "Add") else None for j in (i, 1 - i))
         if straight is None or crossed is None:
@@ -46,8 +46,8 @@ def pattern(node: ir.Node) -> list[Match]:
             if heads is None or swapped is None or linear_of(straight, j) is None or not producer(swapped, 0, "Neg"):
                 continue
             tables = straight.inputs[1 - j], crossed.inputs[1 - k]
-            found.append(Match(heads, swapped, tables, (straight, crossed, node)))
-    return found
+            matches.append(Match(heads, swapped, tables, (straight, crossed, node)))
+    return matches
 
 
 def check(match: Match) -> str:
@@ -86,14 +86,14 @@ def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
 
     Any number above the size of the dimension stands for its end.
     """
-    given = [
+    limits = [
         value.const_value.numpy().ravel().tolist()
         for value in node.inputs[1:]
         if value is not None and value.const_value is not None
     ]
-    if node.inputs[0] is not x or [len(value) for value in given] != [1] * 4:
+    if node.inputs[0] is not x or [len(value) for value in limits] != [1] * 4:
         return False
-    (first,), (last,), (axis,), (step,) = given
+    (first,), (last,), (axis,), (step,) = limits
     return first == start and min(last, known_shape(x)[-1]) == end and axis in (-1, 3) and step == 1
 
 
@@ -144,13 +144,13 @@ def _half(value: ir.Value | None) -> ir.Value:
     for use in half.uses():
         if use.node.outputs[0].name == name:
             return use.node.outputs[0]
-    made = ir.Node("", node.op_type, [half, *node.inputs[1:]], node.attributes.values(), name=f"{node.name}.half")
-    made.outputs[0].name, made.outputs[0].type = name, value.type
+    half_node = ir.Node("", node.op_type, [half, *node.inputs[1:]], node.attributes.values(), name=f"{node.name}.half")
+    half_node.outputs[0].name, half_node.outputs[0].type = name, value.type
     *rest, size = known_shape(value) or ("",)
     if isinstance(size, int):
-        made.outputs[0].shape = ir.Shape([*rest, size // 2])
-    node.graph.insert_after(node, made)
-    return made.outputs[0]
+        half_node.outputs[0].shape = ir.Shape([*rest, size // 2])
+    node.graph.insert_after(node, half_node)
+    return half_node.outputs[0]
 
 
 def _repeats(node: ir.Node) -> bool:

@@ -57,7 +57,7 @@ def component_name(initializer: str, component: str) -> str:
 
 
 def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Yield (tensor, its bytes block by block) for each of `spec.components`, an initializer's stored tensors.
+    """Yield (tensor, its bytes block by block) for each of an initializer's `spec.components`, in order.
 
     Each tensor is read to its end before the next.
 

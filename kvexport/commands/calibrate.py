@@ -41,8 +41,7 @@ def calibrate(
     """Measure how layers or KV heads should share the recipe's budget.
 
     `--of recall` finds the layers on which recall of facts depends, and those that the budget can keep whole. `--of
-    text`
-    and `--of heads` measure the loss that evictions from each layer or KV head cause.
+    text` and `--of heads` measure the loss that evictions from each layer or KV head cause.
     """
     from kvexport.packages import require
 

@@ -14,7 +14,7 @@ from kvexport.backends.sections import names
 
 
 def in_panel(name: str) -> Callable[..., Any]:
-    """Return `typer.Option` for options that the help text lists in the group `name`."""
+    """Return a `typer.Option` function for command line options that the help text lists in the group `name`."""
     return partial(typer.Option, rich_help_panel=name)
 
 

@@ -15,8 +15,7 @@ class Terminated(KeyboardInterrupt):
     """The exception for a signal that asks the process to end.
 
     Like an interrupt it passes every `except Exception`, so each `finally` and context manager removes what it made:
-    the
-    staging folder of a build, the folder of an evaluation, child processes.
+    the staging folder of a build, the folder of an evaluation, child processes.
     """
 
     def __init__(self, number: int) -> None:
@@ -41,8 +40,7 @@ def open_standard_streams() -> None:
     """Open descriptors 0 to 2 on the null device if the caller closed them.
 
     Otherwise the next opened files would get these numbers, and output of a library would be written into them. A
-    closed
-    stdin stays None in `sys`, so that a prompt from it can be refused.
+    closed stdin stays None in `sys`, so that a prompt from it can be refused.
     """
     for number in (0, 1, 2):
         try:

@@ -45,7 +45,7 @@ class _Copied:
 
 
 class CacheDrafter:
-    """A drafter for speculative decoding that runs the engine's own model over small copies of its KV caches.
+    """A drafter for speculative decoding that runs the engine's own model over smaller copies of its KV caches.
 
     Args:
         manifest: The artifact's manifest.
@@ -141,7 +141,7 @@ class CacheDrafter:
         return int(np.count_nonzero(full[f"past_key_values.{i}.votes"][0])) if self._full.caches[i].merges else length
 
     def _slots(self, i: int, full: LaneTensors, entries: Slots) -> Slots:
-        """Return the KV-cache slots of entries that are numbered in order of position.
+        """Return the KV-cache slots that hold the entries with given numbers; entries are numbered by position.
 
         An entry's number is its slot, unless a sliding window has dropped entries. A layer with a window has no scores,
         and all its heads keep the same positions.

@@ -161,8 +161,7 @@ class Lanes:
         Args:
             tokens: At most `prefill_chunk` token ids for each lane; an empty list leaves a lane as it is.
             first: The lane of tokens[0]; the next lists belong to the next lanes, and all other lanes take no part.
-                None if
-                there is a list for every lane.
+                None if there is a list for every lane.
             prefill: Whether the tokens belong to prompts.
             unread: Lanes whose prompts continue after this chunk. If prompts merge at their end, these lanes do not
                 merge.

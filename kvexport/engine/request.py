@@ -174,8 +174,7 @@ class Request:
 
         Args:
             settings: The settings of the fork; None for those of this request. These give another answer only if tokens
-                are
-                sampled and no seed is set.
+                are sampled and no seed is set.
         """
         return Request(
             self.prompt,

@@ -64,9 +64,8 @@ class Language(Protocol):
 
         Args:
             kind: "one" (the thing of `name`), "every" (all its things in order, comma-separated), "mostly" (the thing
-                stated
-                most often), "count" (the number of statements) or "chain" (the aliases in order, then the thing of the
-                last).
+                stated most often), "count" (the number of statements) or "chain" (the aliases in order, then the thing
+                of the last).
             name: The subject of the question.
             answer: The answer.
         """

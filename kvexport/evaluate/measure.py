@@ -48,8 +48,7 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
 
     Raises:
         UsageError: An evaluated position lies inside a prompt, and the artifact returns logits of the last token only,
-            or
-            merges nothing before the end of the prompt.
+            or merges nothing before the end of the prompt.
     """
     lanes = engine.lanes(len(samples))
     counted = [np.array(sample.counted, dtype=np.int64) for sample in samples]

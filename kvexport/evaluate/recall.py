@@ -107,9 +107,9 @@ def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Ans
     Args:
         engine: The engine.
         source: The passage and its questions.
-        known: False reads the passage in the artifact's chunks, with merges after each, and then the question in a
-            call of its own. True reads passage and question as one chunk and merges once, so the question is known
-            when the cache is compressed. This needs enough slack in every layer.
+        known: False reads the passage in the artifact's chunks, with merges after each, and then the question in a call
+            of its own. True reads passage and question as one chunk and merges once, so the question is known when the
+            cache is compressed. This needs enough slack in every layer.
     """
     reader, lanes = engine.lanes(1), engine.lanes(len(source.questions))
     if known:

@@ -32,8 +32,7 @@ class Options:
         telemetry: Whether to measure the effect of every merge on the attention output, on one batch of text (or of the
             first task).
         against: The label that paired differences are taken to; None for the recipe's own method, or for the last label
-            if
-            that is not compared.
+            if that is not compared.
         timed: Whether to measure the time of a decode step.
     """
 

@@ -73,15 +73,13 @@ def evaluate(
         overrides: Changes of the recipe, as `--set` takes them.
         options: What to measure.
         work: Folder for artifacts, the full cache's predictions and results. A setting that an earlier run measured in
-            the
-            same way is read from there. None for a temporary folder.
+            the same way is read from there. None for a temporary folder.
         progress: Shows the stages.
         tell: Called with a line for each result, and with an estimate of the remaining time.
 
     Raises:
         UsageError: A task or method is unknown, a budget cannot hold sinks and recent slots, a task does not fit the
-            length
-            or the model, or a stored file is damaged.
+            length or the model, or a stored file is damaged.
         EnvironmentProblem: The disk cannot hold the files.
     """
     with ExitStack() as stack:

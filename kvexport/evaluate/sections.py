@@ -118,7 +118,7 @@ def _curves(evaluation: Evaluation) -> list[Section]:
     def over_bytes(
         title: str, y_label: str, figure: Callable[[Result], Estimate | None], full: bool = True, **options: Any
     ) -> Plot:
-        """Return a plot of a figure over bytes. All plots share this axis."""
+        """Return a plot of an evaluation figure over the bytes of the KV cache. All plots share this axis."""
         return Plot(
             title, "bytes per sequence", y_label, _series(evaluation, figure, full), x_log=True, x_also=sizes, **options
         )

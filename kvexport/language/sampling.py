@@ -90,8 +90,7 @@ class Sampler:
 
         Returns:
             "stop" for an eos token or the end of the grammar, "length" for max_new_tokens, None if the sequence goes
-            on.
-            `kvexport.language.text_stream.TextStream` finds stop strings in the text.
+            on. `kvexport.language.text_stream.TextStream` finds stop strings in the text.
         """
         if self.generated and self.generated[-1] in self._ends:
             return "stop"

@@ -80,8 +80,7 @@ def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: floa
     Args:
         top: The largest logits of the row, and the mass of the whole row.
         values: The largest logits after penalties [n] float32, none above its logit in `top`. The penalties raise no
-            other
-            token either.
+            other token either.
         temperature: The divisor, above 0.
 
     Returns:

@@ -52,7 +52,7 @@ def overloaded(message: str, retry_after: int = 1) -> ApiError:
 
 
 def engine_failed() -> ApiError:
-    """Return the error for a server whose engine has failed, which only a restart mends."""
+    """Return the HTTP error for a server whose engine has failed and which only a restart mends."""
     return ApiError(500, "the engine has failed; the server's log says why", code="engine_failed")
 
 

@@ -17,9 +17,9 @@ def response_form(fields: Mapping[str, Any] | None, where: str = "response_forma
     """Return the grammar that a request's `response_format` asks for; None for free text.
 
     Args:
-        fields: OpenAI's {"type": "json_schema", "json_schema": {"schema": {...}}}, or the flat
-            {"type": "json_schema", "schema": {...}} of responses and of Anthropic. Two more types are `regex` with a
-            `pattern` and `grammar` with a `grammar`.
+        fields: OpenAI's {"type": "json_schema", "json_schema": {"schema": {...}}}, or the flat {"type": "json_schema",
+            "schema": {...}} of responses and of Anthropic. Two more types are `regex` with a `pattern` and `grammar`
+            with a `grammar`.
         where: The field, for messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prompts of clients as token ids, encoded in another thread than the event loop's, and checked against the context."""
+"""Encoding of clients' prompts as token ids, in another thread than the event loop's, with checks of their length."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
 class Beside(Protocol):
-    """A function that runs another function in another thread than the event loop's."""
+    """Type of a function that runs another function outside of the event loop's thread."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
-        """Return the result of `work`."""
+        """Run `work` outside of the event loop's thread, and return its result."""
         ...
 
 
 class Prompts:
-    """The tokenizer and the chat template of a server's engine.
+    """Encoder of clients' prompts and conversations, with the tokenizer and the chat template of a server's engine.
 
     Args:
         engine: The engine. Its steps go on while a prompt is encoded.
@@ -94,7 +94,7 @@ class Prompts:
     async def next_turn(
         self, snapshot: Snapshot, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
     ) -> NDArray[Any] | None:
-        """Return the token ids of a conversation that follow a snapshot; None if it does not continue the snapshot."""
+        """Return the token ids that a conversation adds to a snapshot; None if it does not continue the snapshot."""
         return await self._beside(lambda: next_turn(self.engine, snapshot, messages, tools, **variables))
 
     async def text_of(self, prompt: str | Sequence[int]) -> str:

@@ -263,7 +263,7 @@ class PeriodicState(ModelState):
         self._contents.pop(lane, None)
 
     def _positions(self, lane: int) -> dict[str, NDArray[np.int32]]:
-        """Return the positions of the entries that decode steps read, and of those of the next selection."""
+        """Return the positions of the entries that decode steps read, and of those of the pending selection."""
         content, full, positions = self._contents[lane], self._view(lane), {}
         late = np.arange(content.start, content.copied)
         slots_by_kind = {READ: [np.append(x, np.tile(late, (len(x), 1)), 1) for x in content.slots]}

@@ -25,7 +25,7 @@ ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the
 
 
 class SelectedCache:
-    """Reduced KV caches with copies of some entries of full caches, one for each batch lane; one lane at first.
+    """Smaller KV caches with copies of selected entries of full caches, one for each batch lane; one lane at first.
 
     Args:
         manifest: The manifest of the artifact.

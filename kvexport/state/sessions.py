@@ -222,8 +222,7 @@ def next_turn(
 
     Returns:
         Token ids [n] int64. None if the snapshot is not the beginning of the conversation, or the template writes
-        earlier
-        messages in another way than the model did.
+        earlier messages in another way than the model did.
 
     Raises:
         UsageError: The conversation cannot be encoded, see `Engine.encode_chat`.

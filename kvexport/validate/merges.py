@@ -64,7 +64,7 @@ class Flip:
 
     @property
     def right(self) -> bool:
-        """Whether rounding errors of float32 explain the different selection."""
+        """Whether rounding errors of float32 explain that the engine evicted other KV-cache entries than PyTorch."""
         return self.roundings is not None
 
 

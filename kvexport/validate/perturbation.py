@@ -67,8 +67,7 @@ class Perturbation:
         largest: The largest such error.
         to_full: Mean error from all keys and values that this run ever computed to the cache after the merge.
         by_slot: Mean of the theorem's bound with each slot's own error in place of the largest. None if the method
-            keeps
-            no estimates of scores.
+            keeps no estimates of scores.
         theorem: The theorem's bound; None in the same case.
     """
 

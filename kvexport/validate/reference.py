@@ -114,8 +114,7 @@ class TorchReference:
             feed: input_ids [B, T], query_length [B, 1], past_length [B, 1] and past_key_values.*.
             telemetry: Receives the inputs of every layer's attention.
             hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer, by the number of
-                the
-                layer's first cache.
+                the layer's first cache.
 
         Returns:
             logits, present_length and present.*.

@@ -1,4 +1,4 @@
-"""The report of a validation, in sections."""
+"""The report of a validation (comparison of an exported model with PyTorch): tables, figures and plots."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sections(result: ValidationResult) -> list[Section]:
 
 
 def summary(result: ValidationResult) -> dict[str, Any]:
-    """Return the names and values of the report's first section."""
+    """Return the rows of a validation report's first table, as names and values."""
     calls = ", ".join(f"{n} {phase}" for phase, n in Counter(s["phase"] for s in result.steps).items())
     budgets, of = sorted(set(result.budgets)), result.caches_of
     distances = {

@@ -48,7 +48,7 @@ class Cache:
 
 
 def joined(caches: Sequence[Cache]) -> Cache:
-    """Return one KV cache with the slots of several, in order."""
+    """Concatenate the slots of several KV caches, in order, into one cache."""
     return Cache(*(torch.cat([getattr(cache, field.name) for cache in caches], dim=1) for field in fields(Cache)))
 
 

@@ -105,8 +105,7 @@ def _copy_on_cuda(source: int, target: int, count: int) -> None:
     """Copy `count` bytes between two GPU addresses by CUDA's driver.
 
     The driver is present wherever ONNX Runtime's CUDA provider runs. Earlier session runs have ended, because ONNX
-    Runtime
-    waits for its outputs.
+    Runtime waits for its outputs.
     """
     devices.use_first_gpu()
     devices.drive("cuMemcpyDtoD_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(count))

@@ -281,7 +281,7 @@ class OnnxRuntimeState(ModelState):
 
 
 class LoadedModel(Sessions):
-    """The sessions of one exported model, and the states that they advance."""
+    """An exported model on ONNX Runtime: its sessions, and the states (KV caches) that they advance."""
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
         """Return empty KV caches for `lanes` sequences; see `kvexport.backends.model_state.LoadedModel.new_state`."""

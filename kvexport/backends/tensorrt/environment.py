@@ -44,7 +44,7 @@ def version_of(text: str) -> tuple[int, ...]:
 
 
 def import_tensorrt() -> Any:
-    """Return the module tensorrt with builder and parser.
+    """Import and return the Python module tensorrt, with builder and parser.
 
     Raises:
         EnvironmentProblem: If it is missing, lacks its libraries, or is too old.

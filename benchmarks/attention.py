@@ -89,10 +89,10 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.register_custom_ops_library(str(library()))
-    made = ort.InferenceSession(
+    ort_session = ort.InferenceSession(
         helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString(), options
     )
-    binding = made.io_binding()
+    binding = ort_session.io_binding()
     for name, x in arrays.items():
         binding.bind_input(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
     for name, x in bound.items():
@@ -101,7 +101,7 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
     row_bytes = sum(arrays[f"past_{name}"][0, 0, 0].nbytes for name in ("key", "value"))
     # Both lists are returned with the session, so that the buffers live as long as it does.
     return (
-        made,
+        ort_session,
         (binding, arrays, bound),
         slots * (row_bytes + 4 * len(scales) + 4 + 2 * 4),
     )
@@ -109,7 +109,7 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
 
 def measure(threads: int, rounds: int, dtype: str, statistic: str, cache_type: str) -> dict[str, Any]:
     """Of every round the share of the bandwidth, which is the better of two probes around it."""
-    made, bound, nbytes = session(threads, dtype, statistic, cache_type)
+    ort_session, bound, nbytes = session(threads, dtype, statistic, cache_type)
     votes = bound[1]["past_votes"]
     shares, rates = [], []
     before = read_bandwidth(256, threads, 0.1)
@@ -118,7 +118,7 @@ def measure(threads: int, rounds: int, dtype: str, statistic: str, cache_type: s
         for _ in range(8):
             votes[:, :, SLOTS:] = 0  # the token that the last step appended goes
             start = time.perf_counter()
-            made.run_with_iobinding(bound[0])
+            ort_session.run_with_iobinding(bound[0])
             best = min(best, time.perf_counter() - start)
         after = read_bandwidth(256, threads, 0.1)
         rates.append(nbytes / best)

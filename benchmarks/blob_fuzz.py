@@ -72,7 +72,7 @@ def main() -> None:
             data = blobs[number % len(blobs)]
             how, changed = mutated(data, rng)
             try:
-                found = Snapshot.from_bytes(changed, engine.manifest)
+                restored = Snapshot.from_bytes(changed, engine.manifest)
             except SnapshotError:
                 counts[f"{how}: refused"] += 1
                 continue
@@ -80,7 +80,7 @@ def main() -> None:
                 counts[f"{how}: nothing changed"] += 1
                 continue
             assert how.startswith("resigned"), f"mutation {number} ({how}) was taken for a snapshot"
-            counts[f"{how}: {run_beside(engine, found, expected)}"] += 1
+            counts[f"{how}: {run_beside(engine, restored, expected)}"] += 1
     print(save("blob-fuzz", {"mutations": arguments.mutations, "outcomes": dict(sorted(counts.items()))}))
     print(dict(counts))
 

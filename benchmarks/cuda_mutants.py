@@ -408,10 +408,10 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", metavar="NAME", help="mutants whose names begin so; results of others stay"
     )
-    asked = parser.parse_args()
-    chosen = [m for m in MUTANTS if not asked.only or any(m.name.startswith(name) for name in asked.only)]
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
     rows: dict[str, Any] = {}
-    unchanged = {} if asked.only else as_they_are()
+    unchanged = {} if options.only else as_they_are()
     with tempfile.TemporaryDirectory() as temporary:
         for i, mutant in enumerate(chosen):
             folder = Path(temporary, str(i))
@@ -420,7 +420,7 @@ def main() -> None:
             print(mutant.name, "|", by or "MISSED", flush=True)
             shutil.rmtree(folder)
     missed = [name for name, row in rows.items() if not row["found by"]]
-    if RESULT.exists() and asked.only:
+    if RESULT.exists() and options.only:
         held = json.loads(RESULT.read_text())["mutants"]
         rows = {m.name: rows.get(m.name) or held[m.name] for m in MUTANTS if m.name in {*rows, *held}}
     count = sum(bool(row["found by"]) for row in rows.values())

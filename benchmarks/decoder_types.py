@@ -126,8 +126,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         return {"result": "refused", "reason": str(error)[:400]}
     except Exception as error:
         return {"result": "leaked", "reason": f"{type(error).__name__}: {error}"[:400]}
-    found = models.given_tokens_logits(engine, ids, (50, 20))
-    pairs = list(zip(found, right, strict=True))
+    own_logits = models.given_tokens_logits(engine, ids, (50, 20))
+    pairs = list(zip(own_logits, right, strict=True))
     error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
     same = all((a.argmax(-1) == b.argmax(-1)).all() or np.abs(a - b).max() < 1e-6 * np.abs(b).max() for a, b in pairs)
     return {"result": "equal" if error < TOLERANCE and same else "different", "error": error}

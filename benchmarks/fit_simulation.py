@@ -31,10 +31,10 @@ CHUNK = 32
 
 
 def recipe_of(name: str, length: int, budget: int, method: str, parameters: dict[str, Any]) -> Any:
-    said = {"cache.method": method, "cache.budget": budget, "limits.max_length": length, "cache.merge_every": CHUNK}
-    said |= {"export.prefill_chunk": CHUNK, "export.logits": "all", "limits.max_batch": 8}
-    said |= {f"cache.parameters.{key}": value for key, value in parameters.items()}
-    return load_recipe(name, [f"{key}={value}" for key, value in said.items()]).recipe
+    changes = {"cache.method": method, "cache.budget": budget, "limits.max_length": length, "cache.merge_every": CHUNK}
+    changes |= {"export.prefill_chunk": CHUNK, "export.logits": "all", "limits.max_batch": 8}
+    changes |= {f"cache.parameters.{key}": value for key, value in parameters.items()}
+    return load_recipe(name, [f"{key}={value}" for key, value in changes.items()]).recipe
 
 
 def predictions(reference: TorchReference, tokens: NDArray[np.int64]) -> NDArray[Any]:
@@ -45,16 +45,16 @@ def predictions(reference: TorchReference, tokens: NDArray[np.int64]) -> NDArray
         for past, _, layer, kind in reference.plan.state_names()
     }
     there = {present: past for past, present, _, _ in reference.plan.state_names()}
-    found = []
+    rows = []
     for first in range(0, length, CHUNK):
         lengths = {"query_length": CHUNK, "past_length": first}
         feed = {name: np.full((texts, 1), x, np.int64) for name, x in lengths.items()}
         result = reference.decode({"input_ids": tokens[:, first : first + CHUNK], **feed, **state})
         if first >= length // 2:
-            found.append(log_softmax(result["logits"]).astype(np.float32))
+            rows.append(log_softmax(result["logits"]).astype(np.float32))
         state |= {there[name]: x for name, x in result.items() if name in there}
         state |= {there[name]: x for name, x in reference.merge(state).items()}
-    return np.concatenate(found, axis=1)
+    return np.concatenate(rows, axis=1)
 
 
 def main() -> None:
@@ -65,29 +65,29 @@ def main() -> None:
     parser.add_argument("--slots", default="128,51")
     parser.add_argument("--queries", type=int, default=64)
     parser.add_argument("--ridges", default="0.02,0.1,0.5,2")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     ballot_fitted.register()
-    full = recipe_of(asked.recipe, asked.length, asked.length, "full", {})
+    full = recipe_of(options.recipe, options.length, options.length, "full", {})
     shape = read_model(full)
     reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, full.cache.build_method(), full)
     language = Text(Tokenizer.from_folder(shape.checkpoint.path), manual())
     rng = np.random.default_rng(0)
-    tokens = np.array([language.text(rng, asked.length)[0] for _ in range(asked.texts)], np.int64)
+    tokens = np.array([language.text(rng, options.length)[0] for _ in range(options.texts)], np.int64)
     right = predictions(reference, tokens)
     path = RESULTS / "fit-simulation.json"
     kl: dict[str, list[float]] = json.loads(path.read_text())["kl"] if path.exists() else {}
     fits: list[tuple[str, str, dict[str, Any]]] = [("ballot", "ballot", {})]
-    for ridge in filter(None, asked.ridges.split(",")):
-        label = f"ballot_fitted, {asked.queries} queries, ridge {ridge}"
-        fits.append((label, "ballot_fitted", {"queries": asked.queries, "ridge": ridge, "change_max": 1e6}))
-    for slots in asked.slots.split(","):
+    for ridge in filter(None, options.ridges.split(",")):
+        label = f"ballot_fitted, {options.queries} queries, ridge {ridge}"
+        fits.append((label, "ballot_fitted", {"queries": options.queries, "ridge": ridge, "change_max": 1e6}))
+    for slots in options.slots.split(","):
         for label, method, parameters in fits:
-            recipe = recipe_of(asked.recipe, asked.length, int(slots), method, parameters)
+            recipe = recipe_of(options.recipe, options.length, int(slots), method, parameters)
             reference.plan, reference.method = plan_cache(recipe, shape.geometry), recipe.cache.build_method()
-            found = (np.exp(right) * (right - predictions(reference, tokens))).sum(-1, dtype=np.float64).mean(-1)
-            kl[f"{slots} slots, {label}"] = [round(float(x), 6) for x in found]
-            print(f"{slots} slots, {label}: {found.mean():.5f}", flush=True)
-            save("fit-simulation", {"texts": asked.texts, "length": asked.length, "kl": kl})
+            divergences = (np.exp(right) * (right - predictions(reference, tokens))).sum(-1, dtype=np.float64).mean(-1)
+            kl[f"{slots} slots, {label}"] = [round(float(x), 6) for x in divergences]
+            print(f"{slots} slots, {label}: {divergences.mean():.5f}", flush=True)
+            save("fit-simulation", {"texts": options.texts, "length": options.length, "kl": kl})
 
 
 if __name__ == "__main__":

@@ -71,12 +71,12 @@ def measure(path: Path) -> dict[str, float]:
     return {"step": (time.perf_counter() - start) / STEPS, "merge": statistics.median(seconds)}
 
 
-def in_process(path: Path, threads: int, found: list[dict[str, float]]) -> float:
+def in_process(path: Path, threads: int, measurements: list[dict[str, float]]) -> float:
     """Run one side in a fresh process; its seconds per step."""
     command = [sys.executable, __file__, "--side", str(path), "--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found.append(json.loads(done.stdout.splitlines()[-1]))
-    return found[-1]["step"]
+    measurements.append(json.loads(done.stdout.splitlines()[-1]))
+    return measurements[-1]["step"]
 
 
 def main() -> None:
@@ -85,20 +85,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.side:
-        print(json.dumps(measure(asked.side)))
+    options = parser.parse_args()
+    if options.side:
+        print(json.dumps(measure(options.side)))
         return
-    work = asked.work or Path(tempfile.gettempdir()) / "kvexport-fitted"
+    work = options.work or Path(tempfile.gettempdir()) / "kvexport-fitted"
     work.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    paths = {side: artifact(work, side, asked.threads) for side in SIDES}
-    before = read_bandwidth(threads=asked.threads)
-    interleave({s: partial(in_process, paths[s], asked.threads, found[s]) for s in SIDES}, asked.rounds)
-    after = read_bandwidth(threads=asked.threads)
-    times = {side: {what: [x[what] for x in rows] for what in ("step", "merge")} for side, rows in found.items()}
+    measurements: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    paths = {side: artifact(work, side, options.threads) for side in SIDES}
+    before = read_bandwidth(threads=options.threads)
+    interleave({s: partial(in_process, paths[s], options.threads, measurements[s]) for s in SIDES}, options.rounds)
+    after = read_bandwidth(threads=options.threads)
+    times = {side: {what: [x[what] for x in rows] for what in ("step", "merge")} for side, rows in measurements.items()}
     results: dict[str, Any] = {
-        "threads": asked.threads,
+        "threads": options.threads,
         "bandwidth_GBps": [before / 1e9, after / 1e9],
         "milliseconds": {
             side: {what: [round(1e3 * x, 3) for x in values] for what, values in both.items()}
@@ -112,7 +112,7 @@ def main() -> None:
         ),
     }
     print(json.dumps(results, indent=1))
-    if asked.rounds > 1:
+    if options.rounds > 1:
         print(save("fitted", results))
 
 

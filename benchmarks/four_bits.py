@@ -69,9 +69,9 @@ def main() -> None:
     errors = {name: {size: error(rows, side(rows)) for size, rows in drawn.items()} for name, side in sides.items()}
     for name, of_sizes in errors.items():
         print(f"{name:26}", " ".join(f"{x:.5f}" for x in of_sizes.values()))
-    found = levels(counts).astype(int).tolist()
-    print(found)
-    print(save("four_bits", {"levels": found, "errors": errors}))
+    level_values = levels(counts).astype(int).tolist()
+    print(level_values)
+    print(save("four_bits", {"levels": level_values, "errors": errors}))
 
 
 if __name__ == "__main__":

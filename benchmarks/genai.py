@@ -231,13 +231,13 @@ def compare(pair: Pair, rounds: int, work: Path, genai: str) -> dict[str, Any]:
     bandwidth = [read_bandwidth(256, THREADS, 0.2)]
     for _ in range(rounds):
         if pair.kind == "decode":
-            found = interleaved(pair, work, genai)
+            times = interleaved(pair, work, genai)
         else:
-            found = interleave(
+            times = interleave(
                 {side: partial(in_process, pair.kind, side, pair.context, work, genai) for side in sides}, 1
             )
         for side in sides:
-            figures[side] += found[side]
+            figures[side] += times[side]
         bandwidth.append(read_bandwidth(256, THREADS, 0.2))
     tokens = pair.batch if pair.kind == "decode" else pair.context
     ratios = sorted(b / a for a, b in zip(figures[pair.a], figures[pair.b], strict=True))
@@ -290,8 +290,8 @@ def main() -> None:
             print({"prefill": prefill_seconds, "memory": peak_megabytes}[what](side, context, work))
         return
     genai_model(work, options.genai)
-    wanted = [p for p in PAIRS if options.only is None or options.only in p.name]
-    results: dict[str, Any] = {pair.name: compare(pair, options.rounds, work, options.genai) for pair in wanted}
+    pairs = [p for p in PAIRS if options.only is None or options.only in p.name]
+    results: dict[str, Any] = {pair.name: compare(pair, options.rounds, work, options.genai) for pair in pairs}
     linear, peak = "prefill: 65536 / 8192 tokens, keepkv-1024", "peak memory: prompt of 65536 / 2048 tokens, keepkv"
     if options.only is None or options.only in linear:
         results[linear] = linearity(options.rounds, work, options.genai)

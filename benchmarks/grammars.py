@@ -88,7 +88,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_folder(chosen.tokenizer)
     eos = tuple(i for name in ("<eos>", "<|im_end|>") if (i := tokenizer.token_id(name)) is not None)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    found: dict[str, Any] = {"count": chosen.count, "vocabulary": tokenizer.vocab_size, "valid": 0, "cut": 0}
+    figures: dict[str, Any] = {"count": chosen.count, "vocabulary": tokenizer.vocab_size, "valid": 0, "cut": 0}
     compile_seconds, mask_seconds, accept_seconds, tokens = [], [], 0.0, 0
     for seed in range(chosen.count):
         schema = random_schema(np.random.default_rng(seed))
@@ -97,10 +97,10 @@ def main() -> None:
         compile_seconds.append(time.perf_counter() - start)
         ids, text, reason = draw(constraint, tokenizer, tokenizer.vocab_size, eos, seed, do_sample=bool(seed % 2))
         if reason == "length":
-            found["cut"] += 1
+            figures["cut"] += 1
             continue
         jsonschema.validate(json.loads(text), schema)
-        found["valid"] += 1
+        figures["valid"] += 1
         again = grammars.start(Grammar.json_schema(schema), eos)
         for token in ids:
             start = time.thread_time()
@@ -110,14 +110,14 @@ def main() -> None:
             mask_seconds.append(middle - start)
             accept_seconds += time.thread_time() - middle
         tokens += len(ids)
-    found["tokens"] = tokens
-    found["mask_us"] = {str(p): round(float(np.percentile(mask_seconds, p)) * 1e6, 1) for p in (50, 90, 99, 100)}
-    found["mask_us"]["mean"] = round(float(np.mean(mask_seconds)) * 1e6, 1)
-    found["accept_us"] = round(accept_seconds / max(tokens, 1) * 1e6, 1)
-    found["compile_ms"] = round(float(np.median(compile_seconds)) * 1e3, 1)
-    print(json.dumps(found, indent=1))
+    figures["tokens"] = tokens
+    figures["mask_us"] = {str(p): round(float(np.percentile(mask_seconds, p)) * 1e6, 1) for p in (50, 90, 99, 100)}
+    figures["mask_us"]["mean"] = round(float(np.mean(mask_seconds)) * 1e6, 1)
+    figures["accept_us"] = round(accept_seconds / max(tokens, 1) * 1e6, 1)
+    figures["compile_ms"] = round(float(np.median(compile_seconds)) * 1e3, 1)
+    print(json.dumps(figures, indent=1))
     if chosen.save:
-        save("grammars", found)
+        save("grammars", figures)
 
 
 if __name__ == "__main__":

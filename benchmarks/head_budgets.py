@@ -319,31 +319,31 @@ def main() -> None:
     parser.add_argument("--judged", action="store_true", help="compare on the texts of docs/measurements/budgets.md")
     parser.add_argument("--slots", default="51,128,256")
     parser.add_argument("--variants", default="uniform,shipped,layers,heads", help="see above")
-    asked = parser.parse_args()
-    if asked.what == "shares":
+    arguments = parser.parse_args()
+    if arguments.what == "shares":
         cost = mean_cost()
-        for slots in map(int, asked.slots.split(",")):
+        for slots in map(int, arguments.slots.split(",")):
             print(*(json.dumps({kind: shares_of(kind, slots, cost)}) for kind in ("layers", "heads")), sep="\n")
             print(json.dumps({"facts": shares_of("heads", slots, both_costs())}))
         return
     model = Model()
-    numbers = [int(n) for n in asked.texts.split(",")]
-    if asked.what == "costs":
+    numbers = [int(n) for n in arguments.texts.split(",")]
+    if arguments.what == "costs":
         texts = [(ids, range(LENGTH // 2, LENGTH)) for ids in other_texts(model.tokenizer, numbers)]
-        answers = [(x.ids, x.counted) for x in recall_texts(numbers)] if asked.recall else []
+        answers = [(x.ids, x.counted) for x in recall_texts(numbers)] if arguments.recall else []
         for n, (ids, counted) in zip(numbers, answers or texts, strict=True):
             cost = costs(model, ids, counted)
             print(n, np.array2string(cost.sum((0, 1)), precision=4), flush=True)
             found = stored()
-            found["recall" if asked.recall else "costs"][str(n)] = cost.round(7).tolist()
+            found["recall" if arguments.recall else "costs"][str(n)] = cost.round(7).tolist()
             keep(found)
         return
-    judged = judged_texts(model.tokenizer) if asked.judged else []
+    judged = judged_texts(model.tokenizer) if arguments.judged else []
     texts = [judged[n] for n in numbers] if judged else other_texts(model.tokenizer, numbers)
-    for slots in map(int, asked.slots.split(",")):
-        for variant, kl in compare(model, texts, slots, asked.variants.split(",")).items():
+    for slots in map(int, arguments.slots.split(",")):
+        for variant, kl in compare(model, texts, slots, arguments.variants.split(",")).items():
             found = stored()
-            rows = found["kl"].setdefault("judged" if asked.judged else "other", {})
+            rows = found["kl"].setdefault("judged" if arguments.judged else "other", {})
             row = rows.setdefault(f"{slots} slots, {variant}", {})
             row |= {str(n): round(x, 5) for n, x in zip(numbers, kl, strict=True)}
             keep(found)

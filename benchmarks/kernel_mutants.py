@@ -139,7 +139,7 @@ MUTANTS = (
 )
 
 
-def said(program: Path, isa: str, *, linear: bool, seed: str = SEED, cases: str = CASES) -> str:
+def failures(program: Path, isa: str, *, linear: bool, seed: str = SEED, cases: str = CASES) -> str:
     """What the random calls, of Linear alone or of every operator, find wrong on an instruction set; empty where they
     find nothing."""
     command = [str(program), seed, cases, *["linear"] * linear]
@@ -154,26 +154,28 @@ def said(program: Path, isa: str, *, linear: bool, seed: str = SEED, cases: str 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="mutants whose names begin so")
-    asked = parser.parse_args()
-    chosen = [m for m in MUTANTS if not asked.only or any(m.name.startswith(name) for name in asked.only)]
-    found: dict[str, Any] = {}
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         program = Library(Path(temporary), list(ISA_FLAGS), FUZZ)
         unchanged = dict.fromkeys((*ISA_FLAGS, "amx"), "")
         for isa in unchanged:
             for seed, cases in (*OTHERS, (SEED, CASES)):
-                unchanged[isa] += said(program.path, isa, linear=isa != ISA, seed=seed, cases=cases)
+                unchanged[isa] += failures(program.path, isa, linear=isa != ISA, seed=seed, cases=cases)
         print("unchanged", unchanged, flush=True)
         for mutant in chosen:
             program.change(mutant)
-            gave_away = said(program.path, mutant.isa, linear=mutant.file.startswith("cpu/linear"))
-            found[mutant.name] = {"file": mutant.file, "isa": mutant.isa, "found": gave_away}
+            gave_away = failures(program.path, mutant.isa, linear=mutant.file.startswith("cpu/linear"))
+            results[mutant.name] = {"file": mutant.file, "isa": mutant.isa, "found": gave_away}
             program.restore()
             print(mutant.name, "|", gave_away or "MISSED", flush=True)
-    missed = [name for name, of in found.items() if not of["found"]]
-    if not asked.only:
+    missed = [name for name, of in results.items() if not of["found"]]
+    if not options.only:
         count = f"{len(chosen) - len(missed)} of {len(chosen)}"
-        save("kernel-mutants", {"seed": SEED, "cases": CASES, "unchanged": unchanged, "mutants": found, "found": count})
+        save(
+            "kernel-mutants", {"seed": SEED, "cases": CASES, "unchanged": unchanged, "mutants": results, "found": count}
+        )
     if missed or any(unchanged.values()):
         sys.exit(f"missed: {missed}; unchanged and yet found: {unchanged}")
 

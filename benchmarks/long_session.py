@@ -77,14 +77,14 @@ def read_text(path: Path) -> str:
     """A file as it is; of a folder's HTML pages the paragraphs, in order of their names."""
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    found = []
+    results = []
     for page in sorted(path.glob("*.html")):
         source = page.read_text(encoding="utf-8")
         for paragraph in re.findall(r'<(?:p|div class="para")>(.*?)</(?:p|div)>', source, re.DOTALL):
             plain = " ".join(html.unescape(re.sub(r"<[^>]+>", "", paragraph)).split())
             if len(plain) > 80:
-                found.append(plain)
-    return "\n\n".join(found)
+                results.append(plain)
+    return "\n\n".join(results)
 
 
 def earlier(tokens: int, text: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def counted(tokens: int) -> list[slice]:
 
 def windows(engine: Engine, ids: np.ndarray) -> list[np.ndarray]:
     """Losses where the last tokens alone are prefilled; before they exceed the budget nothing is evicted."""
-    found, lanes = [], engine.lanes(1)
+    results, lanes = [], engine.lanes(1)
     for at in counted(len(ids)):
         lanes.clear()
         tokens = ids[at.start + 1 - SLOTS : at.stop]
@@ -156,8 +156,8 @@ def windows(engine: Engine, ids: np.ndarray) -> list[np.ndarray]:
             if start + len(part) >= SLOTS:
                 position = at.start + 1 - SLOTS + start + np.arange(len(part))  # loss i is of token i + 1
                 keep = (position >= at.start) & (position < at.stop)
-                found.append(loss_of(logits[keep], ids[position[keep] + 1]))
-    return joined(found)
+                results.append(loss_of(logits[keep], ids[position[keep] + 1]))
+    return joined(results)
 
 
 def joined(parts: list[np.ndarray]) -> list[np.ndarray]:
@@ -172,19 +172,19 @@ def by_block(losses: np.ndarray) -> list[float]:
 def summary(figures: dict[str, Any]) -> dict[str, Any]:
     """Of every side the loss at 4,000 to 8,000 tokens and over the last 10,000 of whole blocks; against the window the
     paired difference with its 95 % interval over windows beyond 8,192 tokens."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     beyond = np.array([at.start >= 8192 for at in counted(figures["tokens"] + 1)])
     for side, blocks in figures["loss"].items():
-        found[side] = {
+        results[side] = {
             "from_4096_to_8192": blocks[1] if len(blocks) > 1 else None,
             "last_blocks": float(np.mean(blocks[-3:-1])) if len(blocks) > 4 else None,
         }
         at = figures["at_windows"]
         if WINDOW in at and side in at and beyond.sum() > 1:
             difference = (np.array(at[side]) - np.array(at[WINDOW]))[beyond]
-            found[side]["minus_window"] = float(difference.mean())
-            found[side]["interval"] = 1.96 * float(difference.std(ddof=1)) / math.sqrt(len(difference))
-    return found
+            results[side]["minus_window"] = float(difference.mean())
+            results[side]["interval"] = 1.96 * float(difference.std(ddof=1)) / math.sqrt(len(difference))
+    return results
 
 
 if __name__ == "__main__":

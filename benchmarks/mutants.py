@@ -320,8 +320,8 @@ def _verdict(library: Path, artifact: Path, examined: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="mutants whose names begin so")
-    asked = parser.parse_args()
-    chosen = [m for m in MUTANTS if not asked.only or any(m.name.startswith(name) for name in asked.only)]
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         library = Library(folder)
@@ -333,15 +333,18 @@ def main() -> None:
         for mutant in chosen:
             begin = time.perf_counter()
             library.change(mutant)
-            found = verdict(library.path, engines[mutant.engine])
+            verdict_of = verdict(library.path, engines[mutant.engine])
             library.restore()
-            figures["mutants"][mutant.name] = {"engine": mutant.engine, "file": mutant.file, **found}
-            said = "MISSED" if found["passed"] else "found"
-            print(f"{said}: {mutant.name} ({time.perf_counter() - begin:.0f} s) {found.get('problems')}", flush=True)
-    missed = [name for name, found in figures["mutants"].items() if found["passed"]]
-    failed = [name for name, found in figures["unchanged"].items() if not found["passed"]]
+            figures["mutants"][mutant.name] = {"engine": mutant.engine, "file": mutant.file, **verdict_of}
+            outcome = "MISSED" if verdict_of["passed"] else "found"
+            print(
+                f"{outcome}: {mutant.name} ({time.perf_counter() - begin:.0f} s) {verdict_of.get('problems')}",
+                flush=True,
+            )
+    missed = [name for name, verdict_of in figures["mutants"].items() if verdict_of["passed"]]
+    failed = [name for name, verdict_of in figures["unchanged"].items() if not verdict_of["passed"]]
     figures["found"] = f"{len(chosen) - len(missed)} of {len(chosen)}"
-    if not asked.only:
+    if not options.only:
         save("mutants", figures)
     if missed or failed:
         sys.exit(f"missed: {missed}; unchanged and yet failed: {failed}")

@@ -34,7 +34,7 @@ def merging(threads: int, *, native: bool) -> Callable[[], float]:
     attributes = MergeCacheAttributes(section.build_method(), BUDGET, section.sinks, BUDGET // 10)
     method, rng = attributes.method, np.random.default_rng(0)
     shape, rows = (1, HEADS, ENTRIES), (1, HEADS, method.reference_queries)
-    given = [
+    arguments = [
         *(rng.normal(size=(*shape, SIZE)) for _ in range(2)),
         np.ones(shape),
         np.exp(rng.normal(size=(1, HEADS, len(method.statistics), ENTRIES))),
@@ -42,7 +42,7 @@ def merging(threads: int, *, native: bool) -> Callable[[], float]:
         0.3 * rng.normal(size=(*rows, SIZE)),
         np.full(rows, ENTRIES, np.int32),
     ]
-    arrays = [np.ascontiguousarray(x if x.dtype == np.int32 else x.astype(np.float32)) for x in given]
+    arrays = [np.ascontiguousarray(x if x.dtype == np.int32 else x.astype(np.float32)) for x in arguments]
     function = merge_cache_function(
         attributes, kv_heads=HEADS, head_sizes=(SIZE, SIZE), statistics=len(method.statistics), cache_type="float32"
     )
@@ -89,8 +89,8 @@ def main() -> None:
     options = parser.parse_args()
     assert library() is not None, "the operators are not built: python plugins/build.py"
     sides = {"native": merging(options.threads, native=True), "function": merging(options.threads, native=False)}
-    found = {name: 1e3 * statistics.median(times) for name, times in interleave(sides, options.rounds).items()}
-    print(found, save("once-merge", {"milliseconds": found}))
+    milliseconds = {name: 1e3 * statistics.median(times) for name, times in interleave(sides, options.rounds).items()}
+    print(milliseconds, save("once-merge", {"milliseconds": milliseconds}))
 
 
 if __name__ == "__main__":

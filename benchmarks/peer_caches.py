@@ -231,10 +231,15 @@ def row(code: str, compared: str, difference: str = "", *, holds: bool = True, *
 
 def same(code: str, compared: str, pairs: list[tuple[Cache, Cache]], **figures: Any) -> Row:
     """A row whose caches (ours, theirs) have to be the same."""
-    found = [likeness(ours, theirs) for ours, theirs in pairs]
-    worst = {name: max(getattr(x, name) for x in found) for name in ("key", "value", "votes")}
+    likenesses = [likeness(ours, theirs) for ours, theirs in pairs]
+    worst = {name: max(getattr(x, name) for x in likenesses) for name in ("key", "value", "votes")}
     return row(
-        code, compared, holds=all(x.same for x in found), shared=mean(x.shared for x in found), **worst, **figures
+        code,
+        compared,
+        holds=all(x.same for x in likenesses),
+        shared=mean(x.shared for x in likenesses),
+        **worst,
+        **figures,
     )
 
 

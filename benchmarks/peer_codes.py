@@ -41,8 +41,8 @@ class Peer:
 
 def load_kvpress(folder: Path) -> Peer:
     """Three presses of the kvpress that ``pip install --no-deps --target folder kvpress`` put there."""
-    found = next(iter(metadata.distributions(name="kvpress", path=[str(folder)])), None)
-    if found is None:
+    distribution = next(iter(metadata.distributions(name="kvpress", path=[str(folder)])), None)
+    if distribution is None:
         raise FileNotFoundError(f"there is no kvpress in {folder}: pip install --no-deps --target {folder} kvpress")
     with _packages({"kvpress": folder / "kvpress", "kvpress.presses": folder / "kvpress" / "presses"}):
         code = SimpleNamespace(
@@ -50,7 +50,7 @@ def load_kvpress(folder: Path) -> Peer:
             StreamingLLMPress=_from("kvpress.presses.streaming_llm_press", "StreamingLLMPress"),
             ObservedAttentionPress=_from("kvpress.presses.observed_attention_press", "ObservedAttentionPress"),
         )
-    return Peer("kvpress", "NVIDIA/kvpress", found.version, (), code)
+    return Peer("kvpress", "NVIDIA/kvpress", distribution.version, (), code)
 
 
 def load_zeromerge(folder: Path) -> Peer:

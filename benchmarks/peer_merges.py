@@ -130,9 +130,9 @@ def _zeromerge_prompt(code: SimpleNamespace, layers: list[Heads], length: int) -
         scores.append(float((ratio - 1).abs().max()))
         context = theirs.scores[..., : length - TAIL].topk(BUDGET - TAIL - DENSE).indices
         ours = merged(whole, ZEROMERGE, BUDGET, recent=TAIL), prefilled(text, ZEROMERGE, BUDGET, 32, recent=TAIL)
-        for cache, rows, found in zip(ours, (at_once, chunked), (kept, kept_chunked), strict=True):
+        for cache, rows, overlaps in zip(ours, (at_once, chunked), (kept, kept_chunked), strict=True):
             rows.append((cache, theirs.cache(), text, later))
-            found.append(float(jaccard(_context(cache, length), context).mean()))
+            overlaps.append(float(jaccard(_context(cache, length), context).mean()))
     grouping = (
         "their residual slots are means of consecutive tokens, ours (and the paper's rule) of the largest dot product"
     )

@@ -126,8 +126,8 @@ def _slot_line(line: Row) -> str:
 def _merge_line(line: Row) -> str:
     figures = [f"{k} {v:.3g}" for k, v in line.items() if isinstance(v, float)]
     why = line["difference"] or ("the same" if line["holds"] else "NOT THE SAME")
-    said = why if line["holds"] else f"DOES NOT HOLD: {why}"
-    return f"{line['code']:10} {line['compared']}: {', '.join(figures)}  [{said}]"
+    reason = why if line["holds"] else f"DOES NOT HOLD: {why}"
+    return f"{line['code']:10} {line['compared']}: {', '.join(figures)}  [{reason}]"
 
 
 def _plain(line: Row) -> Row:

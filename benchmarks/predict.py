@@ -117,15 +117,15 @@ def main() -> None:
     parser.add_argument("--recipe", default="tiny-base")
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     rows: dict[str, dict[str, NDArray[np.float64]]] = {}
-    for name, by in measure(asked.recipe, asked.texts, asked.length).items():
+    for name, by in measure(arguments.recipe, arguments.texts, arguments.length).items():
         print(f"{name:24}" + "  ".join(f"{horizon}: {estimate}" for horizon, estimate in by.items()), flush=True)
         rows[name] = {horizon: [e.value, e.low, e.high] for horizon, e in by.items()}  # type: ignore[misc]
     print(
         save(
-            f"predict-{Path(asked.recipe).stem}",
-            {"recipe": asked.recipe, "texts": asked.texts, "length": asked.length, "rows": rows},
+            f"predict-{Path(arguments.recipe).stem}",
+            {"recipe": arguments.recipe, "texts": arguments.texts, "length": arguments.length, "rows": rows},
         )
     )
 

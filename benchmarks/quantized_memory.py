@@ -119,10 +119,14 @@ def main() -> None:
             recipe, out = options.work / f"{name}.yaml", options.work / "out"
             recipe.write_text(made(case, shape, (options.work / name).absolute()))
             build = [sys.executable, "-m", "kvexport", "build", "--recipe", str(recipe), "--out", str(out)]
-            found = measured(build, dict(os.environ))
+            figures = measured(build, dict(os.environ))
             size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
             read = sum(file.stat().st_size for file in (options.work / name).glob("*.safetensors"))
-            results[f"{shape} {case}"] = {**found, "artifact_megabytes": size / 1e6, "checkpoint_megabytes": read / 1e6}
+            results[f"{shape} {case}"] = {
+                **figures,
+                "artifact_megabytes": size / 1e6,
+                "checkpoint_megabytes": read / 1e6,
+            }
             print(f"{shape} {case}", json.dumps(results[f"{shape} {case}"]), flush=True)
             shutil.rmtree(out)
             if not options.keep:

@@ -64,18 +64,18 @@ def main() -> None:
                 engine = kvexport.load(kvexport.build(loaded.recipe, Path(folder) / f"{len(rows)}"))
                 for facts in (4, 16, 64):
                     hits = measure(engine, options.length, facts, options.prompts)
-                    found = share(hits, options.prompts)
+                    estimate = share(hits, options.prompts)
                     rows.append(
                         {
                             "method": name,
                             "budget": None if name == "full" else budget,
                             "facts": facts,
-                            "recall": found.value,
-                            "ci": [found.low, found.high],
+                            "recall": estimate.value,
+                            "ci": [estimate.low, estimate.high],
                         }
                     )
                     print(
-                        f"{name:20} budget {'full' if name == 'full' else budget:>5} facts {facts:3}: {found}",
+                        f"{name:20} budget {'full' if name == 'full' else budget:>5} facts {facts:3}: {estimate}",
                         flush=True,
                     )
     print(save("recall", {"length": options.length, "prompts": options.prompts, "rows": rows}))

@@ -226,13 +226,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", default="0,1,2,3,4,5,6,7", help="numbers of texts, spread over the manual")
     parser.add_argument("--methods", default=",".join(("full", *METHODS)))
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     reader = Reader()
     ids = reader.tokenizer.encode(manual())
-    for number in asked.texts.split(","):
+    for number in arguments.texts.split(","):
         first = int(number) * (len(ids) - LENGTH) // 8
         text, done = ids[first : first + LENGTH], measured().get(number, {})
-        wanted = [x for x in figures(KEY_SIZE) if x[0] in asked.methods.split(",")]
+        wanted = [x for x in figures(KEY_SIZE) if x[0] in arguments.methods.split(",")]
         missing = [x for x in wanted if " | ".join(map(str, x)) not in done]
         full = reader.logits(text, "full", LENGTH, FORMS["float16"]) if missing else None
         for method, slots, name in missing:

@@ -68,26 +68,26 @@ def main() -> None:
     parser.add_argument("--only", default="keepkv,ballot,listed,heads")
     parser.add_argument("--dtypes", default="int8,k8v4")
     parser.add_argument("--work", type=Path, metavar="DIR", help="keep the full cache's predictions there")
-    asked = parser.parse_args()
-    options = Options((), (), ("text",), asked.samples, LENGTH, batch=2, source=manual(), timed=False)
+    arguments = parser.parse_args()
+    options = Options((), (), ("text",), arguments.samples, LENGTH, batch=2, source=manual(), timed=False)
     path = RESULTS / f"{NAME}.json"
     rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
     with ExitStack() as stack:
-        folder = asked.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(alone(folder))
         run = Run(RECIPE, SETTINGS, options, folder, silent)
         run.full()
-        for budget in parse_budgets(asked.budgets):
-            for method in asked.only.split(","):
-                for dtype in asked.dtypes.split(","):
+        for budget in parse_budgets(arguments.budgets):
+            for method in arguments.only.split(","):
+                for dtype in arguments.dtypes.split(","):
                     key = f"{method} {dtype} {budget:g}"
-                    if len(rows.get(key, {"kl": ()})["kl"]) >= asked.samples:
+                    if len(rows.get(key, {"kl": ()})["kl"]) >= arguments.samples:
                         continue
                     setting = setting_of(run, method, dtype, budget)
                     kl = run.measure(setting).scores["text"].samples[KL]
-                    found = {"method": method, "dtype": dtype, "budget": budget, "slots": setting.slots}
-                    rows[key] = found | {
+                    row = {"method": method, "dtype": dtype, "budget": budget, "slots": setting.slots}
+                    rows[key] = row | {
                         "bytes": setting.bytes,
                         "kl": [float(f"{x:.6g}") for x in kl],
                     }

@@ -54,28 +54,32 @@ def main() -> None:
     )
     parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
     parser.add_argument("--manual", action="store_true", help="of Python's manual, not of its library's source")
-    asked = parser.parse_args()
-    name = f"stability-{Path(asked.recipe).stem}"
+    arguments = parser.parse_args()
+    name = f"stability-{Path(arguments.recipe).stem}"
     path = RESULTS / f"{name}.json"
     figures: dict[str, Any] = {
-        "recipe": asked.recipe,
-        "training_length": asked.training_length,
-        "slots": asked.slots,
+        "recipe": arguments.recipe,
+        "training_length": arguments.training_length,
+        "slots": arguments.slots,
         "rows": [],
     }
     if path.exists():
         before = json.loads(path.read_text())
         if all(before[key] == figures[key] for key in ("training_length", "slots")):
-            figures["rows"] = [r for r in before["rows"] if not (asked.again and r["label"].startswith(asked.again))]
-    labels, source = tuple(GROUPS["methods"]), manual() if asked.manual else None
-    options = Options(labels, (asked.slots,), (STABILITY,), training_length=asked.training_length, source=source)
+            figures["rows"] = [
+                r for r in before["rows"] if not (arguments.again and r["label"].startswith(arguments.again))
+            ]
+    labels, source = tuple(GROUPS["methods"]), manual() if arguments.manual else None
+    options = Options(
+        labels, (arguments.slots,), (STABILITY,), training_length=arguments.training_length, source=source
+    )
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(asked.recipe, asked.set, options, Path(folder), silent)
+        run = Run(arguments.recipe, arguments.set, options, Path(folder), silent)
         for label, slots in [(FULL, None), *((c.label, c.slots) for c in run.settings)]:
             if label not in [r["label"] for r in figures["rows"]]:
-                found = row(label, slots or TIMES * run.training_length, run.stability(label, slots))
-                print(found, flush=True)
-                figures["rows"].append(found)
+                new_row = row(label, slots or TIMES * run.training_length, run.stability(label, slots))
+                print(new_row, flush=True)
+                figures["rows"].append(new_row)
                 save(name, figures)
 
 

@@ -114,12 +114,12 @@ def row(shape: Shape, weights: str, batch: int) -> dict[str, Any]:
     count = launches(shape, weights, batch)
     kernels = linear_seconds(shape, weights, batch) + attention_seconds(shape, batch)
     step = kernels + count * LAUNCH
-    found = {"model": shape.name, "weights": weights, "budget": shape.budget, "batch": batch}
-    found |= {"floor us": floor * 1e6, "kernels us": kernels * 1e6, "launches": count, "step us": step * 1e6}
-    found["early us"] = [(step - own_launches(shape, batch) * saved) * 1e6 for saved in SAVED]
-    found["early over the floor"] = [us / floor / 1e6 for us in found["early us"]]
+    figures = {"model": shape.name, "weights": weights, "budget": shape.budget, "batch": batch}
+    figures |= {"floor us": floor * 1e6, "kernels us": kernels * 1e6, "launches": count, "step us": step * 1e6}
+    figures["early us"] = [(step - own_launches(shape, batch) * saved) * 1e6 for saved in SAVED]
+    figures["early over the floor"] = [us / floor / 1e6 for us in figures["early us"]]
     left = GOAL * floor - count * LAUNCH
-    return found | {"over the floor": step / floor, "share of copy for the goal": floor / left if left > 0 else None}
+    return figures | {"over the floor": step / floor, "share of copy for the goal": floor / left if left > 0 else None}
 
 
 def main() -> None:

@@ -173,22 +173,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--manual", action="store_true", help="of Python's manual, not of its library's source")
     parser.add_argument("--work", type=Path, metavar="DIR")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     ballot_fitted.register()
-    sweep = Sweep(asked.recipe, asked.set, asked.again, asked.work)
-    for group in asked.groups.split(","):
+    sweep = Sweep(arguments.recipe, arguments.set, arguments.again, arguments.work)
+    for group in arguments.groups.split(","):
         options = Options(
             tuple(GROUPS[group]),
-            tuple(parse_budgets(asked.budgets)),
-            tuple(asked.tasks.split(",")),
-            asked.samples,
-            asked.length,
-            batch=asked.batch,
-            source=manual() if asked.manual else None,
+            tuple(parse_budgets(arguments.budgets)),
+            tuple(arguments.tasks.split(",")),
+            arguments.samples,
+            arguments.length,
+            batch=arguments.batch,
+            source=manual() if arguments.manual else None,
             timed=False,
         )
-        only = [label for label in asked.only.split(",") if label]
-        sweep.run(group, options, only, "Python's manual" if asked.manual else "source")
+        only = [label for label in arguments.only.split(",") if label]
+        sweep.run(group, options, only, "Python's manual" if arguments.manual else "source")
 
 
 if __name__ == "__main__":

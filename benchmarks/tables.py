@@ -85,25 +85,25 @@ def differences(recipe: str, task: str, figure: str) -> str:
     """Every method's figure minus that of the one that it is paired with, sample by sample."""
     rows = load(f"sweep-{recipe}")["groups"]["methods"]["rows"]
     every = {(r["label"], r["budget"]): r["scores"][task]["samples"][figure] for r in rows}
-    found = {}
+    estimates = {}
     for (label, budget), values in every.items():
         base = every.get((PAIRED[recipe], budget))
         if base is not None and label != PAIRED[recipe]:
-            found[label, budget] = asdict(mean([x - y for x, y in zip(values, base, strict=True)]))
-    return _by_budget([r for r in rows if r["label"] != PAIRED[recipe]], found, figure)
+            estimates[label, budget] = asdict(mean([x - y for x, y in zip(values, base, strict=True)]))
+    return _by_budget([r for r in rows if r["label"] != PAIRED[recipe]], estimates, figure)
 
 
-def _by_budget(rows: list[Any], found: dict[tuple[str, float], Any], figure: str) -> str:
+def _by_budget(rows: list[Any], by_cell: dict[tuple[str, float], Any], figure: str) -> str:
     """Figures by label and budget as a table, the best of a column in bold."""
     labels = list(dict.fromkeys(r["label"] for r in rows))
-    budgets = [b for b in BUDGETS if any((label, b) in found for label in labels)]
+    budgets = [b for b in BUDGETS if any((label, b) in by_cell for label in labels)]
     better = max if figure == "accuracy" else min
     # Where a column is not whole, nobody knows its best.
-    whole = [b for b in budgets if all((label, b) in found for label in labels)]
-    best = {b: better(found[label, b]["value"] for label in labels) for b in whole}
+    whole = [b for b in budgets if all((label, b) in by_cell for label in labels)]
+    best = {b: better(by_cell[label, b]["value"] for label in labels) for b in whole}
     lines = []
     for label in labels:
-        estimates = [(found.get((label, b)), best.get(b)) for b in budgets]
+        estimates = [(by_cell.get((label, b)), best.get(b)) for b in budgets]
         cells = ["" if e is None else f"**{shown(e)}**" if e["value"] == top else shown(e) for e, top in estimates]
         lines.append((name_of(label), *cells))
     return table(("method", *(BUDGETS[b] for b in budgets)), *lines)
@@ -294,25 +294,25 @@ def small_cache() -> str:
 
 def tables() -> dict[str, str]:
     """Every table by its mark."""
-    found = {"methods": methods(), "fields of a recipe": fields()}
-    found |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
+    texts = {"methods": methods(), "fields of a recipe": fields()}
+    texts |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
     for asked in ("unknown", "known"):
-        found[f"recall {asked}"] = recall(2000, known=asked == "known")
-    found |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
-    found |= {"packed quality": packed_quality(), "small cache": small_cache(), "awq": awq()}
-    found |= {"small listed": small_listed(), "head budgets": head_budgets()}
-    found |= {f"once {task}": once(task) for task in ("text", "codes")} | {"once queries": once_queries()}
+        texts[f"recall {asked}"] = recall(2000, known=asked == "known")
+    texts |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
+    texts |= {"packed quality": packed_quality(), "small cache": small_cache(), "awq": awq()}
+    texts |= {"small listed": small_listed(), "head budgets": head_budgets()}
+    texts |= {f"once {task}": once(task) for task in ("text", "codes")} | {"once queries": once_queries()}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
-        found["recall text"] = recall_text()
+        texts["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():
-        found |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
+        texts |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
         if recipe in PAIRED:
             for task, figure in figures:
-                found[f"{recipe} {task} {figure} difference"] = differences(recipe, task, figure)
-                found[f"{recipe} {task} {figure} short"] = compared(recipe, task, figure, SHORT[recipe])
+                texts[f"{recipe} {task} {figure} difference"] = differences(recipe, task, figure)
+                texts[f"{recipe} {task} {figure} short"] = compared(recipe, task, figure, SHORT[recipe])
         else:
-            found |= {f"{recipe} settings": settings(recipe), f"{recipe} stability": stability(recipe)}
-    return found
+            texts |= {f"{recipe} settings": settings(recipe), f"{recipe} stability": stability(recipe)}
+    return texts
 
 
 def written(text: str, found: dict[str, str]) -> str:
@@ -326,10 +326,10 @@ def written(text: str, found: dict[str, str]) -> str:
 
 
 def main() -> None:
-    found = tables()
+    texts = tables()
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
-        path.write_text(written(text, found), encoding="utf-8")
+        path.write_text(written(text, texts), encoding="utf-8")
     length_figure.FILE.write_text(length_figure.figure(), encoding="utf-8")
 
 

@@ -87,18 +87,18 @@ def main() -> None:
     parser.add_argument("--check", type=Path)
     options = parser.parse_args()
     expected = json.loads(options.check.read_text()) if options.check else {}
-    found = {}
+    tokens_by_name = {}
     different = 0
     for name, recipe in recipes().items():
         if options.check and name not in expected:
             continue
-        found[name] = tokens_of(name, *recipe)
-        same = found[name] == expected.get(name)
+        tokens_by_name[name] = tokens_of(name, *recipe)
+        same = tokens_by_name[name] == expected.get(name)
         different += not same
         print(name, "recorded" if options.record else "the same" if same else "DIFFERENT", flush=True)
     if options.record:
-        options.record.write_text(json.dumps(found) + "\n")
-    elif different or expected.keys() - found.keys():
+        options.record.write_text(json.dumps(tokens_by_name) + "\n")
+    elif different or expected.keys() - tokens_by_name.keys():
         sys.exit(1)
 
 

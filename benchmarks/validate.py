@@ -64,23 +64,23 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", metavar="NAME", default=sorted(all_methods()))
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=DTYPES)
     parser.add_argument("--batch", type=int)
-    asked = parser.parse_args()
-    name = f"validate-{Path(asked.recipe).stem}"
+    arguments = parser.parse_args()
+    name = f"validate-{Path(arguments.recipe).stem}"
     path = RESULTS / f"{name}.json"
     done = json.loads(path.read_text())["engines"] if path.exists() else {}
-    settings = {"set": asked.set, "batch": asked.batch}
-    for method in asked.methods:
-        for dtype in asked.dtypes:
+    settings = {"set": arguments.set, "batch": arguments.batch}
+    for method in arguments.methods:
+        for dtype in arguments.dtypes:
             engine = f"{method} {dtype}"
             if engine in done and {key: done[engine].get(key) for key in settings} == settings:
                 continue
-            changes = [f"cache.method={method}", f"model.dtype={dtype}", *asked.set]
+            changes = [f"cache.method={method}", f"model.dtype={dtype}", *arguments.set]
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                found = process.submit(validate, asked.recipe, changes, asked.batch).result()
-            done[engine] = {**settings, **found}
-            said = "passed" if found["passed"] else found["problems"]
-            print(f"{engine}: {said}, {found['seconds']:.0f} s, {found['peak_mb']} MB", flush=True)
-            save(name, {"recipe": asked.recipe, "engines": done})
+                figures = process.submit(validate, arguments.recipe, changes, arguments.batch).result()
+            done[engine] = {**settings, **figures}
+            verdict = "passed" if figures["passed"] else figures["problems"]
+            print(f"{engine}: {verdict}, {figures['seconds']:.0f} s, {figures['peak_mb']} MB", flush=True)
+            save(name, {"recipe": arguments.recipe, "engines": done})
 
 
 if __name__ == "__main__":

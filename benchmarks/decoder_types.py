@@ -75,6 +75,9 @@ def tiny(config_class: Any, depth: int = 0) -> dict[str, Any]:
     for name, token in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2)):
         if default.get(name) is not None:
             fields[name] = token
+    if "kv_lora_rank" in fields:  # every head has a key of its own, whose sizes are those of its parts
+        fields.pop("head_dim", None)
+        fields["num_key_value_heads"] = 4
     if isinstance(default.get("layer_types"), list):
         kinds = list(dict.fromkeys(default["layer_types"]))[:2]
         fields["layer_types"] = (kinds * 2)[:2]

@@ -24,7 +24,6 @@ EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
 # Its own part of the text of each refusal: the model type comes first everywhere.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "t5": ("T5Config", {}, "is an encoder-decoder"),
-    "deepseek_v3": ("DeepseekV3Config", models.SIZES, "has latent attention (kv_lora_rank 512)"),
     "mamba": (
         "MambaConfig",
         {"hidden_size": 64, "num_hidden_layers": 2},

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from kvexport.errors import UsageError
+from kvexport.export.hooks.latent import absorbed_query, expanded_output, is_latent, latent_key
 
 IMPLEMENTATION = "kvexport"
 
@@ -43,16 +44,18 @@ class Attending(Protocol):
 
 
 _current: ContextVar[Attending] = ContextVar("attending")
+_latents: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("latents")  # of layers with latent attention
 
 
 @contextlib.contextmanager
 def attending(attention: Attending) -> Iterator[None]:
     """Let the model's attention layers call `attention` within this context."""
-    token = _current.set(attention)
+    token, latents = _current.set(attention), _latents.set({})
     try:
         yield
     finally:
         _current.reset(token)
+        _latents.reset(latents)
 
 
 class PassThroughCache(Cache):
@@ -73,8 +76,9 @@ class PassThroughCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values; nothing is stored."""
+        """Return the new keys and values. Layers with latent attention pass latents and rotated keys instead."""
         self.updated.add(layer_idx)
+        _latents.get()[layer_idx] = key_states, value_states
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -119,7 +123,15 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     options["attention_mask"] = attention_mask
-    output = _current.get().attend(module, query, key, value, options).transpose(1, 2)
+    if is_latent(module):
+        if options.get("scaling") is None:
+            options["scaling"] = key.shape[3] ** -0.5
+        latent, rotated = _latents.get()[module.layer_idx]  # type: ignore[index]
+        absorbed = absorbed_query(module, query), latent_key(latent, rotated), latent
+        output = expanded_output(module, _current.get().attend(module, *absorbed, options))
+    else:
+        output = _current.get().attend(module, query, key, value, options)
+    output = output.transpose(1, 2)
     # Contiguous, as transformers' own functions return it: some models take views of it.
     return output.contiguous(), None
 

@@ -56,11 +56,6 @@ def load_config(source: str, recipe: Recipe) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")
     text = config.get_text_config()  # a part of it where the model also sees or hears
-    if getattr(text, "kv_lora_rank", None):
-        raise UsageError(
-            f"{kind} has latent attention (kv_lora_rank {text.kv_lora_rank}); merging its expanded keys would need "
-            "more memory than its own latent cache"
-        )
     if shared := getattr(text, "num_kv_shared_layers", 0):
         raise UsageError(
             f"the last {shared} layers of {kind} read the keys of other layers (num_kv_shared_layers); only decoders "

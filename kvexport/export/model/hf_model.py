@@ -24,6 +24,7 @@ from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
 from kvexport.export.hooks.experts import IMPLEMENTATION as EXPERTS
 from kvexport.export.hooks.experts import expert_modules, find_forms
+from kvexport.export.hooks.latent import check_expansions
 from kvexport.export.model.config import blame, first_line_of
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
@@ -53,6 +54,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
         ) from error
     buffers_as_parameters(model)
     find_forms(model)
+    check_expansions(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shared: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     with mode:

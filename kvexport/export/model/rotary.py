@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import PassThroughCache, attending
+from kvexport.export.hooks.latent import is_latent
 from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Rotary
 
@@ -62,6 +63,8 @@ class _Probe:
         self.layers: dict[int, _RotaryCall | None] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        if is_latent(module):
+            raise _NotRotary("keys are latents, of which only the last numbers are rotated")
         if self.modules and not hasattr(sys.modules[type(module).__module__], APPLY):
             raise _NotRotary(f"{type(module).__name__} rotates keys in code of its own")
         self.layers[module.layer_idx] = self.latest  # type: ignore[index]

@@ -12,6 +12,7 @@ from kvexport import backends
 from kvexport.errors import UsageError
 from kvexport.export.graph.tracer import initializer_names
 from kvexport.export.hooks.experts import expert_layouts
+from kvexport.export.hooks.latent import expansion_weights
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.conversion import PLAIN, assembled_parameters
 from kvexport.export.model.hf_model import parameter_sources
@@ -23,6 +24,9 @@ from kvexport.ops.packed import PackedFormat
 
 if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe, WeightsSection
+
+
+EXPANSION = "latent attention multiplies queries and outputs with it, head by head"
 
 
 def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spec]:
@@ -51,7 +55,7 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rounded = _packed_only(rounded_formats(model, recipe))
-    embeddings, layouts = _embeddings(model), expert_layouts(model)
+    embeddings, layouts, expansions = _embeddings(model), expert_layouts(model), expansion_weights(model)
     specs: list[Spec] = []
     for name, initializer in names.items():
         parameter = parameters[name]
@@ -66,7 +70,9 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
             source = checkpoint.computed[tensor]
             if (packing := rounded.get(name)) is not None:
                 source = Rounded(source, packing, positive=positive)
-            elif source.packing is not None and _why_floats(source, recipe, picked=name in embeddings):
+            elif source.packing is not None and (
+                name in expansions or _why_floats(source, recipe, picked=name in embeddings)
+            ):
                 source = Dense(source)
             specs.append(ComputedSpec(initializer, source, dtype, shape))
             continue
@@ -100,11 +106,15 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
     for name in expert_layouts(model):
         if name in parameters and parameters[name].ndim == 3:
             yield name, "the operator Experts takes no rounded weights"
+    expansions = expansion_weights(model)
     for prefix, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Embedding) or module.weight is None:
             continue
         bits_setting: Any = section.head if module is head or isinstance(module, nn.Embedding) else "same"
         if bits_setting == "float":
+            continue
+        if f"{prefix}.weight" in expansions:
+            yield f"{prefix}.weight", EXPANSION
             continue
         bits = section.bits if bits_setting == "same" else bits_setting
         group = fitting_group(section.group, module.weight.shape[1])
@@ -199,11 +209,13 @@ def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
     """Return notes on packed weights of the checkpoint that become floats."""
     cast: dict[tuple[str, str], list[str]] = {}
     embeddings, sources = _embeddings(model), parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
+    expansions = expansion_weights(model)
     for name in initializer_names(model):
         source = checkpoint.computed.get(sources.get(name, ""))
         if source is None or source.packing is None:
             continue
-        if why := _why_floats(source, recipe, picked=name in embeddings):
+        why = EXPANSION if name in expansions else _why_floats(source, recipe, picked=name in embeddings)
+        if why:
             cast.setdefault((source.packing.label, why), []).append(name)
     dtype = recipe.model.dtype
     return [f"{label}, cast to {dtype}, because {why}: {_and_more(names)}" for (label, why), names in cast.items()]

@@ -1,0 +1,99 @@
+"""The latent attention hook: attention over the latents themselves, not over the keys and values expanded from them.
+
+Models with latent attention (DeepSeek V2 and V3, GLM-4.7-Flash, Kimi) cache one latent of r numbers and one rotated key
+of p numbers for each token, and expand them to the keys and values of every head with the matrix `kv_b_proj`. The
+expansion is linear, so it can move to the other side of both products of attention: into the query, and out of the
+output. What remains is attention with one KV head, whose key is the latent followed by the rotated key [r + p], and
+whose value is the latent [r]. A merged latent is thus the merged key and value of every head.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvexport.errors import UsageError
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Return whether an attention module expands its keys and values from latents."""
+    return hasattr(module, "expand_kv")
+
+
+def absorbed_query(module: Any, query: Tensor) -> Tensor:
+    """Return the query [B, Hq, T, r + p] that gives with latent keys the logits of `query` with expanded keys.
+
+    Args:
+        module: The attention module.
+        query: [B, Hq, T, n + p]: n numbers that meet the expanded key, then p rotated numbers.
+    """
+    plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    return torch.cat([plain @ _matrices(module)[:, : module.qk_nope_head_dim], rotated], -1)
+
+
+def latent_key(latent: Tensor, rotated: Tensor) -> Tensor:
+    """Return the key [B, 1, T, r + p] of latents [B, 1, T, r] and rotated keys [B, 1, T, p]."""
+    return torch.cat([latent, rotated], -1)
+
+
+def expanded_output(module: Any, output: Tensor) -> Tensor:
+    """Return the attention output [B, Hq, T, v] over expanded values, from that over latents [B, Hq, T, r]."""
+    return output @ _matrices(module)[:, module.qk_nope_head_dim :].transpose(1, 2)
+
+
+def expansion_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights that expand latents. Their rows are read head by head, not by a projection."""
+    return {f"{name}.kv_b_proj.weight" for name, module in model.named_modules() if is_latent(module)}
+
+
+def check_expansions(model: Any) -> None:
+    """Run the expansion of a model on a few random numbers, and compare it with the one that this module assumes.
+
+    Raises:
+        UsageError: A layer expands its latents in another way, or picks tokens with an indexer.
+    """
+    for name, module in model.named_modules():
+        if not is_latent(module):
+            continue
+        if getattr(module, "indexer", None) is not None:
+            raise UsageError(
+                f"{model.config.model_type} picks the tokens that a query sees with an indexer ('{name}.indexer'), "
+                "whose keys would have to be merged with the latents; it cannot be exported"
+            )
+        if not _is_known(module):
+            raise UsageError(
+                f"{model.config.model_type} has latent attention ('{name}') that expands its keys and values in "
+                "another way than by the rows of kv_b_proj, head by head; it cannot be exported"
+            )
+
+
+def _matrices(module: Any) -> Tensor:
+    """Return the rows of `kv_b_proj` head by head: [Hq, n + v, r]."""
+    weight: Tensor = module.kv_b_proj.weight
+    return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
+
+
+def _is_known(module: Any) -> bool:
+    linear = getattr(module, "kv_b_proj", None)
+    if not isinstance(linear, nn.Linear) or linear.bias is not None:
+        return False
+    heads, rank, tokens = 2, 3, 5
+    try:
+        plain, turned, size = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+        with torch.device("cpu"), torch.no_grad():
+            small = nn.Linear(rank, heads * (plain + size), bias=False)
+            stand_in = SimpleNamespace(
+                qk_nope_head_dim=plain, qk_rope_head_dim=turned, v_head_dim=size, num_heads=heads, kv_b_proj=small
+            )
+            latent, rotated = torch.randn(1, 1, tokens, rank), torch.randn(1, 1, tokens, turned)
+            query = torch.randn(1, heads, tokens, plain + turned)
+            key, value = type(module).expand_kv(stand_in, latent, rotated)
+            logits = absorbed_query(stand_in, query) @ latent_key(latent, rotated).transpose(-1, -2)
+            return torch.allclose(logits, query @ key.transpose(-1, -2), atol=1e-4) and torch.allclose(
+                expanded_output(stand_in, latent), value, atol=1e-4
+            )
+    except Exception:  # code of another form
+        return False

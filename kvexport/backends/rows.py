@@ -15,7 +15,7 @@ MASS_ERROR = 1e-4
 
 @dataclass(frozen=True)
 class TopLogits:
-    """The n largest logits of a row.
+    """The n largest logits of a row (one token's logits over the vocabulary), with their token ids.
 
     Attributes:
         ids: [n] token ids.

@@ -100,7 +100,7 @@ def build_artifact(
     budget: int | None = None,
     max_length: int | None = None,
 ) -> Path:
-    """Build an artifact and return its folder.
+    """Build an artifact (an exported model with ONNX graphs and weights) and return its folder.
 
     Args:
         recipe: The name or file of a recipe; None builds `model`, or engines for `source`.

@@ -126,7 +126,7 @@ def without_native(engine: Engine) -> list[Section]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo, and return the exit code."""
+    """Run the demo program, which compares models with full and compressed KV caches; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m kvexport.commands.demo",
         description=__doc__,

@@ -32,7 +32,7 @@ def inspect(
 
 @dataclass(frozen=True)
 class Graph:
-    """Size figures of one ONNX graph of an artifact.
+    """The node counts of one ONNX graph of an artifact.
 
     Attributes:
         operators: The number of nodes of each operator, without the bodies of functions; None without the package

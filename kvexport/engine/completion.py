@@ -105,7 +105,7 @@ def collect(prompt_tokens: Sequence[int], tokens: Iterable[Token]) -> list[Compl
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts from one prompt or several.
+    """Return prompts as a list: one prompt becomes a list of one.
 
     Raises:
         UsageError: There is no prompt.

@@ -159,7 +159,7 @@ class EngineCore:
         return self._scheduler.running()
 
     def pending(self) -> list[Request]:
-        """Return the requests that wait or run."""
+        """Return all requests of the engine that have not finished: those that wait and those that run."""
         return list(self._requests.values())
 
     @property

@@ -1,4 +1,4 @@
-"""The engine's public interface: generate, stream and chat."""
+"""The inference engine's public interface: generate, stream and chat."""
 
 from __future__ import annotations
 

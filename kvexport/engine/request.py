@@ -71,7 +71,7 @@ class Timing:
 
 @dataclass(eq=False)
 class Bundle:
-    """Data that the requests of prompts submitted together share.
+    """Data that requests share whose prompts were submitted together: timing figures and new tokens.
 
     None of them decodes before the prompts of all that have a lane are read, which takes the fewest calls.
 
@@ -86,7 +86,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """The state at the end of a prompt, from which forks start.
+    """The state at the end of a prompt (logits and KV cache), from which forks, further answers to it, start.
 
     Attributes:
         row: The logits after the prompt [vocabulary].
@@ -101,7 +101,7 @@ class PromptEnd:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, the settings of its answer, and the answer so far.
+    """A generation request: a prompt, the settings of its answer, and the answer so far.
 
     Attributes:
         prompt: Text or token ids.

@@ -27,7 +27,7 @@ NEW_TOKENS = 256  # if a task names no limit; the harness's own models use the s
 
 @register_model("kvexport")
 class KvexportLM(LM):  # type: ignore[misc]
-    """A model of lm-evaluation-harness that runs an artifact.
+    """A model class for lm-evaluation-harness that runs an artifact (exported model).
 
     Args:
         artifact: Folder of the artifact.

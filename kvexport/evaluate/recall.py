@@ -24,7 +24,7 @@ TAIL = 64  # tokens; longer than any method's window of last queries
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a passage.
+    """A question about a passage that a model has read, in a recall test, with its answer.
 
     Attributes:
         ids: Token ids of the question, which continue the passage.

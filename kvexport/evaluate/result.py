@@ -19,7 +19,7 @@ KL, ACCURACY = "kl", "accuracy"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvexport eval`.
+    """The options of `kvexport eval`, an evaluation of compressed KV caches.
 
     Attributes:
         methods: Labels such as "keepkv:threshold=0.7"; () for streaming, h2o and the recipe's own method.

@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def check_width(value: Any) -> None:
-    """Check a width or a count that a template passes to a filter.
+    """Check that a width or count which a chat template passes to a Jinja filter is at most 1000.
 
     Args:
         value: A number, or a text that is repeated. Values of other types pass.

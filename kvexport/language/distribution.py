@@ -164,7 +164,7 @@ def draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
 
 
 def check_maximum(scores: Floats, step: int, where: str = "") -> None:
-    """Check that the largest score of a row is finite.
+    """Check that the largest score (processed logit) of a row is finite.
 
     Args:
         scores: The scores [vocabulary].

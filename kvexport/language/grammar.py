@@ -60,7 +60,7 @@ class Grammar:
     source: str
 
     def __post_init__(self) -> None:
-        """Check the kind and the size of the grammar.
+        """Raise UsageError if the grammar's kind is unknown, or its source is empty, too long or no text.
 
         Raises:
             UsageError: The kind is unknown, or the source is empty, too long or no text.

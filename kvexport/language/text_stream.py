@@ -203,7 +203,7 @@ class TextStream:
         return ""
 
     def _emit(self, text: str) -> str:
-        """Append final text, and return what cannot belong to a stop string."""
+        """Append final text to the sequence's text, and return the part of it that cannot belong to a stop string."""
         if not text:
             return ""
         text = self._kept_back + text

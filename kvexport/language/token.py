@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class Token(NamedTuple):
-    """One generated token.
+    """One generated token, with the text that it completes.
 
     Attributes:
         sequence: The number of the prompt within its call.

@@ -116,11 +116,11 @@ def _rest(top: TopLogits, power: float) -> tuple[float, float]:
     largest = max(float(x[-1]), 1e-300)
 
     def as_one(mass: float) -> float:
-        """Return the sum of equal terms: the least for a power above 1, the largest for one below (Jensen)."""
+        """Return the sum if all terms are equal: the least for a power above 1, the largest for one below (Jensen)."""
         return float(others * (mass / others) ** power)
 
     def as_few(mass: float) -> float:
-        """Return the sum if as many as possible were as large as possible."""
+        """Return the sum if the mass is in as few terms as possible, each as large as a term can be."""
         return float(mass * largest ** (power - 1))
 
     return (as_one(least), as_few(most)) if power >= 1 else (as_few(least), as_one(most))

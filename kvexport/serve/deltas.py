@@ -33,7 +33,7 @@ class Delta(NamedTuple):
 
 @dataclass
 class ToolCall:
-    """A tool call in an answer.
+    """A tool call in a generated answer: the tool's name and JSON arguments.
 
     Attributes:
         id: The id of the call.

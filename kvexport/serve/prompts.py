@@ -98,7 +98,7 @@ class Prompts:
         return await self._beside(lambda: next_turn(self.engine, snapshot, messages, tools, **variables))
 
     async def text_of(self, prompt: str | Sequence[int]) -> str:
-        """Return a prompt as text; token ids are decoded.
+        """Return a prompt as text; a prompt of token ids is decoded.
 
         Raises:
             ApiError: A token id is out of range, or the artifact has no tokenizer.

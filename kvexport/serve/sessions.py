@@ -92,7 +92,7 @@ class Sessions:
         return (await self.start(name, required=True)).snapshot
 
     async def keep(self, name: str, snapshot: Snapshot, start: Start) -> None:
-        """Store the state of a session after a turn.
+        """Store the state (KV cache and tokens) of a session after a turn of its conversation.
 
         Args:
             name: The session.

@@ -130,7 +130,7 @@ class SessionStore:
         self._load(name, snapshot)
 
     def delete(self, name: str) -> bool:
-        """Delete a session from memory and from the folder.
+        """Delete a session, a stored conversation, from memory and from the folder.
 
         Returns:
             Whether the session was known.

@@ -52,7 +52,7 @@ def border_name(layer: int) -> str:
 
 
 class CutDecoder:
-    """A session of the ONNX decoder that is cut between its layers.
+    """A session of the ONNX decoder graph that is cut between its layers.
 
     Args:
         path: The uncut decoder.onnx.

@@ -108,7 +108,7 @@ def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> No
 
 
 def shorten_config(config: dict[str, Any], key: str, total: int, count: int) -> dict[str, Any]:
-    """Return a config.json of `total` layers cut to the first `count`.
+    """Return a model's config.json, shortened from `total` layers to the first `count`.
 
     Args:
         config: The content of config.json.

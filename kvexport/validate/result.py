@@ -59,7 +59,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles of relative errors of vectors against float64.
+    """Quantiles of the relative rounding errors of vectors, measured against float64.
 
     Attributes:
         median: The median.

@@ -58,7 +58,7 @@ def _cache(key: Tensor, value: Tensor, votes: Tensor, _: Tensor, position: Tenso
 
 @dataclass(frozen=True)
 class Query:
-    """The attention query of one token.
+    """The query vectors of one token's attention, with its position and sinks.
 
     Attributes:
         vector: [Hq, D] float64.

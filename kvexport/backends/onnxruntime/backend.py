@@ -57,7 +57,7 @@ class OnnxRuntime(Backend):
     devices = tuple(devices.PROVIDERS)
 
     def device(self, recipe: Recipe) -> str:
-        """Return the device that the recipe chooses: cpu or cuda."""
+        """Return the device on which the recipe runs ONNX Runtime: cpu or cuda."""
         from kvexport.backends.onnxruntime import section
 
         return section.of(recipe).device

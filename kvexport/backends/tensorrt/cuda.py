@@ -145,7 +145,7 @@ class Arena:
     """Named tensors in one GPU allocation, each at a multiple of 256 bytes, with an optional pinned host copy."""
 
     def __init__(self, cuda: Cuda, tensors: Mapping[str, tuple[tuple[int, ...], Any]], *, pinned: bool = False) -> None:
-        """Allocate the GPU memory of all tensors at once.
+        """Allocate the GPU memory of all named tensors at once.
 
         Args:
             cuda: The CUDA runtime.
@@ -165,12 +165,12 @@ class Arena:
         self.host = _pinned(cuda, self.nbytes) if pinned else None
 
     def size(self, name: str) -> int:
-        """Return the size of a tensor of the arena in bytes."""
+        """Return the bytes of a named tensor in the shared allocation."""
         _, shape, dtype = self._layout[name]
         return math.prod(shape) * dtype.itemsize
 
     def pointer(self, name: str) -> int:
-        """Return the GPU address of a tensor of the arena."""
+        """Return the GPU address of a named tensor in the shared allocation."""
         return self.device + self._layout[name][0]
 
     def array(self, name: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:

@@ -46,7 +46,7 @@ class Profile:
 
 
 def profiles(kind: str, limits: Limits) -> list[Profile]:
-    """Return the optimization profiles of a graph.
+    """Return the TensorRT optimization profiles (ranges of input shapes) of an ONNX graph.
 
     The decoder has DECODE and, if a call may have more than one token, PREFILL. The merge has one, which is tuned for a
     single sequence. The top logits have one like DECODE.

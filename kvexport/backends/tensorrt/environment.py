@@ -92,7 +92,7 @@ def _import(name: str) -> Any:
 
 
 def require_gpu(cuda: Any) -> Gpu:
-    """Return the GPU that CUDA uses.
+    """Return the name and compute capability of the GPU that CUDA uses, after a check that TensorRT supports it.
 
     Raises:
         EnvironmentProblem: If there is no driver or no GPU, or TensorRT no longer supports the GPU.

@@ -8,13 +8,15 @@ operator computes
     inner  = activation(first)                             see `ExpertsForm`
     output = sum over the chosen e of weight[e] (W_down[e] inner + b_down[e])
 
-`experts` states this in PyTorch; `experts_function` is the ONNX function, which a runtime without a kernel runs.
+`experts` states this in PyTorch; `experts_function` is the ONNX function, which a runtime without a kernel runs. A
+kernel reads the weights of the chosen experts and no others. Weights may be packed, as those of Linear
+(`kvexport.ops.linear`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import onnx
 import onnx.parser
@@ -22,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvexport.ops.linear import PACKED, PACKED_ATTRIBUTES, dequantized
 from kvexport.ops.onnx_function import DOMAIN
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+WEIGHTS = ("first", "down")
+"""The weights of an Experts node, in their order."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +42,50 @@ class ExpertsForm:
         limit: Gates are clamped to at most `limit` and ups to [-limit, limit] before the activation; 0: no clamp.
         up_offset: A constant that is added to the clamped ups.
         bias: Whether both products have biases.
+        packed: For `first` and `down`, an index into `kvexport.ops.linear.PACKED`; empty if no weight is packed.
+        group: For `first` and `down`, the number of inputs that share a scale; empty if no weight is packed.
+        float_input: Whether kernels multiply packed weights with the input as it is, instead of rounding it to int8.
     """
 
-    activation: Activation = "silu"
+    activation: str = "silu"
     gate: int = 1
     slope: float = 1.0
     limit: float = 0.0
     up_offset: float = 0.0
     bias: int = 0
+    packed: tuple[int, ...] = ()
+    group: tuple[int, ...] = ()
+    float_input: int = 0
 
     @property
     def inputs(self) -> list[str]:
         """The names of the inputs of an Experts node, in their order."""
-        biases = ["first_bias"] * self.bias, ["down_bias"] * self.bias
-        return ["input", "indices", "weights", "first", *biases[0], "down", *biases[1]]
+        names = ["input", "indices", "weights"]
+        for weight in WEIGHTS:
+            names += [*self.weight_inputs(weight), *[f"{weight}_bias"] * self.bias]
+        return names
+
+    def weight_inputs(self, weight: str) -> list[str]:
+        """Return the names of `first` or `down` and of the scales, zero points or minima that it is packed with."""
+        kind = self.packed[WEIGHTS.index(weight)] if self.packed else 0
+        return [weight, *(f"{weight}_{suffix}" for suffix in PACKED[kind])]
 
     @property
     def attributes(self) -> dict[str, Any]:
         """The attributes of an Experts node by their names."""
-        return dict(vars(self))
+        values = {name: value for name, value in vars(self).items() if self.packed or name not in PACKED_ATTRIBUTES}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def overload(self) -> str:
         """The overload name of the ONNX function that computes an Experts node of this form."""
         numbers = {"slope": (self.slope, 1.0), "limit": (self.limit, 0.0), "offset": (self.up_offset, 0.0)}
         named = [f"{name}{value:.6g}" for name, (value, default) in numbers.items() if value != default]
-        return "_".join([self.activation, *["gate"] * self.gate, *named, *["bias"] * self.bias])
+        for name in PACKED_ATTRIBUTES if self.packed else ():
+            value = getattr(self, name)
+            numbers_of = value if isinstance(value, tuple) else (value,)
+            named += [name + ".".join(map(str, numbers_of))] if any(numbers_of) else []
+        return "_".join([self.activation, *["gate"] * self.gate, *["bias"] * self.bias, *named])
 
     def inner(self, first: Tensor) -> Tensor:
         """Apply the experts' activation to the first product, and return [..., inner].
@@ -129,13 +150,23 @@ def experts(
 def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
     """Return the ONNX function of an Experts node; its tensors are those of `experts`, all floats of one type.
 
-    The function loops over the experts and skips those that no token chose. So a decode step reads the weights of its
-    chosen experts alone, and in a prompt each expert multiplies only the rows of its own tokens.
+    The function loops over the experts and skips those that no token chose, so a step reads the weights of its chosen
+    experts alone, and of a prompt each expert multiplies its own tokens' rows. Packed weights of all experts are
+    dequantized before the loop, because ONNX picks no tensors of 4 bits by an index.
     """
+    before: list[str] = []
+    dense = {}
+    for weight in WEIGHTS:
+        i = WEIGHTS.index(weight)
+        kind, group = (form.packed[i], form.group[i]) if form.packed else (0, 0)
+        lines, dense[weight] = dequantized(form.weight_inputs(weight), kind, group, axis=2)
+        before += lines
+    unpacked = "\n".join(before)
     body = f"""
+        {unpacked}
         shape = Shape (input)
         zeros = ConstantOfShape <value = float[1] {{0}}> (shape)
-        experts_1 = Shape <start = 0, end = 1> (down)
+        experts_1 = Shape <start = 0, end = 1> ({dense["down"]})
         first_axis = Constant <value_ints = [0]> ()
         last_axis = Constant <value_ints = [1]> ()
         trips = Squeeze (experts_1, first_axis)
@@ -160,9 +191,9 @@ def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
                     chosen_factors = Where (chosen, factors, no_factor)
                     all_factors = ReduceSum <keepdims = 1> (chosen_factors, last_axis)
                     own_factors = Gather <axis = 0> (all_factors, tokens)
-                    {_product("rows", "first", form)}
+                    {_product("rows", "first", dense["first"], form)}
                     {_inner(form)}
-                    {_product("inner", "down", form)}
+                    {_product("inner", "down", dense["down"], form)}
                     wide = Cast <to = 1> (down_sum)
                     weighted = Mul (wide, own_factors)
                     places = Unsqueeze (tokens, last_axis)
@@ -178,10 +209,10 @@ def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
     return function
 
 
-def _product(data: str, weight: str, form: ExpertsForm) -> str:
-    """Return ONNX nodes, as text, of one product of an expert: ``{weight}_sum = data {weight}[expert]^T + bias``."""
+def _product(data: str, weight: str, dense: str, form: ExpertsForm) -> str:
+    """Return the nodes of ``{weight}_sum = data dense[expert]^T + bias``."""
     lines = [
-        f"{weight}_one = Gather <axis = 0> ({weight}, expert)",
+        f"{weight}_one = Gather <axis = 0> ({dense}, expert)",
         f"{weight}_turned = Transpose <perm = [1, 0]> ({weight}_one)",
     ]
     if not form.bias:

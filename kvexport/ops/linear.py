@@ -10,6 +10,7 @@ residual, splitting or joining heads, and the rotary embedding. A runtime withou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,26 +191,39 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
 
 
 def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
-    """Return the ONNX nodes that dequantize packed weight number i to the input's type, and the name of the result.
+    """Return the nodes that dequantize packed weight number i to the input's type, and the name of the result."""
+    if not form.packed:
+        return [], weight
+    return dequantized(form.weight_inputs(weight, i), form.packed[i], form.group[i], axis=1)
+
+
+def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int) -> tuple[list[str], str]:
+    """Return the nodes that dequantize a packed weight to the type of `input`, and the name of the result.
 
     A weight that is not packed needs no nodes.
+
+    Args:
+        parts: The names of the weight and of the inputs that follow it.
+        kind: An index into `PACKED`.
+        group: The number of consecutive inputs that share a scale.
+        axis: The dimension of the inputs, which is the weight's last.
     """
-    if not form.packed or not form.packed[i]:
+    weight, *inputs = parts
+    if not kind:
         return [], weight
-    inputs, group = form.weight_inputs(weight, i), form.group[i]
-    minimum = inputs.pop() if PACKED[form.packed[i]][-1] == "minimum" else ""
-    lines = [
-        f"{weight}_float = DequantizeLinear <axis = 1, block_size = {group}, output_dtype = 1> ({', '.join(inputs)})"
-    ]
+    minimum = inputs.pop() if PACKED[kind][-1] == "minimum" else ""
+    operands = ", ".join([weight, *inputs])
+    lines = [f"{weight}_float = DequantizeLinear <axis = {axis}, block_size = {group}, output_dtype = 1> ({operands})"]
     if minimum:
+        kept = ", ".join(["0"] * axis)
         lines += [
-            f"{weight}_by_group = Constant <value_ints = [0, -1, {group}]> ()",
+            f"{weight}_by_group = Constant <value_ints = [{kept}, -1, {group}]> ()",
             f"{weight}_groups = Reshape ({weight}_float, {weight}_by_group)",
             f"{weight}_last = Constant <value_ints = [-1]> ()",
             f"{weight}_minima = Unsqueeze ({minimum}, {weight}_last)",
             f"{weight}_least = Cast <to = 1> ({weight}_minima)",
             f"{weight}_sum = Add ({weight}_groups, {weight}_least)",
-            f"{weight}_flat = Constant <value_ints = [0, -1]> ()",
+            f"{weight}_flat = Constant <value_ints = [{kept}, -1]> ()",
             f"{weight}_float_sum = Reshape ({weight}_sum, {weight}_flat)",
         ]
     result = f"{weight}_float_sum" if minimum else f"{weight}_float"

@@ -18,7 +18,13 @@ from pathlib import Path
 
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.layout import MAX_STATISTICS, TYPES, Field, enumerations, scalars, structs
-from kvexport.schema.operators import LINEAR_ATTRIBUTES, MERGE_CACHE, VOTE_ATTENTION, schema_digest
+from kvexport.schema.operators import (
+    EXPERTS_ATTRIBUTES,
+    LINEAR_ATTRIBUTES,
+    MERGE_CACHE,
+    VOTE_ATTENTION,
+    schema_digest,
+)
 from kvexport.schema.policy import FIT, NEEDS_FIT, POLICY, REQUIREMENTS, MergePolicy
 from kvexport.schema.state import INT4, SCALES, STATE, StateTensor
 
@@ -52,7 +58,7 @@ def header() -> str:
             *(line for field in fields for line in _member(field)),
             f"}} {name};",
         ]
-    lines += ['\n#ifdef __cplusplus\n}\n#endif\n\n#include "linear.h"']
+    lines += ['\n#ifdef __cplusplus\n}\n#endif\n\n#include "experts.h"\n#include "linear.h"']
     return "\n".join(lines) + "\n"
 
 
@@ -172,6 +178,7 @@ def tables() -> dict[str, str]:
         "MergePolicy": _attributes(POLICY),
         "Fit": _attributes(FIT),
         "Linear": _attributes(LINEAR_ATTRIBUTES),
+        "Experts": _attributes(EXPERTS_ATTRIBUTES),
     }
 
 

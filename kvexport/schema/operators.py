@@ -213,6 +213,27 @@ LINEAR_ATTRIBUTES = (
     ),
 )
 
+EXPERTS_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
+EXPERTS_ATTRIBUTES = (
+    Attribute(
+        "activation",
+        "word",
+        "the function of the gate, or of the only rows where experts have no gate",
+        "silu",
+        words=EXPERTS_ACTIVATIONS,
+    ),
+    Attribute("gate", "bool", "whether `first` has the gate's rows and then the ups', instead of `inner` rows", True),
+    Attribute("slope", "float", "the factor s of `silu(x) = x sigmoid(s x)`", 1.0),
+    Attribute(
+        "limit", "float", "gates are clamped to at most this, ups to [-limit, limit]; 0: to nothing", 0.0, least=0.0
+    ),
+    Attribute("up_offset", "float", "a constant that is added to the clamped ups", 0.0),
+    Attribute("bias", "bool", "whether both products have biases", False),
+    Attribute("packed", "ints", "for `first` and `down`, as in `Linear`", least=0, most=3, optional=True),
+    Attribute("group", "ints", "for `first` and `down`, as in `Linear`", least=0, optional=True),
+    Attribute("float_input", "bool", "as in `Linear`", optional=True),
+)
+
 
 def schema_digest() -> str:
     """Return a digest of everything that a compiled kernel depends on.
@@ -222,7 +243,7 @@ def schema_digest() -> str:
     """
     known = [
         [(a.name, a.kind, a.words) for a in attributes]
-        for attributes in (VOTE_ATTENTION.attributes, MERGE_CACHE.attributes, LINEAR_ATTRIBUTES)
+        for attributes in (VOTE_ATTENTION.attributes, MERGE_CACHE.attributes, LINEAR_ATTRIBUTES, EXPERTS_ATTRIBUTES)
     ]
     state = [(tensor.name, tensor.dims, tensor.dtype) for tensor in STATE]
     return hashlib.sha256(repr((CONTRACT_VERSION, known, state, SMALL, INT4)).encode()).hexdigest()[:12]

@@ -11,7 +11,7 @@ namespace kv {
 
 // The digest of the schema that the library is compiled with. A library of another version is refused before
 // it reads a node.
-inline constexpr const char* kSchema = "d7471ab73146";
+inline constexpr const char* kSchema = "1e15a6c0636f";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},

@@ -159,4 +159,5 @@ typedef struct KvMergeCache {
 }
 #endif
 
+#include "experts.h"
 #include "linear.h"

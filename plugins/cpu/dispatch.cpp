@@ -27,14 +27,18 @@ struct Kernels {
   void (*keep_queries)(const KvVoteAttention&, const KvRing&);
   void (*merge_cache)(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner);
   void (*linear)(const KvLinear&, KvRunner);
+  void (*experts)(const KvExperts&, KvRunner);
 };
 
-#define KV_KERNELS(isa) \
-  Kernels { #isa, kv::isa::vote_attention, kv::isa::keep_queries, kv::isa::merge_cache, kv::isa::linear }
+#define KV_KERNELS(isa)                                                                                           \
+  Kernels {                                                                                                       \
+    #isa, kv::isa::vote_attention, kv::isa::keep_queries, kv::isa::merge_cache, kv::isa::linear, kv::isa::experts \
+  }
 
-// Returns kernels with the Linear of another instruction set.
-[[maybe_unused]] Kernels with_linear(Kernels all, const char* name, void (*linear)(const KvLinear&, KvRunner)) {
-  all.name = name, all.linear = linear;
+// Returns kernels with the Linear and the Experts of another instruction set.
+[[maybe_unused]] Kernels with_products(Kernels all, const char* name, void (*linear)(const KvLinear&, KvRunner),
+                                       void (*experts)(const KvExperts&, KvRunner)) {
+  all.name = name, all.linear = linear, all.experts = experts;
   return all;
 }
 
@@ -83,17 +87,20 @@ Kernels choose() {
                       __builtin_cpu_supports("avx512cd");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   if (vnni && allowed("amx") && may_use_tiles())
-    return with_linear(KV_KERNELS(avx512), "amx", kv::avx512vnni::linear_amx);
-  if (vnni && allowed("avx512vnni")) return with_linear(KV_KERNELS(avx512), "avx512vnni", kv::avx512vnni::linear);
+    return with_products(KV_KERNELS(avx512), "amx", kv::avx512vnni::linear_amx, kv::avx512vnni::experts);
+  if (vnni && allowed("avx512vnni"))
+    return with_products(KV_KERNELS(avx512), "avx512vnni", kv::avx512vnni::linear, kv::avx512vnni::experts);
   if (avx512 && allowed("avx512")) return KV_KERNELS(avx512);
 #ifndef KV_AVX512_ALONE
   if (avx2 && __builtin_cpu_supports("avxvnni") && allowed("avxvnni"))
-    return with_linear(KV_KERNELS(avx2), "avxvnni", kv::avxvnni::linear);
+    return with_products(KV_KERNELS(avx2), "avxvnni", kv::avxvnni::linear, kv::avxvnni::experts);
   if (avx2 && allowed("avx2")) return KV_KERNELS(avx2);
 #endif
 #elif defined(__aarch64__)
-  if (has_matrices() && allowed("i8mm")) return with_linear(KV_KERNELS(neon), "i8mm", kv::i8mm::linear);
-  if (has_dots() && allowed("dotprod")) return with_linear(KV_KERNELS(neon), "dotprod", kv::dotprod::linear);
+  if (has_matrices() && allowed("i8mm"))
+    return with_products(KV_KERNELS(neon), "i8mm", kv::i8mm::linear, kv::i8mm::experts);
+  if (has_dots() && allowed("dotprod"))
+    return with_products(KV_KERNELS(neon), "dotprod", kv::dotprod::linear, kv::dotprod::experts);
   if (allowed("neon")) return KV_KERNELS(neon);
 #endif
 #ifdef KV_AVX512_ALONE
@@ -215,6 +222,20 @@ const char* kv_cpu_linear(const KvLinear* call, KvRunner runner) {
   }
   if (const char* problem = weight_problem(a.gate, a.inputs)) return problem;
   kernels().linear(a, runner);
+  return nullptr;
+}
+
+const char* kv_cpu_experts(const KvExperts* call, KvRunner runner) {
+  const KvExperts& a = *call;
+  const auto known = [](int type) { return type == KV_FLOAT32 || type == KV_FLOAT16; };
+  if (!known(a.type) || !known(a.weights_type)) return "a type is neither float32 nor float16";
+  if (a.tokens < 0 || a.hidden < 1 || a.inner < 1 || a.experts < 1 || a.chosen < 1)
+    return "a dimension is zero or negative";
+  if (a.activation < KV_EXPERTS_SILU || a.activation > KV_EXPERTS_RELU_SQUARED) return "the activation is unknown";
+  if (!(a.limit >= 0.0f)) return "limit is negative";
+  if (const char* problem = weight_problem(a.first, a.hidden)) return problem;
+  if (const char* problem = weight_problem(a.down, a.inner)) return problem;
+  if (a.tokens > 0) kernels().experts(a, runner);
   return nullptr;
 }
 

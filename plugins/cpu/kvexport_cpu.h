@@ -29,8 +29,9 @@ const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
 // Merges as kv_cpu_merge_cache, then fits the kept slots to the reference queries.
 const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner);
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner);
+const char* kv_cpu_experts(const KvExperts* call, KvRunner runner);
 
-// Panels: the layout in which kv_cpu_linear reads a packed weight fastest (linear/panels.h). Why there are none for a
+// Panels: the layout in which the kernels read a packed weight fastest (linear/panels.h). Why there are none for a
 // weight with rows of so many inputs (the kernels then read it at rest, slowly), or nullptr.
 const char* kv_cpu_why_no_panels(const KvWeight* weight, int64_t inputs);
 size_t kv_cpu_panels_bytes(const KvWeight* weight, int64_t outputs, int64_t inputs);

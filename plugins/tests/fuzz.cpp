@@ -1,14 +1,15 @@
 // Random calls of the C ABI, checked for properties that hold for any input: no access outside of buffers, the same
 // bits in place or not and on any threads, the invariants of docs/reference/contract.md, and the numbers of
-// VoteAttention against plain loops in double precision.
+// VoteAttention, Linear and Experts against plain loops in double precision.
 //
-//   kv_fuzz SEED CASES [linear]      linear: only calls of Linear
+//   kv_fuzz SEED CASES [linear]      linear: only calls of Linear and Experts
 //
 // Case i of seed s is case 0 of seed s + i. If a case fails, its seed and shapes are printed, and the exit code is 1.
 // One case in eight is hostile: NaN and infinite numbers, lengths that do not fit; for these only memory and bits are
 // checked.
 #include <cstdlib>
 
+#include "experts_case.h"
 #include "linear_case.h"
 #include "merge_cache_case.h"
 #include "vote_attention_case.h"
@@ -53,7 +54,7 @@ int main(int count, char** arguments) {
   if (!fuzz::refuses_two_types()) return 1;
   for (uint64_t i = 0; i < cases; ++i)
     if ((!linear && !(fuzz::holds<fuzz::AttentionCase>(seed + i) && fuzz::holds<fuzz::MergeCase>(seed + i))) ||
-        !fuzz::holds<fuzz::LinearCase>(seed + i))
+        !fuzz::holds<fuzz::LinearCase>(seed + i) || !fuzz::holds<fuzz::ExpertsCase>(seed + i))
       return 1;
   printf("%s: %llu cases of each operator\n", kv_cpu_isa(), static_cast<unsigned long long>(cases));
   return 0;

@@ -12,7 +12,8 @@ struct PackedWeight {
   Buffer integers, scale, offset, panels;
   enum { kNone, kZero, kMinimum } kind = kNone;
 
-  PackedWeight(Random& random, int64_t outputs, int64_t inputs, float most)
+  // matrices: panels are of that many matrices [outputs / matrices, inputs], one after another.
+  PackedWeight(Random& random, int64_t outputs, int64_t inputs, float most, int64_t matrices = 1)
       : outputs(outputs),
         inputs(inputs),
         group(inputs),
@@ -32,8 +33,14 @@ struct PackedWeight {
     if (kind == kMinimum) offset = floats(random, groups, 0.1f);
     const KvWeight at_rest = view();
     if (kv_cpu_why_no_panels(&at_rest, inputs) || random.one_in(4)) return;
-    panels = Buffer(random, kv_cpu_panels_bytes(&at_rest, outputs, inputs), 1);
-    kv_cpu_repack(&at_rest, outputs, inputs, panels.data<void>());
+    const int64_t rows = outputs / matrices;
+    if (matrices > 1 && !kv_has_matrices(&at_rest, rows, inputs)) return;
+    const size_t bytes = kv_cpu_panels_bytes(&at_rest, rows, inputs);
+    panels = Buffer(random, static_cast<size_t>(matrices) * bytes, 1);
+    for (int64_t i = 0; i < matrices; ++i) {
+      const KvWeight one = kv_matrix_of(&at_rest, rows, inputs, i);
+      kv_cpu_repack(&one, rows, inputs, panels.data<char>() + static_cast<size_t>(i) * bytes);
+    }
     panels.check_canaries(), in_panels = true;
   }
 

@@ -21,7 +21,9 @@ from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build, read_model
 from kvexport.export.hooks.experts import Layout, expert_modules, experts_form
+from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.ops.experts import ExpertsForm
+from kvexport.validate.weights import load_model
 from tests.support import models
 
 WINDOW = 24
@@ -59,6 +61,39 @@ def test_logits_are_transformers_in_chunks_and_token_by_token(name: str, stored:
         assert np.abs(found - logits).max() <= 1e-5 * np.abs(logits).max()
     nodes = [node.op_type for node in onnx.load(artifact / "decoder.onnx", load_external_data=False).graph.node]
     assert nodes.count("Experts") == 2
+
+
+ROUNDED = [
+    ({"bits": 4, "group": 32}, ["", ".scale"]),
+    ({"bits": 8, "group": 64, "symmetric": False, "inputs": "float"}, ["", ".scale", ".zero"]),
+]
+
+
+@pytest.mark.parametrize(("weights", "parts"), ROUNDED, ids=["int4", "uint8 with zero points"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_rounded_experts_compute_what_their_integers_stand_for(
+    name: str, weights: dict[str, Any], parts: list[str], tmp_path: Path
+) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS[name]())
+    export = {"logits": "all", "prefill_chunk": 32}
+    recipe = models.make_recipe(checkpoint, export=export, limits={"max_length": 160}, weights=weights)
+    artifact = build(recipe, tmp_path / "artifact")
+    ids = models.random_ids(0, 90, 60)
+    model = load_model(read_checkpoint(checkpoint), recipe, "eager")  # with the rounded weights
+    with torch.no_grad():
+        right = [model(torch.from_numpy(row)[None]).logits[0].numpy() for row in ids]
+    for found, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
+        assert np.abs(found - logits).max() <= (1e-5 if "inputs" in weights else 1e-3) * np.abs(logits).max()
+    graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
+    inputs = [x for node in graph.node if node.op_type == "Experts" for x in node.input]
+    down = "model.model.layers.1.mlp.experts.down_proj"
+    assert [x for x in inputs if x.startswith(down) and "bias" not in x] == [down + part for part in parts]
+    stored = {x.name: x for x in graph.initializer}
+    bits = weights["bits"]
+    kinds = {4: onnx.TensorProto.INT4, 8: onnx.TensorProto.UINT8}
+    assert stored[down].data_type == kinds[bits] and len(stored[down].dims) == 3
+    location = {x.key: x.value for x in stored[down].external_data}
+    assert int(location["length"]) == np.prod(stored[down].dims) * bits // 8
 
 
 def test_a_missing_expert_is_named_before_a_weight_is_read(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def make_recipe(
     export: Any = None,
     speculate: Any = None,
     limits: Any = None,
+    weights: Any = None,
 ) -> Recipe:
     return Recipe.model_validate(
         {
@@ -75,6 +76,7 @@ def make_recipe(
             "export": export or {},
             "speculate": speculate or {},
             "limits": limits or {},
+            "weights": weights or {},
         }
     )
 

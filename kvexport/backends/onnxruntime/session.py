@@ -120,8 +120,8 @@ def _with_float_input(model: bytes) -> bytes | None:
     import onnx
 
     proto = onnx.ModelProto.FromString(model)
-    linears = [node for node in proto.graph.node if node.op_type == "Linear"]
-    attributes = [attribute for node in linears for attribute in node.attribute if attribute.name == "float_input"]
+    readers = [node for node in proto.graph.node if node.op_type in ("Linear", "Experts")]
+    attributes = [attribute for node in readers for attribute in node.attribute if attribute.name == "float_input"]
     for attribute in attributes:
         attribute.i = 1
     return proto.SerializeToString() if attributes else None

@@ -6,17 +6,33 @@ form.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 import onnx_ir as ir
 
 from kvexport.export.passes.nodes import is_op
-from kvexport.ops.experts import ExpertsForm
+from kvexport.export.passes.packed import TYPES
+from kvexport.export.weights.computed import component_name
+from kvexport.ops.experts import WEIGHTS, ExpertsForm
+from kvexport.ops.linear import PACKED
 from kvexport.ops.onnx_function import DOMAIN
+from kvexport.ops.packed import PackedFormat
+
+TRACED = ExpertsForm(bias=1).inputs
+"""The inputs of an Experts node in a trace; those that its form does not have are None."""
 
 
-def finish_experts(graph: ir.Graph) -> list[ExpertsForm]:
-    """Name the ONNX function of every Experts node in a graph, and leave out the inputs that the node does not need.
+def finish_experts(
+    graph: ir.Graph, packings: Mapping[str, PackedFormat], *, float_input: bool = False
+) -> list[ExpertsForm]:
+    """Name the function of every Experts node, and give it the inputs of its form.
 
-    A node's form (what its experts compute between their two matrix products) decides on both.
+    Args:
+        graph: The trace.
+        packings: The formats of packed weights, by initializer. Packed weights of experts become initializers without
+            data, one for each tensor of their format.
+        float_input: Whether packed weights are multiplied with inputs that are not rounded.
 
     Returns:
         The forms of the nodes, each once, in the order of their functions' names.
@@ -25,8 +41,7 @@ def finish_experts(graph: ir.Graph) -> list[ExpertsForm]:
     for node in list(graph):
         if not is_op(node, "Experts", DOMAIN):
             continue
-        form = experts_form_of(node)
-        inputs = [value for value in node.inputs if value is not None]
+        form, inputs = _packed(graph, node, packings, float_input=float_input)
         assert len(inputs) == len(form.inputs), f"{node.name} has {len(inputs)} inputs"
         finished = ir.Node(
             DOMAIN, "Experts", inputs, ir.convenience.convert_attributes(form.attributes), overload=form.overload,
@@ -42,5 +57,53 @@ def finish_experts(graph: ir.Graph) -> list[ExpertsForm]:
 
 
 def experts_form_of(node: ir.Node) -> ExpertsForm:
-    """Return the form of an Experts node: what its experts compute between their two matrix products."""
-    return ExpertsForm(**{name: node.attributes[name].value for name in vars(ExpertsForm())})
+    """Return what an Experts node of a trace computes between its products."""
+    return ExpertsForm(**{name: node.attributes[name].value for name in vars(ExpertsForm()) if name in node.attributes})
+
+
+def is_experts_weight(graph: ir.Graph, name: str) -> bool:
+    """Return whether an initializer of this name is read by an Experts node."""
+    value = graph.initializers.get(name)
+    return value is not None and any(is_op(node, "Experts", DOMAIN) for node, _ in value.uses())
+
+
+def _packed(
+    graph: ir.Graph, node: ir.Node, packings: Mapping[str, PackedFormat], *, float_input: bool
+) -> tuple[ExpertsForm, Sequence[ir.Value]]:
+    """Return the form of an Experts node with its packed weights, and its inputs."""
+    form = experts_form_of(node)
+    inputs: list[ir.Value] = []
+    packed, group = [], []
+    for name, value in zip(TRACED, node.inputs, strict=False):
+        if value is None:
+            continue
+        packing = packings.get(str(value.name)) if name in WEIGHTS else None
+        if name in WEIGHTS:
+            packed.append(0 if packing is None else PACKED.index(_suffixes(packing)))
+            group.append(0 if packing is None else packing.group)
+        inputs += [value] if packing is None else _parts(graph, value, packing)
+    if any(packed):
+        form = replace(form, packed=tuple(packed), group=tuple(group), float_input=int(float_input))
+    return form, inputs
+
+
+def _suffixes(packing: PackedFormat) -> tuple[str, ...]:
+    return ("scale",) if packing.offset == "none" else ("scale", packing.offset)
+
+
+def _parts(graph: ir.Graph, value: ir.Value, packing: PackedFormat) -> list[ir.Value]:
+    """Replace an initializer [experts, outputs, inputs] by the tensors of its packed form, without data."""
+    assert value.shape is not None and value.name is not None
+    experts, outputs, inputs = value.shape.numpy()
+    del graph.initializers[value.name]
+    parts = []
+    for part, tensor in packing.tensors(experts * outputs, inputs).items():
+        name = component_name(value.name, part)
+        made = ir.Value(
+            name=name,
+            shape=ir.Shape((experts, outputs, tensor.shape[-1])),
+            type=ir.TensorType(TYPES[tensor.dtype]),
+        )
+        graph.initializers[name] = made
+        parts.append(made)
+    return parts

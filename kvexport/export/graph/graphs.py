@@ -12,7 +12,7 @@ import torch
 from onnx import helper
 
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
-from kvexport.export.graph.experts import finish_experts
+from kvexport.export.graph.experts import finish_experts, is_experts_weight
 from kvexport.export.graph.heads import split_heads
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes import DECODER_PASSES
@@ -90,7 +90,9 @@ def finish_decoder(
     Returns:
         The ONNX model.
     """
-    renamed = put_packed(model, packings, lambda a, b: locations[a] == locations[b])
+    expert_forms = finish_experts(model.graph, packings, float_input=float_input)
+    matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
+    renamed = put_packed(model, matrices, lambda a, b: locations[a] == locations[b])
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
             location = locations[renamed.get(name, name)]
@@ -104,7 +106,6 @@ def finish_decoder(
                 name=name,
                 base_dir=folder,
             )
-    expert_forms = finish_experts(model.graph)
     run_passes(model, DECODER_PASSES)
     split_heads(model.graph, geometry, plan)
     if float_input:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kvexport.errors import UsageError
-from kvexport.ops.experts import ACTIVATIONS, ExpertsForm
+from kvexport.ops.experts import ExpertsForm
+from kvexport.schema.operators import EXPERTS_ACTIVATIONS as ACTIVATIONS
 
 IMPLEMENTATION = "kvexport"
 TOLERANCE = 1e-10  # in float64, of the largest value on the grid

@@ -53,7 +53,7 @@ class ComputedSpec:
 
 def component_name(initializer: str, component: str) -> str:
     """Return the name of one tensor of a packed initializer, such as q_proj.scale for the scale of q_proj.weight."""
-    return initializer if component == "weight" else f"{initializer.removesuffix('weight')}{component}"
+    return initializer if component == "weight" else f"{initializer.removesuffix('.weight')}.{component}"
 
 
 def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:

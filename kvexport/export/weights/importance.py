@@ -62,7 +62,7 @@ def weigh(
             factors = _channels(importance, spec.entry.name, (2, *spec.shape), calibration)
             norm = ScaledNorm(spec.entry, factors)
             return ComputedSpec(spec.name, norm, spec.dtype, spec.shape) if factors else spec
-        if not isinstance(spec.source, Rounded):
+        if spec.source.name not in rounded or not isinstance(spec.source, Rounded):
             return spec
         counted = _checked(importance, spec.source, calibration).tobytes()
         channels = _channels(importance, spec.source.name, spec.source.shape[1:], calibration)
@@ -102,8 +102,11 @@ def as_built(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _rounded(specs: Sequence[Spec]) -> dict[str, Rounded]:
-    """Return the rounded weights among `specs`, by the names of their tensors in the checkpoint."""
-    sources = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
+    """Return the rounded projections by the names of their tensors.
+
+    Experts are left out: a short text sends too few tokens to each of them to measure their inputs.
+    """
+    sources = [spec.source for spec in specs if isinstance(spec, ComputedSpec) and len(spec.shape) == 2]
     return {source.name: source for source in sources if isinstance(source, Rounded)}
 
 

@@ -64,6 +64,12 @@ class Rounded:
         n, k = self.entry.shape
         return n, k
 
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape in an artifact: that of `shape`, or [experts, outputs, inputs] of experts."""
+        whole: tuple[int, ...] = getattr(self.entry, "full_shape", self.entry.shape)
+        return whole
+
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
         """Yield the rounded rows of the weight with their scales and zero points, block by block.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -56,6 +58,10 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rounded = _packed_only(rounded_formats(model, recipe))
     embeddings, layouts, expansions = _embeddings(model), expert_layouts(model), expansion_weights(model)
+
+    def whole(source: Source, name: str) -> Source:
+        return source if name not in rounded else Rounded(source, rounded[name], positive=positive)
+
     specs: list[Spec] = []
     for name, initializer in names.items():
         parameter = parameters[name]
@@ -63,7 +69,10 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
         shape = tuple(parameter.shape)
         if name in assembled and not (name in sources and assembled[name].layout == PLAIN):
             layout = layouts.get(name, PLAIN)
-            specs.append(ComputedSpec(initializer, assembled[name], dtype, layout.artifact_shape(shape)))
+            specs.append(ComputedSpec(initializer, whole(assembled[name], name), dtype, layout.artifact_shape(shape)))
+            continue
+        if name in assembled and name in rounded:
+            specs.append(ComputedSpec(initializer, whole(assembled[name], name), dtype, shape))
             continue
         tensor = sources[name]
         if tensor in checkpoint.computed:
@@ -103,9 +112,11 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
         raise UsageError(f"weights are to be rounded to {packing.label}, and {problem[0]}", problem[1])
     head = model.get_output_embeddings()
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in expert_layouts(model):
+    for name, layout in expert_layouts(model).items():
         if name in parameters and parameters[name].ndim == 3:
-            yield name, "the operator Experts takes no rounded weights"
+            inputs = layout.artifact_shape(tuple(parameters[name].shape))[-1]
+            group = fitting_group(section.group, inputs)
+            yield name, replace(packing, group=group) if group else _no_group(section)
     expansions = expansion_weights(model)
     for prefix, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Embedding) or module.weight is None:
@@ -121,11 +132,15 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
         # Rows of an embedding are picked one by one, and zeros of four bits could begin within a byte.
         zero = not section.symmetric and bits_setting == "same" and module is not head and isinstance(module, nn.Linear)
         if group is None:
-            yield f"{prefix}.weight", f"no group of 16 to {section.group} inputs divides theirs"
+            yield f"{prefix}.weight", _no_group(section)
             continue
         packing = PackedFormat(bits, not zero, group, "zero" if zero else "none")
         problem = _problem(packing, recipe, picked=isinstance(module, nn.Embedding))
         yield f"{prefix}.weight", problem[0] if problem else packing
+
+
+def _no_group(section: WeightsSection) -> str:
+    return f"no group of 16 to {section.group} inputs divides theirs"
 
 
 def _packed_only(formats: Iterable[tuple[str, PackedFormat | str]]) -> dict[str, PackedFormat]:
@@ -148,11 +163,12 @@ def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> i
     """
     if checkpoint is not None:
         return total_bytes(weight_specs(checkpoint, model, recipe))
-    formats = _packed_only(rounded_formats(model, recipe))
+    formats, layouts = _packed_only(rounded_formats(model, recipe)), expert_layouts(model)
     count = 0
     for name, parameter in model.named_parameters():
+        *outputs, inputs = layouts.get(name, PLAIN).artifact_shape(tuple(parameter.shape))
         packing = formats.get(name)
-        count += parameter.nbytes if packing is None else packing.nbytes(*parameter.shape)
+        count += parameter.nbytes if packing is None else packing.nbytes(math.prod(outputs), inputs)
     return count
 
 

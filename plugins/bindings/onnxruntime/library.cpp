@@ -68,6 +68,20 @@ struct LinearKernel : kv::LinearNode {
   }
 };
 
+struct ExpertsKernel : kv::ExpertsNode {
+  static constexpr const char* kProvider = nullptr;
+  ExpertsKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
+      : ExpertsNode(Ort::ConstKernelInfo(info), cache.type, {false, &kPanels}) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvExperts call = this->call(context);
+      kv::require_success("Experts", kv_cpu_experts(&call, runner(context)));
+    });
+  }
+};
+
 // The rank of the kernels that this thread creates from now on.
 thread_local KvRanks current_ranks{};
 
@@ -99,16 +113,16 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
   constexpr auto f32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, f16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                  i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>, kv::AllReduceOp<AllReduceKernel>>(
-      options, base,
-      {{KV_FLOAT32, f32},
-       {KV_FLOAT16, f16},
-       {KV_INT8, i8, i8, KV_FLOAT32, f32},
-       {KV_INT8, i8, i8, KV_FLOAT16, f16},
-       {KV_INT4, u8, u8, KV_FLOAT32, f32},
-       {KV_INT4, u8, u8, KV_FLOAT16, f16},
-       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-       {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
+                                kv::LinearOp<LinearKernel>, kv::ExpertsOp<ExpertsKernel>,
+                                kv::AllReduceOp<AllReduceKernel>>(options, base,
+                                                                  {{KV_FLOAT32, f32},
+                                                                   {KV_FLOAT16, f16},
+                                                                   {KV_INT8, i8, i8, KV_FLOAT32, f32},
+                                                                   {KV_INT8, i8, i8, KV_FLOAT16, f16},
+                                                                   {KV_INT4, u8, u8, KV_FLOAT32, f32},
+                                                                   {KV_INT4, u8, u8, KV_FLOAT16, f16},
+                                                                   {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+                                                                   {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the

@@ -75,6 +75,7 @@ class Attributes {
     }
     return true;
   }
+  const char* op() const { return op_; }
   void require(bool condition, const std::string& message) const {
     kv::require(condition, std::string(op_) + ": " + message);
   }

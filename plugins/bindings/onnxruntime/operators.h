@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "experts.h"
 #include "linear.h"
 #include "merge_cache.h"
 #include "vote_attention.h"
@@ -87,6 +88,28 @@ struct LinearOp : Operator<LinearOp<TKernel>, TKernel> {
   OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t i) const {
     return i < 1 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   }
+};
+
+template <class TKernel>
+struct ExpertsOp : Operator<ExpertsOp<TKernel>, TKernel> {
+  using Base = Operator<ExpertsOp<TKernel>, TKernel>;
+  using Base::Base, Base::cache;
+
+  static bool takes(const CacheType& x) { return x.type == x.query_type; }
+  const char* GetName() const { return "Experts"; }
+  // Input, indices and weights; two weights with scale, offset and bias.
+  size_t GetInputTypeCount() const { return 3 + 2 * 4; }
+  // The kernel checks the types of weights by the node's attributes.
+  ONNXTensorElementDataType GetInputType(size_t i) const {
+    return i == 0   ? cache.element
+           : i == 1 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64
+                    : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  }
+  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
+    return i < 5 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
+  size_t GetOutputTypeCount() const { return 1; }
+  ONNXTensorElementDataType GetOutputType(size_t) const { return cache.element; }
 };
 
 template <class TKernel>

@@ -1,4 +1,4 @@
-// A weight of Linear, packed or not: the inputs of a node, and the memory from which a session reads them.
+// A weight of Linear or Experts, packed or not: the inputs of a node, and the memory from which a session reads them.
 #pragma once
 
 #include "../node/attributes.h"
@@ -72,17 +72,20 @@ struct Streamed {
   }
 };
 
-// A weight [outputs, inputs], followed, if it is packed, by its scale and maybe its zero point or minimum.
+// A weight [outputs, inputs], or [experts, outputs, inputs] of experts, followed, if it is packed, by its scale and
+// maybe its zero point or minimum.
 struct Weight {
   enum Packed { kNot, kScaled, kWithZero, kWithMinimum };
   int packed = kNot, group = 0;
+  int parts = 0;  // of experts: the matrices [outputs / parts, inputs] of each expert; 0: the weight is one matrix
+  std::string op;
   Streamed integers, scale, offset;
   std::shared_ptr<const void> panels;  // of a packed weight that is read in panels: all that the three hold
 
   Weight() = default;
   Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group,
-         const Keeping& keeping)
-      : packed(packed), group(group), integers(info, input, keeping.on_device) {
+         const Keeping& keeping, int parts = 0)
+      : packed(packed), group(group), parts(parts), op(node.op()), integers(info, input, keeping.on_device) {
     read_parts(info, input, node, keeping.on_device);
     if (packed && keeping.panels) repack(*keeping.panels);
     for (Streamed* part : {&integers, &scale, &offset})
@@ -110,17 +113,22 @@ struct Weight {
     if (!integers.initializer || !scale.initializer || (packed != kScaled && !offset.initializer)) return;
     require_groups(integers.shape, scale.shape);
     if (packed != kScaled) require_groups(integers.shape, offset.shape);
-    const int64_t outputs = integers.shape[0], inputs = integers.shape[1];
+    const int64_t count = parts ? integers.shape[0] * parts : 1, inputs = integers.shape.back();
+    const int64_t outputs = parts ? integers.shape[1] / parts : integers.shape[0];
     const KvWeight at_rest = view(integers.initializer, scale.initializer, offset.initializer);
-    if (outputs < 1 || inputs < 1 || functions.why_not(&at_rest, inputs)) return;
-    const size_t bytes = functions.bytes(&at_rest, outputs, inputs);
+    if (count < 1 || outputs < 1 || inputs < 1 || functions.why_not(&at_rest, inputs)) return;
+    if (parts && (integers.shape[1] % parts || !kv_has_matrices(&at_rest, outputs, inputs))) return;
+    const size_t one = functions.bytes(&at_rest, outputs, inputs), bytes = static_cast<size_t>(count) * one;
     std::shared_ptr<void> memory = huge_memory(bytes);
     if (!memory) memory.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
     require(memory != nullptr, [&] {
-      return "Linear: there is no memory for a packed weight of " + std::to_string(bytes) +
+      return op + ": there is no memory for a packed weight of " + std::to_string(bytes) +
              " bytes, which is laid out for this processor when it is loaded; free memory, or load a smaller model";
     });
-    functions.repack(&at_rest, outputs, inputs, memory.get());
+    for (int64_t i = 0; i < count; ++i) {
+      const KvWeight matrix = kv_matrix_of(&at_rest, outputs, inputs, i);
+      functions.repack(&matrix, outputs, inputs, static_cast<char*>(memory.get()) + static_cast<size_t>(i) * one);
+    }
     for (Streamed* part : {&integers, &scale, &offset})
       if (part->initializer) give_up(part->initializer, part->bytes);
     panels = memory;
@@ -184,9 +192,11 @@ struct Weight {
   }
   // Throws if `groups`, the shape of a scale, zero point or minimum, is not [outputs, inputs / group] of the weight.
   void require_groups(const Shape& weight, const Shape& groups) const {
-    const bool divides = weight.size() == 2 && (weight[1] < 0 || weight[1] % group == 0);
-    require(divides && fits(groups, {weight[0], weight[1] < 0 ? -1 : weight[1] / group}), [&] {
-      return "Linear: a weight " + text(weight) + " in groups of " + std::to_string(group) +
+    Shape expected = weight;
+    const bool divides = weight.size() == (parts ? 3 : 2) && (weight.back() < 0 || weight.back() % group == 0);
+    if (divides && weight.back() >= 0) expected.back() /= group;
+    require(divides && fits(groups, expected), [&] {
+      return op + ": a weight " + text(weight) + " in groups of " + std::to_string(group) +
              " does not fit a scale, zero point or minimum " + text(groups);
     });
   }

@@ -1,0 +1,59 @@
+// The arguments of Experts: the chosen experts of every token, computed and summed (docs/reference/contract.md,
+// section 3).
+#pragma once
+
+#include "linear.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// The function of the gate, or of the only rows where experts have no gate.
+enum { KV_EXPERTS_SILU = 0, KV_EXPERTS_GELU, KV_EXPERTS_GELU_TANH, KV_EXPERTS_RELU, KV_EXPERTS_RELU_SQUARED };
+
+// For each token t and each of its chosen experts e, in float32:
+//
+//   first = W_first[e] x + b_first[e]        with a gate: `inner` rows of the gate, then `inner` rows of the ups
+//   z     = activation(gate) (up + up_offset), gates clamped to at most `limit`, ups to [-limit, limit]; or
+//           activation(first) without a gate
+//   y    += weight[t, e] (W_down[e] z + b_down[e]), in the order of the experts' numbers
+//
+// A packed weight is of all experts' rows, one after another. In panels (KV_PANELS) each of its matrices has panels of
+// its own, one matrix after another: [inner, hidden] of the gate and of the ups for each expert, and [hidden, inner].
+typedef struct KvExperts {
+  int type;          // float32 or float16: input, output, biases, and weights that are not packed
+  int weights_type;  // float32 or float16: the factors of the chosen experts
+  int float_input;   // as KvLinear has it
+  int activation, gate;
+  float slope, limit, up_offset;  // silu(x) = x sigmoid(slope x); limit 0: nothing is clamped
+  int64_t tokens, hidden, inner, experts, chosen;
+  const void* input;       // [tokens, hidden]
+  const int64_t* indices;  // [tokens, chosen]; a number that is no expert's is skipped
+  const void* weights;     // [tokens, chosen]
+  KvWeight first;          // [experts, inner or 2 inner, hidden]
+  const void* first_bias;  // [experts, inner or 2 inner], or nullptr
+  KvWeight down;           // [experts, hidden, inner]
+  const void* down_bias;   // [experts, hidden], or nullptr
+  void* output;            // [tokens, hidden]
+} KvExperts;
+
+// Returns whether every matrix [outputs, inputs] of a packed weight at rest begins with a whole byte.
+static inline int kv_has_matrices(const KvWeight* weight, int64_t outputs, int64_t inputs) {
+  return weight->bits == 8 || !weight->zero || outputs * (inputs / weight->group) % 2 == 0;
+}
+
+// Returns matrix i of a packed weight at rest that has several matrices [outputs, inputs], one after another.
+static inline KvWeight kv_matrix_of(const KvWeight* weight, int64_t outputs, int64_t inputs, int64_t i) {
+  const int64_t groups = i * outputs * (inputs / weight->group);
+  KvWeight one = *weight;
+  one.data = (const char*)weight->data + i * outputs * inputs * weight->bits / 8;
+  one.scale = (const char*)weight->scale + groups * (weight->scale_type == KV_FLOAT32 ? 4 : 2);
+  if (weight->zero) one.zero = (const char*)weight->zero + groups * weight->bits / 8;
+  if (weight->minimum)
+    one.minimum = (const char*)weight->minimum + groups * (weight->minimum_type == KV_FLOAT32 ? 4 : 2);
+  return one;
+}
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,77 @@
+"""Experts in plain numpy, token by token in float64: the oracle of tests/conformance/test_experts.py.
+
+It shares no code with kvexport.ops.experts, on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+ERF = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def integers(stored: Array, kind: str, shape: tuple[int, ...]) -> Array:
+    """The whole numbers of a packed tensor: `stored` are bytes, of 4 bits two in each, the first in the low half."""
+    if kind.endswith("8"):
+        return stored.view(kind).reshape(shape).astype(np.float64)
+    flat = stored.reshape(-1)
+    both = np.stack([flat % 16, flat // 16], 1).reshape(-1)[: math.prod(shape)].astype(np.float64)
+    return np.where((both > 7) & (kind == "int4"), both - 16, both).reshape(shape)
+
+
+def dequantized(numbers: Array, scale: Array, zero: Array | None, minimum: Array | None) -> Array:
+    """(numbers - zero) scale, or numbers scale + minimum, of [experts, outputs, inputs] in groups."""
+    experts, outputs, inputs = numbers.shape
+    groups = numbers.reshape(experts, outputs, scale.shape[2], -1)
+    if zero is not None:
+        groups = groups - zero[..., None]
+    values = groups * scale.astype(np.float64)[..., None]
+    if minimum is not None:
+        values = values + minimum.astype(np.float64)[..., None]
+    return values.reshape(experts, outputs, inputs)
+
+
+def activation(kind: str, x: Array, slope: float) -> Array:
+    """The function of the gate."""
+    if kind == "silu":
+        return x / (1 + np.exp(-slope * x))
+    if kind == "gelu":
+        return x * 0.5 * (1 + ERF(x / math.sqrt(2)))
+    if kind == "gelu_tanh":
+        return x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    positive = np.where(x > 0, x, 0)
+    return positive**2 if kind == "relu_squared" else positive
+
+
+def experts(attributes: Mapping[str, Any], tensors: Mapping[str, Array]) -> Array:
+    """The output [tokens, hidden]. Weights are floats [experts, outputs, inputs]; a number that is no expert's counts
+    for nothing."""
+    down = tensors["down"]
+    output = np.zeros_like(tensors["input"], np.float64)
+    for t, x in enumerate(tensors["input"].astype(np.float64)):
+        for e, factor in sorted(zip(tensors["indices"][t].tolist(), tensors["weights"][t].tolist(), strict=True)):
+            if not 0 <= e < len(down):
+                continue
+            first = tensors["first"][e] @ x
+            if attributes["bias"]:
+                first = first + tensors["first_bias"][e]
+            if attributes["gate"]:
+                half = len(first) // 2
+                gate, up = first[:half], first[half:]
+                if attributes["limit"]:
+                    limit = attributes["limit"]
+                    gate, up = np.minimum(gate, limit), np.maximum(np.minimum(up, limit), -limit)
+                inner = activation(attributes["activation"], gate, attributes["slope"]) * (up + attributes["up_offset"])
+            else:
+                inner = activation(attributes["activation"], first, attributes["slope"])
+            product = down[e] @ inner
+            if attributes["bias"]:
+                product = product + tensors["down_bias"][e]
+            output[t] += factor * product
+    return output

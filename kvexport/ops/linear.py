@@ -222,9 +222,9 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int) -> tu
             f"{weight}_last = Constant <value_ints = [-1]> ()",
             f"{weight}_minima = Unsqueeze ({minimum}, {weight}_last)",
             f"{weight}_least = Cast <to = 1> ({weight}_minima)",
-            f"{weight}_sum = Add ({weight}_groups, {weight}_least)",
+            f"{weight}_above_least = Add ({weight}_groups, {weight}_least)",
             f"{weight}_flat = Constant <value_ints = [{kept}, -1]> ()",
-            f"{weight}_float_sum = Reshape ({weight}_sum, {weight}_flat)",
+            f"{weight}_float_sum = Reshape ({weight}_above_least, {weight}_flat)",
         ]
     result = f"{weight}_float_sum" if minimum else f"{weight}_float"
     return [*lines, f"{weight}_cast = CastLike ({result}, input)"], f"{weight}_cast"

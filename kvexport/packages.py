@@ -38,6 +38,7 @@ class Package:
         minimum: The oldest version that works.
         extra: The extra of kvexport that requires it; "run" if kvexport itself requires it.
         purpose: What kvexport uses it for.
+        needs_gpu: Whether only a machine with an NVIDIA GPU can use it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Package:
     minimum: str
     extra: str
     purpose: str
+    needs_gpu: bool = False
 
     @property
     def install(self) -> str:

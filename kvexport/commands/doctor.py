@@ -113,7 +113,7 @@ class Diagnosis:
         table = Table(
             "Packages",
             ("package", "version", "for", "what it does", "to mend"),
-            [_package_row(p) for p in self.packages],
+            [_package_row(p, self.gpu_problem) for p in self.packages],
         )
         verbs = {verb: "works" if not lacks else f"lacks {', '.join(lacks)}" for verb, lacks in self.verbs.items()}
         return [KeyValues("Machine", machine), table, KeyValues("Verbs", verbs), Paragraph(self.verdict)]
@@ -156,12 +156,14 @@ def diagnose() -> Diagnosis:
     return Diagnosis(states, verbs, diagnoses, _system(), gpus, gpu_problem)
 
 
-def _package_row(state: PackageState) -> tuple[str, str, str, str, str]:
+def _package_row(state: PackageState, gpu_problem: str) -> tuple[str, str, str, str, str]:
     package = state.package
     if not state.problem:
         return package.name, state.version or "", package.extra, package.purpose, ""
     shown = "missing" if state.version is None else f"{state.version}: {state.problem}"
-    return package.name, shown, package.extra, package.purpose, package.install
+    useless = package.needs_gpu and gpu_problem and state.version is None
+    fix = "nothing: without a GPU use --device cpu" if useless else package.install
+    return package.name, shown, package.extra, package.purpose, fix
 
 
 def _with_problem(state: PackageState, problem: str) -> PackageState:
@@ -221,7 +223,7 @@ def _read(path: Path) -> str:
 def _gpus() -> tuple[list[str], str]:
     program = shutil.which("nvidia-smi")
     if program is None:
-        return [], "nvidia-smi is not there"
+        return [], "nvidia-smi is not installed, which comes with the NVIDIA driver: use --device cpu"
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)

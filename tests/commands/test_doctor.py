@@ -10,11 +10,13 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import onnxruntime
 import pytest
 from typer.testing import CliRunner
 
 from kvexport import paths
 from kvexport.backends import packages
+from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime.backend import Native, _pages_row
 from kvexport.backends.tensorrt import plugin
 from kvexport.commands.app import app
@@ -37,6 +39,18 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     monkeypatch.setattr(metadata, "version", lookup)
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
+
+
+def without_gpu_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if onnxruntime-gpu were not installed. Its module is that of onnxruntime, so it stays."""
+    version = metadata.version
+
+    def lookup(name: str) -> str:
+        if name == "onnxruntime-gpu":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", lookup)
 
 
 def test_the_packages_are_those_of_the_project_with_the_same_oldest_versions() -> None:
@@ -154,6 +168,25 @@ def test_a_failed_import_names_the_line_that_installs() -> None:
     assert (
         missing_package(ModuleNotFoundError("gone", name="tensorrt"), known).fix == "pip install 'kvexport[tensorrt]'"
     )
+
+
+def test_without_a_driver_nothing_for_gpus_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "driver_problem", lambda: "there is no NVIDIA driver")
+    monkeypatch.setattr("kvexport.commands.doctor.shutil.which", lambda program: None)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    without_gpu_package(monkeypatch)
+    shown = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"}).stdout
+    assert "there is no NVIDIA driver" in shown and "--device cpu" in shown
+    assert "onnxruntime-gpu" in shown and "kvexport[gpu]" not in shown and "install --force-reinstall" not in shown
+
+
+def test_with_a_driver_the_packages_for_gpus_are_advised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    without_gpu_package(monkeypatch)
+    assert "pip install 'kvexport[gpu]'" in CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"}).stdout
 
 
 def test_nvidia_smi_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

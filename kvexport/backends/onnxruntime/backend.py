@@ -52,7 +52,7 @@ class OnnxRuntime(Backend):
     name = "onnxruntime"
     packages = (
         Package("onnxruntime", "onnxruntime", "1.22", "run", "runs an artifact's graphs"),
-        Package("onnxruntime-gpu", "onnxruntime", "1.22", "gpu", "ONNX Runtime on a GPU"),
+        Package("onnxruntime-gpu", "onnxruntime", "1.22", "gpu", "ONNX Runtime on a GPU", needs_gpu=True),
     )
     devices = tuple(devices.PROVIDERS)
 
@@ -186,7 +186,7 @@ def _providers() -> tuple[list[str], str]:
 
 def _native(device: str) -> Native:
     if lacks := devices.problems(device) if device != "cpu" else []:
-        return Native("", "; ".join(problem for problem, _ in lacks), lacks[0][1])
+        return Native("", "; ".join(problem for problem, _ in lacks), devices.fix_of(device, lacks))
     path = native.library(device)
     if path is None:
         return Native("", *native.why_no_library(device))

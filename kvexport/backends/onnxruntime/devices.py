@@ -32,9 +32,18 @@ def require_device(device: str) -> None:
     """
     reasons = problems(device)
     if reasons:
-        # No package helps on a machine without a driver.
-        fix = f"--device cpu, or {A_GPU}" if device == "cuda" and driver_problem() else reasons[0][1]
-        raise EnvironmentProblem(f"nothing can run on {device} here: {'; '.join(text for text, _ in reasons)}", fix)
+        problem = f"nothing can run on {device} here: {'; '.join(text for text, _ in reasons)}"
+        raise EnvironmentProblem(problem, fix_of(device, reasons))
+
+
+def fix_of(device: str, reasons: list[tuple[str, str]]) -> str:
+    """Return the line that fixes the problems of a device. No package helps on a machine without a driver.
+
+    Args:
+        device: The device: cpu or cuda.
+        reasons: Its problems, at least one, as (reason, fix) pairs.
+    """
+    return f"--device cpu, or {A_GPU}" if device == "cuda" and driver_problem() else reasons[0][1]
 
 
 def problems(device: str) -> list[tuple[str, str]]:

@@ -22,8 +22,10 @@ class TensorRT(Backend):
 
     name = "tensorrt"
     packages = (
-        Package("tensorrt", "tensorrt", "11", "tensorrt", "TensorRT engines"),
-        Package("cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines"),
+        Package("tensorrt", "tensorrt", "11", "tensorrt", "TensorRT engines", needs_gpu=True),
+        Package(
+            "cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines", needs_gpu=True
+        ),
     )
     prepared = frozenset({"decoder.plan", "merge.plan", "top_logits.plan", "tensorrt.log"})
     positive_scales = True

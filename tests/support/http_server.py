@@ -63,9 +63,10 @@ class Running:
         connections: Its open connections.
     """
 
-    def __init__(self, url: str, service: Any, server: Any) -> None:
+    def __init__(self, url: str, service: Any = None, server: Any = None) -> None:
+        """Describe a server. One in another process has only its address."""
         self.url, self.service, self.server = url, service, server
-        self.connections: Connections = server.server_state.connections
+        self.connections: Connections = server.server_state.connections if server is not None else Connections()
 
     def on_engine(self, function: Callable[[], T]) -> T:
         """Return the result of a call in the thread that steps the engine."""

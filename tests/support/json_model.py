@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import string
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kvexport.language.chat import ChatTemplate
 from kvexport.language.grammar import Grammars
 from kvexport.language.tokenizer import Tokenizer
 from tests.support.http_server import engine_of
+from tests.support.tiny_model import RECIPE
 
 ALPHABET = string.ascii_lowercase + string.digits + ' .,:;{}[]"<>/_-\\\n()=' + "AUSTN"
 # Calls as Hermes and Qwen write them.
@@ -23,15 +25,40 @@ TEMPLATE = (
 )
 
 
-def json_engine(artifact: Path) -> Engine:
-    """An engine of its own."""
-    engine = engine_of(artifact)
+def json_tokenizer() -> tokenizers.Tokenizer:
+    """Return a tokenizer with one token for each character of ALPHABET."""
     inner = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({character: i for i, character in enumerate(ALPHABET)}, unk_token=".")
     )
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     inner.decoder = tokenizers.decoders.Fuse()
-    engine.tokenizer = Tokenizer(inner)
+    return inner
+
+
+def make_tool_artifact(checkpoint: Path, folder: Path) -> Path:
+    """Build an artifact whose own tokenizer and chat template take tools.
+
+    Args:
+        checkpoint: The tiny checkpoint, of which the weights are taken.
+        folder: An empty folder, for a checkpoint and its artifact.
+
+    Returns:
+        The folder of the artifact.
+    """
+    import kvexport
+    from kvexport.recipe.fields import Recipe
+
+    shutil.copytree(checkpoint, folder / "checkpoint")
+    json_tokenizer().save(str(folder / "checkpoint" / "tokenizer.json"))
+    (folder / "checkpoint" / "chat_template.jinja").write_text(TEMPLATE)
+    recipe = {**RECIPE, "model": {"path": str(folder / "checkpoint")}}
+    return kvexport.build(Recipe.model_validate(recipe), folder / "artifact")
+
+
+def json_engine(artifact: Path) -> Engine:
+    """An engine of its own."""
+    engine = engine_of(artifact)
+    engine.tokenizer = Tokenizer(json_tokenizer())
     engine.grammars = Grammars(engine.tokenizer, engine.vocabulary)
     engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, "the test")
     return engine

@@ -100,6 +100,6 @@ def recipes_methods(as_json: JsonOption = False) -> None:
 
 def _value_at(data: dict[str, Any], dotted: str) -> Any:
     value: Any = data
-    for part in dotted.split("."):
-        value = value[part]
+    for key in dotted.split("."):
+        value = value[key]
     return value

@@ -93,10 +93,10 @@ def validate_backends(
         return _compare(artifact, backend, progress, checkpoint=checkpoint, **settings)
     require_packages()
     total = load_manifest(artifact).model.layers
-    with first_layers(artifact, layers, checkpoint, progress) as held:
-        name = backend or load_manifest(held).recipe.backend.name
-        lacks = _prepare(held, name, progress)
-        results, missing = _compare(held, backend, progress, **settings)
+    with first_layers(artifact, layers, checkpoint, progress) as shortened:
+        name = backend or load_manifest(shortened).recipe.backend.name
+        lacks = _prepare(shortened, name, progress)
+        results, missing = _compare(shortened, backend, progress, **settings)
     shown = [replace(result, artifact=str(artifact), layers=(layers, total)) for result in results]
     return shown, {**missing, **lacks}
 
@@ -118,7 +118,7 @@ def _compare(
     return results, missing
 
 
-def _prepare(held: Path, backend: str, progress: Show) -> dict[str, str]:
+def _prepare(shortened: Path, backend: str, progress: Show) -> dict[str, str]:
     """Build what the wanted backends need (such as TensorRT engines) for an artifact that has only ONNX graphs.
 
     Returns:
@@ -132,7 +132,7 @@ def _prepare(held: Path, backend: str, progress: Show) -> dict[str, str]:
         if not candidate.prepared:
             continue
         try:
-            rebuild(held, overrides=[f"backend.name={candidate.name}"], progress=progress)
+            rebuild(shortened, overrides=[f"backend.name={candidate.name}"], progress=progress)
         except EnvironmentProblem as error:
             if backend != "all":
                 raise

@@ -36,8 +36,8 @@ def with_merge(decoder: onnx.ModelProto, merge: onnx.ModelProto | None, plan: Ca
     for node in merge.graph.node:  # nothing but MergeCache nodes: no names of their own beside those of the state
         node.input[:] = [appended[name] for name in node.input]
         decoder.graph.node.append(node)
-    there = {(function.domain, function.name, function.overload) for function in decoder.functions}
-    decoder.functions.extend(f for f in merge.functions if (f.domain, f.name, f.overload) not in there)
+    known = {(function.domain, function.name, function.overload) for function in decoder.functions}
+    decoder.functions.extend(f for f in merge.functions if (f.domain, f.name, f.overload) not in known)
     return decoder
 
 

@@ -31,44 +31,46 @@ class TritonPythonModel:
         """Load the artifact next to model.py into an engine, and start the only thread that calls the engine."""
         self._backend: Any = importlib.import_module("triton_python_backend_utils")  # there is one in Triton alone
         self._engine: Engine = load(Path(args["model_repository"]) / args["model_version"] / "artifact")
-        self._came: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvexport", daemon=True)
         self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
         """Queue requests of Triton for the engine. The engine's thread sends their responses."""
         for request in requests:
-            self._came.put(request)
+            self._arrived.put(request)
 
     def finalize(self) -> None:
         """Wait for the running requests, then end the engine's thread."""
-        self._came.put(None)
+        self._arrived.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         running: list[tuple[Request, Any, int]] = []  # with its sender, and how many tokens went out
         ends = False
         while running or not ends:
-            while not ends and not (running and self._came.empty()):
-                if (came := self._came.get()) is None:
+            while not ends and not (running and self._arrived.empty()):
+                if (triton_request := self._arrived.get()) is None:
                     ends = True
-                elif (begun := self._begin(came)) is not None:
-                    running.append((*begun, 0))
+                elif (started := self._begin(triton_request)) is not None:
+                    running.append((*started, 0))
             if running:
                 self._step(running)
 
-    def _begin(self, came: Any) -> tuple[Request, Any] | None:
-        sender = came.get_response_sender()
+    def _begin(self, triton_request: Any) -> tuple[Request, Any] | None:
+        sender = triton_request.get_response_sender()
         try:
-            request = Request(*_prompt_and_settings(self._engine, self._inputs(came)))
+            request = Request(*_prompt_and_settings(self._engine, self._inputs(triton_request)))
             self._engine.add(request)
             return request, sender
         except Exception as error:
             self._fail(sender, error)
             return None
 
-    def _inputs(self, came: Any) -> dict[str, Any]:
-        tensors = (self._backend.get_input_tensor_by_name(came, n) for n in ("text_input", "input_ids", "settings"))
+    def _inputs(self, triton_request: Any) -> dict[str, Any]:
+        tensors = (
+            self._backend.get_input_tensor_by_name(triton_request, n) for n in ("text_input", "input_ids", "settings")
+        )
         return {tensor.name(): tensor.as_numpy() for tensor in tensors if tensor is not None}
 
     def _step(self, running: list[tuple[Request, Any, int]]) -> None:

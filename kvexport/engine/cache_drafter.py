@@ -121,19 +121,19 @@ class CacheDrafter:
         lane, length = request.lane, lanes.length[request.lane]
         full, own = lanes.view(lane), self._selected.view(lane)
         assert full is not None
-        held, layers = self._copied.get(lane), range(len(self._plan.caches))
-        new = length - held.length if held is not None and held.request is request else -1
-        if held is None or new < 0 or held.since + new > self._settings.rebuild:
-            held, new = _Copied(request, length, [0] * len(layers)), 0
+        copied, layers = self._copied.get(lane), range(len(self._plan.caches))
+        new = length - copied.length if copied is not None and copied.request is request else -1
+        if copied is None or new < 0 or copied.since + new > self._settings.rebuild:
+            copied, new = _Copied(request, length, [0] * len(layers)), 0
             scores = [full[f"past_key_values.{i}.score"][:, 0] if self._selected.scored else None for i in layers]
             selected = [self._selected.select(i, scores[i], self._used(i, full, length)) for i in layers]
         else:
             selected = [np.arange(new)[None] + (self._used(i, full, length) - new) for i in layers]
         for i in layers:
-            self._selected.copy(i, full, own, self._slots(i, full, selected[i]), held.used[i])
-            held.used[i] += selected[i].shape[1]
-        held.length, held.since = length, held.since + new
-        self._copied[lane] = held
+            self._selected.copy(i, full, own, self._slots(i, full, selected[i]), copied.used[i])
+            copied.used[i] += selected[i].shape[1]
+        copied.length, copied.since = length, copied.since + new
+        self._copied[lane] = copied
         self._selected.state.write(lane, {}, length)
 
     def _used(self, i: int, full: Mapping[str, NDArray[Any]], length: int) -> int:
@@ -148,8 +148,8 @@ class CacheDrafter:
         """
         if not self._full.caches[i].merges:
             return entries
-        held = full[f"past_key_values.{i}.position"][:, : self._used(i, full, 0)]
-        slots: Slots = np.take(np.argsort(held, axis=1, kind="stable"), entries[0], axis=1, mode="clip")
+        positions = full[f"past_key_values.{i}.position"][:, : self._used(i, full, 0)]
+        slots: Slots = np.take(np.argsort(positions, axis=1, kind="stable"), entries[0], axis=1, mode="clip")
         return slots
 
 

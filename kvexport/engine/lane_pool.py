@@ -39,12 +39,12 @@ class LanePool:
 
     def make(self, needed: int, *, others: bool) -> None:
         """Grow the pool to at least `needed` lanes. `others` tells whether requests hold some lanes already."""
-        there = 0 if self._lanes is None else self._lanes.count
-        if needed > there and not others:
+        present = 0 if self._lanes is None else self._lanes.count
+        if needed > present and not others:
             self._lanes, self._used = None, {}  # frees the old state before the new one is made
             self._lanes = self._new(needed)
-        elif needed > there:
-            count = min(max(needed, 2 * there), self._most)
+        elif needed > present:
+            count = min(max(needed, 2 * present), self._most)
             self.lanes.grow(self.state.grown(count), count)
 
     def drop(self) -> None:

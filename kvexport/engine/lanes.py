@@ -126,13 +126,13 @@ class Lanes:
     def _count(self, lanes: Iterable[int], added: int = 0) -> None:
         """Recount the used slots of lanes after a merge; `added` tokens have been appended since."""
         for lane in lanes:
-            held = self._held[lane]
+            occupied = self._held[lane]
             self._added[lane] = added
             # Positions are int32, and kernels add up to a capacity to them. A sequence ends before they overflow.
             left = MOST - int(self._capacity.max()) - (self.length[lane] - added)
-            self._room[lane] = min(int((self._capacity - held).min()), left)
+            self._room[lane] = min(int((self._capacity - occupied).min()), left)
             self._spare[lane] = (
-                int((self._budget - held)[self._merges].min()) if self._merges.any() else self._room[lane]
+                int((self._budget - occupied)[self._merges].min()) if self._merges.any() else self._room[lane]
             )
 
     def grow(self, state: LaneState, count: int) -> None:
@@ -292,6 +292,6 @@ class Lanes:
             first, last = lanes[0], lanes[-1] + 1
             self.state.merge(first, last)
             self.merges += len(lanes)
-            held = self._held[first:last] + np.array(self._added[first:last])[:, None]
-            self._held[first:last] = np.where(self._merges, np.minimum(held, self._budget), held)
+            occupied = self._held[first:last] + np.array(self._added[first:last])[:, None]
+            self._held[first:last] = np.where(self._merges, np.minimum(occupied, self._budget), occupied)
             self._count(lanes)

@@ -108,8 +108,8 @@ class Scheduler:
         if None in self.lanes or not self.waiting:
             return None
         first = next((request for request in self.waiting if self._may_begin(request, [*self._prefilling])), None)
-        held = [request for request in self.running() if request.prompt_end is None]
-        last = max(held, key=lambda request: (request.priority, request.id), default=None)
+        candidates = [request for request in self.running() if request.prompt_end is None]
+        last = max(candidates, key=lambda request: (request.priority, request.id), default=None)
         return last if first is not None and last is not None and first.priority < last.priority else None
 
     def next(self) -> Schedule:

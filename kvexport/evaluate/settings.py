@@ -45,14 +45,14 @@ def parse_budgets(text: str) -> list[float]:
         UsageError: The text is not a list of budgets.
     """
     budgets = []
-    for part in text.split(","):
-        top, slash, bottom = part.strip().partition("/")
+    for word in text.split(","):
+        top, slash, bottom = word.strip().partition("/")
         try:
             value = float(top) / float(bottom) if slash else float(top)
         except (ValueError, ZeroDivisionError):
             value = -1.0
         if not 0 < value <= MOST or (slash and value > 1) or (value > 1 and value != int(value)):
-            raise UsageError(f"{part.strip()!r} is no budget", "--budgets 1/8,1/4,64: shares of the length, or slots")
+            raise UsageError(f"{word.strip()!r} is no budget", "--budgets 1/8,1/4,64: shares of the length, or slots")
         budgets.append(value)
     return sorted(set(budgets))
 

@@ -194,11 +194,11 @@ def run_items(engine: Engine, items: Sequence[Item], batch: int) -> list[float]:
     """
     scores: list[float] = []
     for start in range(0, len(items), batch):
-        part = items[start : start + batch]
-        new = max(item.max_new_tokens for item in part)
-        prompts = [_fit(engine, item, engine.max_length - new) for item in part]
+        batch_items = items[start : start + batch]
+        new = max(item.max_new_tokens for item in batch_items)
+        prompts = [_fit(engine, item, engine.max_length - new) for item in batch_items]
         completions = engine.generate(prompts, max_new_tokens=new, do_sample=False)
-        for item, completion in zip(part, completions, strict=True):
+        for item, completion in zip(batch_items, completions, strict=True):
             assert engine.tokenizer is not None
             text = engine.tokenizer.decode(completion.token_ids[: item.max_new_tokens])
             for stop in item.stops:

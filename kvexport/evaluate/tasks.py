@@ -220,8 +220,8 @@ def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> t
     ids: Ids = []
     counted: list[int] = []
     while len(ids) < count:
-        part, positions = language.text(np.random.default_rng([seed, len(ids)]), piece)
+        piece_ids, positions = language.text(np.random.default_rng([seed, len(ids)]), piece)
         skip = len(language.start) if ids else 0
         counted += [len(ids) - skip + p for p in positions if p >= skip]
-        ids += part[skip:]
+        ids += piece_ids[skip:]
     return ids[:count], [p for p in counted if p < count - 1]

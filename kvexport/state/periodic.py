@@ -242,13 +242,15 @@ class PeriodicState(ModelState):
             for tensor in self._selected.plan.caches[i].state:
                 if tensor.name in ENTRY or tensor.name == "votes":
                     continue
-                there, here = full[tensor.past(i)], own[tensor.past(i)]
+                full_tensor, selected_tensor = full[tensor.past(i)], own[tensor.past(i)]
                 if tensor.slot_axis is None:
-                    (there if to_full else here)[...] = here if to_full else there
+                    (full_tensor if to_full else selected_tensor)[...] = selected_tensor if to_full else full_tensor
                     continue
-                for head in range(len(there)):
+                for head in range(len(full_tensor)):
                     selected = slots[head % len(slots)]
-                    of_full, of_selected = (np.moveaxis(x[head], tensor.slot_axis - 2, 0) for x in (there, here))
+                    of_full, of_selected = (
+                        np.moveaxis(x[head], tensor.slot_axis - 2, 0) for x in (full_tensor, selected_tensor)
+                    )
                     if to_full:
                         of_full[selected] = of_selected[: len(selected)]
                     else:

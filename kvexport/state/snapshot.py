@@ -70,7 +70,7 @@ class Origin:
         ]
         if (periodic := manifest.recipe.cache.periodic).slots is not None:
             contract.append([periodic.slots, periodic.every, periodic.delay])
-        return cls(*(_digest_of(part) for part in ([manifest.model.fingerprint, weights], recipe, contract)))
+        return cls(*(_digest_of(content) for content in ([manifest.model.fingerprint, weights], recipe, contract)))
 
     def check(self, origin: Origin) -> None:
         """Check that a snapshot comes from the same model, recipe and contract.

@@ -122,9 +122,9 @@ def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference 
     if not (over := difference > allowed).any():
         return None
     size = np.where(over, difference / np.maximum(allowed, 1e-300), 0.0)
-    at = np.unravel_index(int(size.argmax()), size.shape)
-    head = int(at[1]) if len(at) > 2 else None
-    return Difference(tensor, float(difference[at]), float(allowed[at]), int(at[0]), head, int(at[-1]))
+    index = np.unravel_index(int(size.argmax()), size.shape)
+    head = int(index[1]) if len(index) > 2 else None
+    return Difference(tensor, float(difference[index]), float(allowed[index]), int(index[0]), head, int(index[-1]))
 
 
 def named_state(layer: LayerCache, state: Sequence[Array]) -> dict[str, Array]:

@@ -85,8 +85,8 @@ class Comparison:
         for lane, own, expected in self.independent.append(*call, prefill=prefill, unread=unread):
             tolerances = (self.whole, self.merge_tolerance)
             for i, d in self.independent.unexplained(own, expected, self.reference.merge, *tolerances):
-                at = (d.tensor, d.difference, d.allowed, lane, d.head, d.slot)
-                self.result.note(Mismatch(len(self.result.steps) - 1, "independent run", i, *at))
+                fields = (d.tensor, d.difference, d.allowed, lane, d.head, d.slot)
+                self.result.note(Mismatch(len(self.result.steps) - 1, "independent run", i, *fields))
 
     def finish(self) -> None:
         """Compute figures that need the whole run: the KL divergence of the independent run, and rounding errors."""
@@ -144,8 +144,8 @@ class Comparison:
             if flip.right:
                 result.flips.append({**asdict(flip), "lane": lane, "step": step})
             else:
-                at = (flip.layer, flip.tensor, flip.difference, flip.allowed, lane, flip.head, flip.slot)
-                result.note(Mismatch(step, "merge", *at))
+                fields = (flip.layer, flip.tensor, flip.difference, flip.allowed, lane, flip.head, flip.slot)
+                result.note(Mismatch(step, "merge", *fields))
         largest: dict[str, float] = {}
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
@@ -209,8 +209,8 @@ class Comparison:
     def _note(self, phase: str, layer: int | None, differences: list[Difference | None]) -> None:
         for d in differences:
             if d is not None:
-                at = (d.tensor, d.difference, d.allowed, d.lane, d.head, d.slot)
-                self.result.note(Mismatch(len(self.result.steps), phase, layer, *at))
+                fields = (d.tensor, d.difference, d.allowed, d.lane, d.head, d.slot)
+                self.result.note(Mismatch(len(self.result.steps), phase, layer, *fields))
 
     def _largest(
         self, i: int, outputs: Arrays, present: Arrays, largest: dict[str, float], heads: NDArray[Any] | None = None
@@ -236,11 +236,16 @@ class Comparison:
         self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, real)
 
     def _add_errors(
-        self, at: tuple[str, str], actual: NDArray[Any], expected: NDArray[Any], truth: NDArray[Any], rows: NDArray[Any]
+        self,
+        fields: tuple[str, str],
+        actual: NDArray[Any],
+        expected: NDArray[Any],
+        truth: NDArray[Any],
+        rows: NDArray[Any],
     ) -> None:
         size = np.maximum(norm(truth)[rows], 1e-30)
         engine, pytorch = (norm(x.astype(np.float64) - truth)[rows] / size for x in (actual, expected))
-        self.errors[at].append((np.nan_to_num(engine, nan=np.inf), pytorch))
+        self.errors[fields].append((np.nan_to_num(engine, nan=np.inf), pytorch))
 
     def _in_place(self, feed: Arrays, separate: Arrays) -> None:
         """Run a graph again with past and present in the same buffers, as in production, and require the same bits."""

@@ -95,8 +95,8 @@ def compare_merge(
             is_examined = examined < MOST_EXAMINED
             examined += is_examined
             roundings = _explained(i, layer, method, difference, past, engine, tolerance) if is_examined else None
-            at = (i, difference.lane, difference.head or 0, difference.slot)
-            yield Flip(*at, difference.tensor, difference.difference, difference.allowed, roundings)
+            place = (i, difference.lane, difference.head or 0, difference.slot)
+            yield Flip(*place, difference.tensor, difference.difference, difference.allowed, roundings)
 
 
 def _differing_heads(

@@ -15,12 +15,12 @@ def backends_here(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, s
     Returns:
         (backend, device) pairs, and for every other backend the reason why it cannot run the artifact.
     """
-    here, missing = [], {}
+    usable, missing = [], {}
     for backend in backends.all_backends():
         for device in backend.devices:
             try:
                 load(path, backend=backend.name, device=device, verify=False)
-                here.append((backend.name, device))
+                usable.append((backend.name, device))
             except (EnvironmentProblem, ArtifactError, UsageError) as error:
                 missing[f"{backend.name} {device or ''}".rstrip()] = error.problem
-    return here, missing
+    return usable, missing

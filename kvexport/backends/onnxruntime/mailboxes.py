@@ -154,14 +154,14 @@ def _word(memory: mmap) -> int:
 
 
 def _leave(memory: mmap, rank: int, handle: bytes) -> None:
-    at = HANDLES + rank * (HANDLE + DIGEST)
-    memory[at : at + HANDLE + DIGEST] = handle + sha256(handle).digest()
+    offset = HANDLES + rank * (HANDLE + DIGEST)
+    memory[offset : offset + HANDLE + DIGEST] = handle + sha256(handle).digest()
 
 
 def _left(memory: mmap, rank: int) -> bytes | None:
-    at = HANDLES + rank * (HANDLE + DIGEST)
-    handle = memory[at : at + HANDLE]
-    return handle if sha256(handle).digest() == memory[at + HANDLE : at + HANDLE + DIGEST] else None
+    offset = HANDLES + rank * (HANDLE + DIGEST)
+    handle = memory[offset : offset + HANDLE]
+    return handle if sha256(handle).digest() == memory[offset + HANDLE : offset + HANDLE + DIGEST] else None
 
 
 def _give_back(undo: list[tuple[str, Any]], _: mmap) -> None:

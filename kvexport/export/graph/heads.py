@@ -54,20 +54,19 @@ def _split(graph: ir.Graph, node: ir.Node, caches: range, plan: CachePlan, opera
     for index, cache in enumerate(caches):
         shapes = plan.caches[cache].shapes(1)
         past = {f"past_{x.name}": (x, inputs_by_name[f"past_{x.name}"]) for x in plan.caches[cache].state}
-        held, present_values = {}, []
+        past_values, present_values = {}, []
         for (name, (tensor, old)), present in zip(past.items(), node.outputs[1:], strict=True):
             assert old is not None and old.shape is not None
             shape = ir.Shape([old.shape[0], *shapes[tensor.name][1:]])
-            held[name] = ir.Value(name=tensor.past(cache), shape=shape, type=old.type)
+            past_values[name] = ir.Value(name=tensor.past(cache), shape=shape, type=old.type)
             present_values.append(ir.Value(name=tensor.present(cache), shape=shape, type=present.type))
-        inputs = [
-            held[n] if n in held else heads_by_cache[n][index] if n in heads_by_cache else inputs_by_name[n]
-            for n in operator.input_names
-        ]
+        own_heads = {name: heads[index] for name, heads in heads_by_cache.items()}
+        inputs_of_cache = {**inputs_by_name, **own_heads, **past_values}
+        inputs = [inputs_of_cache[name] for name in operator.input_names]
         output = ir.Value(name=f"cache.{cache}.output", type=node.outputs[0].type)
         layer, results = [ir.AttrInt64("layer", cache)], [output, *present_values]
         graph.insert_before(node, ir.Node(DOMAIN, node.op_type, inputs, layer, outputs=results, version=node.version))
-        graph.inputs.extend(held.values())
+        graph.inputs.extend(past_values.values())
         graph.outputs.extend(present_values)
         outputs.append(output)
     whole = ir.Value(name=f"caches.{caches[0]}.output", shape=node.outputs[0].shape, type=node.outputs[0].type)

@@ -67,8 +67,8 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
     for stored, entry in gguf.tensors.items():
         if stored == _ROPE_FACTORS:
             continue
-        found = _TENSOR.fullmatch(stored)
-        if not found or found[2] not in _NAMES or (kind == "llama" and stored.endswith(("_q.bias", "_k.bias"))):
+        match = _TENSOR.fullmatch(stored)
+        if not match or match[2] not in _NAMES or (kind == "llama" and stored.endswith(("_q.bias", "_k.bias"))):
             raise UsageError(
                 f"{gguf.file} has a tensor {stored[:80]!r}, which no {kind} that is read here has",
                 "set model.path to the checkpoint that the file was made of",
@@ -78,11 +78,11 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
                 f"tensor {stored!r} of {gguf.file} is {entry.dtype}, expected one of {', '.join((*FLOATS, *LAYOUTS))}",
                 "take a file of type Q4_0, Q4_1, Q4_K_M, Q5_K_M, Q6_K or Q8_0, or the checkpoint it was made of",
             )
-        name = f"{f'model.layers.{found[1]}.' if found[1] else ''}{_NAMES[found[2]]}.{found[3]}"
+        name = f"{f'model.layers.{match[1]}.' if match[1] else ''}{_NAMES[match[2]]}.{match[3]}"
         heads: Any = 0
-        if kind == "llama" and found[2] in ("attn_q", "attn_k"):
+        if kind == "llama" and match[2] in ("attn_q", "attn_k"):
             heads = meta.get(f"{kind}.attention.head_count")
-            heads = meta.get(f"{kind}.attention.head_count_kv", heads) if found[2] == "attn_k" else heads
+            heads = meta.get(f"{kind}.attention.head_count_kv", heads) if match[2] == "attn_k" else heads
             if type(heads) is not int or heads < 1 or entry.shape[0] % (2 * heads):
                 shown = str(heads)[:40]
                 raise UsageError(

@@ -49,9 +49,9 @@ def list_shards(path: Path) -> dict[str, frozenset[str] | None]:
 
 
 def _no_weights(path: Path) -> UsageError:
-    here = sorted(file.name for file in path.iterdir() if file.is_file())
+    files = sorted(file.name for file in path.iterdir() if file.is_file())
     pickles = sorted({file.name for pattern in _PICKLES for file in path.glob(pattern)})
-    if "adapter_config.json" in here:
+    if "adapter_config.json" in files:
         return UsageError(
             f"{path} is an adapter, not a model",
             "merge it: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(DIRECTORY)",
@@ -60,7 +60,7 @@ def _no_weights(path: Path) -> UsageError:
     # can be converted.
     cached = path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
     source = path.parent.parent.name.removeprefix("models--").replace("--", "/") if cached else str(path)
-    if pickles or cached or not any(name.endswith(".safetensors") for name in here):
+    if pickles or cached or not any(name.endswith(".safetensors") for name in files):
         script = (
             "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
             f"M.from_pretrained({source!r}).save_pretrained('converted', safe_serialization=True); "
@@ -69,13 +69,13 @@ def _no_weights(path: Path) -> UsageError:
         formats = (
             f"only pickled weights ({some_names(pickles)}), which can run code when read"
             if pickles
-            else f"no weights ({some_names(here)})"
+            else f"no weights ({some_names(files)})"
         )
         return UsageError(
             f"{path} holds {formats}; expected model.safetensors or {INDEX}", f'convert it: python -c "{script}"'
         )
     return UsageError(
-        f"{path} holds {some_names(here)}, but neither model.safetensors nor {INDEX}", f"download {INDEX} again"
+        f"{path} holds {some_names(files)}, but neither model.safetensors nor {INDEX}", f"download {INDEX} again"
     )
 
 

@@ -79,15 +79,17 @@ def save(specs: Sequence[Spec], folder: Path) -> None:
     from safetensors.numpy import save_file
 
     rounded = _rounded(specs)
-    held = {name: np.frombuffer(of.importance, np.float32) for name, of in rounded.items() if of.importance}
+    tensors_to_save = {name: np.frombuffer(of.importance, np.float32) for name, of in rounded.items() if of.importance}
     for name, of in rounded.items():
         if of.channels:
-            held[f"{name}{SUFFIX}"] = np.frombuffer(of.channels, np.float32)
+            tensors_to_save[f"{name}{SUFFIX}"] = np.frombuffer(of.channels, np.float32)
     for spec in specs:
         if isinstance(spec, ComputedSpec) and isinstance(spec.source, ScaledNorm):
-            held[f"{spec.source.name}{SUFFIX}"] = np.frombuffer(spec.source.factors, np.float32).reshape(2, -1)
-    if held:
-        save_file(held, folder / FILE)
+            tensors_to_save[f"{spec.source.name}{SUFFIX}"] = np.frombuffer(spec.source.factors, np.float32).reshape(
+                2, -1
+            )
+    if tensors_to_save:
+        save_file(tensors_to_save, folder / FILE)
 
 
 def as_built(recipe: Recipe, folder: Path) -> Recipe:

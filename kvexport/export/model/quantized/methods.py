@@ -35,9 +35,9 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] 
         UsageError: The layout is unsupported.
     """
     section: Any = None
-    for part_config in (config, config.get("text_config")):
-        if isinstance(part_config, Mapping):
-            section = section or part_config.get("quantization_config") or part_config.get("compression_config")
+    for candidate in (config, config.get("text_config")):
+        if isinstance(candidate, Mapping):
+            section = section or candidate.get("quantization_config") or candidate.get("compression_config")
     if not section and (file := path / MODELOPT_FILE).is_file():
         try:
             section = {

@@ -1,6 +1,6 @@
-"""The C structs of the operators' calls, derived from the schema.
+"""The C structs of the kernels' calls, derived from the schema of the operators.
 
-The header is generated from them, and tests define the same structs in ctypes.
+The header plugins/abi/kvexport.h is generated from them, and tests define the same structs in ctypes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def enumerations() -> dict[str, tuple[str, ...]]:
 
 
 def number(attribute: str, word: str) -> int:
-    """Return the number of a word in the C enumeration of an attribute."""
+    """Return the number that stands for a word of an attribute in the C enumeration of that attribute."""
     return enumerations()[attribute].index(word)
 
 

@@ -68,7 +68,10 @@ def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
 
 @contextlib.contextmanager
 def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of module i by ``call(i, own forward, ...)`` within this context."""
+    """Replace the forward of each decoder layer in `modules` within this context.
+
+    Layer i then runs ``call(i, own forward, ...)``.
+    """
     for i, module in modules.items():
         module.forward = partial(call, i, module.forward)
     try:

@@ -68,7 +68,7 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 
 
 def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
-    """Return the traced decoder layers by number, found between the border nodes of the graph.
+    """Return the traced decoder layers by number, found between the nodes that mark their borders.
 
     The result is empty if more than one hidden state connects the layers.
     """

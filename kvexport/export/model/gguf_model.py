@@ -205,7 +205,7 @@ def _llama3_factors(base: float, size: int, parameters: Mapping[str, float]) -> 
 
 
 def shortest(value: float) -> float:
-    """Return the float64 whose shortest decimal text rounds to this float32: 1e-05, not 9.99999974e-06."""
+    """Return the float64 with the shortest decimal text of a float32 value: 1e-05, not 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 

@@ -126,7 +126,10 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
 
 
 def _linear_row_inputs(node: ir.Node, rows: Dims, data: ir.Value, others: list[ir.Value]) -> list[ir.Value]:
-    """Return the row inputs of a Linear with one product: its data, perhaps with a head dimension, and its residual."""
+    """Return the inputs that a Linear node with one product reads row by row: its data and its residual.
+
+    The data may have a dimension of heads. The result is empty if the shapes leave a doubt.
+    """
     heads = node.attributes.get_int("input_heads", 0)
     residual = [others.pop()] if node.attributes.get_int("residual", 0) else []
     static = all(value.shape is not None and value.shape.is_static() for value in others)

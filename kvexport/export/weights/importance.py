@@ -40,7 +40,7 @@ def weigh(
     recipe: Recipe,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> list[Spec]:
-    """Return weight specs with the importance of their inputs, if the recipe asks for it.
+    """Return the specs of an artifact's weights with the importance of their inputs, if the recipe asks for it.
 
     Importance is read from the recipe's file, or measured on a text.
 

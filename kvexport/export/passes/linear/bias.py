@@ -19,7 +19,7 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The matched nodes: a Linear, the value that is added to it, and the sum."""
+    """The nodes and the value of a bias: a Linear, the initializer that is added to its output, and the Add node."""
 
     linear: ir.Node
     bias: ir.Value

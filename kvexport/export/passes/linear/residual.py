@@ -18,7 +18,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The matched Linear, the value that is added to it, and the sum."""
+    """The nodes and the value of a residual: a Linear, the value that is added to its output, and the Add node."""
 
     linear: ir.Node
     residual: ir.Value

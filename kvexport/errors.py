@@ -62,7 +62,7 @@ class DeadlineError(KvexportError):
 
 
 class EngineEndedError(KvexportError):
-    """A call of an engine whose thread has ended."""
+    """The error for a call of an engine whose thread has ended."""
 
 
 # torch and ONNX Runtime raise errors of their own types.

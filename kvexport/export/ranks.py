@@ -223,7 +223,7 @@ class Columns:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the range of columns."""
+        """The shape [outputs, inputs] of the tensor's range of columns."""
         return self.entry.shape[0], self.end - self.begin
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
@@ -256,7 +256,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the slice."""
+        """The shape [outputs, inputs] of the weight's slice."""
         n, k = self.whole.shape
         size = self.end - self.begin
         return (size, k) if self.dimension == 0 else (n, size)
@@ -267,7 +267,7 @@ class Slice:
         return self.whole.packing
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rows of the slice, block by block."""
+        """Yield the rows of the weight's slice, block by block."""
         packing, (_, k) = self.packing, self.whole.shape
         begin, end = (0, self.whole.shape[0]) if self.dimension else (self.begin, self.end)
         start = 0

@@ -56,7 +56,7 @@ class Form:
 
     @property
     def count(self) -> int:
-        """The number of matrix products of a Linear node."""
+        """The number of matrix products of a Linear node, the gate's not counted."""
         return len(self.output_heads)
 
     @property

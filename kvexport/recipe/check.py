@@ -211,7 +211,7 @@ def _message(item: Any) -> str:
 
 
 def _wording(tree: Tree, key: Key, items: list[Any]) -> str:
-    """Return one problem for all of pydantic's errors about one value."""
+    """Return one error message for all of pydantic's errors about one value of a recipe."""
     value = items[0]["input"]
     texts = list(dict.fromkeys(_message(item) for item in items))
     text = " or ".join([texts[0], *(t.removeprefix("should be ") for t in texts[1:])])
@@ -248,6 +248,6 @@ def did_you_mean(near: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message: at most 80 characters, on one line."""
+    """Return a recipe's value as text for a message: at most 80 characters, on one line."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

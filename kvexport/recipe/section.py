@@ -1,4 +1,4 @@
-"""The base class of the sections of a recipe."""
+"""The base class of the sections of a recipe (a YAML file that describes a deployment)."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ BIG = 1e100  # larger numbers are not drawn
 
 
 def figure(drawing: Plot | HeatMap) -> str:
-    """Return a plot or heat map as an HTML figure."""
+    """Return a plot or heat map of a report as an HTML figure with SVG."""
     return _plot(drawing) if isinstance(drawing, Plot) else _heat_map(drawing)
 
 

@@ -164,7 +164,7 @@ def plain(value: object) -> str:
 
 
 def escape(value: object) -> str:
-    """Return a value as text for HTML, escaped."""
+    """Return a value as text with HTML's special characters escaped."""
     return html.escape(plain(value), quote=True)
 
 

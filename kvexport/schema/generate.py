@@ -169,7 +169,7 @@ def _differs(field: str, value: str | bool) -> str:
 
 
 def tables() -> dict[str, str]:
-    """Return the tables of docs/reference/contract.md by name."""
+    """Return the generated tables of docs/reference/contract.md by name."""
     return {
         "state": _state(STATE),
         "scales": _state(SCALES),

@@ -49,12 +49,12 @@ class Operator:
 
     @property
     def input_names(self) -> list[str]:
-        """The names of the operator's inputs in order."""
+        """The names of the ONNX operator's inputs in order."""
         return [operand.name for operand in self.inputs]
 
     @property
     def output_names(self) -> list[str]:
-        """The names of the operator's outputs in order."""
+        """The names of the ONNX operator's outputs in order."""
         return [operand.name for operand in self.outputs]
 
     def with_state(self, extra: Iterable[StateTensor]) -> Operator:

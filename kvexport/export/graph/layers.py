@@ -150,7 +150,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen.add(id(parameter))
 
     def layer(self, i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of layer i and record its operations."""
+        """Run the forward of decoder layer i, and record the PyTorch operations that it runs."""
         hidden = args[0] if args else None
         threaded = isinstance(hidden, Tensor) and (hidden is self._hidden or i == 0)
         self.regular &= threaded and self._layer is None and i == len(self.records)
@@ -168,7 +168,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Record a layer's call of its attention as one of its operations."""
+        """Record a decoder layer's call of its attention as one of the layer's operations."""
         self._note("attention", (query, key, value, options))
         return query.new_empty(*query.shape[:3], value.shape[3])
 

@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
 
 def _pairs(numbers: Array) -> Array:
-    """Pack numbers of 4 bits along the last axis, two per byte."""
+    """Pack 4-bit numbers along the last axis, two per byte."""
     packed: Array = numbers[..., 0::2] | (numbers[..., 1::2] << 4)
     return packed
 

@@ -102,7 +102,7 @@ class Dense:
             yield {"weight": dequantize(packing, len(block["scale"]), self.shape[1], stored)}
 
     def order(self) -> NDArray[np.int64]:
-        """Return the order of the packed source's columns."""
+        """Return the stored order [inputs] of the packed weight's columns."""
         return self.packed.order()
 
 

@@ -1,4 +1,4 @@
-"""A pass over an ONNX graph, and the report of its work."""
+"""The interface of a pass over an ONNX graph, and the report of what the pass rewrote and refused."""
 
 from __future__ import annotations
 

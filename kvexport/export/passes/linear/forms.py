@@ -33,7 +33,7 @@ def take_floats(graph: ir.Graph) -> None:
 
 
 def is_linear(node: ir.Node) -> bool:
-    """Return whether a node is a Linear."""
+    """Return whether an ONNX node is a Linear, kvexport's operator of fused matrix products."""
     return is_op(node, "Linear", DOMAIN)
 
 

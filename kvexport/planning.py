@@ -48,6 +48,8 @@ class MemoryPlan:
         full_bytes: Bytes of keys and values of one sequence of max_length in a full cache (a sliding-window layer keeps
             its window). None if the length is unlimited.
         rank_weight_bytes: Bytes of the weights of one of `backend.tensor_parallel` ranks.
+        expert_bytes: Bytes of the experts' weights; 0 for a model without experts.
+        expert_read_bytes: Bytes of them that a decode step of one sequence reads: those of the chosen experts.
     """
 
     name: str
@@ -58,6 +60,8 @@ class MemoryPlan:
     weight_bytes: int
     full_bytes: int | None
     rank_weight_bytes: int
+    expert_bytes: int = 0
+    expert_read_bytes: int = 0
 
     @property
     def sequence_bytes(self) -> int:
@@ -108,6 +112,12 @@ class MemoryPlan:
         """Return the mean bits of a parameter, scales included, as text; "" if no weight is packed."""
         bits = 8 * self.weight_bytes / self.parameters
         return f", {bits:.2f} bits each" if bits < 15.9 else ""
+
+    @property
+    def _experts(self) -> str:
+        """Return a text on the bytes of the experts."""
+        at_rest, read = format_bytes(self.expert_bytes), format_bytes(self.expert_read_bytes)
+        return f"{at_rest} of the weights, of which a token reads {read}"
 
     @property
     def _after_prompt(self) -> str:
@@ -191,6 +201,7 @@ class MemoryPlan:
             "dtype": recipe.shown_dtype,
             "method": recipe.cache.method,
             "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{self._bits}",
+            **({"experts": self._experts} if self.expert_bytes else {}),
             "cache of 1 sequence": format_bytes(self.sequence_bytes) + self._after_prompt,
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
             "weights and caches": f"{format_bytes(self.weight_bytes + self.batch_bytes)}; {NOT_COUNTED}",
@@ -252,17 +263,17 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
 
     from kvexport.export.build import read_model
     from kvexport.export.ranks import rank_weight_bytes
-    from kvexport.export.weights.specs import weight_bytes
+    from kvexport.export.weights.specs import expert_bytes, weight_bytes
 
     shape = read_model(recipe, weights=False)
     # parameters() yields a tied parameter once.
     parameters = sum(parameter.numel() for parameter in shape.model.parameters())
     itemsize = np.dtype(recipe.model.dtype).itemsize
-    held = weight_bytes(shape.checkpoint, shape.model, recipe)
+    held, experts = weight_bytes(shape.checkpoint, shape.model, recipe), expert_bytes(shape.model, recipe)
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
     rank_bytes = held if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
-    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, rank_bytes)
+    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, rank_bytes, *experts)
 
 
 def _rank_bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:

@@ -149,6 +149,7 @@ class Backend(ABC):
         devices: The devices that a call can choose; (None,) without a choice.
         prepared: The files that `preparation` may add to an artifact; empty if the ONNX graphs are enough.
         positive_scales: Whether packed weights must have scales above 0.
+        runs_experts: Whether the backend runs Experts nodes, by a kernel or by their ONNX function.
     """
 
     name: ClassVar[str]
@@ -156,6 +157,7 @@ class Backend(ABC):
     devices: ClassVar[tuple[str | None, ...]] = (None,)
     prepared: ClassVar[frozenset[str]] = frozenset()
     positive_scales: ClassVar[bool] = False
+    runs_experts: ClassVar[bool] = True
 
     @abstractmethod
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:

@@ -40,6 +40,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     """
     import torch
 
+    from kvexport.export.hooks.experts import refuse_experts
     from kvexport.export.model.checkpoint import is_gguf, read_checkpoint, resolve_checkpoint
     from kvexport.export.model.config import load_config, says_quantized
     from kvexport.export.model.hf_model import build_fake, probe_geometry
@@ -57,6 +58,8 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
         source = checkpoint.path if checkpoint else folder
         config = load_config(str(source), recipe)
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.rotary_length)
+        if not backends.get(recipe.backend.name).runs_experts:
+            refuse_experts(model, recipe.backend.name)
         geometry = probe_geometry(model, mode)
         if recipe.cache.positions == "cache" or recipe.cache.build_method().rotary:
             geometry = read_rotary(model, mode, geometry, cache_positions=recipe.cache.positions == "cache")

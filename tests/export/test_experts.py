@@ -23,6 +23,8 @@ from kvexport.export.build import build, read_model
 from kvexport.export.hooks.experts import Layout, expert_modules, experts_form
 from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.ops.experts import ExpertsForm
+from kvexport.planning import plan_memory
+from kvexport.units import format_bytes
 from kvexport.validate.weights import load_model
 from tests.support import models
 
@@ -94,6 +96,29 @@ def test_rounded_experts_compute_what_their_integers_stand_for(
     assert stored[down].data_type == kinds[bits] and len(stored[down].dims) == 3
     location = {x.key: x.value for x in stored[down].external_data}
     assert int(location["length"]) == np.prod(stored[down].dims) * bits // 8
+
+
+def test_the_plan_tells_the_bytes_of_the_experts_and_of_those_that_a_token_reads(tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["qwen3_moe"]())
+    hidden, inner, experts, chosen, layers = models.SIZES["hidden_size"], 48, 6, 2, 2
+    numbers = layers * experts * 3 * hidden * inner
+    plan = plan_memory(models.make_recipe(checkpoint, limits={"max_length": 160}))
+    assert (plan.expert_bytes, plan.expert_read_bytes) == (4 * numbers, 4 * numbers * chosen // experts)
+    rounded = models.make_recipe(checkpoint, limits={"max_length": 160}, weights={"bits": 4, "group": 32})
+    scales = layers * experts * (2 * inner * hidden // 32 + hidden * inner // 16)  # 48 inputs are groups of 16
+    small = plan_memory(rounded)
+    assert small.expert_bytes == numbers // 2 + 2 * scales
+    assert small.expert_read_bytes == small.expert_bytes * chosen // experts
+    summary = small.sections()[0].mapping
+    assert summary["experts"].endswith(f"of which a token reads {format_bytes(small.expert_read_bytes)}")
+
+
+def test_tensorrt_refuses_experts_by_name(tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["gpt_oss"]())
+    recipe = models.make_recipe(checkpoint, limits={"max_length": 160})
+    chosen = recipe.model_copy(update={"backend": recipe.backend.model_copy(update={"name": "tensorrt"})})
+    with pytest.raises(UsageError, match=r"GptOssExperts \('model.layers.0.mlp.experts'\) is a mixture of experts"):
+        read_model(chosen)
 
 
 def test_a_missing_expert_is_named_before_a_weight_is_read(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class TensorRT(Backend):
     )
     prepared = frozenset({"decoder.plan", "merge.plan", "top_logits.plan", "tensorrt.log"})
     positive_scales = True
+    runs_experts = False
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
         """Return why this machine cannot run TensorRT engines (no GPU, driver or TensorRT), as (reason, fix) pairs."""

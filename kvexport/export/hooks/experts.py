@@ -25,6 +25,7 @@ IMPLEMENTATION = "kvexport"
 TOLERANCE = 1e-10  # in float64, of the largest value on the grid
 FIRST = {True: "gate_up_proj", False: "up_proj"}  # the first weight, with and without a gate
 _forms: WeakKeyDictionary[Any, ExpertsForm] = WeakKeyDictionary()
+_chosen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # experts that the module's router picks for a token
 ATTRIBUTES = {"activation": "str", "gate": "int", "slope": "float", "limit": "float", "up_offset": "float",
               "bias": "int"}  # fmt: skip
 """The placeholder's attributes and their types: the fields of `ExpertsForm`."""
@@ -90,6 +91,30 @@ def expert_layouts(model: nn.Module) -> dict[str, Layout]:
     return layouts
 
 
+def refuse_experts(model: nn.Module, backend: str) -> None:
+    """Raise UsageError if a model has experts, for a backend that has neither a kernel nor a use for their function."""
+    for name, module in expert_modules(model):
+        raise UsageError(
+            f"{type(module).__name__} ('{name}') is a mixture of experts, and the backend {backend} has no "
+            "plugin of the operator Experts",
+            "--set backend.name=onnxruntime",
+        )
+
+
+def chosen_shares(model: nn.Module) -> dict[str, float]:
+    """Return the share of an experts tensor that a decode step of one sequence reads, by the parameter's name.
+
+    The model has been probed (`kvexport.export.model.hf_model.probe_geometry`). In a module that the probe did not run,
+    the share is 1.
+    """
+    shares: dict[str, float] = {}
+    for prefix, module in expert_modules(model):
+        experts = module.down_proj.shape[0]
+        share = _chosen.get(module, experts) / experts
+        shares |= {f"{prefix}.{name}": share for name, _ in module.named_parameters(recurse=False)}
+    return shares
+
+
 def find_forms(model: nn.Module) -> None:
     """Determine what all experts of a model compute, for its probe and its trace. Raise what `experts_form` raises."""
     for _, module in expert_modules(model):
@@ -148,6 +173,7 @@ def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> T
     """Call the placeholder of an Experts node: hidden [N, hidden], the experts' indices and weights [N, k]."""
     first = FIRST[bool(module.has_gate)]
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (first, "down_proj")]
+    _chosen[module] = int(indices.shape[-1])
     output: Tensor = EXPERTS(
         hidden, indices, weights, getattr(module, first), biases[0], module.down_proj, biases[1],
         **_forms[module].attributes,

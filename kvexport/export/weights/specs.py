@@ -13,7 +13,7 @@ from torch import nn
 from kvexport import backends
 from kvexport.errors import UsageError
 from kvexport.export.graph.tracer import initializer_names
-from kvexport.export.hooks.experts import expert_layouts
+from kvexport.export.hooks.experts import chosen_shares, expert_layouts
 from kvexport.export.hooks.latent import expansion_weights
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.conversion import PLAIN, assembled_parameters
@@ -163,13 +163,30 @@ def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> i
     """
     if checkpoint is not None:
         return total_bytes(weight_specs(checkpoint, model, recipe))
+    return sum(_parameter_bytes(model, recipe).values())
+
+
+def expert_bytes(model: Any, recipe: Recipe) -> tuple[int, int]:
+    """Return the bytes of the experts' weights in an artifact, and those that one token's decode step reads of them.
+
+    Args:
+        model: The model without its weights, after its probe.
+        recipe: The recipe.
+    """
+    sizes, shares = _parameter_bytes(model, recipe), chosen_shares(model)
+    held = {name: sizes[name] for name in shares if name in sizes}
+    return sum(held.values()), round(sum(size * shares[name] for name, size in held.items()))
+
+
+def _parameter_bytes(model: Any, recipe: Recipe) -> dict[str, int]:
+    """Return the bytes of every parameter in an artifact; tied ones count once."""
     formats, layouts = _packed_only(rounded_formats(model, recipe)), expert_layouts(model)
-    count = 0
+    sizes = {}
     for name, parameter in model.named_parameters():
         *outputs, inputs = layouts.get(name, PLAIN).artifact_shape(tuple(parameter.shape))
         packing = formats.get(name)
-        count += parameter.nbytes if packing is None else packing.nbytes(math.prod(outputs), inputs)
-    return count
+        sizes[name] = parameter.nbytes if packing is None else packing.nbytes(math.prod(outputs), inputs)
+    return sizes
 
 
 def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:

@@ -26,7 +26,16 @@ static inline vi spread_bytes(const int8_t* x) {
   return splat_i(four);
 }
 
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+// sum plus the products of the unsigned bytes u with the signed bytes x, four to a lane.
+static inline vi plus_products(vi sum, vi u, vi x) {
 #if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)x);
+#else
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)u, (__m256i)x);
+#endif
+}
 
 template <int kBits>
 struct Dots {
@@ -34,21 +43,7 @@ struct Dots {
   vi sum{};
   Dots() = default;
   explicit Dots(vi start) : sum(start) {}
-  void add(vi u, const int8_t* x) { sum = (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)spread_bytes(x)); }
-  vi total() const { return sum; }
-};
-
-#elif defined(__AVXVNNI__)
-
-template <int kBits>
-struct Dots {
-  static constexpr bool kCentered = false;
-  vi sum{};
-  Dots() = default;
-  explicit Dots(vi start) : sum(start) {}
-  void add(vi u, const int8_t* x) {
-    sum = (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)u, (__m256i)spread_bytes(x));
-  }
+  void add(vi u, const int8_t* x) { sum = plus_products(sum, u, spread_bytes(x)); }
   vi total() const { return sum; }
 };
 

@@ -96,7 +96,7 @@ def test_inspect_and_the_doctor_say_what_runs_on_cuda(cuda_artifact: Path, no_gp
     found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["native_cuda"]
     assert found["instruction_set"] == ""
     assert found["problem"].endswith("there is no NVIDIA driver (libcuda.so.1 cannot be loaded)")
-    assert "onnxruntime-gpu" in found["fix"]
+    assert found["fix"].startswith("--device cpu")  # no package helps without a driver
 
 
 def test_a_provider_that_comes_as_a_library_is_not_missed_where_only_the_gpu_is(

@@ -66,9 +66,19 @@ class EngineEndedError(KvexportError):
 
 
 # torch and ONNX Runtime raise errors of their own types.
-_NO_MEMORY = ("bad_alloc", "Failed to allocate memory", "can't allocate memory", "not enough memory")
+_NO_MEMORY = (
+    "bad_alloc",
+    "failed to allocate memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "failed to map segment from shared object",  # a library that is loaded
+    "can't start new thread",  # each thread has a stack
+    "pthread_create failed",
+)
 
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an exception says that there is not enough memory."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
+    text = str(error).casefold()
+    return isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY)

@@ -1,6 +1,7 @@
 """The Python packages that each command needs: which are missing or too old, and the line that installs them.
 
-This module imports the standard library only, so it works where everything else is missing.
+This module imports the standard library, and modules of kvexport that need no more. So it works where everything else
+is missing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvexport.errors import EnvironmentProblem
+from kvexport.memory import require_address_space
 
 VERBS = {
     "bench": "run",
@@ -98,13 +100,19 @@ class PackageState:
 
 
 def require(verb: str) -> None:
-    """Raise EnvironmentProblem if a command lacks packages beyond kvexport's own requirements; name all of them."""
+    """Check that a command has the packages beyond kvexport's own requirements, and memory to load them.
+
+    Raises:
+        EnvironmentProblem: Packages are missing, all of which the message names, or PyTorch cannot be loaded.
+    """
     missing = [p.name for p in PACKAGES if p.extra != "run" and needs(verb, p) and not is_there(p.module)]
     if missing:
         are = "is" if len(missing) == 1 else "are"
         raise EnvironmentProblem(
             f"{verb} needs {', '.join(missing)}, which {are} not installed", f"pip install 'kvexport[{VERBS[verb]}]'"
         )
+    if VERBS[verb] == "export":
+        require_address_space()
 
 
 def missing_package(error: ImportError, packages: Sequence[Package]) -> EnvironmentProblem | None:

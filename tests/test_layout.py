@@ -17,6 +17,7 @@ ORDER = [
     "version",
     "errors",
     "units",
+    "memory",
     "paths",
     "packages",
     "schema",

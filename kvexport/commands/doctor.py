@@ -20,6 +20,7 @@ import typer
 from kvexport.backends import all_backends, packages
 from kvexport.commands.options import JsonOption
 from kvexport.commands.output import print_result
+from kvexport.memory import machine_memory, read_system_file
 from kvexport.packages import VERBS, PackageState, needs, package_state
 from kvexport.units import format_bytes
 from kvexport.version import __version__
@@ -180,7 +181,7 @@ def _import_problem(module: str) -> str:
 
 
 def _system() -> dict[str, Any]:
-    memory, available = _memory()
+    memory, available = machine_memory()
     model, flags = _processor()
     return {
         "kvexport": __version__,
@@ -196,28 +197,10 @@ def _system() -> dict[str, Any]:
 
 
 def _processor() -> tuple[str, set[str]]:
-    text = _read(Path("/proc/cpuinfo"))
+    text = read_system_file(Path("/proc/cpuinfo"))
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     return model[1] if model else platform.processor() or platform.machine(), set(flags[1].split()) if flags else set()
-
-
-def _memory() -> tuple[int, int]:
-    """Return total and available memory in bytes: the smaller of the machine's and the control group's."""
-    text = _read(Path("/proc/meminfo"))
-    sizes = {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
-    limit, used = (_read(Path("/sys/fs/cgroup") / name).strip() for name in ("memory.max", "memory.current"))
-    if limit.isdigit() and used.isdigit() and 0 < int(limit) < (total or int(limit) + 1):
-        return int(limit), min(available or int(limit), max(0, int(limit) - int(used)))
-    return total, available
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _gpus() -> tuple[list[str], str]:

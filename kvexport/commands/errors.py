@@ -22,6 +22,7 @@ from kvexport.errors import EnvironmentProblem, KvexportError, UsageError, lacks
 INTERRUPTED = 128 + 2  # as a shell says of a process that SIGINT ended, and SIGPIPE
 PIPE_CLOSED = 128 + 13
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_ALLOWED = (errno.EACCES, errno.EROFS, errno.EPERM)
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -74,19 +75,22 @@ def report(error: BaseException, *, debug: bool = False) -> int:
 
 def _known_problem(error: BaseException) -> KvexportError | None:
     """Return the error to show for a missing package, too little memory or disk space, or an impossible path."""
+    if lacks_memory(error):
+        fix = "a larger limit of memory (ulimit -v, the container's), or smaller limits.max_batch, limits.max_length "
+        fix += "or cache.budget; kvexport plan --recipe NAME says what a recipe takes"
+        return EnvironmentProblem(f"not enough memory: {_summary(error)}", fix)
     if isinstance(error, ImportError):
         from kvexport.backends import packages
         from kvexport.packages import missing_package
 
         return missing_package(error, packages())
-    if lacks_memory(error):
-        fix = "smaller limits.max_batch, limits.max_length or cache.budget; "
-        fix += "kvexport plan --recipe NAME says what a recipe takes"
-        return EnvironmentProblem(f"not enough memory: {_summary(error)}", fix)
     if isinstance(error, OSError) and error.errno in _NO_PATH:
         path = str(error.filename or "a path")
         name = path if len(path) <= 80 else f"{path[:40]}...{path[-40:]} ({len(path)} characters)"
         return UsageError(f"no file can be called {name}: {error.strerror}", "a shorter path, without circles of links")
+    if isinstance(error, OSError) and error.errno in _NOT_ALLOWED and error.filename:
+        fix = "a folder that you may write: --out, or TMPDIR=DIRECTORY for temporary files"
+        return EnvironmentProblem(f"{error.filename} cannot be written or read: {error.strerror}", fix)
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         written = error.filename or "the output"
         return EnvironmentProblem(f"{written} grew past the limit on the size of files", "ulimit -f unlimited")

@@ -10,8 +10,10 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import Backend, LoadOptions
 from kvexport.backends.model_state import LoadedModel
+from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.options import EngineOptions
+from kvexport.memory import require_memory
 from kvexport.ranks.model import RankedModel
 from kvexport.ranks.processes import Ranks
 
@@ -57,6 +59,9 @@ def load(
         options = replace(options, lanes=lanes)
     manifest = load_manifest(path, verify=verify)
     chosen = backends.get(manifest.recipe.backend.name if backend is None else backend)
+    if (device or chosen.device(manifest.recipe)) == "cpu" and manifest.recipe.cache.periodic.store is None:
+        fix = "an artifact of a smaller limits.max_length or cache.budget (kvexport plan says what a recipe takes)"
+        require_memory(state_bytes(manifest.recipe, manifest.cache), "the cache of one sequence", fix)
     model = load_model(chosen, path, manifest, LoadOptions(threads, device, cuda_graph, float_input))
     return Engine(path, manifest, model, options)
 

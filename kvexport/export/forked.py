@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +29,12 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, sender), daemon=True)
-    process.start()
+    # The interpreter ignores what a signal's handler raises while it forks: the signal would be lost.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     sender.close()
 
     def result() -> bytes:

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexport.errors import KvexportError, UsageError
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 
 if TYPE_CHECKING:
     from kvexport.export.model.checkpoint import Checkpoint
@@ -27,6 +27,7 @@ def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
     Raises:
         UsageError: A link leads out of the checkpoint, a tokenizer or chat template cannot be read, or the generation
             settings would generate nothing or never end.
+        EnvironmentProblem: There is not enough memory to try them, or a package is missing.
     """
     from kvexport.export.model.checkpoint import TOKENIZER_FILES, refuse_link
 
@@ -77,6 +78,8 @@ def _check_tokenizer(checkpoint: Path, folder: Path) -> None:
         read_chat_template(folder)
         if (folder / FILE_NAME).exists():
             try_texts(folder)
+    except EnvironmentProblem:
+        raise
     except KvexportError as error:
         problem = error.problem.replace(str(folder), str(checkpoint))
         raise UsageError(problem, f"download the .json files of {checkpoint} again") from error

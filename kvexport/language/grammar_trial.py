@@ -34,9 +34,11 @@ def _main() -> None:
     except ImportError:  # Windows: the caller's clock bounds it alone
         pass
     else:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"], request["seconds"]))
-        resource.setrlimit(resource.RLIMIT_AS, (request["bytes"], request["bytes"]))
+        bounds = ((resource.RLIMIT_CPU, request["seconds"]), (resource.RLIMIT_AS, request["bytes"]))
+        for kind, bound in ((resource.RLIMIT_CORE, 0), *bounds):
+            hard = resource.getrlimit(kind)[1]  # which this process cannot raise
+            least = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+            resource.setrlimit(kind, (least, least))
     import llguidance
 
     limits = llguidance.LLParserLimits(**request["limits"])

@@ -13,10 +13,11 @@ from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
-from kvexport.errors import KvexportError, UsageError
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 
 _SECONDS = 10  # of processor time; the clock allows three times as much
 _BYTES = 2 << 30  # of address space
+_TOO_MUCH = "they take too much memory"
 _LONGEST = 100_000  # tokens; the conversations below have some hundred characters
 _TOOL = {
     "type": "function",
@@ -39,6 +40,7 @@ def try_texts(folder: Path) -> None:
 
     Raises:
         UsageError: The child ended by a signal, ran out of its bounds, or made a text far too long.
+        EnvironmentProblem: The child failed, and this process may use less memory than the child's bound.
     """
     command = [sys.executable, "-m", __name__, str(folder.resolve())]
     root = str(Path(__file__).resolve().parents[2])
@@ -51,12 +53,25 @@ def try_texts(folder: Path) -> None:
         if child.returncode == 0:
             return
         words = json.loads(child.stdout) if child.returncode == 1 and child.stdout else ""
+        if words in ("", _TOO_MUCH) and (limit := _address_space()) < _BYTES:
+            raise EnvironmentProblem(
+                f"not enough memory to try the tokenizer: the limit on address space is {limit} bytes",
+                f"ulimit -v {_BYTES >> 10}, or more",
+            )
         signal = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
         reason = words or f"the process that tried them ended by {signal}"
     raise UsageError(
         f"the tokenizer or the chat template of {folder} cannot be used for short texts: {reason}",
         "take these files from the model's original repository",
     )
+
+
+def _address_space() -> int:
+    """Return the bytes of address space that this process may use at most."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def _try(folder: Path) -> str:
@@ -80,15 +95,17 @@ def _try(folder: Path) -> str:
 def _main() -> None:
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
+    limits = ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, _SECONDS), (resource.RLIMIT_AS, _BYTES))
+    for kind, limit in limits:
+        hard = resource.getrlimit(kind)[1]  # which this process cannot raise
+        least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (least, least))
     try:
         problem = _try(Path(sys.argv[1]))
     except KvexportError as error:
         problem = error.problem
     except MemoryError:
-        problem = "they take too much memory"
+        problem = _TOO_MUCH
     if problem:
         print(json.dumps(problem[:500]))
         sys.exit(1)

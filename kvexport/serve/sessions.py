@@ -131,6 +131,8 @@ class Sessions:
             await self._in_turn(self.store.flush)
         except KvexportError as error:
             log.error("%s", error.problem)
+        except MemoryError:
+            log.error("the sessions in memory could not be written to their folder: not enough memory")
 
     async def _in_turn(self, work: Callable[[], T]) -> T:
         try:

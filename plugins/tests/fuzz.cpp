@@ -56,6 +56,7 @@ int main(int count, char** arguments) {
     if ((!linear && !(fuzz::holds<fuzz::AttentionCase>(seed + i) && fuzz::holds<fuzz::MergeCase>(seed + i))) ||
         !fuzz::holds<fuzz::LinearCase>(seed + i) || !fuzz::holds<fuzz::ExpertsCase>(seed + i))
       return 1;
-  printf("%s: %llu cases of each operator\n", kv_cpu_isa(), static_cast<unsigned long long>(cases));
+  printf("%s: %llu cases of each operator, %llu calls\n", kv_cpu_isa(), static_cast<unsigned long long>(cases),
+         static_cast<unsigned long long>(fuzz::kernel_calls));
   return 0;
 }

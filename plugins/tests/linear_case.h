@@ -92,6 +92,7 @@ struct LinearCase {
       outputs.emplace_back(random, tokens() * call.products[i].outputs, shape.element());
       call.products[i].output = outputs.back().data<void>();
     }
+    ++kernel_calls;
     const char* problem = kv_cpu_linear(&call, runner);
     check(!problem, problem ? problem : "");
     for (Buffer& output : outputs) output.check_canaries();

@@ -29,6 +29,8 @@ struct Failure {
   std::string what;
 };
 
+inline uint64_t kernel_calls = 0;  // of all cases
+
 inline void check(bool condition, const char* what) {
   if (!condition) throw Failure{what};
 }
@@ -323,6 +325,7 @@ Cache run(Random& random, Arguments call, const Cache& past, unsigned in_place, 
   if (in_place & 4) call.past.votes = call.present.votes;
   if (in_place & 8) call.past.score = call.present.score;
   if (in_place & 16) call.past.position = call.present.position;
+  ++kernel_calls;
   const char* problem = kernel(&call, runner);
   check(!problem, problem ? problem : "");
   check(read.same(past), "wrote into what it should only read");

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import permutations
 from typing import Any
 
-from kvexport.errors import EnvironmentProblem
+from kvexport.errors import EnvironmentProblem, lacks_memory
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # Both packages provide the same module. The one that was installed last overwrites the other.
@@ -51,6 +51,8 @@ def problems(device: str) -> list[tuple[str, str]]:
     try:
         import onnxruntime
     except Exception as error:  # compiled modules may raise any exception
+        if lacks_memory(error):
+            raise
         line = (str(error) or type(error).__name__).splitlines()[0]
         return [
             (f"onnxruntime cannot be imported: {line}", INSTALL_GPU if device == "cuda" else "pip install onnxruntime")

@@ -1,0 +1,70 @@
+"""The memory of this machine, and errors that say that there is too little of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvexport.errors import EnvironmentProblem
+from kvexport.units import format_bytes
+
+TORCH_BYTES = 1 << 30
+
+
+def machine_memory() -> tuple[int, int]:
+    """Return the bytes of memory in all and available: the smaller of the machine's and the control group's.
+
+    Both are 0 where the system does not tell.
+    """
+    text = read_system_file(Path("/proc/meminfo"))
+    sizes = {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+    group = Path("/sys/fs/cgroup")
+    limit, used = (read_system_file(group / name).strip() for name in ("memory.max", "memory.current"))
+    if limit.isdigit() and used.isdigit() and 0 < int(limit) < (total or int(limit) + 1):
+        return int(limit), min(available or int(limit), max(0, int(limit) - int(used)))
+    return total, available
+
+
+def require_memory(size: int, purpose: str, fix: str) -> None:
+    """Check that something can fit into the memory of this machine, before the system kills the process.
+
+    Args:
+        size: Bytes that are needed at once.
+        purpose: The subject of the message, for example "the cache of one sequence".
+        fix: The line that needs less memory.
+
+    Raises:
+        EnvironmentProblem: `size` is more than all memory of the machine or of the control group.
+    """
+    total, _ = machine_memory()
+    if 0 < total < size:
+        raise EnvironmentProblem(
+            f"{purpose} takes {format_bytes(size)}, and this machine or its control group has {format_bytes(total)}",
+            fix,
+        )
+
+
+def require_address_space() -> None:
+    """Check that PyTorch can be loaded. With less address space it ends the process without a message.
+
+    Raises:
+        EnvironmentProblem: This process may use less address space (ulimit -v) than PyTorch takes.
+    """
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < TORCH_BYTES:
+        raise EnvironmentProblem(
+            f"not enough memory: PyTorch takes {format_bytes(TORCH_BYTES)} of address space, and the limit is "
+            f"{format_bytes(limit)}",
+            f"ulimit -v {TORCH_BYTES >> 10}, or more",
+        )
+
+
+def read_system_file(path: Path) -> str:
+    """Return the text of a file of the system, "" if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

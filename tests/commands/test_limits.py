@@ -1,0 +1,244 @@
+"""Folders that cannot be written, disks without room, and too little memory: one error each, and nothing half-done."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvexport.artifact.reading import load_manifest
+from kvexport.calibrate.layer_shares import calibrate_text
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
+from kvexport.errors import EnvironmentProblem, UsageError, lacks_memory
+from kvexport.export import build as building
+from kvexport.export import stages, texts
+from kvexport.recipe.load import load_recipe
+from kvexport.serve.settings import ServeSettings
+from kvexport.state.mapped_file import mapped
+from kvexport.state.session_files import SUFFIX
+from kvexport.state.sessions import SessionStore
+from kvexport.state.shared_sessions import SharedSessions
+from tests.support.artifacts import NAMESPACE, PYTHON_PATH
+from tests.support.command_line import ENVIRONMENT, ROOT, failure
+from tests.support.http_server import running
+from tests.support.models import build_shared
+from tests.support.permissions import permissions_hold
+
+COMPLETE = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_artifact: Path) -> Engine:
+    return load(tiny_artifact, threads=1)
+
+
+# Folders that cannot be written.
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that cannot be written, not even by root."""
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    folder.chmod(0o555)
+    with permissions_hold():
+        with pytest.raises(PermissionError):
+            (folder / "file").touch()
+        yield folder
+    folder.chmod(0o755)
+
+
+def test_a_build_into_a_folder_that_cannot_be_written(tiny_recipe: Path, read_only: Path) -> None:
+    with pytest.raises(UsageError, match=f"{read_only} cannot be written: Permission denied") as caught:
+        build_shared(load_recipe(str(tiny_recipe)).recipe, read_only / "artifact")
+    assert "--out" in caught.value.fix
+    assert list(read_only.iterdir()) == []
+
+
+def test_a_calibration_without_room_for_temporary_files(
+    tiny_recipe: Path, read_only: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(read_only))
+    message = failure(3, "calibrate", "--recipe", tiny_recipe, "--of", "text", "--length", 128, "--passages", 1)
+    assert str(read_only) in message and "cannot be written or read: Permission denied" in message
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_sessions_in_a_folder_that_cannot_be_written(engine: Engine, read_only: Path, shared: bool) -> None:
+    settings = ServeSettings(session_folder=str(read_only), session_shared=shared)
+    store = SharedSessions if shared else SessionStore
+    with pytest.raises(EnvironmentProblem, match=r"the folder of sessions .* cannot be used: Permission denied"):
+        store(engine.manifest, memory=settings.session_memory, folder=read_only, disk=1 << 30)
+
+
+def test_a_folder_of_sessions_that_becomes_read_only_is_an_error_of_each_turn(engine: Engine, tmp_path: Path) -> None:
+    """The turn before it stays, and the session goes on when the folder can be written again."""
+    asked = {"prompt": "ab", "session_id": "s", "max_tokens": 3}
+    with permissions_hold(), running(engine, session_folder=str(tmp_path), session_shared=True) as server:
+        assert server.ask(COMPLETE, asked)[0] == 200
+        before = (tmp_path / f"s{SUFFIX}").read_bytes()
+        tmp_path.chmod(0o555)
+        status, _, body = server.ask(COMPLETE, asked)
+        assert (status, body["error"]["code"]) == (507, "session_not_kept")
+        assert (tmp_path / f"s{SUFFIX}").read_bytes() == before
+        tmp_path.chmod(0o755)
+        answer = server.ask(COMPLETE, asked)
+        assert answer[0] == 200 and answer[2]["usage"]["prompt_tokens"] == 2 + 3 + 2
+
+
+# Disks without room.
+
+
+PHASES: dict[str, tuple[Any, str]] = {
+    "tokenizer": (texts, "copy_texts"),
+    "importance": (stages, "save_importance"),
+    "weights": (stages, "write_weights"),
+    "graphs": (stages, "write_graphs"),
+    "manifest": (building, "write_manifest"),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
+    tiny_recipe: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """Each stage of the build meets the full disk after its first file."""
+    out = tmp_path / "out" / "artifact"
+    out.parent.mkdir()
+    recipe = load_recipe(str(tiny_recipe)).recipe
+    build_shared(recipe, out)
+    before = load_manifest(out)
+    module, name = PHASES[phase]
+
+    def full(*arguments: Any, **_: Any) -> Any:
+        folder = next(a for a in arguments if isinstance(a, Path))
+        (folder / "half").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "half"))
+
+    monkeypatch.setattr(module, name, full)
+    with pytest.raises(EnvironmentProblem, match=r"^disk full while writing half: \d+ bytes free"):
+        build_shared(recipe, out)
+    assert load_manifest(out) == before
+    assert [path.name for path in out.parent.iterdir()] == ["artifact"]
+
+
+def test_a_calibration_whose_disk_is_full_prints_no_result(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(stages, "write_weights", full)
+    with pytest.raises(EnvironmentProblem, match="disk full while writing"):
+        calibrate_text(str(tiny_recipe), length=128, passages=1, text="the quick brown fox " * 400)
+    assert list(tmp_path.glob("kvexport*")) == []
+
+
+def test_the_file_of_a_full_cache_takes_all_its_blocks_at_once(tmp_path: Path) -> None:
+    """A cache that is larger than its disk is an error at the start, and no signal in the middle of a step."""
+    with pytest.raises(EnvironmentProblem, match=r"the full cache takes .* in cache.periodic.store"):
+        mapped(1 << 60, str(tmp_path), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+SMALL_DISK = """
+import sys
+from pathlib import Path
+import numpy as np
+from kvexport.engine.load import load
+from kvexport.engine.request import Request
+from kvexport.errors import EnvironmentProblem
+from kvexport.state.sessions import SessionStore
+from kvexport.state.shared_sessions import SharedSessions
+
+engine, disk = load(sys.argv[1], threads=1), Path(sys.argv[2])
+
+def turn(start):
+    request = Request([1, 2, 3], engine.settings(max_new_tokens=4), start=start, keep=True)
+    engine.add(request)
+    while engine.busy:
+        engine.step()
+    return request.snapshot
+
+kept, failed = {}, 0
+store = SharedSessions(engine.manifest, memory=0, folder=disk / "shared", disk=1 << 40)
+for i in range(400):
+    name = f"s{i % 100}"
+    state = turn(kept.get(name))
+    try:
+        store.put(name, state, store.mark(name))
+        kept[name] = state
+    except EnvironmentProblem as error:
+        assert "No space left on device" in error.problem, error
+        failed += 1
+again = SharedSessions(engine.manifest, memory=0, folder=disk / "shared", disk=1 << 40)
+assert all(again.get(name).to_bytes() == state.to_bytes() for name, state in kept.items())
+assert not list((disk / "shared").glob(".*.session.*"))
+print(len(kept), failed)
+"""
+
+
+def test_sessions_on_a_disk_that_fills(tiny_artifact: Path, tmp_path: Path) -> None:
+    """The kernel's own full disk: each state that was put is there, whole; each other put was an error."""
+    mount = "mount -t tmpfs -o size=1m none /mnt"
+    try:
+        allowed = subprocess.run([*NAMESPACE, mount], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        allowed = False
+    if not allowed:
+        pytest.skip("not reached: no process may mount a file system here")
+    command = [*NAMESPACE, f'{mount}; exec "$0" "$@"', sys.executable, "-c", SMALL_DISK, str(tiny_artifact), "/mnt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=PYTHON_PATH)
+    assert done.returncode == 0, done.stderr
+    kept, failed = map(int, done.stdout.split())
+    assert kept > 5 and failed > 0
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("megabytes", [200, 400, 700])
+def test_too_little_address_space_is_an_error_that_says_so(tiny_recipe: Path, tmp_path: Path, megabytes: int) -> None:
+    """With little memory PyTorch ends the process while it is loaded, so a build asks for enough before."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    command = [sys.executable, "-m", "kvexport", "build", "--recipe", str(tiny_recipe), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, preexec_fn=limit)
+    assert done.returncode == 3, done.stderr
+    assert "memory" in done.stderr and "fix: " in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_is_larger_than_the_machine_is_refused_before_it_is_made(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvexport.memory.machine_memory", lambda: (1000, 500))
+    with pytest.raises(EnvironmentProblem, match=r"the cache of one sequence takes .* has 1 kB"):
+        load(tiny_artifact)
+    monkeypatch.setattr("kvexport.memory.machine_memory", lambda: (0, 0))  # a system that does not tell
+    load(tiny_artifact)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("PosixThread pthread_create failed, error code: 11"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    ],
+)
+def test_errors_of_libraries_without_memory_are_known(error: Exception) -> None:
+    assert lacks_memory(error)
+    assert not lacks_memory(RuntimeError("shape mismatch"))

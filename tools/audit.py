@@ -1,0 +1,107 @@
+"""Looks for known vulnerabilities of the locked packages, with pip-audit.
+
+    python -m tools.audit [--soft]
+
+pip-audit is not a dependency: it is installed into build-cache/audit the first time. Where the list of vulnerabilities
+cannot be reached nothing is checked; the command says so and exits with 3, or with 0 if --soft is given. A package that
+pip-audit skips is not checked either. A vulnerability is exit code 1 in any case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from tools.lock import pins
+
+ROOT = Path(__file__).parent.parent
+VERSION = "2.10.1"
+LIST = "https://pypi.org/pypi/pip/{version}/json"  # a page of the list that pip-audit reads, one for each package
+SECONDS = 90.0
+NOT_CHECKED = 3
+
+
+def run(command: list[str], seconds: float) -> tuple[int | None, str]:
+    """Run a command.
+
+    Returns:
+        The exit code, None if it took longer than `seconds` or could not start; and the output.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, seconds), check=False)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return None, str(error)
+    return done.returncode, done.stdout + done.stderr
+
+
+def reachable(lock: Path) -> bool:
+    """Return whether the list of vulnerabilities answers within 5 seconds for the locked version of pip."""
+    try:
+        address = LIST.format(version=pins(lock.read_text())["pip"])
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return "vulnerabilities" in json.load(answer)
+    except (OSError, ValueError):
+        return False
+
+
+def audit(folder: Path, lock: Path) -> int:
+    """Check the packages of a lock file, and return the exit code.
+
+    Args:
+        folder: The environment of pip-audit, made if it is missing.
+        lock: The lock file.
+    """
+    if not reachable(lock):
+        print(
+            "audit: not checked: pypi.org, which has the list of vulnerabilities, does not answer for a locked package"
+        )
+        return NOT_CHECKED
+    end, program = time.monotonic() + SECONDS, folder / "bin" / "pip-audit"
+    if not program.exists():
+        steps = [
+            [sys.executable, "-m", "venv", str(folder)],
+            [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", f"pip-audit=={VERSION}"],
+        ]
+        for step in steps:
+            code, output = run(step, end - time.monotonic())
+            if code != 0:
+                print(f"audit: not checked: pip-audit cannot be installed here: {_last(output)}")
+                return NOT_CHECKED
+    options = ["--require-hashes", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
+    _, output = run([str(program), *options, "--requirement", str(lock)], end - time.monotonic())
+    try:
+        packages = json.loads(output[output.index("{") : output.rindex("}") + 1])["dependencies"]
+    except (ValueError, KeyError):
+        print(f"audit: not checked: pip-audit does not answer: {_last(output)}")
+        return NOT_CHECKED
+    checked = [package for package in packages if "vulns" in package]
+    for package in checked:
+        for found in package["vulns"]:
+            fixed = ", ".join(found["fix_versions"]) or "no version"
+            print(f"audit: {package['name']} {package['version']} has {found['id']}, which {fixed} mends")
+    print(f"audit: {len(checked)} of {len(packages)} packages were checked, the others were not found on the list")
+    if any(package["vulns"] for package in checked):
+        return 1
+    return 0 if checked else NOT_CHECKED
+
+
+def _last(output: str) -> str:
+    return (output.strip().splitlines() or ["no output"])[-1][:200]
+
+
+def main() -> None:
+    """Check, and exit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--soft", action="store_true", help="exit with 0 if nothing could be checked")
+    soft = parser.parse_args().soft
+    code = audit(ROOT / "build-cache" / "audit", ROOT / "requirements-lock.txt")
+    sys.exit(0 if soft and code == NOT_CHECKED else code)
+
+
+if __name__ == "__main__":
+    main()

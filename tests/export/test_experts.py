@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,62 @@ def test_rounded_experts_compute_what_their_integers_stand_for(
     assert stored[down].data_type == kinds[bits] and len(stored[down].dims) == 3
     location = {x.key: x.value for x in stored[down].external_data}
     assert int(location["length"]) == np.prod(stored[down].dims) * bits // 8
+
+
+MXFP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def in_mxfp4(checkpoint: Path, packed: Path) -> None:
+    """Write a checkpoint of gpt-oss with random MXFP4 experts into `packed`, and the same experts as floats into
+    `checkpoint`."""
+    rng, tensors = np.random.default_rng(0), load_file(checkpoint / "model.safetensors")
+    stored = dict(tensors)
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(120, 124, (experts, outputs, inputs // 32), np.uint8)
+        numbers = MXFP4[np.stack([blocks & 15, blocks >> 4], -1)].reshape(experts, outputs, inputs // 32, 32)
+        values = (numbers * 2.0 ** (scales[..., None].astype(np.float64) - 127)).reshape(experts, outputs, inputs)
+        tensors[name] = torch.from_numpy(values.transpose(0, 2, 1).copy()).to(tensor.dtype)
+        del stored[name]
+        stored |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(scales)}
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (packed / "config.json").write_text(json.dumps(config))
+
+
+def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["gpt_oss"]())
+    packed = Path(shutil.copytree(checkpoint, tmp_path / "packed"))
+    in_mxfp4(checkpoint, packed)
+    export = {"logits": "all", "prefill_chunk": 32}
+    recipe = models.make_recipe(packed, export=export, limits={"max_length": 160}, weights={"inputs": "float"})
+    artifact = build(recipe, tmp_path / "artifact")
+    ids = models.random_ids(0, 90, 60)
+    right = models.hugging_face_logits(checkpoint, ids)
+    for found, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
+        assert np.abs(found - logits).max() <= 1e-5 * np.abs(logits).max()
+    graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
+    stored = {x.name: x.data_type for x in graph.initializer if x.name.endswith("_proj") and "experts" in x.name}
+    assert len(stored) == 4 and set(stored.values()) == {onnx.TensorProto.INT8}
+    numbers = sum(np.prod(x.dims) for x in graph.initializer if x.name in stored)
+    biases = sum(4 * np.prod(x.dims) for x in graph.initializer if x.name.endswith("_proj_bias"))
+    assert plan_memory(recipe).expert_bytes == numbers + 4 * numbers // 32 + biases
+
+
+def test_scales_that_do_not_fit_mxfp4_experts_are_refused(tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["gpt_oss"]())
+    packed = Path(shutil.copytree(checkpoint, tmp_path / "packed"))
+    in_mxfp4(checkpoint, packed)
+    tensors = load_file(packed / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file({**tensors, name: tensors[name][:, 1:].clone()}, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=f"'{name}' .* expected U8"):
+        read_model(models.make_recipe(packed, limits={"max_length": 160}))
 
 
 def test_the_plan_tells_the_bytes_of_the_experts_and_of_those_that_a_token_reads(tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ def assembled_parameters(model: Any, tensors: Mapping[str, Stored], present: Map
     layouts = expert_layouts(model)
     result = {}
     for name, layout in layouts.items():
+        if name in present and hasattr(tensors[present[name]], "full_shape"):
+            continue  # experts that the checkpoint has packed, and that their source brings into an artifact's layout
         if name in present and (layout != PLAIN or parameters[name].ndim > 2):
             shape = tuple(parameters[name].shape)
             inputs = (("", (tensors[present[name]],)),)

@@ -83,7 +83,8 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
                 name in expansions or _why_floats(source, recipe, picked=name in embeddings)
             ):
                 source = Dense(source)
-            specs.append(ComputedSpec(initializer, source, dtype, shape))
+            layout = layouts.get(name, PLAIN)
+            specs.append(ComputedSpec(initializer, source, dtype, layout.artifact_shape(shape)))
             continue
         entry = checkpoint.tensors[tensor]
         plain = TensorSpec(initializer, entry, dtype, shape)
@@ -166,14 +167,22 @@ def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> i
     return sum(_parameter_bytes(model, recipe).values())
 
 
-def expert_bytes(model: Any, recipe: Recipe) -> tuple[int, int]:
+def expert_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> tuple[int, int]:
     """Return the bytes of the experts' weights in an artifact, and those that one token's decode step reads of them.
 
     Args:
+        checkpoint: The checkpoint; None if only its config was read.
         model: The model without its weights, after its probe.
         recipe: The recipe.
     """
-    sizes, shares = _parameter_bytes(model, recipe), chosen_shares(model)
+    shares = chosen_shares(model)
+    if not shares:
+        return 0, 0
+    if checkpoint is None:
+        sizes = _parameter_bytes(model, recipe)
+    else:
+        written = {spec.name: spec.nbytes for spec in weight_specs(checkpoint, model, recipe)}
+        sizes = {name: written[initializer] for name, initializer in initializer_names(model).items()}
     held = {name: sizes[name] for name in shares if name in sizes}
     return sum(held.values()), round(sum(size * shares[name] for name, size in held.items()))
 

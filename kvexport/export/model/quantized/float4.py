@@ -39,7 +39,7 @@ from kvexport.export.weights.casting import BLOCK_BYTES, read_at, read_blocks, r
 from kvexport.ops.packed import PackedFormat
 
 _FP8 = "F8_E4M3"
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Float4:
         for rows in row_blocks(n, k // 2, BLOCK_BYTES):
             with self.weight.file.open("rb") as stream:
                 stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), -1)
-            yield {"weight": _DOUBLED[halves(stored)].view(np.uint8), "scale": scale[rows.start : rows.stop]}
+            yield {"weight": DOUBLED[halves(stored)].view(np.uint8), "scale": scale[rows.start : rows.stop]}
 
     def _scales(self) -> NDArray[np.float32]:
         """Return the scales [outputs, groups] of the weight."""

@@ -1,0 +1,105 @@
+"""Experts in MXFP4, as gpt-oss has them: numbers of E2M1 in blocks of 32 inputs, with a power of two for each block.
+
+A checkpoint has `{name}_blocks` [experts, outputs, groups, 16] U8, two numbers in a byte, the first input in the low
+half, and `{name}_scales` [experts, outputs, groups] U8, the exponents plus 127. Rows of gates and ups alternate. Twice
+each number is whole, so these weights are kept, each number in 8 bits, with half the scale. Sources: transformers'
+`convert_moe_packed_tensors`; OCP Microscaling Formats 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.export.model.quantized.float4 import DOUBLED
+from kvexport.export.model.quantized.reading import Read, Tensors, halves, require, require_shape, wrong
+from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.export.weights.casting import read_at
+from kvexport.ops.packed import PackedFormat
+
+GROUP = 32
+BLOCKS, SCALES = "_blocks", "_scales"
+INTERLEAVED = "gate_up_proj"  # the weight whose rows of gates and ups alternate
+PACKING = PackedFormat(8, True, GROUP, "none", "float32")
+
+
+@dataclass(frozen=True)
+class Mxfp4Experts:
+    """The weight [experts, outputs, inputs] of a layer's experts, in the order of an artifact: gates before ups.
+
+    Attributes:
+        name: The parameter of the model.
+        weight: The numbers, two in a byte.
+        scale: The exponents.
+        packing: The format of the weight in an artifact.
+    """
+
+    name: str
+    weight: TensorEntry
+    scale: TensorEntry
+    packing: PackedFormat = PACKING
+
+    @property
+    def full_shape(self) -> tuple[int, int, int]:
+        """The shape [experts, outputs, inputs]."""
+        experts, outputs, groups, _ = self.weight.shape
+        return experts, outputs, groups * GROUP
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape [rows of all experts, inputs]."""
+        experts, outputs, inputs = self.full_shape
+        return experts * outputs, inputs
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Yield the packed rows of one expert after another.
+
+        Raises:
+            UsageError: A scale is no number, or the file ends early.
+        """
+        experts, outputs, inputs = self.full_shape
+        for expert in range(experts):
+            one = range(expert, expert + 1)
+            stored = self._read(self.weight, one).reshape(outputs, inputs // 2)
+            exponents = self._read(self.scale, one).reshape(outputs, inputs // GROUP)
+            if (exponents == 255).any():
+                raise UsageError(f"tensor {self.scale.name!r} has scales that are NaN", "download the checkpoint again")
+            scale = np.ldexp(np.float32(0.5), exponents.astype(np.int32) - 127)
+            if self.name.endswith(INTERLEAVED):
+                stored, scale = (np.concatenate([x[0::2], x[1::2]]) for x in (stored, scale))
+            yield {"weight": DOUBLED[halves(stored)].view(np.uint8), "scale": scale}
+
+    def order(self) -> NDArray[np.int64]:
+        """Raise NotImplementedError: the columns have no other order."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _read(entry: TensorEntry, rows: range) -> NDArray[np.uint8]:
+        with entry.file.open("rb") as stream:
+            return np.frombuffer(read_at(entry, stream, rows), np.uint8)
+
+
+def read_mxfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
+    """Return the experts of a checkpoint in MXFP4.
+
+    Raises:
+        UsageError: Tensors do not fit each other.
+    """
+    sources: dict[str, Source] = {}
+    used: set[str] = set()
+    for name, entry in tensors.items():
+        if not name.endswith(BLOCKS):
+            continue
+        parameter = name.removesuffix(BLOCKS)
+        if entry.dtype != "U8" or len(entry.shape) != 4 or entry.shape[3] != GROUP // 2:
+            raise wrong(entry, f"U8 [experts, outputs, groups, {GROUP // 2}]")
+        scale = require(tensors, parameter + SCALES, name)
+        require_shape(scale, ("U8",), entry.shape[:3])
+        sources[parameter] = Mxfp4Experts(parameter, entry, scale)
+        used |= {name, scale.name}
+    return sources, used, []

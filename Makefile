@@ -74,13 +74,14 @@ demo: setup
 docs: setup
 	$(BIN)/sphinx-build --fail-on-warning --quiet -b html docs build-cache/site
 
-# Random calls of the kernels under the address and undefined-behaviour sanitizers, then changed snapshots and requests.
+# Cases that once failed, then random calls of the kernels under the address and undefined-behaviour sanitizers, then changed snapshots and requests.
 # A failure prints its seed. For a long run: make fuzz FUZZ_CASES=10000000 FUZZ_SEED=1
 FUZZ_CASES ?= 20000
 FUZZ_SEED ?= $(shell date +%s)
 fuzz: setup
 	cmake -S plugins -B build-cache/native-fuzz -DKV_SANITIZE=address,undefined >/dev/null
 	cmake --build build-cache/native-fuzz --target kv_fuzz >/dev/null
+	grep -v '^#' plugins/tests/fuzz_seeds.txt | while read seed _; do build-cache/native-fuzz/kv_fuzz $$seed 1 || exit 1; done
 	build-cache/native-fuzz/kv_fuzz $(FUZZ_SEED) $(FUZZ_CASES)
 	$(BIN)/python -m pytest tests/state/test_snapshot.py tests/serve/test_fuzz.py tests/serve/test_attacks.py
 

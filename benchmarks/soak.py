@@ -2,12 +2,12 @@
 
     python -m benchmarks.soak ARTIFACT --minutes 10 --kills 100 --out benchmarks/results/soak.json
 
-Six clients have conversations. Meanwhile a server is killed (SIGKILL) every few seconds and started again, the folder's
-disk is full for a second at a time, a server is stopped (SIGSTOP) and continues, and a proxy cuts connections after a
-random number of bytes. The folder is a tmpfs in a mount namespace of its own; where no process may mount, the disk is
-never full, and the result says so. The run ends when both the minutes and the kills are reached, and at the latest
-after three times the minutes. At the end every conversation has one more turn: an acknowledged turn that is missing, a
-wrong answer, or a lane that is not free again counts as a failure.
+Six clients have conversations. Meanwhile each server is killed (SIGKILL) a few seconds after it has started, the
+folder's disk is full for a second at a time, a server is stopped (SIGSTOP) and continues, and a proxy cuts connections
+after a random number of bytes. The folder is a tmpfs in a mount namespace of its own; where no process may mount, the
+disk is never full, and the result says so. The run ends when both the minutes and the kills are reached, and at the
+latest after three times the minutes. At the end every conversation has one more turn: an acknowledged turn that is
+missing, a wrong answer, or a lane that is not free again counts as a failure.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class Disturbances:
     Args:
         servers: The servers.
         folder: The folder of sessions.
-        every: Seconds between two kills.
+        every: Mean seconds until a server that runs is killed.
         mounted: Whether the folder has a small disk of its own.
     """
 
@@ -145,7 +146,8 @@ class Disturbances:
         self.servers, self.folder, self.every, self.mounted = servers, folder, every, mounted
         self.counts: Counter[str] = Counter()
         self.stop = threading.Event()
-        works: list[tuple[Callable[[random.Random], None], float]] = [(self._kill, every), (self._freeze, 9.0)]
+        works: list[tuple[Callable[[random.Random], None], float]] = [(self._freeze, 9.0)]
+        works += [(partial(self._kill, server), every) for server in servers]
         works += [(self._fill, 4.0)] if mounted else []
         self.threads = [
             threading.Thread(target=self._repeat, args=(i, *work), daemon=True) for i, work in enumerate(works)
@@ -164,8 +166,7 @@ class Disturbances:
         while not self.stop.wait(order.uniform(0.5, 1.5) * every):
             work(order)
 
-    def _kill(self, order: random.Random) -> None:
-        server = order.choice(self.servers)
+    def _kill(self, server: Server, _: random.Random) -> None:
         with server.lock:
             server.note_memory()
             server.kill()
@@ -282,7 +283,7 @@ def main() -> None:
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--kills", type=int, default=100, help="go on until there were so many")
-    parser.add_argument("--every", type=float, default=4.0, help="seconds between two kills")
+    parser.add_argument("--every", type=float, default=4.0, help="mean seconds until a server that runs is killed")
     parser.add_argument("--out", type=Path, help="the figures as JSON")
     arguments = parser.parse_args()
     mounted = in_own_namespace()

@@ -89,6 +89,16 @@ def test_random_calls_under_address_and_undefined_behaviour_sanitizer(isa: str) 
     calls_hold([str(fuzz("native-address-undefined", "-DKV_SANITIZE=address,undefined"))], 20_000, 60, isa)
 
 
+def test_cases_that_once_failed_hold() -> None:
+    """Under the address and undefined-behaviour sanitizers, by which they were found."""
+    lines = (PLUGINS / "tests" / "fuzz_seeds.txt").read_text().splitlines()
+    seeds = [int(line.split()[0]) for line in lines if not line.startswith("#")]
+    program = str(fuzz("native-address-undefined", "-DKV_SANITIZE=address,undefined"))
+    for seed in seeds:
+        calls_hold([program], seed, 1)
+    assert seeds
+
+
 def test_random_calls_under_thread_sanitizer() -> None:
     """Of the best instruction set here; how threads share the work is the same code for all."""
     said = subprocess.run([fuzz("native"), "0", "0"], capture_output=True, text=True, check=True).stdout

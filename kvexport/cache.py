@@ -112,14 +112,60 @@ class LayerCache:
 
 
 @dataclass(frozen=True)
-class CachePlan:
-    """The plan of a model's KV caches in the order of its layers.
+class LayerStates:
+    """The recurrent state of one layer: the last inputs of its convolution, and the state of its linear attention.
+
+    The state has the same size after any number of tokens, and no slots. Zeros are the state before the first token.
 
     Attributes:
-        caches: One cache for each layer, or one for each KV head if heads have budgets of their own.
+        layer: The number of the layer in the model.
+        state: The tensors; their dimensions after the batch are fixed sizes.
+    """
+
+    layer: int
+    state: tuple[StateTensor, ...]
+
+    @property
+    def merges(self) -> bool:
+        """False: a recurrent state has no slots that a merge could evict."""
+        return False
+
+    @property
+    def place(self) -> str:
+        """The place of the layer in tensor names, with the layer's number in the model, not that of a cache."""
+        return f"layer.{self.layer}"
+
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each state tensor by name, for `batch` sequences."""
+        return {tensor.name: tensor.shape({"B": batch}) for tensor in self.state}
+
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """Return the data type of each state tensor by name."""
+        return {tensor.name: np.dtype(tensor.dtype) for tensor in self.state}
+
+    def bytes(self, batch: int = 1) -> int:
+        """Return the bytes of all state tensors of the layer for `batch` sequences."""
+        dtypes = self.dtypes()
+        return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes(batch).items())
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The plan of a model's KV caches in the order of its layers, and of the recurrent states of its other layers.
+
+    Attributes:
+        caches: One cache for each layer that attends, or one for each KV head if heads have budgets of their own.
+        attention_layers: The numbers of the model's layers that attend; empty if every layer does.
+        states: The recurrent state of each layer that has one.
     """
 
     caches: tuple[LayerCache, ...]
+    attention_layers: tuple[int, ...] = ()
+    states: tuple[LayerStates, ...] = ()
+
+    def cache_of(self, layer: int) -> int:
+        """Return the number of a layer among the layers that attend; `layer` is its number in the model."""
+        return self.attention_layers.index(layer) if self.attention_layers else layer
 
     @property
     def cache_positions(self) -> bool:
@@ -131,21 +177,35 @@ class CachePlan:
 
     def rank_plan(self, ranks: int) -> CachePlan:
         """Return the cache plan of one of `ranks` tensor parallel processes, which have equally many KV heads each."""
-        return CachePlan(tuple(replace(layer, kv_heads=layer.kv_heads // ranks) for layer in self.caches))
+        return replace(self, caches=tuple(replace(x, kv_heads=x.kv_heads // ranks) for x in self.caches))
 
     def bytes(self, batch: int = 1) -> int:
-        """Return the bytes of the whole KV cache state for `batch` sequences, `past_length` included."""
-        return sum(layer.bytes(batch) for layer in self.caches) + 8 * batch
+        """Return the bytes of all caches and recurrent states for `batch` sequences, `past_length` included."""
+        recurrent = sum(layer.bytes(batch) for layer in self.states)
+        return sum(layer.bytes(batch) for layer in self.caches) + recurrent + 8 * batch
 
-    def state_names(self) -> Iterator[tuple[str, str, LayerCache, str]]:
-        """Yield the input name, output name, cache and tensor name of every state tensor, cache by cache."""
-        for i, layer in enumerate(self.caches):
+    def state_names(self) -> Iterator[tuple[str, str, LayerCache | LayerStates, str]]:
+        """Yield the input name, output name, cache and tensor name of every state tensor, cache by cache.
+
+        Recurrent states follow the caches.
+        """
+        places: Iterator[tuple[int | str, LayerCache | LayerStates]] = itertools.chain(
+            enumerate(self.caches), ((states.place, states) for states in self.states)
+        )
+        for place, layer in places:
             for tensor in layer.state:
-                yield tensor.past(i), tensor.present(i), layer, tensor.name
+                yield tensor.past(place), tensor.present(place), layer, tensor.name
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the cache plan in the form that an artifact's manifest contains."""
         return [asdict(layer) for layer in self.caches]
+
+    def recurrent_json(self) -> dict[str, Any]:
+        """Return the manifest's key `recurrent`; no key if every layer attends and none has a recurrent state."""
+        if not self.states:
+            return {}
+        states = [asdict(layer) for layer in self.states]
+        return {"recurrent": {"attention_layers": self.attention_layers, "states": states}}
 
 
 def cache_geometry(geometry: Sequence[LayerGeometry], caches: int) -> list[LayerGeometry]:

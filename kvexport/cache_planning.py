@@ -6,19 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvexport.allocation import allocate, head_shares
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, LayerStates, cache_geometry
 from kvexport.errors import UsageError
 from kvexport.methods.base import Method
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.schema.state import scales_of, types_of
 
 
-def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
+def plan_cache(
+    recipe: Recipe,
+    geometry: Sequence[LayerGeometry],
+    attention_layers: tuple[int, ...] = (),
+    states: tuple[LayerStates, ...] = (),
+) -> CachePlan:
     """Return the KV cache plan of a recipe for a model: the budget, capacity and shapes of every cache.
 
     Args:
         recipe: The recipe.
-        geometry: The attention of each layer.
+        geometry: The attention of each layer that attends.
+        attention_layers: The numbers of these layers in the model; empty if every layer attends.
+        states: The recurrent states of the other layers.
 
     Raises:
         UsageError: If a budget, or that of `selected_plan`, cannot hold the sinks, the recent slots and one more; if a
@@ -33,6 +40,8 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
             f"cache.allocation.whole lets layers {recipe.cache.allocation.whole} hold more entries than others",
             "--set cache.positions=absolute, or --set cache.allocation.whole=[]",
         )
+    if states:
+        _require_states_kept(recipe, states)
     _require_pairs(recipe, geometry)
     budgets = allocate(recipe, len(geometry))
     if recipe.cache.positions == "cache":
@@ -41,7 +50,7 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     names, geometries = _names(geometry, len(budgets)), cache_geometry(geometry, len(budgets))
     caches = [_planned(recipe, method, *cache) for cache in zip(names, geometries, budgets, strict=True)]
     _require_no_merges(recipe, names, caches, method)
-    plan = CachePlan(tuple(caches))
+    plan = CachePlan(tuple(caches), attention_layers, states)
     selected_plan(recipe, plan)  # raises an error if its budget is too small
     return plan
 
@@ -138,8 +147,9 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
     if recipe.cache.merge_prompts == "chunks":
         return plan
     most = recipe.cache.merge_every
-    return CachePlan(
-        tuple(replace(x, capacity=min(x.capacity, x.budget + most)) if x.merges else x for x in plan.caches)
+    return replace(
+        plan,
+        caches=tuple(replace(x, capacity=min(x.capacity, x.budget + most)) if x.merges else x for x in plan.caches),
     )
 
 
@@ -171,6 +181,36 @@ def _names(geometry: Sequence[LayerGeometry], caches: int) -> list[str]:
     if caches == len(geometry):
         return [f"layer {i}" for i in range(caches)]
     return [f"KV head {head} of layer {i}" for i, layer in enumerate(geometry) for head in range(layer.kv_heads)]
+
+
+def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
+    """Raise UsageError for settings that would have to take tokens back from a recurrent state, or to split it."""
+    why = f"layer {states[0].layer} has a recurrent state"
+    if recipe.speculate.draft is not None:
+        raise UsageError(
+            f"speculate.draft is {recipe.speculate.draft}: rejected tokens are removed from the cache again, but "
+            f"{why}, from which no token can be removed",
+            "--set speculate.draft=null",
+        )
+    if recipe.cache.periodic.slots is not None:
+        raise UsageError(
+            f"cache.periodic.slots is {recipe.cache.periodic.slots}, which is not supported where {why}",
+            "--set cache.periodic.slots=null",
+        )
+    if recipe.cache.positions == "cache":
+        raise UsageError(
+            f"cache.positions is cache, which is not supported where {why}", "--set cache.positions=absolute"
+        )
+    if recipe.backend.name != "onnxruntime":
+        raise UsageError(
+            f"backend.name is {recipe.backend.name}, which is not supported where {why}",
+            "--set backend.name=onnxruntime",
+        )
+    if recipe.backend.tensor_parallel > 1:
+        raise UsageError(
+            f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, but {why}, which ranks cannot share",
+            "--set backend.tensor_parallel=1",
+        )
 
 
 def _require_no_merges(recipe: Recipe, names: Sequence[str], caches: Sequence[LayerCache], method: Method) -> None:

@@ -92,7 +92,7 @@ class MemoryPlan:
             replaced = tokens * shape.query_heads // shape.kv_heads
             extra = tuple(_with_fewer_rows(x, replaced) if x.name in RING else x for x in layer.extra)
             layers.append(replace(layer, capacity=layer.budget, extra=extra))
-        return CachePlan(tuple(layers)).bytes()
+        return replace(self.cache, caches=tuple(layers)).bytes()
 
     @property
     def batch_bytes(self) -> int:
@@ -160,7 +160,7 @@ class MemoryPlan:
             update={"cache": section.model_copy(update={"budget": budget, "allocation": uniform})}
         )
         try:
-            return plan_cache(changed, self.geometry)
+            return plan_cache(changed, self.geometry, self.cache.attention_layers, self.cache.states)
         except UsageError:
             return None
 

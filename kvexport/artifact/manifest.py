@@ -156,6 +156,7 @@ class Manifest:
             "recipe": {"name": self.name, **self.recipe.model_dump(mode="json")},
             "model": asdict(self.model),
             "cache": self.cache.to_json(),
+            **self.cache.recurrent_json(),
             "graphs": asdict(self.graphs),
             "top_logits": self.top_logits,
             "limits": asdict(self.limits),
@@ -180,7 +181,11 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
     if isinstance(recipe := data.get("recipe"), dict):
         data |= {"recipe": {key: value for key, value in recipe.items() if key != "name"}, "name": recipe.get("name")}
     if "cache" in data:
-        data["cache"] = {"caches": data["cache"]}
+        recurrent = data.pop("recurrent", {})
+        data["cache"] = {
+            "caches": data["cache"],
+            **(recurrent if isinstance(recurrent, dict) else {"states": recurrent}),
+        }
     manifest = parse_fields(root, Manifest, data)
     for name, file in manifest.graphs.files():
         require_file(root, manifest, f"graphs.{name}", file)

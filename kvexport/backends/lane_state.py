@@ -27,11 +27,12 @@ def is_captured(first: int, last: int) -> bool:
 
 def slot_axes(plan: CachePlan) -> dict[str, int | None]:
     """Return by input name the dimension of a lane's state tensor that counts KV-cache slots; None for none."""
-    return {
+    axes = {
         tensor.past(i): None if tensor.slot_axis is None else tensor.slot_axis - 1
         for i, layer in enumerate(plan.caches)
         for tensor in layer.state
     }
+    return axes | {tensor.past(x.place): None for x in plan.states for tensor in x.state}
 
 
 def used_slots(votes: NDArray[np.float32]) -> int:

@@ -43,7 +43,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     from kvexport.export.hooks.experts import refuse_experts
     from kvexport.export.model.checkpoint import is_gguf, read_checkpoint, resolve_checkpoint
     from kvexport.export.model.config import load_config, says_quantized
-    from kvexport.export.model.hf_model import build_fake, probe_geometry
+    from kvexport.export.model.hf_model import build_fake, probe_layers
     from kvexport.export.model.rotary import read_rotary
     from kvexport.export.model.wheel import WHEEL
     from kvexport.quiet import quiet_exporter
@@ -60,10 +60,11 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.rotary_length)
         if not backends.get(recipe.backend.name).runs_experts:
             refuse_experts(model, recipe.backend.name)
-        geometry = probe_geometry(model, mode)
+        layout = probe_layers(model, mode)
+        geometry = layout.geometry
         if recipe.cache.positions == "cache" or recipe.cache.build_method().rotary:
             geometry = read_rotary(model, mode, geometry, cache_positions=recipe.cache.positions == "cache")
-    return ModelShape(checkpoint, model, mode, geometry, plan_cache(recipe, geometry))
+    return ModelShape(checkpoint, model, mode, geometry, plan_cache(recipe, geometry, *layout[1:]))
 
 
 def build(

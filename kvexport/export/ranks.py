@@ -23,7 +23,7 @@ from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import ALL_REDUCE
-from kvexport.export.model.hf_model import probe_geometry
+from kvexport.export.model.hf_model import probe_layers
 from kvexport.export.model.shape import ModelShape
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.weights.casting import read_rows, row_blocks
@@ -134,7 +134,7 @@ def _added_up(module: nn.Linear, data: Tensor) -> Tensor:
 
 def _require_heads(shape: ModelShape, expected_layers: Sequence[LayerGeometry]) -> None:
     """Raise UsageError unless a forward pass of a rank's model has the numbers of heads in `expected_layers`."""
-    probed = probe_geometry(shape.model, shape.mode)
+    probed = probe_layers(shape.model, shape.mode).geometry
     for i, (layer, expected) in enumerate(zip(probed, expected_layers, strict=True)):
         heads = (layer.query_heads, layer.kv_heads, layer.key_size, layer.value_size)
         if heads != (expected.query_heads, expected.kv_heads, expected.key_size, expected.value_size):

@@ -11,7 +11,7 @@ from kvexport.schema.attribute import Attribute
 from kvexport.schema.policy import FIT, POLICY
 from kvexport.schema.state import CONTRACT_VERSION, INT4, SMALL, STATE, StateTensor
 
-Role = Literal["query", "cache", "float32", "int32", "int64"]
+Role = Literal["query", "cache", "float32", "float16", "int32", "int64"]
 
 
 @dataclass(frozen=True)

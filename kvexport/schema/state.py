@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 CONTRACT_VERSION = 9  # the version of docs/reference/contract.md
 T = TypeVar("T")
-DType = Literal["cache", "float32", "int32"]
+DType = Literal["cache", "float32", "float16", "int32"]
 # Every dimension by its letter: its name in C, and the things that it counts.
 DIMENSIONS = {
     "B": ("batch", "lanes"),
@@ -71,11 +71,11 @@ class StateTensor:
         *slots, size = self.shape(sizes)
         return (*slots, size // 2 if self.stored_dtype(cache_type) == "uint8" else size)
 
-    def past(self, layer: int) -> str:
+    def past(self, layer: int | str) -> str:
         """Return the name of the ONNX graph input that is this state tensor of a layer."""
         return f"past_key_values.{layer}.{self.name}"
 
-    def present(self, layer: int) -> str:
+    def present(self, layer: int | str) -> str:
         """Return the name of the ONNX graph output that is this state tensor of a layer."""
         return f"present.{layer}.{self.name}"
 

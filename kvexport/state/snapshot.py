@@ -64,6 +64,7 @@ class Origin:
         contract = [
             manifest.contract_version,
             manifest.cache.to_json(),
+            *([manifest.cache.recurrent_json()] if manifest.cache.states else []),
             limits.prefill_chunk,
             limits.merge_every,
             manifest.model.vocabulary,
@@ -251,6 +252,7 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
     if len(counters.held) != len(plan.caches):
         raise damaged(f"counters of {len(counters.held)} layers, there are {len(plan.caches)}")
     _check_tensors(snapshot, plan)
+    _check_states(snapshot, plan)
 
 
 def _check_selections(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
@@ -300,6 +302,21 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
                 f"past_key_values.{i} uses {used_slots(votes)} slots of {layer.capacity}, its counters say "
                 f"{held} and {counters.added} more"
             )
+
+
+def _check_states(snapshot: Snapshot, plan: CachePlan) -> None:
+    """Check that the recurrent states of a snapshot have the sizes of the artifact's, and hold no NaN."""
+    for layer in plan.states:
+        shapes, dtypes = layer.shapes(1), layer.dtypes()
+        for tensor in layer.state:
+            name, shape = tensor.past(layer.place), list(shapes[tensor.name][1:])
+            array = snapshot.state[name]
+            if array.dtype != dtypes[tensor.name] or list(array.shape) != shape:
+                raise damaged(
+                    f"{name} is {array.dtype} {list(array.shape)}, the artifact has {dtypes[tensor.name]} {shape}"
+                )
+            if array.dtype.kind == "f" and np.isnan(array).any():
+                raise damaged(f"{name} holds NaN, from which every token of the answer would be wrong")
 
 
 def _extent(array: NDArray[Any]) -> int:

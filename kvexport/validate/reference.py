@@ -16,7 +16,8 @@ from kvexport.cache import CachePlan, LayerGeometry, cache_geometry, layer_cache
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes, used_slots
-from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
+from kvexport.export.hooks.attention import IMPLEMENTATION, TokenLogits, attending
+from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method
@@ -41,19 +42,20 @@ class _Eager:
     def __init__(
         self,
         method: Method,
+        plan: CachePlan,
         geometry: list[LayerGeometry],
         position: Tensor,
         query_length: Tensor,
         past: Mapping[int, State],
         telemetry: Telemetry | None,
     ) -> None:
-        self.method, self.past = method, past
+        self.method, self.plan, self.past = method, plan, past
         self.geometry, self.caches = cache_geometry(geometry, len(past)), layer_caches(geometry, len(past))
         self.position, self.query_length, self.telemetry = position, query_length, telemetry
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = self.plan.cache_of(module.layer_idx)  # type: ignore[arg-type]
         caches, sink_logits = self.caches[layer], options.get("s_aux")
         count = len(caches)
         heads = [x.chunk(count, 1) for x in (query, key, value)]
@@ -127,17 +129,21 @@ class TorchReference:
         rotated_by = position
         if self.plan.cache_positions:
             rotated_by = used_slots(past[0][VOTES]) + torch.arange(ids.shape[1])
-        eager = _Eager(self.method, self.geometry, position, query_length, past, telemetry)
+        eager = _Eager(self.method, self.plan, self.geometry, position, query_length, past, telemetry)
+        names = {(x.layer, tensor.name): (x.place, tensor) for x in self.plan.states for tensor in x.state}
+        recurrent = {
+            place: torch.from_numpy(np.array(feed[tensor.past(name)])) for place, (name, tensor) in names.items()
+        }
+        states = RecurrentCache(self.model.config.model_type, recurrent, query_length, traced=False)
         self._token_logits.query_length = query_length if self._last_logits else None
-        with attending(eager), self._watched(hidden):
-            logits = self.model(
-                input_ids=ids, position_ids=rotated_by, past_key_values=PassThroughCache(), use_cache=True
-            ).logits
+        with attending(eager), recurring(self.model, states), self._watched(hidden):
+            logits = self.model(input_ids=ids, position_ids=rotated_by, past_key_values=states, use_cache=True).logits
         present = {
             tensor.present(i): x.numpy()
             for i, state in eager.present.items()
             for tensor, x in zip(self.plan.caches[i].state, state, strict=True)
         }
+        present |= {tensor.present(name): states.present[place].numpy() for place, (name, tensor) in names.items()}
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
     def time_decode(self, lanes: int, tokens: int) -> float:
@@ -167,7 +173,10 @@ class TorchReference:
         handles = []
         if hidden is not None:
             first = [caches[0] for caches in layer_caches(self.geometry, len(self.plan.caches))]
-            for i, layer in zip(first, self._layers, strict=True):
+            layers = self._layers
+            if self.plan.attention_layers:
+                layers = tuple(layers[i] for i in self.plan.attention_layers)
+            for i, layer in zip(first, layers, strict=True):
 
                 def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
                     hidden[i] = (args[0] if args else kwargs["hidden_states"]).numpy()

@@ -32,12 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "jamba": (
         "JambaConfig",
         {**models.SIZES, "num_experts": 2},
-        "layers without attention (state-space or linear attention",
-    ),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {**models.SIZES, **EXPERTS},
-        "layers without attention (state-space or linear attention",
+        "computes its recurrent state in code of its own",
     ),
     "llama4_text": (
         "Llama4TextConfig",

@@ -26,7 +26,7 @@ from kvexport.export.build import build
 from kvexport.export.graph import tracer
 from kvexport.export.graph.layers import Layers, find_layers
 from kvexport.export.graph.replicate import replicate_layers
-from kvexport.export.model.hf_model import build_fake, probe_geometry
+from kvexport.export.model.hf_model import build_fake, probe_layers
 from tests.support import models
 
 # Of Gemma two kinds of layers, of which one has a window and rotary frequencies of its own; the copy lies between both
@@ -59,7 +59,7 @@ EXPORT = {"prefill_chunk": 32, "logits": "all"}
 
 def make_plan(model: Any, mode: Any) -> CachePlan:
     recipe = models.make_recipe(Path(), cache=CACHE, export=EXPORT, limits=LIMITS)
-    return plan_cache(recipe, probe_geometry(model, mode))
+    return plan_cache(recipe, probe_layers(model, mode).geometry)
 
 
 # The graphs.

@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.export.build import build
-from kvexport.export.model.hf_model import build_fake, probe_geometry
+from kvexport.export.model.hf_model import build_fake, probe_layers
 from kvexport.export.model.rotary import read_rotary
 from kvexport.methods.slots import Rotary
 from kvexport.validate.runner import validate_artifact
@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 
 def rotary_of(config: Any) -> list[Rotary]:
     model, mode = build_fake(config, torch.float32, 256)
-    return [layer.rotary for layer in read_rotary(model, mode, probe_geometry(model, mode))]
+    return [layer.rotary for layer in read_rotary(model, mode, probe_layers(model, mode).geometry)]
 
 
 def frequencies(base: float, size: int) -> list[float]:

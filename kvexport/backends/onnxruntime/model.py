@@ -68,7 +68,7 @@ class OnnxRuntimeState(ModelState):
             for i, layer in enumerate(plan.caches)
             for tensor in layer.state
             if tensor.name == "votes" or tensor.slot_axis is None
-        }
+        } | {tensor.past(x.place) for x in plan.states for tensor in x.state}
         self.past_length: Any = model.zeros((lanes, 1), np.dtype(np.int64))
         # Calls by session. The decoder's calls of one token of the first n lanes are kept, and the last other one.
         self._calls: dict[str, dict[Hashable, _BoundCall]] = defaultdict(dict)

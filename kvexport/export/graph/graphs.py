@@ -22,6 +22,7 @@ from kvexport.export.passes.report import run_passes
 from kvexport.export.weights.write import Location
 from kvexport.methods.base import Method
 from kvexport.ops.experts import experts_function
+from kvexport.ops.linear_attention import linear_attention_function, update_rules
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (
     DOMAIN,
@@ -121,7 +122,8 @@ def finish_decoder(
             node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, layer_geometry[i]))
         )
     used = list({function.overload: function for function in functions}.values())
-    return _finish(proto, [*used, *linear_functions(model.graph), *map(experts_function, expert_forms)])
+    recurrences = [*map(linear_attention_function, update_rules(proto.graph))]
+    return _finish(proto, [*used, *recurrences, *linear_functions(model.graph), *map(experts_function, expert_forms)])
 
 
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
@@ -194,7 +196,9 @@ def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx
     proto.ir_version = IR_VERSION
     proto.producer_name, proto.producer_version, proto.doc_string = "kvexport", "", ""
     del proto.opset_import[:]
-    proto.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
+    domains = dict.fromkeys(function.domain for function in functions if function.domain != DOMAIN)
+    others = [helper.make_opsetid(domain, VERSION) for domain in domains]
+    proto.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION), *others])
     del proto.functions[:]
     proto.functions.extend(functions)
     graph = proto.graph

@@ -26,7 +26,8 @@ def layers_plan(plan: CachePlan, geometry: Sequence[LayerGeometry]) -> CachePlan
     their own.
     """
     caches = zip(geometry, layer_caches(geometry, len(plan.caches)), strict=True)
-    return CachePlan(tuple(replace(plan.caches[own[0]], kv_heads=layer.kv_heads) for layer, own in caches))
+    own_caches = tuple(replace(plan.caches[own[0]], kv_heads=layer.kv_heads) for layer, own in caches)
+    return replace(plan, caches=own_caches)
 
 
 def split_heads(graph: ir.Graph, geometry: Sequence[LayerGeometry], plan: CachePlan) -> None:

@@ -21,16 +21,20 @@ from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.graph.layers import Layers, find_layers, left_out, wrapped
 from kvexport.export.graph.replicate import BORDER, replicate_layers
-from kvexport.export.hooks.attention import PassThroughCache, TokenLogits, attending
+from kvexport.export.hooks.attention import TokenLogits, attending
 from kvexport.export.hooks.experts import ATTRIBUTES as EXPERTS_ATTRIBUTES
 from kvexport.export.hooks.experts import EXPERTS, expert_layouts
+from kvexport.export.hooks.recurrence import ATTRIBUTES as RECURRENCE_ATTRIBUTES
+from kvexport.export.hooks.recurrence import INPUTS, LINEAR_ATTENTION, RecurrentCache, recurring
 from kvexport.methods.base import Method
+from kvexport.ops import linear_attention
 from kvexport.ops.experts import ExpertsForm
 from kvexport.ops.onnx_function import DOMAIN, VERSION
 from kvexport.ops.to_onnx import to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.operators import VOTE_ATTENTION, Operator
+from kvexport.schema.state import StateTensor
 
 
 def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttributes:
@@ -98,14 +102,20 @@ class _Tracing:
     """The attention of a model in a trace: one VoteAttention placeholder per layer, and the layers' present state."""
 
     def __init__(
-        self, operator: Operator, position: Tensor, query_length: Tensor, past: dict[int, dict[str, Tensor]]
+        self,
+        operator: Operator,
+        plan: CachePlan,
+        position: Tensor,
+        query_length: Tensor,
+        past: dict[int, dict[str, Tensor]],
     ) -> None:
+        self.plan = plan
         self.operator, self.placeholder = operator, _attention_placeholder(operator)
         self.position, self.query_length, self.past = position, query_length, past
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = self.plan.cache_of(module.layer_idx)  # type: ignore[arg-type]
         inputs = {
             "query": query,
             "key": key,
@@ -144,6 +154,8 @@ class _Decoder(nn.Module):
         position = rotated_by = past_length + step
         past_tensors = iter(past)
         state = {i: {f"past_{x.name}": next(past_tensors) for x in self.plan.caches[i].state} for i in self.layers}
+        recurrent = {(x.layer, tensor.name): next(past_tensors) for x in self.plan.states for tensor in x.state}
+        states = RecurrentCache(self.model.config.model_type, recurrent, query_length)
         fitting = query_length
         if self.plan.cache_positions:
             used = used_slots(state[self.layers[0]]["past_votes"])
@@ -151,13 +163,14 @@ class _Decoder(nn.Module):
             # No caller brings more than there is room for. That it depends on the votes is what counts: none of them is
             # written over before they are read here.
             fitting = torch.minimum(query_length, self.plan.caches[0].capacity - used)
-        tracing = _Tracing(self.operator, position, fitting, state)
+        tracing = _Tracing(self.operator, self.plan, position, fitting, state)
         self.token_logits.query_length = query_length if self.last_logits else None
-        with attending(tracing):
+        with attending(tracing), recurring(self.model, states):
             logits = self.model(
-                input_ids=input_ids, position_ids=rotated_by, past_key_values=PassThroughCache(), use_cache=True
+                input_ids=input_ids, position_ids=rotated_by, past_key_values=states, use_cache=True
             ).logits
         present = [x for i in self.layers for x in tracing.present[i]]
+        present += [states.present[place] for place in recurrent]
         # Computed from `position`: both lengths may be bound to one buffer, which must be read before it is written.
         return (logits.float(), position[:, :1] + query_length, *present)
 
@@ -177,7 +190,7 @@ def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_log
         UsageError: The model cannot be traced.
     """
     decoder = _Decoder(model, plan, last_logits).eval()
-    layers = find_layers(model, mode)
+    layers = find_layers(model, mode) if not plan.states else None
     if layers and len(layers.traced()) < len(plan.caches):
         with contextlib.suppress(UsageError):  # what cannot be traced at all, the trace of the whole says
             traced = _trace_some(decoder, mode, plan, layers)
@@ -211,6 +224,11 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
             for i in layers
             for kind, shape in plan.caches[i].shapes(2).items()
         ]
+        state += [
+            torch.zeros(shape, dtype=getattr(torch, x.dtypes()[name].name))
+            for x in plan.states
+            for name, shape in x.shapes(2).items()
+        ]
     inputs = (ids, query_length, past_length, *state)
     shapes = ({0: batch, 1: tokens}, {0: batch}, {0: batch}, tuple({0: batch} for _ in state))
 
@@ -221,12 +239,21 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
             operator.name, operator.input_names, operator.output_names, ["layer"], optional
         ),
         ALL_REDUCE: _operator("AllReduce", ["part"], ["sum"], []),
+        LINEAR_ATTENTION: _operator(
+            "LinearAttention",
+            INPUTS,
+            ["output", "present_state"],
+            RECURRENCE_ATTRIBUTES,
+            ["beta"],
+            domain=linear_attention.DOMAIN,
+        ),
         torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "end"]),
         EXPERTS: _operator(
             "Experts", ExpertsForm(bias=1).inputs, ["output"], EXPERTS_ATTRIBUTES, ["first_bias", "down_bias"]
         ),
     }
-    tensors = [(i, x) for i in layers for x in plan.caches[i].state]
+    tensors: list[tuple[int | str, StateTensor]] = [(i, x) for i in layers for x in plan.caches[i].state]
+    tensors += [(layer.place, x) for layer in plan.states for x in layer.state]
     try:
         with mode:
             graph = to_onnx(
@@ -284,8 +311,9 @@ def _operator(
     outputs: Sequence[str],
     attributes: Sequence[str] | Mapping[str, str],
     optional: Sequence[str] = (),
+    domain: str = DOMAIN,
 ) -> Any:
-    """Return the translation of a PyTorch placeholder operator to an ONNX node of domain kvexport.
+    """Return the translation of a PyTorch placeholder operator to an ONNX node.
 
     Every input and output has a type variable of its own.
 
@@ -295,6 +323,7 @@ def _operator(
         outputs: Names of its outputs.
         attributes: Names of its attributes, all integers; or their types (int, float, str) by name.
         optional: Names of inputs that may be missing.
+        domain: The domain of the operator.
     """
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
     typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")
@@ -306,11 +335,11 @@ def _operator(
     ]
     schema = OpSchema(
         name,
-        DOMAIN,
+        domain,
         VERSION,
         inputs=formal[: len(inputs)],
         outputs=formal[len(inputs) :],
         type_constraints=[(f"T_{p}", kinds, "") for p in (*inputs, *outputs)],
         attributes=[OpSchema.Attribute(a, types[kind], "") for a, kind in typed.items()],
     )
-    return values.Op(values.Opset(DOMAIN, VERSION), name, schema)
+    return values.Op(values.Opset(domain, VERSION), name, schema)

@@ -105,8 +105,8 @@ class PassThroughCache(Cache):
 
     def _no_attention(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(
-            f"{self.model_type} has layers without attention (state-space or linear attention, which keep a state of "
-            "their own); only decoders whose every layer attends can be exported"
+            f"{self.model_type} has layers with a recurrent state (state-space or linear attention), which this "
+            "command does not support"
         )
 
     has_previous_state = get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from kvexport.cache import LayerGeometry
+from kvexport.cache import LayerGeometry, LayerStates
 from kvexport.errors import UsageError
-from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.hooks.attention import IMPLEMENTATION, attending
 from kvexport.export.hooks.experts import IMPLEMENTATION as EXPERTS
 from kvexport.export.hooks.experts import expert_modules, find_forms
 from kvexport.export.hooks.latent import check_expansions
+from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.config import blame, first_line_of
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
@@ -116,6 +117,9 @@ def _initialize_buffers(module: Any, owner: Any) -> None:
         module.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
             owner._init_weights(module)
+    if isinstance(module, PreTrainedModel):  # a model may fill buffers of its layers (Falcon-H1's multipliers)
+        with torch.no_grad():
+            owner._init_weights(module)
 
 
 def buffers_as_parameters(model: Any) -> None:
@@ -197,7 +201,7 @@ class _Probe:
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
-        self.cache = PassThroughCache(self.model_type)
+        self.cache = RecurrentCache(self.model_type)
         self.layers: dict[int, LayerGeometry] = {}
         self._windows: list[tuple[Any, int]] = []  # of masks that were looked at; layers share them
 
@@ -272,17 +276,31 @@ class _Probe:
         return widths.pop()
 
 
-def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
-    """Return the geometry of every layer's attention.
+class Layout(NamedTuple):
+    """The layers of a model as a probe found them.
+
+    Attributes:
+        geometry: The attention of each layer that attends.
+        attention_layers: The numbers of these layers; empty if every layer attends.
+        states: The recurrent states of the layers that have one.
+    """
+
+    geometry: list[LayerGeometry]
+    attention_layers: tuple[int, ...]
+    states: tuple[LayerStates, ...]
+
+
+def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
+    """Return the geometry of every layer's attention, and the recurrent states of the other layers.
 
     Raises:
-        UsageError: A layer has no attention (state-space, linear attention), or an unusual one; the error names it.
+        UsageError: A layer has a state that cannot be exported, or an unusual attention; the error names it.
     """
     probe, reads = _Probe(model), _Reads()
     kind = model.config.model_type
     failure: Exception | None = None
     try:
-        with attending(probe), torch.no_grad(), mode, reads:
+        with attending(probe), recurring(model, probe.cache), torch.no_grad(), mode, reads:
             tokens = torch.zeros(1, 2, dtype=torch.int64)
             model(input_ids=tokens, position_ids=tokens, past_key_values=probe.cache, use_cache=True)
     except UsageError:
@@ -300,16 +318,24 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
             f"{kind} cannot be traced without its weights: {type(failure).__name__}: {first_line_of(failure)}"
         ) from failure
     count = model.config.get_text_config().num_hidden_layers
-    missing = [i for i in range(count) if i not in probe.layers]
+    states = probe.cache.states()
+    stateful = {layer.layer for layer in states}
+    missing = [i for i in range(count) if i not in probe.layers and i not in stateful]
     if missing:
         raise UsageError(
-            f"{kind} has layers without attention (state-space or linear attention): {len(missing)} of {count}, the "
-            f"first is layer {missing[0]}; only decoders whose every layer attends can be exported"
+            f"{kind} has layers without attention, whose state it keeps in code of its own (state-space or linear "
+            f"attention): {len(missing)} of {count}, the first is layer {missing[0]}; it cannot be exported"
+        )
+    if not probe.layers:
+        raise UsageError(
+            f"{kind} has no layer that attends (state-space or linear attention alone), so it has no cache to compress"
         )
     _refuse_own_positions(model)
     if is_composite(model.config):
         _keep_read(model, reads)
-    return [probe.layers[i] for i in range(count)]
+    attending_layers = tuple(sorted(probe.layers))
+    geometry = [probe.layers[i] for i in attending_layers]
+    return Layout(geometry, attending_layers if states else (), states)
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]

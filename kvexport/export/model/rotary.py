@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
-from kvexport.export.hooks.attention import PassThroughCache, attending
+from kvexport.export.hooks.attention import attending
 from kvexport.export.hooks.latent import is_latent
+from kvexport.export.hooks.recurrence import RecurrentCache
 from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Rotary
 
@@ -149,8 +150,8 @@ def _read(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> li
     probe = _Probe(model)
     with probe.watching(model), attending(probe), torch.no_grad(), mode:
         tokens = torch.zeros(1, 2, dtype=torch.int64)
-        model(input_ids=tokens, position_ids=tokens, past_key_values=PassThroughCache(probe.model_type), use_cache=True)
-    calls = [probe.layers[i] for i in range(len(geometry))]
+        model(input_ids=tokens, position_ids=tokens, past_key_values=RecurrentCache(probe.model_type), use_cache=True)
+    calls = [call for _, call in sorted(probe.layers.items())]
     return [replace(layer, rotary=_rotary(call)) for layer, call in zip(geometry, calls, strict=True)]
 
 

@@ -1,0 +1,343 @@
+"""The recurrence hook: one cache object for every decoder whose layers keep a convolution or a recurrent state.
+
+transformers passes the new inputs of a causal convolution to `Cache.update_conv_state`, which returns them behind the
+last inputs of earlier calls, and the state of a linear attention to `Cache.update_recurrent_state`. `RecurrentCache`
+takes the past states from the graph's inputs and collects the present states for its outputs.
+
+Functions of the model's module (`FUNCTIONS`) compute linear attention. `recurring` replaces these functions during a
+call. In a probe and in a trace the replacement calls a placeholder of the operator LinearAttention; in the PyTorch
+reference it calls the module's own function. Tokens beyond the `query_length` of a sequence are padding, and change no
+state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvexport.cache import LayerStates
+from kvexport.errors import UsageError
+from kvexport.export.hooks.attention import PassThroughCache
+from kvexport.schema.state import StateTensor
+
+Place = tuple[int, str]  # the number of a layer, and the name of a state tensor
+NORM_EPSILON = 1e-6  # of the norm of queries and keys in the gated delta rule
+ATTRIBUTES = {"q_num_heads": "int", "kv_num_heads": "int", "update_rule": "str", "scale": "float"}
+"""The attributes of a LinearAttention node and their types."""
+INPUTS = ("query", "key", "value", "past_state", "decay", "beta")
+
+torch.library.define(
+    "kvexport::linear_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor past_state, Tensor decay, Tensor? beta, *, "
+    f"{', '.join(f'{kind} {name}' for name, kind in ATTRIBUTES.items())}) -> (Tensor, Tensor)",
+)
+torch.library.register_fake(
+    "kvexport::linear_attention",
+    lambda query, key, value, past_state, *rest, **attributes: (torch.empty_like(value), torch.empty_like(past_state)),
+)
+LINEAR_ATTENTION: Any = torch.ops.kvexport.linear_attention.default
+
+
+class RecurrentCache(PassThroughCache):
+    """A cache of transformers for one call of a model whose layers may keep states.
+
+    Attributes:
+        past: The states before the call; empty in a probe, whose states are zeros.
+        present: The states after the call.
+        query_length: [B, 1], the number of tokens of each sequence that are not padding; None: all.
+        traced: Whether linear attention becomes a placeholder of its operator.
+    """
+
+    def __init__(
+        self,
+        model_type: str = "the model",
+        past: dict[Place, Tensor] | None = None,
+        query_length: Tensor | None = None,
+        *,
+        traced: bool = True,
+    ) -> None:
+        super().__init__(model_type)
+        self.past, self.query_length, self.traced = past or {}, query_length, traced
+        self.present: dict[Place, Tensor] = {}
+        self._place: Place = (0, "")  # of the linear attention that runs
+        self._computed: Tensor | None = None  # its state after the call
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return True, so that layers compute one token as they compute several."""
+        return True
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether there are states from before the call."""
+        return bool(self.past)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that a layer takes the inputs of its convolution from `update_conv_state`."""
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return a convolution's inputs [B, channels, K - 1 + T]: those of the last K - 1 tokens, then the new ones.
+
+        Args:
+            conv_states: [B, channels, T], the new inputs.
+            layer_idx: The number of the layer.
+            state_idx: The number of the convolution in its layer.
+            conv_kernel_size: K.
+            **kwargs: Ignored.
+        """
+        if conv_kernel_size is None:
+            raise UsageError(
+                f"layer {layer_idx} of {self.model_type} keeps a convolution state without naming the size of its "
+                "kernel; it cannot be exported"
+            )
+        batch, channels, _ = conv_states.shape
+        place, kept = (layer_idx, _name("conv_state", state_idx)), conv_kernel_size - 1
+        past = self.past.get(place)
+        if past is None:
+            past = conv_states.new_zeros(batch, channels, kept)
+        inputs = torch.cat([past, conv_states], -1)
+        if self.query_length is None:
+            self.present[place] = inputs[..., -kept:]
+            return inputs
+        columns = self.query_length[:, :, None] + torch.arange(kept, device=inputs.device)  # [B, 1, K - 1]
+        self.present[place] = inputs.gather(2, columns.expand(batch, channels, kept))
+        return inputs
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that a layer calls the function for several tokens, which takes the state from the cache."""
+        self._place = layer_idx, _name("recurrent_state", state_idx)
+
+    def real(self, tokens: int) -> Tensor | None:
+        """Return which of a call's tokens are not padding, [B, T] bool; None if all are."""
+        if self.query_length is None:
+            return None
+        return torch.arange(tokens, device=self.query_length.device) < self.query_length
+
+    def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
+        """Return the state [B, heads, dk, dv] of the linear attention that runs; zeros in a probe."""
+        past = self.past.get(self._place)
+        return torch.zeros(batch, heads, key_size, value_size) if past is None else past
+
+    def computed(self, state: Tensor, past: Tensor) -> Tensor:
+        """Return the state after a call: `state`, or `past` for sequences without a token in the call."""
+        if self.query_length is not None:
+            state = torch.where((self.query_length > 0)[:, :, None, None], state, past)
+        self._computed = state
+        return state
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Collect the state of a layer's linear attention after this call, and return it.
+
+        Raises:
+            UsageError: The state does not come from a function that `recurring` replaced.
+        """
+        if recurrent_states is not self._computed:
+            raise UsageError(
+                f"layer {layer_idx} of {self.model_type} computes its recurrent state in code of its own (state-space "
+                "or linear attention other than the gated delta rule, Kimi's delta attention and Mamba-2); it cannot "
+                "be exported"
+            )
+        self.present[layer_idx, _name("recurrent_state", state_idx)] = recurrent_states
+        return recurrent_states
+
+    def states(self) -> tuple[LayerStates, ...]:
+        """Return the states that a call left, layer by layer."""
+        layers: dict[int, list[StateTensor]] = {}
+        for (layer, name), x in sorted(self.present.items()):
+            dtype: Any = str(x.dtype).removeprefix("torch.")
+            meaning = "the last inputs of the convolution" if name.startswith("conv") else "linear attention's state"
+            layers.setdefault(layer, []).append(StateTensor(name, ("B", *map(int, x.shape[1:])), dtype, meaning))
+        return tuple(LayerStates(layer, tuple(tensors)) for layer, tensors in layers.items())
+
+
+def _name(kind: str, number: int) -> str:
+    return f"{kind}_{number}" if number else kind
+
+
+@contextlib.contextmanager
+def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
+    """Let the linear attention of `model` read and write the states of `cache` within this context."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    own = [(module, name, vars(module)[name]) for module in modules for name in FUNCTIONS if name in vars(module)]
+    try:
+        for module, name, function in own:
+            setattr(module, name, partial(FUNCTIONS[name], cache, function))
+        yield
+    finally:
+        for module, name, function in own:
+            setattr(module, name, function)
+
+
+def _delta_rule(
+    cache: RecurrentCache,
+    own: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule (Qwen3-Next, Qwen3.5), or Kimi's, whose decay has a number for every channel.
+
+    Args:
+        cache: The states.
+        own: The function of the model's module.
+        query: [B, T, Hk, dk].
+        key: [B, T, Hk, dk].
+        value: [B, T, H, dv]; H is a multiple of Hk.
+        g: [B, T, H], or [B, T, H, dk], the logarithm of the decay.
+        beta: [B, T, H].
+        use_qk_l2norm_in_kernel: Whether queries and keys are normalized.
+        **options: The other arguments of the module's function.
+
+    Returns:
+        The outputs [B, T, H, dv], and the state [B, H, dk, dv].
+    """
+    batch, tokens, heads, value_size = value.shape
+    key_heads, key_size = key.shape[2:]
+    real = cache.real(tokens)
+    if real is not None:
+        beta = torch.where(real[:, :, None], beta, 0.0)
+        g = torch.where(real.reshape(batch, tokens, *[1] * (g.dim() - 2)), g, 0.0)
+    past = cache.past_state(batch, heads, key_size, value_size)
+    if not cache.traced:
+        options |= {"initial_state": past, "output_final_state": True}
+        output, state = own(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
+        return output, cache.computed(state.to(past.dtype), past)
+    if use_qk_l2norm_in_kernel:
+        query, key = _normalized(query), _normalized(key)
+    query, key = (x.repeat_interleave(heads // key_heads, 2) if heads != key_heads else x for x in (query, key))
+    output, state = _placeholder(query, key, value, past, g, beta, "gated_delta", key_size**-0.5)
+    return output.reshape(value.shape).to(value.dtype), cache.computed(state, past)
+
+
+def _mamba2(
+    cache: RecurrentCache,
+    own: Callable[..., Any],
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute a scan of Mamba-2 as a gated linear attention.
+
+    The query is C, the key B, the value dt x, and the logarithm of the decay dt A.
+
+    Args:
+        cache: The states.
+        own: The function of the model's module.
+        hidden_states: x, [B, T, H, dv].
+        dt: [B, T, H].
+        A: [H], below 0.
+        B: [B, T, groups, dk]; H is a multiple of the groups.
+        C: [B, T, groups, dk].
+        chunk_size: Tokens that the module's function computes at once.
+        D: [H], the factor of x that is added to the output.
+        dt_bias: [H], added to dt.
+        dt_softplus: Whether dt is the softplus of what the layer passes.
+        dt_limit: The bounds of dt.
+        z: A gate; None.
+        **options: The other arguments of the module's function.
+
+    Returns:
+        The outputs [B, T, H, dv], and the state [B, H, dk, dv].
+    """
+    if z is not None:
+        raise UsageError(f"{cache.model_type} gates its scan of Mamba-2 within the scan; it cannot be exported")
+    batch, tokens, heads, value_size = hidden_states.shape
+    groups, key_size = B.shape[2:]
+    step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    step = torch.clamp(functional.softplus(step) if dt_softplus else step, *dt_limit)
+    real = cache.real(tokens)
+    if real is not None:
+        step = torch.where(real[:, :, None], step, 0.0)
+    past = cache.past_state(batch, heads, key_size, value_size)
+    if not cache.traced:
+        options |= {"initial_states": past.transpose(2, 3), "return_final_states": True}
+        output, state = own(hidden_states, step, A, B, C, chunk_size, D=D, **options)
+        return output, cache.computed(state.transpose(2, 3).to(past.dtype), past)
+    key, query = (x.repeat_interleave(heads // groups, 2) if heads != groups else x for x in (B, C))
+    wide = hidden_states.float()
+    decay = step * A.float()
+    output, state = _placeholder(query, key, wide * step[..., None], past, decay, None, "gated", 1.0)
+    output = output.reshape(wide.shape)
+    if D is not None:
+        output = output + wide * D.float()[:, None]
+    return output.to(hidden_states.dtype), cache.computed(state, past)
+
+
+def _placeholder(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    update_rule: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Call the placeholder of a LinearAttention node on tensors [B, T, H, ...]; see `kvexport.ops.linear_attention`."""
+    heads = value.shape[2]
+    rows = [x.float().flatten(2) if x.dim() == 4 else x.float() for x in (query, key, value)]
+    decay = decay.float().flatten(2) if decay.dim() == 4 else decay.float()
+    wide_beta = None if beta is None else beta.float()
+    result: tuple[Tensor, Tensor] = LINEAR_ATTENTION(
+        *rows, past, decay, wide_beta, q_num_heads=heads, kv_num_heads=heads, update_rule=update_rule, scale=scale
+    )
+    return result
+
+
+def _normalized(x: Tensor) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
+
+
+def _convolution(
+    cache: RecurrentCache,
+    own: Callable[..., Any],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """Compute a causal convolution by the module's own function.
+
+    A convolution refuses a bias of another type than its input before `in_float64` can cast it. In the reference the
+    bias is therefore the result of an operation, which `in_float64` has cast.
+    """
+    return own(hidden_states, weight, bias if bias is None or cache.traced else bias + 0.0, **options)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+}
+"""What replaces a function of a model's module, by the function's name."""

@@ -1,0 +1,43 @@
+"""Tiny configs of decoders with recurrent states, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    BambaConfig,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Zamba2Config,
+)
+
+from tests.support import models
+
+SIZES: dict[str, Any] = {**models.SIZES, "num_hidden_layers": 3}
+KINDS = ["linear_attention", "full_attention", "linear_attention"]
+DELTA: dict[str, Any] = {
+    "head_dim": 16, "layer_types": KINDS, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "lfm2": lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
+    "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **DELTA, **EXPERTS),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**SIZES, **DELTA),
+    "bamba": lambda: BambaConfig(**SIZES, **MAMBA, attn_layer_indices=[1]),
+    "falcon_h1": lambda: FalconH1Config(**SIZES, **MAMBA, head_dim=16, mamba_d_ssm=128),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **SIZES, **MAMBA, layer_types=["mamba", "attention", "mamba"], num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=96,
+    ),
+    "zamba2": lambda: Zamba2Config(**SIZES, **MAMBA),
+}  # fmt: skip

@@ -252,8 +252,13 @@ RoundedRows round_rows(const Linear<T>& call, int block, KvRunner runner, Scratc
   for (int i = 0; i < call.a.count; ++i) any = any || takes(call.a.products[i].weight);
   if (!any) return {};
   const size_t bytes = RoundedRows::bytes(block, call.rows, inputs);
-  const RoundedRows rounded(block, call.rows, inputs, memory.reserve(bytes));
-  for_rows(runner, call.rows, [&](int64_t row) { rounded.round(call.input + row * inputs, inputs, row); });
+  const RoundedRows rounded(block, call.rows, inputs, call.many(), memory.reserve(bytes));
+  const auto round = [&](size_t tile) { rounded.round(call.input, inputs, static_cast<int64_t>(tile)); };
+  const auto tiles = static_cast<size_t>(rounded.tiles());
+  if (call.rows > kRowsOfTask)
+    for_all(runner, tiles, round);
+  else
+    for (size_t tile = 0; tile < tiles; ++tile) round(tile);
   return rounded;
 }
 

@@ -5,6 +5,9 @@
 //     for each group g, for each block b of it
 //       dots[row] = sum over the block of (u - center) x v        integers, exactly: 256 x those of high + those of low
 //       y[row]   += dots[row] x (scale[g] x step[row, b]) + offset[g] x sum[row, b]
+//
+// Few rows have the sums of high and of low bytes in registers at once. Tall tiles multiply the high bytes of a block
+// and then the low ones of the groups of rows that have any, so 12 rows share one read of a panel in place of 8.
 #pragma once
 
 #include "dot.h"
@@ -12,6 +15,9 @@
 
 namespace kv {
 namespace KV_ISA {
+
+// Sums stay in registers only where these are inlined.
+#define KV_INLINE __attribute__((always_inline)) inline
 
 constexpr int kSlices = kPanelColumns / W;  // vectors of a panel's columns
 // Bytes that are fetched before they are read. A panel is so short a stream that the machine's own prefetching has
@@ -48,9 +54,9 @@ struct PanelGroups {
 
 // The dot products of one block of kRows rows with W x kSlices columns; `integers` are the block's. kBlock: 0 where the
 // block is shorter than kMostBlock. ahead: what is fetched meanwhile.
-template <int kBits, int kRows, int kBlock>
-static inline void dots_of_block(const uint8_t* integers, const int8_t* values, int size, const uint8_t* ahead,
-                                 Dots<kBits> (&dots)[kRows][kParts][kSlices]) {
+template <int kBits, int kRows, int kBlock, int kBytes>
+static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* values, int size, const uint8_t* ahead,
+                                 Dots<kBits> (&dots)[kRows][kBytes][kSlices]) {
   constexpr int kUnit = kBits == 4 ? 8 : 4;
   const int block = kBlock ? kBlock : size;
   for (int k = 0; k < block; k += kUnit, integers += kPanelLine) {
@@ -61,8 +67,8 @@ static inline void dots_of_block(const uint8_t* integers, const int8_t* values, 
       const vi low = all & 0x0f0f0f0f, high = (all >> 4) & 0x0f0f0f0f;
       if (kBits == 8 && Dots<kBits>::kCentered) all ^= static_cast<int32_t>(0x80808080);
       for (int i = 0; i < kRows; ++i)
-        for (int p = 0; p < kParts; ++p) {
-          const int8_t* const x = values + (i * kParts + p) * block + k;
+        for (int p = 0; p < kBytes; ++p) {
+          const int8_t* const x = values + (p * kRows + i) * block + k;
           if (kBits == 4)
             dots[i][p][s].add(low, x), dots[i][p][s].add(high, x + 4);
           else
@@ -76,19 +82,19 @@ static inline void dots_of_block(const uint8_t* integers, const int8_t* values, 
 
 // As dots_of_block, by products of matrices of two columns and two rows, eight inputs each. Where the number of rows is
 // odd, the last one is multiplied twice.
-template <int kBits, int kRows, int kBlock>
+template <int kBits, int kRows, int kBlock, int kBytes>
 static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int size,
-                                        Dots<kBits> (&dots)[kRows][kParts][kSlices]) {
+                                        Dots<kBits> (&dots)[kRows][kBytes][kSlices]) {
   constexpr int kPairs = (kRows + 1) / 2;
   const int block = kBlock ? kBlock : size;
-  int32x4_t sums[kPairs][kParts][kSlices][2] = {};
+  int32x4_t sums[kPairs][kBytes][kSlices][2] = {};
   for (int k = 0; k < block; k += 8) {
-    int8x16_t rows[kPairs][kParts];
+    int8x16_t rows[kPairs][kBytes];
     for (int i = 0; i < kPairs; ++i)
-      for (int p = 0; p < kParts; ++p) {
+      for (int p = 0; p < kBytes; ++p) {
         const int second = min_of(2 * i + 1, kRows - 1);
-        rows[i][p] = vcombine_s8(vld1_s8(values + (2 * i * kParts + p) * block + k),
-                                 vld1_s8(values + (second * kParts + p) * block + k));
+        rows[i][p] = vcombine_s8(vld1_s8(values + (p * kRows + 2 * i) * block + k),
+                                 vld1_s8(values + (p * kRows + second) * block + k));
       }
     for (int s = 0; s < kSlices; ++s) {
       const uint8x16_t all = vld1q_u8(integers + 4 * W * s);
@@ -104,13 +110,13 @@ static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* v
       const int8x16_t columns[2] = {vreinterpretq_s8_s32(vzip1q_s32(first, second)),
                                     vreinterpretq_s8_s32(vzip2q_s32(first, second))};
       for (int i = 0; i < kPairs; ++i)
-        for (int p = 0; p < kParts; ++p)
+        for (int p = 0; p < kBytes; ++p)
           for (int j = 0; j < 2; ++j) sums[i][p][s][j] = vmmlaq_s32(sums[i][p][s][j], columns[j], rows[i][p]);
     }
     integers += kBits == 4 ? kPanelLine : 2 * kPanelLine;
   }
   for (int i = 0; i < kRows; ++i)  // a sum holds (column, row), (column, row + 1), (column + 1, row), ...
-    for (int p = 0; p < kParts; ++p)
+    for (int p = 0; p < kBytes; ++p)
       for (int s = 0; s < kSlices; ++s) {
         const int32x4_t* const of = sums[i / 2][p][s];
         dots[i][p][s].sum += (vi)(i % 2 ? vuzp2q_s32(of[0], of[1]) : vuzp1q_s32(of[0], of[1]));
@@ -119,48 +125,91 @@ static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* v
 
 #endif
 
+// Which bytes of the rows a pass over a block multiplies.
+enum class Pass { kBoth, kHigh, kLow };
+
+// One block of a panel and of a tile of rows.
+struct PanelBlock {
+  const uint8_t *integers, *ahead;
+  int size, offsets;  // offsets: whether values have one
+  const int8_t* values;
+  const float *step, *sum;
+  const int32_t* start;
+};
+
+// Adds the products of a block with kCount of the tile's kRows rows, from row kFrom on, to y.
+template <int kBits, int kRows, int kBlock, Pass kPass, int kFrom = 0, int kCount = kRows>
+static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices], const vf (&offset)[kSlices],
+                             vf (&y)[kRows][kSlices]) {
+  constexpr int kBytes = kPass == Pass::kBoth ? 2 : 1, kFirst = kPass == Pass::kLow;
+  typedef Dots<kBits> Columns[kBytes][kSlices];
+  Columns dots[kCount];
+  for (int i = 0; i < kCount; ++i)
+    for (int p = 0; p < kBytes; ++p)
+      for (int s = 0; s < kSlices; ++s) {
+        const vi start = splat_i(b.start[(kFirst + p) * kRows + kFrom + i]) << (kBits - 4);
+        dots[i][p][s] = Dots<kBits>(Dots<kBits>::kCentered ? vi{} : start);
+      }
+  const int8_t* const values = b.values + (kFirst * kRows + kFrom) * b.size;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  if constexpr (kCount > 1)
+    matrix_dots_of_block<kBits, kCount, kBlock, kBytes>(b.integers, values, b.size, dots);
+  else
+#endif
+    dots_of_block<kBits, kCount, kBlock, kBytes>(b.integers, values, b.size, b.ahead, dots);
+  for (int s = 0; s < kSlices; ++s) {
+    const vf unit = kPass == Pass::kHigh ? scale[s] * 256.0f : scale[s];
+    for (int i = 0; i < kCount; ++i) {
+      vi total = dots[i][kBytes - 1][s].total();
+      if (kBytes == 2) total += dots[i][0][s].total() << 8;
+      y[kFrom + i][s] += __builtin_convertvector(total, vf) * (unit * b.step[kFrom + i]);
+      if (kPass != Pass::kLow && b.offsets) y[kFrom + i][s] += offset[s] * b.sum[kFrom + i];
+    }
+  }
+}
+
+// The low bytes of the groups of kGroupRows rows that have any; fine: a bit for each group.
+template <int kBits, int kRows, int kBlock, int kGroup = 0>
+static KV_INLINE void add_low_bytes(int fine, const PanelBlock& b, const vf (&scale)[kSlices], const vf (&offset)[kSlices],
+                                 vf (&y)[kRows][kSlices]) {
+  constexpr int kFrom = kGroup * kGroupRows;
+  if constexpr (kFrom < kRows) {
+    constexpr int kCount = kRows - kFrom < kGroupRows ? kRows - kFrom : kGroupRows;
+    if (fine & 1 << kGroup) add_block<kBits, kRows, kBlock, Pass::kLow, kFrom, kCount>(b, scale, offset, y);
+    add_low_bytes<kBits, kRows, kBlock, kGroup + 1>(fine, b, scale, offset, y);
+  }
+}
+
 // out[i * stride + c] for the kRows rows of a tile and the 16 columns of a panel.
-template <int kBits, int kRows, int kBlock>
+template <int kBits, int kRows, int kBlock, bool kTall>
 static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel, const RoundedTile& x,
                        float* out, int64_t stride) {
   const PanelGroups groups(weight, l, panel);
   const int block = kBlock ? kBlock : l.block;
   const int64_t blocks = l.group / block, bytes = block / l.unit * kPanelLine;
-  const uint8_t *integers = panel + l.integers, *ahead = panel + kPanelAhead;
+  const uint8_t* fine = x.fine;
   const int64_t numbers = l.integers / l.groups;  // bytes of the scales and offsets of a group
-  const int8_t* values = x.values;
-  const float *step = x.step, *sum = x.sum;
-  const int32_t* start = x.start4;
+  PanelBlock b{panel + l.integers,
+               panel + kPanelAhead,
+               block,
+               groups.kind != PanelGroups::kNone,
+               x.values,
+               x.step,
+               x.sum,
+               x.start4};
   vf y[kRows][kSlices] = {};
   for (int64_t g = 0; g < l.groups; ++g) {
     vf scale[kSlices], offset[kSlices];
     for (int s = 0; s < kSlices; ++s) {
       scale[s] = groups.scales(g, s);
-      if (groups.kind != PanelGroups::kNone) offset[s] = groups.offsets(g, s, scale[s]);
+      if (b.offsets) offset[s] = groups.offsets(g, s, scale[s]);
     }
-    __builtin_prefetch(ahead, 0, 3), ahead += numbers;
-    for (int64_t b = 0; b < blocks; ++b) {
-      typedef Dots<kBits> Columns[kParts][kSlices];
-      Columns dots[kRows];
-      for (int i = 0; i < kRows; ++i)
-        for (int s = 0; s < kSlices; ++s) {
-          dots[i][0][s] = Dots<kBits>(vi{});
-          dots[i][1][s] = Dots<kBits>(Dots<kBits>::kCentered ? vi{} : splat_i(start[i]) << (kBits - 4));
-        }
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-      if constexpr (kRows > 1)
-        matrix_dots_of_block<kBits, kRows, kBlock>(integers, values, block, dots);
-      else
-#endif
-        dots_of_block<kBits, kRows, kBlock>(integers, values, block, ahead, dots);
-      for (int i = 0; i < kRows; ++i)
-        for (int s = 0; s < kSlices; ++s) {
-          const vi total = (dots[i][0][s].total() << 8) + dots[i][1][s].total();
-          y[i][s] += __builtin_convertvector(total, vf) * (scale[s] * step[i]);
-          if (groups.kind != PanelGroups::kNone) y[i][s] += offset[s] * sum[i];
-        }
-      integers += bytes, ahead += bytes, values += block * kParts * kRows;
-      step += kRows, sum += kRows, start += kRows;
+    __builtin_prefetch(b.ahead, 0, 3), b.ahead += numbers;
+    for (int64_t i = 0; i < blocks; ++i) {
+      add_block<kBits, kRows, kBlock, kTall ? Pass::kHigh : Pass::kBoth>(b, scale, offset, y);
+      if (kTall && *fine++) add_low_bytes<kBits, kRows, kBlock>(fine[-1], b, scale, offset, y);
+      b.integers += bytes, b.ahead += bytes, b.values += block * kParts * kRows;
+      b.step += kRows, b.sum += kRows, b.start += kParts * kRows;
     }
   }
   for (int i = 0; i < kRows; ++i)
@@ -169,25 +218,27 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
 
 using PanelTile = void (*)(const KvWeight&, const PanelLayout&, const uint8_t*, const RoundedTile&, float*, int64_t);
 
-template <int kBits, int kBlock, int kRows = kRowsOfTile>
+template <int kBits, int kBlock, bool kTall, int kRows = kTall ? kTallRows : kFewRows>
 static inline PanelTile tile_of_rows(int rows) {
   if constexpr (kRows > 1)
-    if (rows < kRows) return tile_of_rows<kBits, kBlock, kRows - 1>(rows);
-  return panel_tile<kBits, kRows, kBlock>;
+    if (rows < kRows) return tile_of_rows<kBits, kBlock, kTall, kRows - 1>(rows);
+  return panel_tile<kBits, kRows, kBlock, kTall>;
 }
 
-template <int kBits>
+template <int kBits, bool kTall>
 static inline PanelTile tile_for(int block, int rows) {
-  return block == kMostBlock ? tile_of_rows<kBits, kMostBlock>(rows) : tile_of_rows<kBits, 0>(rows);
+  return block == kMostBlock ? tile_of_rows<kBits, kMostBlock, kTall>(rows) : tile_of_rows<kBits, 0, kTall>(rows);
 }
 
 // out[i * stride + c] = row first + i times column c of a panel, for `count` rows; `first` begins a tile.
 static inline void panel_products(const KvWeight& weight, const PanelLayout& l, int64_t panel, const RoundedRows& x,
                                   int64_t first, int64_t count, float* out, int64_t stride) {
   const uint8_t* const at = static_cast<const uint8_t*>(weight.data) + panel * l.panel;
-  for (int64_t i = 0; i < count; i += kRowsOfTile) {
+  for (int64_t i = 0; i < count; i += x.tile_rows) {
     const RoundedTile tile = x.tile(first + i);
-    const PanelTile products = weight.bits == 4 ? tile_for<4>(x.block, tile.rows) : tile_for<8>(x.block, tile.rows);
+    const bool four = weight.bits == 4;
+    const PanelTile products = x.tall ? (four ? tile_for<4, true> : tile_for<8, true>)(x.block, tile.rows)
+                                      : (four ? tile_for<4, false> : tile_for<8, false>)(x.block, tile.rows);
     products(weight, l, at, tile, out + i * stride, stride);
   }
 }

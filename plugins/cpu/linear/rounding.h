@@ -3,16 +3,18 @@
 //
 //   step  = max |x| of the block / 32512
 //   v     = round(x / step) = 256 high + low, in two bytes; low is at least -127, so that its sign can change
-//   start = -center x the sum of v: what unsigned integers u of a weight have too much beside u - center
+//   start = -center x the sum of high, and of low: what unsigned integers u of a weight have too much beside u - center
 //   sum   = step x the sum of v
 //
 // A block with a number that is not finite has the step NaN; one without a number above kLeastRounded is zeros.
 //
-// Rows lie in tiles of kRowsOfTile, the last of fewer: [tile][block][row][high, low][inputs of the block], so that what
-// a tile of products reads together lies together.
+// Few rows always have both bytes: their products are bound by the weights' bytes, so the low bytes cost nothing. In a
+// prompt (`tall`) a block has low = 0 where max |x| is at most kCoarse times the root mean square of its row, and
+// v = 256 round(x / (256 step)). What remains of the error of 8 bits is in blocks of small numbers. Which blocks those
+// are depends on the row alone, so a row's products do not depend on the rows beside it.
 //
-// One byte would do with a step for each 4 or 8 inputs; with a step for each 32, KL of a prompt is five times as large
-// as with a step for each 8, and smaller blocks take as long as the second byte.
+// Rows lie in tiles: [tile][block][high, low][row][inputs of the block], so that what a tile of products reads
+// together lies together. The last tile has fewer rows.
 #pragma once
 
 #include "../core/scratch.h"
@@ -22,63 +24,83 @@
 namespace kv {
 namespace KV_ISA {
 
+// Rows of a tile: few rows have sums of both bytes in registers, tall tiles those of one byte. Of a group of rows of a
+// tall tile, all low bytes are multiplied or none.
 #if KV_WIDTH == 16
-constexpr int kRowsOfTile = 8;
+constexpr int kFewRows = 8, kTallRows = 12, kGroupRows = 4;
 #elif defined(__aarch64__)
-constexpr int kRowsOfTile = 4;
+constexpr int kFewRows = 4, kTallRows = 4, kGroupRows = 2;
 #else
-constexpr int kRowsOfTile = 2;  // 16 registers
+constexpr int kFewRows = 2, kTallRows = 3, kGroupRows = 1;  // 16 registers
 #endif
 constexpr int kParts = 2;                 // of a rounded number: high and low
 constexpr float kMostRounded = 32512.0f;  // 127 x 256
-constexpr float kLeastRounded = 1e-33f;   // over which 32512 is a finite number
+constexpr float kCoarse = 5.0f;
+constexpr float kLeastRounded = 1e-33f;  // over which 32512 is a finite number
 
 // One tile of rows.
 struct RoundedTile {
   const int8_t* values;
   const float *step, *sum;  // [blocks, rows]
-  const int32_t* start4;    // [blocks, rows], for weights of 4 bits
+  const int32_t* start4;    // [blocks, kParts, rows], for weights of 4 bits
+  const uint8_t* fine;      // [blocks], of a tall tile: a bit for each group with a low byte that is not 0
   int rows;
 };
 
 struct RoundedRows {
-  int block = 0;
+  int block = 0, tile_rows = 1;
+  bool tall = false;
   int64_t rows = 0, blocks = 0;
   int8_t* values = nullptr;
   float *step = nullptr, *sum = nullptr;
   int32_t* start4 = nullptr;
+  uint8_t* fine = nullptr;  // [tiles, blocks]
 
   static size_t bytes(int block, int64_t rows, int64_t inputs) {
     const int64_t blocks = (inputs + block - 1) / block;
-    return static_cast<size_t>(rows * blocks * (block * kParts + 12));
+    return static_cast<size_t>(rows * blocks * (block * kParts + 17));
   }
   RoundedRows() = default;
-  RoundedRows(int block, int64_t rows, int64_t inputs, uint8_t* memory)
-      : block(block), rows(rows), blocks((inputs + block - 1) / block) {
+  RoundedRows(int block, int64_t rows, int64_t inputs, bool tall, uint8_t* memory)
+      : block(block),
+        tile_rows(tall ? kTallRows : kFewRows),
+        tall(tall),
+        rows(rows),
+        blocks((inputs + block - 1) / block) {
     const int64_t count = rows * blocks;
     step = reinterpret_cast<float*>(memory), sum = step + count;
-    start4 = reinterpret_cast<int32_t*>(sum + count), values = reinterpret_cast<int8_t*>(start4 + count);
+    start4 = reinterpret_cast<int32_t*>(sum + count);
+    values = reinterpret_cast<int8_t*>(start4 + count * kParts);
+    fine = reinterpret_cast<uint8_t*>(values + count * block * kParts);
   }
 
-  int rows_of_tile(int64_t first) const {
-    return static_cast<int>(rows - first < kRowsOfTile ? rows - first : kRowsOfTile);
-  }
-  // The tile that begins with row `first`, a multiple of kRowsOfTile.
+  int64_t tiles() const { return (rows + tile_rows - 1) / tile_rows; }
+  // The tile that begins with row `first`, a multiple of tile_rows.
   RoundedTile tile(int64_t first) const {
     const int64_t at = first * blocks;
-    return {values + at * block * kParts, step + at, sum + at, start4 + at, rows_of_tile(first)};
+    const int count = static_cast<int>(rows - first < tile_rows ? rows - first : tile_rows);
+    return {values + at * block * kParts,      step + at, sum + at, start4 + at * kParts,
+            fine + first / tile_rows * blocks, count};
   }
 
-  // Rounds the row x [inputs].
-  void round(const float* x, int64_t inputs, int64_t row) const {
-    const int64_t first = row / kRowsOfTile * kRowsOfTile, i = row - first;
-    const int count = rows_of_tile(first);
-    for (int64_t b = 0; b < blocks; ++b) {
-      float padded[kMostBlock] = {};
-      const float* from = x + b * block;
-      if (inputs - b * block < block)
-        from = static_cast<const float*>(memcpy(padded, from, static_cast<size_t>(inputs - b * block) * sizeof(float)));
-      round_block(from, first * blocks + b * count + i);
+  // Rounds the rows of a tile; x [rows, inputs] are all rows.
+  void round(const float* x, int64_t inputs, int64_t tile) const {
+    const int64_t first = tile * tile_rows;
+    const int count = static_cast<int>(rows - first < tile_rows ? rows - first : tile_rows);
+    memset(fine + tile * blocks, 0, static_cast<size_t>(blocks));
+    for (int i = 0; i < count; ++i) {
+      const float* const row = x + (first + i) * inputs;
+      const float squares = tall ? dot(row, row, static_cast<int>(inputs)) : 0.0f;
+      const float coarse = kCoarse * __builtin_sqrtf(squares / static_cast<float>(inputs));
+      for (int64_t b = 0; b < blocks; ++b) {
+        float padded[kMostBlock] = {};
+        const float* from = row + b * block;
+        if (inputs - b * block < block)
+          from =
+              static_cast<const float*>(memcpy(padded, from, static_cast<size_t>(inputs - b * block) * sizeof(float)));
+        if (round_block(from, coarse, first * blocks + b * count, i, count))
+          fine[tile * blocks + b] |= static_cast<uint8_t>(1 << i / kGroupRows);
+      }
     }
   }
 
@@ -90,34 +112,51 @@ struct RoundedRows {
     return load(padded);
   }
 
-  void round_block(const float* x, int64_t at) const {
+  static int sum_of(vi v) {
+    int all = 0;
+    for (int i = 0; i < W; ++i) all += v[i];
+    return all;
+  }
+
+  // Rounds one block of row i of a tile of `count` rows; `at` is the number of the tile's block of row 0. Returns
+  // whether the block has low bytes. coarse: the largest number of a block that has none.
+  bool round_block(const float* x, float coarse, int64_t at, int i, int count) const {
     typedef int8_t vs __attribute__((vector_size(W)));
     const float infinite = __builtin_inff();
     vf highest{};
-    for (int i = 0; i < block; i += W) {
-      const vf v = lanes_of(x, i, block);
+    for (int k = 0; k < block; k += W) {
+      const vf v = lanes_of(x, k, block);
       highest = vmax(select(v - v == 0.0f, select(v < 0.0f, -v, v), splat(infinite)), highest);
     }
     const float most = max(highest);
-    const bool usable = most >= kLeastRounded && most < infinite;
-    const vf factor = splat(usable ? kMostRounded / most : 0.0f);
-    vf total{};
-    for (int i = 0; i < block; i += W) {
-      const int size = block - i < W ? block - i : W;
-      const vf v = usable ? lanes_of(x, i, block) * factor : vf{};
+    const bool usable = most >= kLeastRounded && most < infinite, both = !tall || !(most <= coarse);
+    const vf factor = splat(usable ? (both ? kMostRounded : kMostRounded / 256.0f) / most : 0.0f);
+    int8_t* const first = values + (at * kParts + i) * block;
+    int8_t* const second = first + count * block;
+    vi highs{}, lows{};
+    for (int k = 0; k < block; k += W) {
+      const int inputs = block - k < W ? block - k : W;
+      const vf v = usable ? lanes_of(x, k, block) * factor : vf{};
       const vf whole = v + 12582912.0f;  // the integer is in the low bits
-      total += whole - 12582912.0f;
       vi number;
       memcpy(&number, &whole, sizeof number);
-      number = (number << 9) >> 9;
-      const vi high = (number + 128) >> 8, rest = number - (high << 8), low = rest < -127 ? splat_i(-127) : rest;
-      const vs first = __builtin_convertvector(high, vs), second = __builtin_convertvector(low, vs);
-      memcpy(values + at * kParts * block + i, &first, static_cast<size_t>(size));
-      memcpy(values + (at * kParts + 1) * block + i, &second, static_cast<size_t>(size));
+      number -= 0x4B400000;  // 12582912 itself
+      vi high = number, low{};
+      if (both) {
+        high = (number + 128) >> 8;
+        const vi rest = number - (high << 8);
+        low = rest < -127 ? splat_i(-127) : rest;
+      }
+      highs += high, lows += low;
+      const vs upper = __builtin_convertvector(high, vs), lower = __builtin_convertvector(low, vs);
+      memcpy(first + k, &upper, static_cast<size_t>(inputs));
+      memcpy(second + k, &lower, static_cast<size_t>(inputs));
     }
     const float size = most < kLeastRounded ? 0.0f : most < infinite ? most / kMostRounded : __builtin_nanf("");
-    const float numbers = kv::KV_ISA::sum(total);
-    step[at] = size, sum[at] = size * numbers, start4[at] = -8 * static_cast<int32_t>(numbers);
+    const int high = sum_of(highs), low = sum_of(lows);
+    step[at + i] = size, sum[at + i] = size * static_cast<float>(256 * high + low);
+    start4[kParts * at + i] = -8 * high, start4[kParts * at + count + i] = -8 * low;
+    return both;
   }
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ def layer_of(module: str) -> str:
     return "sections" if SECTIONS.fullmatch(module) else module.split(".")[1]
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(imported module, whether it happens when the file itself is imported)."""
     tree = ast.parse(path.read_text())
@@ -103,6 +105,12 @@ def import_graph(paths: dict[str, Path]) -> dict[str, set[str]]:
                 named |= whole & paths.keys() or {node.module}
         graph[module] = named & paths.keys() - {module}
     return graph
+
+
+@cache
+def package_graph() -> dict[str, set[str]]:
+    """Return the imports among all modules of the package."""
+    return import_graph({module_of(path): path for path in PACKAGE.rglob("*.py")})
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -155,7 +163,7 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
     ],
 )
 def test_running_an_artifact_never_imports_what_builds_it(root: str) -> None:
-    graph = import_graph({module_of(path): path for path in PACKAGE.rglob("*.py")})
+    graph = package_graph()
     reached, pending = set(), [root]
     while pending:
         module = pending.pop()
@@ -167,7 +175,7 @@ def test_running_an_artifact_never_imports_what_builds_it(root: str) -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    graph = import_graph({module_of(path): path for path in PACKAGE.rglob("*.py")})
+    graph = package_graph()
     found = circle(graph)
     assert not found, " -> ".join(found)
 

@@ -39,7 +39,7 @@ struct Experts {
         parts(1 + (a.gate != 0)) {}
 
   // The cost of a unit of columns of a group: its weights are read once, and multiplied with every tile of its rows.
-  static int64_t cost(const Group& group) { return 1 + group.count / kRowsOfTile; }
+  static int64_t cost(const Group& group) { return 1 + group.count / kFewRows; }
   static size_t tasks(int64_t bits, int64_t units) {
     const int64_t worth = bits / 8 / kTask, most = worth < kTasks ? worth : kTasks;
     return static_cast<size_t>(most < 1 ? 1 : most < units ? most : units);
@@ -121,7 +121,10 @@ void round_groups(const ExpertMatrices<T>& matrices, const Routes& routes, const
   if (!matrices.rounds) return;
   for_rows(runner, routes.rows, [&](int64_t row) {
     const Group& group = routes.group[routes.group_of[row]];
-    matrices.rounded(x, group.first, group.count).round(row_of(row), matrices.inputs, row - group.first);
+    const RoundedRows rounded = matrices.rounded(x, group.first, group.count);
+    const int64_t i = row - group.first;
+    if (i % rounded.tile_rows) return;  // the first row of a tile is rounded with all others of it
+    rounded.round(matrices.inputs, i / rounded.tile_rows, [&](int64_t n) { return row_of(group.first + n); });
   });
 }
 
@@ -149,7 +152,7 @@ void run(const KvExperts& a, KvRunner runner) {
     const bool one_row = tokens == 1 && routes.rows == routes.groups;
     Rows x{wide, rounded[0].reserve(call.first.rounded_bytes(one_row ? 1 : routes.rows))};
     if (one_row && call.first.rounds && routes.rows > 0) {
-      call.first.rounded(x, 0, 1).round(wide, a.hidden, 0);
+      call.first.rounded(x, 0, 1).round(a.hidden, 0, [&](int64_t) { return wide; });
     } else if (call.first.rounds) {
       round_groups(call.first, routes, x, runner, [&](int64_t row) { return wide + routes.token[row] * a.hidden; });
     } else if (!one_row) {

@@ -252,8 +252,9 @@ RoundedRows round_rows(const Linear<T>& call, int block, KvRunner runner, Scratc
   for (int i = 0; i < call.a.count; ++i) any = any || takes(call.a.products[i].weight);
   if (!any) return {};
   const size_t bytes = RoundedRows::bytes(block, call.rows, inputs);
-  const RoundedRows rounded(block, call.rows, inputs, call.many(), memory.reserve(bytes));
-  const auto round = [&](size_t tile) { rounded.round(call.input, inputs, static_cast<int64_t>(tile)); };
+  const RoundedRows rounded(block, call.rows, inputs, memory.reserve(bytes));
+  const auto row_of = [&](int64_t row) { return call.input + row * inputs; };
+  const auto round = [&](size_t tile) { rounded.round(inputs, static_cast<int64_t>(tile), row_of); };
   const auto tiles = static_cast<size_t>(rounded.tiles());
   if (call.rows > kRowsOfTask)
     for_all(runner, tiles, round);

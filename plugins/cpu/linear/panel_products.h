@@ -56,7 +56,7 @@ struct PanelGroups {
 // block is shorter than kMostBlock. ahead: what is fetched meanwhile.
 template <int kBits, int kRows, int kBlock, int kBytes>
 static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* values, int size, const uint8_t* ahead,
-                                 Dots<kBits> (&dots)[kRows][kBytes][kSlices]) {
+                                    Dots<kBits> (&dots)[kRows][kBytes][kSlices]) {
   constexpr int kUnit = kBits == 4 ? 8 : 4;
   const int block = kBlock ? kBlock : size;
   for (int k = 0; k < block; k += kUnit, integers += kPanelLine) {
@@ -140,7 +140,7 @@ struct PanelBlock {
 // Adds the products of a block with kCount of the tile's kRows rows, from row kFrom on, to y.
 template <int kBits, int kRows, int kBlock, Pass kPass, int kFrom = 0, int kCount = kRows>
 static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices], const vf (&offset)[kSlices],
-                             vf (&y)[kRows][kSlices]) {
+                                vf (&y)[kRows][kSlices]) {
   constexpr int kBytes = kPass == Pass::kBoth ? 2 : 1, kFirst = kPass == Pass::kLow;
   typedef Dots<kBits> Columns[kBytes][kSlices];
   Columns dots[kCount];
@@ -170,8 +170,8 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
 
 // The low bytes of the groups of kGroupRows rows that have any; fine: a bit for each group.
 template <int kBits, int kRows, int kBlock, int kGroup = 0>
-static KV_INLINE void add_low_bytes(int fine, const PanelBlock& b, const vf (&scale)[kSlices], const vf (&offset)[kSlices],
-                                 vf (&y)[kRows][kSlices]) {
+static KV_INLINE void add_low_bytes(int fine, const PanelBlock& b, const vf (&scale)[kSlices],
+                                    const vf (&offset)[kSlices], vf (&y)[kRows][kSlices]) {
   constexpr int kFrom = kGroup * kGroupRows;
   if constexpr (kFrom < kRows) {
     constexpr int kCount = kRows - kFrom < kGroupRows ? kRows - kFrom : kGroupRows;

@@ -9,9 +9,9 @@
 // A block with a number that is not finite has the step NaN; one without a number above kLeastRounded is zeros.
 //
 // Few rows always have both bytes: their products are bound by the weights' bytes, so the low bytes cost nothing. In a
-// prompt (`tall`) a block has low = 0 where max |x| is at most kCoarse times the root mean square of its row, and
-// v = 256 round(x / (256 step)). What remains of the error of 8 bits is in blocks of small numbers. Which blocks those
-// are depends on the row alone, so a row's products do not depend on the rows beside it.
+// prompt (`tall`, of kTallFrom rows or more) a block has low = 0 where max |x| is at most kCoarse times the root mean
+// square of its row, and v = 256 round(x / (256 step)). What remains of the error of 8 bits is in blocks of small
+// numbers. Which blocks those are depends on the row alone, so a row's products do not depend on the rows beside it.
 //
 // Rows lie in tiles: [tile][block][high, low][row][inputs of the block], so that what a tile of products reads
 // together lies together. The last tile has fewer rows.
@@ -36,6 +36,7 @@ constexpr int kFewRows = 2, kTallRows = 3, kGroupRows = 1;  // 16 registers
 constexpr int kParts = 2;                 // of a rounded number: high and low
 constexpr float kMostRounded = 32512.0f;  // 127 x 256
 constexpr float kCoarse = 5.0f;
+constexpr int kTallFrom = 48;            // rows
 constexpr float kLeastRounded = 1e-33f;  // over which 32512 is a finite number
 
 // One tile of rows.
@@ -61,10 +62,10 @@ struct RoundedRows {
     return static_cast<size_t>(rows * blocks * (block * kParts + 17));
   }
   RoundedRows() = default;
-  RoundedRows(int block, int64_t rows, int64_t inputs, bool tall, uint8_t* memory)
+  RoundedRows(int block, int64_t rows, int64_t inputs, uint8_t* memory)
       : block(block),
-        tile_rows(tall ? kTallRows : kFewRows),
-        tall(tall),
+        tile_rows(rows < kTallFrom ? kFewRows : kTallRows),
+        tall(rows >= kTallFrom),
         rows(rows),
         blocks((inputs + block - 1) / block) {
     const int64_t count = rows * blocks;
@@ -83,13 +84,14 @@ struct RoundedRows {
             fine + first / tile_rows * blocks, count};
   }
 
-  // Rounds the rows of a tile; x [rows, inputs] are all rows.
-  void round(const float* x, int64_t inputs, int64_t tile) const {
+  // Rounds the rows of a tile; row_of(i): row i [inputs].
+  template <class RowOf>
+  void round(int64_t inputs, int64_t tile, const RowOf& row_of) const {
     const int64_t first = tile * tile_rows;
     const int count = static_cast<int>(rows - first < tile_rows ? rows - first : tile_rows);
     memset(fine + tile * blocks, 0, static_cast<size_t>(blocks));
     for (int i = 0; i < count; ++i) {
-      const float* const row = x + (first + i) * inputs;
+      const float* const row = row_of(first + i);
       const float squares = tall ? dot(row, row, static_cast<int>(inputs)) : 0.0f;
       const float coarse = kCoarse * __builtin_sqrtf(squares / static_cast<float>(inputs));
       for (int64_t b = 0; b < blocks; ++b) {

@@ -264,9 +264,6 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         return {"passed": self.passed, "mean_kl": math.nan, "steps": [{"largest": math.inf}]}
 
-    def sections(self) -> list[Section]:
-        return [Paragraph(f"passed: {self.passed}")]
-
 
 @pytest.mark.parametrize("outcome", [Outcome(True), Outcome(False, "layer 1, step 3 differs by 0.5")])
 def test_validate_reports_and_exits_with_4_on_a_mismatch(
@@ -278,7 +275,11 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
         asked.update(options, path=path)
         return outcome
 
+    def sections(outcome: Outcome) -> list[Section]:
+        return [Paragraph(f"passed: {outcome.passed}")]
+
     monkeypatch.setattr("kvexport.validate.runner.validate_artifact", compare)
+    monkeypatch.setattr("kvexport.validate.sections.sections", sections)
     result = run(
         "validate",
         "x",

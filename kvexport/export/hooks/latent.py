@@ -1,6 +1,6 @@
 """The latent attention hook: attention over the latents themselves, not over the keys and values expanded from them.
 
-Models with latent attention (DeepSeek V2 and V3, GLM-4.7-Flash, Kimi) cache one latent of r numbers and one rotated key
+Models with latent attention (DeepSeek V3, GLM-4.7-Flash, MiniCPM 3) cache one latent of r numbers and one rotated key
 of p numbers for each token, and expand them to the keys and values of every head with the matrix `kv_b_proj`. The
 expansion is linear, so it can move to the other side of both products of attention: into the query, and out of the
 output. What remains is attention with one KV head, whose key is the latent followed by the rotated key [r + p], and

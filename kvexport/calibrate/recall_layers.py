@@ -203,7 +203,7 @@ def _require_a_whole_layer(recipe: Recipe, geometry: Sequence[LayerGeometry]) ->
 
 
 def fact_passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
-    """Return texts of about `length` tokens with FACTS facts inserted in each.
+    """Return texts of about `length` tokens, each with FACTS inserted statements to recall, such as codes of places.
 
     Raises:
         UsageError: The text is too short, or the checkpoint has no tokenizer.

@@ -89,10 +89,10 @@ def make_options(
     ruler: Path | None,
     **numbers: Any,
 ) -> Options:
-    """Return the options of an evaluation from the command line's comma-separated words and files.
+    """Return the options of `kvexport eval` from its command line: methods, budgets and tasks (lists), and text files.
 
     Raises:
-        UsageError: A word or file cannot be used.
+        UsageError: A method, budget or task is unknown, or a file cannot be used.
     """
     from kvexport.evaluate.result import ALL_TASKS, Options
     from kvexport.evaluate.settings import parse_budgets

@@ -76,9 +76,9 @@ def load_setting(recipe: str, label: str, slots: int | None, common: Sequence[st
 
     Args:
         recipe: Name or file of the recipe.
-        label: The method.
-        slots: The budget; None for that of the recipe or the label.
-        common: Overrides that all settings share.
+        label: The compression method with its own overrides, such as "keepkv:threshold=0.7".
+        slots: The budget in cache slots; None takes the budget of the recipe or of `label`.
+        common: Overrides that all compared methods share.
     """
     budget = [] if slots is None else [f"cache.budget={slots}"]
     return load_recipe(recipe, [*common, *overrides_of(label), *budget]).recipe

@@ -43,15 +43,14 @@ SETTING = "backend.tensor_parallel"
 def split_model(shape: ModelShape, ranks: int) -> tuple[ModelShape, dict[str, int]]:
     """Return the model of one rank of tensor parallelism, and the dimension along which each parameter is split.
 
-    The model in `shape` is changed in place to that of a rank.
+    The PyTorch model `shape.model` is changed in place to that of a rank.
 
     Args:
-        shape: The whole model.
+        shape: The description of the whole model: the PyTorch model, its attention geometry and its cache plan.
         ranks: The number of ranks.
 
     Returns:
-        The shape of a rank, with its geometry and cache plan, and the split dimension of every split parameter, by its
-        initializer.
+        The description of one rank's model, and the split dimension of every split parameter, by its initializer.
 
     Raises:
         UsageError: Heads or features cannot be shared equally, or transformers does not say how the model is split.

@@ -75,9 +75,9 @@ class CallReader:
         return pieces
 
     def _unread(self, skipped: str) -> str:
-        """Return waiting characters as plain text, because no tool call follows.
+        """Return characters that were kept back as a possible start of a tool call as plain text: no call began.
 
-        Behind a call, brackets and commas are dropped.
+        After a tool call, brackets, commas, semicolons and blanks are dropped, because they only separate calls.
         """
         return skipped.lstrip(_BETWEEN) if self._after_call and not self._raw else self._raw + skipped
 

@@ -34,7 +34,10 @@ class Scores:
     rest: tuple[float, float]
 
     def top_k(self, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the ids and scores of the tokens that top_k keeps, or None if other tokens may belong to them."""
+        """Return the ids and scores of the `k` tokens of highest score (more if scores tie).
+
+        None if a token outside the largest logits could be one of the `k`.
+        """
         above = self.values > self.floor
         if above.sum() < k:
             return None
@@ -116,11 +119,17 @@ def _rest(top: TopLogits, power: float) -> tuple[float, float]:
     largest = max(float(x[-1]), 1e-300)
 
     def as_one(mass: float) -> float:
-        """Return the sum if all terms are equal: the least for a power above 1, the largest for one below (Jensen)."""
+        """Return the sum of x**power over the other logits if every x is the same; `mass` is the sum of x over them.
+
+        This sum is the least possible for a power above 1, and the largest possible for one below (Jensen).
+        """
         return float(others * (mass / others) ** power)
 
     def as_few(mass: float) -> float:
-        """Return the sum if the mass is in as few terms as possible, each as large as a term can be."""
+        """Return the sum of x**power over the other logits if as few x as possible are nonzero; `mass` is the sum of x.
+
+        Each of the few x is then `largest`, the most that an x can be.
+        """
         return float(mass * largest ** (power - 1))
 
     return (as_one(least), as_few(most)) if power >= 1 else (as_few(least), as_one(most))

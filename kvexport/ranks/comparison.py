@@ -114,7 +114,10 @@ class AllRanks:
 
 
 def _open(ranks: Ranks, first: OneRank, path: Path, manifest: Manifest, model: bytes) -> AllRanks:
-    """Open on every tensor-parallel rank a decoder derived from rank 0's, each over its own weights."""
+    """Open an ONNX graph that was cut from rank 0's decoder on every tensor-parallel rank.
+
+    Each rank runs the graph over its own weights, which are matched by name with those of its own decoder file.
+    """
     files = (manifest.graphs.decoder, *manifest.graphs.ranks)
     models = {str(rank): np.frombuffer(_over(model, path / file), np.uint8) for rank, file in enumerate(files) if rank}
     ranks.call(partial(first.open, model), Message("open", {"dropped": []}, models))

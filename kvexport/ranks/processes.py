@@ -40,10 +40,10 @@ class SumError(Exception):
 
 
 def require_sums(collectives: Collectives, memory: mmap) -> None:
-    """Check that the all-reduces over ranks in finished calls are valid.
+    """Check that the all-reduces (sums over tensor-parallel ranks) of finished model calls have right results.
 
     Raises:
-        SumError: If they are invalid.
+        SumError: A rank failed, waited too long for another rank, or added up another tensor than the other ranks.
     """
     if problem := collectives.problem(memory):
         raise SumError(problem)

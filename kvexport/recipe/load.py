@@ -68,8 +68,8 @@ def checked(tree: Tree, label: str, name: str, findings: Findings) -> LoadedReci
 
     Args:
         tree: The values of all files and overrides, merged.
-        label: The recipe's name in messages.
-        name: The name of the recipe.
+        label: The recipe's file as error messages show it.
+        name: The name of the loaded recipe.
         findings: The problems so far.
 
     Raises:

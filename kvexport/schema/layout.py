@@ -108,7 +108,10 @@ _SCALES = (
 
 
 def scalars(operator: Operator) -> list[Attribute]:
-    """Return the attributes of an operator that are single values, without those of the merge policy."""
+    """Return the attributes of an ONNX operator that hold one number, bool or word each and always have a value.
+
+    Attributes of lists, optional attributes, and the attributes of the merge policy are left out.
+    """
     attributes = [a for a in operator.attributes if a.name not in {p.name for p in POLICY}]
     return [a for a in attributes if a.kind in ("float", "int", "bool", "word") and not a.optional]
 

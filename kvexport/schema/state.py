@@ -124,7 +124,7 @@ def types_of(cache_type: str) -> dict[str, str]:
 
 
 def scales_of(cache_type: str) -> tuple[StateTensor, ...]:
-    """Return the tensors of scales that a cache of 8-bit or 4-bit type has in addition to the five state tensors."""
+    """Return the state tensors with the scales of rounded keys and values; none for caches of more than 8 bits."""
     return SCALES if cache_type in SMALL else ()
 
 

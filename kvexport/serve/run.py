@@ -89,7 +89,11 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install signal handlers that end the server and nothing else. Only the main thread gets signals."""
+        """Handle SIGINT, SIGTERM and SIGHUP while the context is open: each of them ends the server.
+
+        A thread other than the main thread installs no handlers, because Python delivers signals to the main thread
+        only.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -25,14 +25,18 @@ ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the
 
 
 class SelectedCache:
-    """Smaller KV caches with copies of selected entries of full caches, one for each batch lane; one lane at first.
+    """Smaller KV caches that hold copies of entries of full caches, one smaller cache for each batch lane.
+
+    The copied entries are the sinks, the latest entries, and the entries of highest score if slots have scores. There
+    is
+    one lane at first.
 
     Args:
         manifest: The manifest of the artifact.
         model: The loaded model.
-        plan: The plan of the small cache (`kvexport.cache_planning.selected_plan`).
-        what: The subject of the error message.
-        fix: The fix in the error message.
+        plan: The plan of the smaller cache (`kvexport.cache_planning.selected_plan`).
+        what: The feature that needs the copies, as the subject of the error message.
+        fix: The remedy that the error message prints.
 
     Raises:
         UsageError: State is not in the host's memory.

@@ -302,7 +302,11 @@ class Telemetry:
         self._samples.setdefault((merge.step, merge.layer, when), []).append((query.position + 1, figures))
 
     def rows(self) -> list[Perturbation]:
-        """Return the changes of attention outputs by merge and layer, the current query before the next one."""
+        """Return how much each merge of KV-cache entries changed attention outputs, in order of merges and layers.
+
+        Each merge and layer has two rows: one for the latest query before the merge, then one for the first query after
+        it.
+        """
         figures = []
         for step, layer, when in sorted(self._samples, key=lambda k: (k[0], k[1], QUERIES.index(k[2]))):
             samples = self._samples[step, layer, when]

@@ -59,7 +59,7 @@ class Mailboxes:
         return shared_bytes(ranks) if 1 <= ranks <= MOST else 0
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """Return the variable that makes GPU number `rank` the first GPU of the rank's process."""
+        """Return CUDA_VISIBLE_DEVICES for the process of tensor-parallel rank `rank`: GPU number `rank` comes first."""
         return {devices.VISIBLE: devices.visible_from(rank)}
 
     def join(self, memory: mmap, rank: int, ranks: int) -> None:

@@ -112,7 +112,7 @@ class Sessions:
 
     @property
     def decoder(self) -> Any:
-        """The ONNX Runtime session of the decoder graph."""
+        """Return the ONNX Runtime session that runs the model's decoder graph."""
         return self.session(DECODER)
 
     @property

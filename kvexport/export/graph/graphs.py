@@ -75,7 +75,10 @@ def finish_decoder(
     *,
     float_input: bool,
 ) -> onnx.ModelProto:
-    """Complete a traced decoder: weights as external data, KV caches as inputs and outputs, VoteAttention's functions.
+    """Turn the traced PyTorch decoder into the ONNX decoder that an artifact stores.
+
+    Weights become external data, KV caches become inputs and outputs of the graph, and the ONNX function of each
+    VoteAttention (the attention operator) is added.
 
     Args:
         model: The trace.

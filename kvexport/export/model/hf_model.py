@@ -1,4 +1,7 @@
-"""A Hugging Face decoder without its weights: constructed, its attention layers probed, or refused by name."""
+"""Construction of Hugging Face decoders without weights, and detection of the attention of their layers.
+
+A model that kvexport cannot export is refused with an error that names the reason.
+"""
 
 from __future__ import annotations
 

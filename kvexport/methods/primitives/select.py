@@ -120,12 +120,14 @@ def _least_error_first(
 
 @dataclass(frozen=True)
 class EvictionPool:
-    """The cache slots of lowest importance, among which evicted ones are chosen.
+    """The P cache slots of lowest importance in each KV head, from which evicted slots are chosen.
 
     Attributes:
-        index: [B, H, P] int64, the slots, lowest importance first; all slots if there are fewer than P.
-        occupied: [B, H, P] bool. True for the slots that the head itself has to consider.
-        rank: [B, H, C] int64, the rank of every slot by importance.
+        index: [B, H, P] int64, the slots of the pool, lowest importance first. P is the number of slots in the largest
+            pool, at most the capacity.
+        occupied: [B, H, P] bool. True for the first slots of `index`, which are the pool of this head: a head that
+            evicts fewer slots has a smaller pool.
+        rank: [B, H, C] int64, the place of every slot of the cache in the order of importance, 0 the lowest.
     """
 
     index: Tensor

@@ -73,7 +73,10 @@ class MergeSets:
         return total / self.sum(target_weight, evicted_weight)[..., None]
 
     def latest(self, slots: Slots) -> Tensor:
-        """Return the latest token position in every merge set (a target and its evicted slots); [B, H, V]."""
+        """Return the latest token position in every merge set (a target and its evicted slots).
+
+        The result is [B, H, V] for V evicted slots: entry v is that of the merge set of evicted slot v.
+        """
         import torch
 
         target, evicted = (gather_rows(slots.position, index) for index in (self.targets, self.index))

@@ -59,9 +59,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why two products cannot be one Linear node with a gate; empty if they can.
+    """Return why two matrix products of a gated MLP cannot become one Linear node; empty if they can.
 
-    The reasons: they read different inputs, they differ in size, or other nodes need a value between them.
+    The Linear node would compute SiLU(x v) times (x w). The products cannot be fused if they read different inputs or
+    differ in size, or if other nodes read a value between them.
     """
     linear, gate, sigmoid, silu, _ = match
     if sigmoid is silu:

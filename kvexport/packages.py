@@ -52,7 +52,7 @@ class Package:
 
     @property
     def install(self) -> str:
-        """The command line that installs the package with everything that belongs to it."""
+        """The pip command that installs the Python package, with the whole extra of kvexport that requires it."""
         return (
             f"pip install '{self.name}>={self.minimum}'"
             if self.extra == "run"

@@ -115,7 +115,7 @@ class MemoryPlan:
 
     @property
     def _experts(self) -> str:
-        """Return a text on the bytes of the experts."""
+        """Return a text with the bytes of all experts' weights, and with the bytes of those that one token reads."""
         at_rest, read = format_bytes(self.expert_bytes), format_bytes(self.expert_read_bytes)
         return f"{at_rest} of the weights, of which a token reads {read}"
 

@@ -134,7 +134,7 @@ class Collectives(Protocol):
         ...
 
     def problem(self, memory: mmap) -> str:
-        """Return why the all-reduces of finished runs are invalid although no run failed; "" if they are valid."""
+        """Return why sums over tensor-parallel ranks are wrong though no run raised an error; "" if they are right."""
         ...
 
 

@@ -182,5 +182,5 @@ def line(result: Result) -> str:
 
 
 def named(result: Result) -> str:
-    """Return the name of a result's method and budget, for people."""
+    """Return the compression method and the budget of an evaluation result as text for people."""
     return result.label if result.budget is None else f"{result.label}, {result.slots} slots"

@@ -226,13 +226,13 @@ class Columns:
         return self.entry.shape[0], self.end - self.begin
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rows of the range of columns in float32, block by block."""
+        """Yield the weight's rows in float32, cut to the range of columns, block by block."""
         n, k = self.entry.shape
         for rows in row_blocks(n, 4 * k):
             yield {"weight": read_rows(self.entry, rows)[:, self.begin : self.end]}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of a float weight have no other order."""
+        """Raise NotImplementedError: the columns of a float weight are in the order of the input features."""
         raise NotImplementedError
 
 
@@ -255,7 +255,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight's slice."""
+        """The shape [outputs, inputs] of this rank's share of the weight."""
         n, k = self.whole.shape
         size = self.end - self.begin
         return (size, k) if self.dimension == 0 else (n, size)
@@ -266,7 +266,7 @@ class Slice:
         return self.whole.packing
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rows of the weight's slice, block by block."""
+        """Yield the rows of this rank's share of the weight, block by block."""
         packing, (_, k) = self.packing, self.whole.shape
         begin, end = (0, self.whole.shape[0]) if self.dimension else (self.begin, self.end)
         start = 0

@@ -45,9 +45,9 @@ class Scores:
         return self._ascending(kept)
 
     def top_p(self, top_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the ids and scores of the tokens that top_p keeps, or None if the bounds on others do not decide.
+        """Return the ids and scores of the tokens that top_p keeps. Of equal tokens those with higher ids come first.
 
-        Of equal tokens those with higher ids come first.
+        None if the bounds on the scores outside the largest logits do not decide which tokens top_p keeps.
         """
         order = np.lexsort((-self.ids, -self.values))
         weights = np.exp((self.values[order] - self.values.max()).astype(np.float64))
@@ -66,7 +66,10 @@ class Scores:
         return self._ascending(order[:count])
 
     def min_p(self, min_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the ids and scores of the tokens that min_p keeps; None if rounding or other tokens decide."""
+        """Return the ids and scores of the tokens that min_p keeps.
+
+        None if rounding decides, or if tokens outside the largest logits may belong to the kept tokens.
+        """
         ratios = np.exp((np.append(self.values, self.floor) - self.values.max()).astype(np.float64)) / min_p
         if min_p < 1e-30 or (np.abs(ratios - 1) < ROUNDING).any() or ratios[-1] > 1:
             return None

@@ -57,9 +57,9 @@ class AttentionMatching(Fitting):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The slot statistics of the method `ballot`, or one statistic that is never updated.
+        """The statistics that are kept for every slot: those of the method `ballot` if it evicts and merges first.
 
-        The latter is so if slots are ranked by the ring buffer of reference queries instead.
+        With other settings of `after` the reference queries rank slots, and the only statistic is never updated.
         """
         return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 

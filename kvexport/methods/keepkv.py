@@ -49,7 +49,7 @@ class KeepKV(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``: 1.
+        """The factor alpha of the attention bias ``alpha * ln(votes)``, which is 1 for KeepKV.
 
         A slot of p votes therefore attracts as much attention as p equal keys.
         """

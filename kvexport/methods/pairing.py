@@ -27,10 +27,10 @@ class NeighbourPairs(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``: 1.
+        """The factor alpha of the attention bias ``alpha * ln(votes)``, which is 1 here.
 
-        With summed values v the paper's ``sum e^l v / sum n e^l`` is a softmax with ln n added to the logits, over mean
-        values.
+        The papers store sums of merged values v and attend with ``sum e^l v / sum n e^l``, l the logits
+        and n the numbers of merged tokens. The same output is a softmax over mean values with ln n added to the logits.
         """
         return 1.0
 

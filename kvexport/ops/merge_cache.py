@@ -212,7 +212,10 @@ def _turned(result: Slots, votes: Tensor, before: Tensor, rotary: Rotary) -> Ten
 
 
 def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the argument `rows` of `merge_cache` for the votes [B, H, C]."""
+    """Return the argument `rows` of `merge_cache` for the votes [B, H, C]: three tensors whose lengths count slots.
+
+    The lengths are the kept slots, the slots by which the fullest head is over the budget, and the remaining slots.
+    """
     capacity = votes.shape[2]
     kept = min(budget, capacity)
     # At least one row, because ONNX Runtime gives a reduction over no rows the wrong shape. If no head is over its

@@ -238,8 +238,8 @@ EXPERTS_ATTRIBUTES = (
 def schema_digest() -> str:
     """Return a digest of everything that a compiled kernel depends on.
 
-    It covers the version of the contract, the names, types and words of attributes, the state tensors, and the types of
-    caches. Libraries contain the digest that they were compiled with.
+    It covers the version of the contract, the names, types and allowed words of the operators' attributes, the state
+    tensors, and the types of caches. Libraries contain the digest that they were compiled with.
     """
     known = [
         [(a.name, a.kind, a.words) for a in attributes]

@@ -68,7 +68,11 @@ class Job:
         self._error: ApiError | None = None
 
     def put(self, update: Update) -> bool:
-        """Add an update and return whether the reader keeps up."""
+        """Hand the new tokens of one engine step to the HTTP handler that reads the job.
+
+        Returns:
+            False if the job is streamed and its handler is too many tokens behind.
+        """
         self._updates.append(update)
         self._behind += len(update.tokens)
         self.open -= update.finish_reason is not None

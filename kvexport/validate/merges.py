@@ -139,9 +139,9 @@ def _explained(
     engine: Arrays,
     tolerance: Tolerance,
 ) -> float | None:
-    """Return the size of error, in float32 roundings, with which float64 makes the engine's merge of a head.
+    """Return the size of the rounding errors with which PyTorch in float64 merges a KV head as the engine did.
 
-    The result is None if float64 never makes that merge.
+    The size is a number of float32 roundings. The result is None if no float64 run gives the engine's merge.
     """
     head = difference.head or 0
     one = (slice(difference.lane, difference.lane + 1), slice(head, head + 1))
@@ -163,10 +163,16 @@ def _explained(
 
 
 def _among(engine: Arrays, draws: Sequence[Arrays]) -> bool:
-    """Return whether a head's merge [1, 1, ...] is as near to random float64 merges (draws) as these to each other.
+    """Return whether the engine's merge of one KV head [1, 1, ...] is a plausible draw from random float64 merges.
 
-    Draws are compared by the positions that one keeps and another does not. Among rows whose positions all of them
-    keep, at most as many may differ as there are such positions.
+    Args:
+        engine: The head's cache after the engine's merge.
+        draws: The head's caches after merges in float64 with random rounding errors.
+
+    Returns:
+        True if the engine's cache is as near to the draws as these are to each other. Draws are compared by the
+        positions that one keeps and another does not. Among slots whose positions all of them keep, at most as many
+        may differ as there are such positions.
     """
     rows = [{int(p): i for i, p in enumerate(x["position"][0, 0]) if x["votes"][0, 0, i] > 0} for x in (engine, *draws)]
     own, *others = rows

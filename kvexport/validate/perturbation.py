@@ -185,7 +185,7 @@ def _bounded(rows: Sequence[Perturbation]) -> tuple[Cell, ...]:
 
 
 def _line(name: str, rows: Sequence[Perturbation], figure: Callable[[Sequence[Perturbation]], float | None]) -> Series:
-    """Return a figure of merges, combined over all layers, as a line of a plot."""
+    """Return one telemetry figure per merge, taken over all layers, as the points of a line in a plot."""
     merges = [(step, list(of_step)) for step, of_step in groupby(rows, key=lambda r: r.step)]
     return Series(name, [float(step) for step, _ in merges], [figure(of_step) for _, of_step in merges])
 

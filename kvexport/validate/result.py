@@ -47,7 +47,7 @@ class Mismatch:
     slot: int | None = None
 
     def line(self, of: str) -> str:
-        """Return the difference and its place as one line of text; `of` is the word for a cache, "layer" or "cache"."""
+        """Return the difference and its place as one line of text. `of` ("layer" or "cache") names a KV cache in it."""
         where = "" if self.layer is None else f"{of} {self.layer}, "
         named = {"lane": self.lane, "head": self.head, "slot" if self.head is not None else "token": self.slot}
         at = "".join(f", {name} {number}" for name, number in named.items() if number is not None)

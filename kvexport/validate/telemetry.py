@@ -208,7 +208,7 @@ class _Numbered:
 class Telemetry:
     """Observer of a PyTorch reference run that measures how each merge changes attention outputs.
 
-    `rows` then returns the figures.
+    After the run the method `rows` returns the measured changes.
     """
 
     def __init__(self, plan: CachePlan, geometry: list[LayerGeometry], method: Method) -> None:

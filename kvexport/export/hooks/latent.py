@@ -71,7 +71,10 @@ def check_expansions(model: Any) -> None:
 
 
 def _matrices(module: Any) -> Tensor:
-    """Return the rows of `kv_b_proj` head by head: [Hq, n + v, r]."""
+    """Return the weight `kv_b_proj`, which expands latents to keys and values, head by head: [Hq, n + v, r].
+
+    Hq is the number of heads, n the size of a key without rotary part, v the size of a value, r the size of a latent.
+    """
     weight: Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
 

@@ -74,7 +74,7 @@ class RecurrentCache(PassThroughCache):
         return True
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether there are states from before the call."""
+        """Return whether the graph has inputs with the convolution and recurrent states of earlier calls."""
         return bool(self.past)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -116,7 +116,10 @@ class RecurrentCache(PassThroughCache):
         return inputs
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None, so that a layer calls the function for several tokens, which takes the state from the cache."""
+        """Return None, so that the layer calls its linear attention function for many tokens, with no initial state.
+
+        The hook on that function takes the state from this cache instead, for the layer whose number is stored here.
+        """
         self._place = layer_idx, _name("recurrent_state", state_idx)
 
     def real(self, tokens: int) -> Tensor | None:

@@ -105,7 +105,10 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
 
 
 def blame(raw: Mapping[str, Any], works: Callable[[dict[str, Any]], object]) -> str:
-    """Return words that name the first field of a config without which `works` raises nothing; empty if none does."""
+    """Return a hint which field of a config.json makes the call `works` fail: the first one without which it succeeds.
+
+    The hint is text in parentheses for an error message; it is empty if no single field is the cause.
+    """
     for name, rest in _without_one(raw):
         try:
             works(rest)

@@ -86,7 +86,7 @@ class Assembled:
             yield {"weight": value.contiguous().reshape(-1, self.shape[1]).numpy()}
 
     def order(self) -> Any:
-        """Raise NotImplementedError: the columns of a float weight have no other order."""
+        """Raise NotImplementedError: the columns of a float weight are in the order of the input features."""
         raise NotImplementedError
 
     def _read(self, tensors: tuple[Stored, ...], expert: int | None) -> list[Tensor]:

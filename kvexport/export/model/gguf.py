@@ -245,5 +245,5 @@ class GgufWeight:
         )
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of weights in GGUF files have no other order."""
+        """Raise NotImplementedError: the columns of weights in GGUF files are in the order of the input features."""
         raise NotImplementedError

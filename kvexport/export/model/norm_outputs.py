@@ -43,7 +43,7 @@ class NormOutputs(TorchFunctionMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Record no reads of norm outputs within this context."""
+        """Suspend the record of operations that read the output of a norm, within this context."""
         self._aside = True
         try:
             yield
@@ -68,7 +68,10 @@ class NormOutputs(TorchFunctionMode):
         return tensor if output is not None and output() is x else ""
 
     def read_by(self, weight: Any) -> None:
-        """Count the next matrix product with this weight as a read by a projection."""
+        """Announce that the next matrix product with `weight` is that of a projection.
+
+        A norm's output that the projection reads is then not counted as read by another operation.
+        """
         self._weight = weight
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

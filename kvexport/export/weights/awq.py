@@ -61,7 +61,7 @@ class ScaledNorm:
         yield {"weight": load_tensor(self.entry, "float32") * factor + addend}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: a norm's weight has no order of columns."""
+        """Raise NotImplementedError: the weight of a norm is a vector, without columns that could be reordered."""
         raise NotImplementedError
 
 

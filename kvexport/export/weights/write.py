@@ -108,7 +108,7 @@ class SharedWeights:
 
 
 def total_bytes(specs: Sequence[Spec]) -> int:
-    """Return the sum of all byte counts that one `write_weights` of these specs passes to `progress`.
+    """Return the bytes that the progress of `write_weights` adds up to for these weight specs.
 
     Tied tensors count once.
     """

@@ -94,7 +94,7 @@ class Float4:
         return product
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of 4-bit float weights have no other order."""
+        """Raise NotImplementedError: the columns of 4-bit float weights are in the order of the input features."""
         raise NotImplementedError
 
 
@@ -186,7 +186,7 @@ class TableOf16:
             yield {"weight": values.reshape(len(rows), k)}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of bitsandbytes weights have no other order."""
+        """Raise NotImplementedError: the columns of bitsandbytes weights are in the order of the input features."""
         raise NotImplementedError
 
 

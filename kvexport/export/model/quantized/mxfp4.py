@@ -75,7 +75,7 @@ class Mxfp4Experts:
             yield {"weight": DOUBLED[halves(stored)].view(np.uint8), "scale": scale}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns have no other order."""
+        """Raise NotImplementedError: the columns of MXFP4 weights are in the order of the input features."""
         raise NotImplementedError
 
     @staticmethod

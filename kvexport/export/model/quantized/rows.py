@@ -138,7 +138,7 @@ class Float8:
             yield {"weight": float8_values()[stored] * np.repeat(own, wide, axis=1)[:, :k]}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of 8-bit float weights have no other order."""
+        """Raise NotImplementedError: the columns of 8-bit float weights are in the order of the input features."""
         raise NotImplementedError
 
 

@@ -177,7 +177,7 @@ def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
 
 
 def _names(geometry: Sequence[LayerGeometry], caches: int) -> list[str]:
-    """Return the name of every cache for messages, such as its layer and KV head."""
+    """Return the name of every KV cache as error messages show it, such as "layer 3" or "KV head 1 of layer 3"."""
     if caches == len(geometry):
         return [f"layer {i}" for i in range(caches)]
     return [f"KV head {head} of layer {i}" for i, layer in enumerate(geometry) for head in range(layer.kv_heads)]

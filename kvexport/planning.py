@@ -194,7 +194,7 @@ class MemoryPlan:
         }
 
     def sections(self, fit: Fit | None = None) -> list[Section]:
-        """Return the sections of the report on a recipe's memory, with the given fit if there is one."""
+        """Return the report on the memory that a recipe needs; `fit` adds what would fit into a given memory."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,

@@ -328,7 +328,10 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def _replace_in_two_steps(work: Path, target: Path) -> None:
-    """Exchange two directories by way of `.name.old`, which `_tidy` restores after a kill between the two renames."""
+    """Exchange two directories by two renames, by way of `.name.old`.
+
+    After a kill between the two renames, `_tidy` restores the old directory.
+    """
     old = beside(target, "old")
     try:
         target.rename(old)

@@ -80,9 +80,10 @@ def _existing(path: Path) -> Path:
 
 
 def _comes_back(target: Path) -> bool:
-    """Return whether to look again for an artifact that was absent a moment ago.
+    """Return whether a missing artifact may exist by now, so that the caller should look for it again.
 
-    Either it is restored here, or a build may be between its two renames.
+    A build replaces an artifact by two renames, between which the artifact is missing. If a killed build left the old
+    artifact under its temporary name, this function restores it.
     """
     old = beside(target, "old")
     if not is_artifact(old) and not os.path.lexists(beside(target, "lock")):

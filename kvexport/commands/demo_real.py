@@ -147,7 +147,7 @@ def compare(engines: dict[str, Engine]) -> dict[str, Reading]:
 
 
 def one_by_one(readings: dict[str, Reading], ids: NDArray[np.int64]) -> None:
-    """Measure decoding and prediction of all engines on the same ONE_BY_ONE tokens, and the prediction of one more."""
+    """Let every engine read the same ONE_BY_ONE tokens one by one; measure the time per token and the right guesses."""
     seconds = dict.fromkeys(readings, 0.0)
     for first in range(0, ONE_BY_ONE, IN_TURN):
         for label, reading in readings.items():

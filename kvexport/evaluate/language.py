@@ -26,7 +26,7 @@ Ids = list[int]
 
 @cache
 def tiny_language() -> ModuleType:
-    """Import train.py of the tiny test checkpoint, which defines the checkpoint's words and sentences."""
+    """Import the train.py of the tiny test checkpoint, which defines the words and sentences of its training texts."""
     path = recipe_folder() / "checkpoints" / "tiny" / "train.py"
     spec = importlib.util.spec_from_file_location("kvexport_tiny_language", path)
     assert spec is not None and spec.loader is not None

@@ -242,7 +242,10 @@ class Run:
         return kept
 
     def measure(self, setting: Setting) -> Result:
-        """Measure a compression setting on every task, or read its result from an earlier run. Call `full` before."""
+        """Measure one compression method at one budget on every task, or read its result from an earlier run.
+
+        The results with the full cache have to exist: `full` is called first.
+        """
         result = read_result(*self._place(setting))
         if result is None:
             result = self._measure(setting, setting.budget, {})
@@ -266,7 +269,7 @@ class Run:
         return {task: [[s.ids, s.prompt, s.counted] for s in self.samples[task]] for task in tasks}
 
     def _report(self, result: Result, rest: Sequence[Setting]) -> None:
-        """Print the result of a setting, with an estimate of the time for the settings in `rest`."""
+        """Print the evaluation result of one method at one budget, and how long the settings in `rest` will take."""
         left = [setting for setting in rest if not self._place(setting)[0].exists()]
         text = line(result)
         if (left or self._long) and self._seconds:
@@ -361,7 +364,7 @@ class Run:
 
 
 def _against(chosen: str | None, labels: Sequence[str], own: str) -> str:
-    """Return the label of the method to which all others' paired differences are taken."""
+    """Return the method (with its overrides) that all other methods are compared with in paired differences."""
     if chosen is not None and chosen not in labels:
         raise UsageError(f"{chosen!r} is not among the compared labels", f"--against {labels[-1] if labels else FULL}")
     return chosen or (own if own in labels or not labels else labels[-1])

@@ -121,7 +121,7 @@ def _people(language: Language, rng: np.random.Generator, count: int) -> tuple[l
 
 
 def _facts_that_fit(language: Language, length: int) -> int:
-    """Return how many facts fit into a prompt of `length` tokens, at most one for each name."""
+    """Return how many facts ("name has thing") fit into a prompt of `length` tokens, at most one for each name."""
     name, thing = language.names[0], language.things[0]
     room = length - len(language.start) - len(language.ask("one", name, thing)[0])
     # Words differ in their number of tokens; a tenth is left as a margin.

@@ -47,7 +47,7 @@ class AttentionMatching(Fitting):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether recent slots take in evicted ones: true if the eviction is that of the method `ballot`."""
+        """Whether evicted slots may merge into slots of the recent window: true if `ballot` evicts and merges them."""
         return self.after == "ballot"
 
     @property

@@ -50,7 +50,7 @@ class Ballot(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether recent slots take in evicted ones: always true for this method."""
+        """Whether evicted slots may merge into slots of the recent window: always true for the method `ballot`."""
         return True
 
     @property

@@ -31,7 +31,7 @@ class CaM(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether recent slots take in evicted values: always true for this method."""
+        """Whether slots of the recent window receive shares of evicted values: always true for the method `cam`."""
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:

@@ -36,7 +36,7 @@ SECONDS_TO_REPORT = 2.0
 
 
 class SumError(Exception):
-    """The error that the all-reduces over ranks in finished calls are invalid; the message gives the reason."""
+    """The error for a wrong all-reduce (sum over tensor-parallel ranks) in finished model calls, with the reason."""
 
 
 def require_sums(collectives: Collectives, memory: mmap) -> None:

@@ -30,13 +30,15 @@ _parent: ContextVar[Any] = ContextVar("kvexport_trace_parent", default=None)
 
 
 class Times(NamedTuple):
-    """The times at which one request changed its state, by time.perf_counter(); 0 for a state that it did not reach.
+    """The times at which one HTTP request's engine request changed its state, by time.perf_counter(), in seconds.
+
+    A time is 0 if the request did not reach the state.
 
     Attributes:
-        added: It was queued.
-        begun: It got its lane.
-        first: It got its first token.
-        ended: It finished.
+        added: When it was queued.
+        begun: When it got its lane (row of the batch).
+        first: When it got its first token.
+        ended: When it finished.
     """
 
     added: float

@@ -135,7 +135,10 @@ class SharedSessions:
             self._loaded.popitem(last=False)
 
     def _bound_disk(self, newest: str) -> None:
-        """Delete the oldest session files until the rest is within the disk limit. The caller holds the lock."""
+        """Delete the oldest session files until the remaining files are within the disk limit.
+
+        The caller holds the lock of the folder.
+        """
         with problems("the folder of sessions"):
             files = []
             for path in self._folder.glob(f"*{SUFFIX}"):

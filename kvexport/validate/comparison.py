@@ -93,7 +93,7 @@ class Comparison:
                 self.result.note(Mismatch(len(self.result.steps) - 1, "independent run", i, *fields))
 
     def finish(self) -> None:
-        """Compute figures that need the whole run: the KL divergence of the independent run, and rounding errors."""
+        """Compute the validation figures that need all steps: KL of the engine's own run, and rounding errors."""
         self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
         self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
         for (phase, tensor), pairs in self.errors.items():

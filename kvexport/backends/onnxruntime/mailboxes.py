@@ -83,7 +83,7 @@ class Mailboxes:
             memory[:4] = FAILED.to_bytes(4, "little")
 
     def problem(self, memory: mmap) -> str:
-        """Return why all-reduces of finished runs are invalid: a late rank, ranks out of step, or a failed rank."""
+        """Return why sums over GPU ranks are wrong (a late rank, ranks out of step, or a failed rank); "" if right."""
         word = _word(memory)
         kind, rank, other = word & 255, word >> 8 & 255, word >> 16 & 255
         if kind == LATE:

@@ -57,7 +57,7 @@ def finish_experts(
 
 
 def experts_form_of(node: ir.Node) -> ExpertsForm:
-    """Return what an Experts node of a trace computes between its products."""
+    """Return what the experts of an Experts node in a trace compute between their first and second matrix product."""
     return ExpertsForm(**{name: node.attributes[name].value for name in vars(ExpertsForm()) if name in node.attributes})
 
 

@@ -116,7 +116,10 @@ def chosen_shares(model: nn.Module) -> dict[str, float]:
 
 
 def find_forms(model: nn.Module) -> None:
-    """Determine what all experts of a model compute, for its probe and its trace. Raise what `experts_form` raises."""
+    """Determine for a model's traces what all its experts compute between their two matrix products.
+
+    Raise the errors of `experts_form`.
+    """
     for _, module in expert_modules(model):
         _forms[module] = experts_form(module)
 

@@ -134,7 +134,10 @@ class RecurrentCache(PassThroughCache):
         return torch.zeros(batch, heads, key_size, value_size) if past is None else past
 
     def computed(self, state: Tensor, past: Tensor) -> Tensor:
-        """Return the state after a call: `state`, or `past` for sequences without a token in the call."""
+        """Store and return a layer's recurrent state after a call.
+
+        It is `state`, except for sequences without a token in the call, which keep `past`.
+        """
         if self.query_length is not None:
             state = torch.where((self.query_length > 0)[:, :, None, None], state, past)
         self._computed = state

@@ -182,7 +182,10 @@ def _from_gguf(path: Path) -> Checkpoint:
 
 @contextmanager
 def own_links(folder: Path) -> Iterator[None]:
-    """Allow links out of `folder` within the block: kvexport itself makes the files of this checkpoint."""
+    """Allow symbolic links in the checkpoint `folder` that lead out of it, within this context.
+
+    kvexport itself writes this checkpoint, for example as links to another checkpoint's files.
+    """
     real = folder.resolve()
     _OWN.add(real)
     try:

@@ -1,1 +1,1 @@
-"""The path of weights from a checkpoint's tensors to the files of an artifact."""
+"""Copying, casting and rounding of weights: from a checkpoint's tensors to the weight files of an artifact."""

@@ -104,7 +104,7 @@ def as_built(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _rounded(specs: Sequence[Spec]) -> dict[str, Rounded]:
-    """Return the rounded projections by the names of their tensors.
+    """Return the projection weights that the build rounds, by the names of their checkpoint tensors.
 
     Experts are left out: a short text sends too few tokens to each of them to measure their inputs.
     """

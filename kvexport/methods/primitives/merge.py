@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
-    """Return the cache slots after the merge of a policy and the fit that follows it; see `Method.merge`.
+    """Return the KV-cache slots after evicted slots have merged by a policy, and after its fit of the kept slots.
+
+    See `Method.merge`.
 
     Args:
         policy: The policy.

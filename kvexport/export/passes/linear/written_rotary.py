@@ -23,7 +23,7 @@ BY_ELEMENT = ("Cos", "Sin", "Cast", "Mul")
 
 
 class Match(NamedTuple):
-    """The matched nodes and values of a rotary embedding, by their names in the figure of the module."""
+    """The nodes and values of a rotary embedding that the graph pass has found, which it replaces by one node."""
 
     heads: ir.Value
     swapped: ir.Node

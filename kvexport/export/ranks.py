@@ -103,7 +103,7 @@ def _splits(model: Any, ranks: int) -> dict[str, int]:
 
 
 def _shrink(model: Any, mode: FakeTensorMode, splits: Mapping[str, int], ranks: int) -> None:
-    """Give a model the parameter shapes of one rank, in place.
+    """Cut the parameters of a PyTorch model, in place, to the shapes of one tensor-parallel rank's share.
 
     Projections that are split by inputs get a forward that adds up the products of all ranks.
     """

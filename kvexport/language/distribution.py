@@ -86,7 +86,8 @@ def distribution_of_top(
 ) -> tuple[Ids, npt.NDArray[np.float64]] | None:
     """Return the tokens that could be sampled and their probabilities, or None if the largest logits do not suffice.
 
-    The largest logits settle the first of the three filters that applies. The later filters see what it kept.
+    The first of the filters top_k, top_p and min_p that is set has to be decided by the largest logits alone. The later
+    filters see only the tokens that it kept.
     """
     top_p, min_p = settings.top_p, settings.min_p
     if 0 < settings.top_k < vocabulary:

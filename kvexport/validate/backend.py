@@ -65,7 +65,10 @@ class ReferenceBackend(LaneState):
         """Receive the inputs and outputs of each decoder call before the state is updated; a hook for subclasses."""
 
     def merged(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]], first: int) -> None:
-        """Receive the state before and after each merge, from lane `first` on. Subclasses override this hook."""
+        """Receive the KV caches before (`feed`) and after (`present`) a merge of lanes from `first` on.
+
+        A hook for subclasses.
+        """
 
     def _take(self, present: dict[str, NDArray[Any]], lanes: slice) -> None:
         for name, array in present.items():

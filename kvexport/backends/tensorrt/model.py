@@ -302,7 +302,10 @@ class _Phase:
             self._replay(self._enqueue)
 
     def _bind(self, width: int, first: int, count: int) -> None:
-        """Bind all tensors of a decoder call for `count` lanes, and discard a CUDA graph of other lanes."""
+        """Bind all inputs and outputs of a decoder call for `count` lanes from `first` on.
+
+        A CUDA graph that was captured for other lanes is discarded.
+        """
         backend = self.backend
         for name in ("input_ids", "query_length", "past_length"):
             bind(self.context, name, self.inputs.pointer(name), input_shape(backend.plan, name, count, width))

@@ -63,7 +63,7 @@ class NormOutputs(TorchFunctionMode):
         return record
 
     def of(self, x: Any) -> str:
-        """Return the name of the norm whose output is `x`; empty if `x` is another tensor."""
+        """Return the name of the norm (normalization layer) whose output is `x`; empty if `x` is another tensor."""
         output, tensor = self._outputs.get(id(x), (None, ""))
         return tensor if output is not None and output() is x else ""
 

@@ -59,10 +59,10 @@ def _merged(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots
 
 
 def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
-    """Return the statistics `score` [B, H, V, K] of merged slots, the first replaced by a sum of means.
+    """Return the statistics `score` [B, H, V, K] of merged slots, the first of them replaced.
 
-    The new value is the sum of the merged slots' means per observation, times the observations of the merged slot,
-    which begin with its latest token.
+    The new first statistic is the sum of the merged slots' means per observation, times the observations of the merged
+    slot, which begin with its latest token.
     """
     import torch
 

@@ -32,7 +32,10 @@ class Match(NamedTuple):
 
 
 def _wrong_shapes(flat: ir.Value, apart: ir.Value) -> str:
-    """Return why `flat` is not [B, T, H D] for `apart` [B, T, H, D] with a number H; empty if it is."""
+    """Return why a Reshape does not split or join attention heads; empty if it does.
+
+    It does if `flat` is [B, T, H D] and `apart` is [B, T, H, D], with a known number H of heads.
+    """
     one, other = dims(flat), dims(apart)
     known = len(one) == 3 and len(other) == 4 and None not in (*one, *other)
     if known and one[:2] == other[:2] and isinstance(other[2], int):
@@ -41,7 +44,7 @@ def _wrong_shapes(flat: ir.Value, apart: ir.Value) -> str:
 
 
 def output_pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a Linear, a Reshape and a Transpose that swaps two dimensions of four."""
+    """Return the matches of a Linear whose output is split into heads: a Reshape, then a Transpose to [B, H, T, D]."""
     reshape = producer(node, 0, "Reshape") if permutes(node, HEADS_TO_FRONT) else None
     linear = linear_of(reshape, 0) if reshape is not None else None
     return [Match(linear, reshape, node)] if reshape is not None and linear is not None else []

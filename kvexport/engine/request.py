@@ -164,7 +164,7 @@ class Request:
     text: TextStream | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Let the request write its figures into the timing record of its bundle, if it has a bundle."""
+        """Set the record of the request's token counts and durations: its own, or that of its bundle of requests."""
         self.timing = Timing() if self.bundle is None else self.bundle.timing
 
     def fork(self, settings: GenerationSettings | None = None) -> Request:

@@ -41,7 +41,10 @@ class Requirement(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """The error message for a merge policy that breaks the rule, in Python and in the kernels."""
+        """The error message for a merge policy with a value that the value of another field does not allow.
+
+        The PyTorch code and the native kernels have the same message.
+        """
         allowed = " or ".join(str(value).lower() for value in self.allowed)
         return f"{self.field} is {self.value}, which needs {self.other} to be {allowed}"
 

@@ -145,7 +145,7 @@ class PeriodicState(ModelState):
         return True
 
     def _select_next(self, lane: int) -> None:
-        """Choose again which entries decode steps read, after a step that read the full KV cache."""
+        """Select again the KV-cache entries that decode steps read, after a step that read the full KV cache."""
         content = self._contents.get(lane)
         if content is None:
             return

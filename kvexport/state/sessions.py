@@ -106,7 +106,7 @@ class SessionStore:
         return snapshot
 
     def mark(self, name: str) -> bytes:
-        """Return ANY, which makes `put` skip its comparison: no other process changes these sessions."""
+        """Return ANY, so that `put` replaces any stored state: no other process changes the sessions of this store."""
         return ANY
 
     def put(self, name: str, snapshot: Snapshot, expected: bytes | None = ANY) -> None:

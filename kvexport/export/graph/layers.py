@@ -83,7 +83,7 @@ def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Itera
 
 @contextlib.contextmanager
 def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterator[None]:
-    """Make the decoder layers of these numbers return their hidden state unchanged within this context."""
+    """Replace the decoder layers with these numbers, within a context, by layers that return their input unchanged."""
     modules: Any = model.get_submodule(layers.name)
     for i in numbers:
         modules[i] = _PassesOn(layers.modules[i])

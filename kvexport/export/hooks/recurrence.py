@@ -70,7 +70,7 @@ class RecurrentCache(PassThroughCache):
         self._computed: Tensor | None = None  # its state after the call
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True, so that layers compute one token as they compute several."""
+        """Return True, by which transformers' layers compute a single token with the same code as several tokens."""
         return True
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

@@ -176,7 +176,7 @@ def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
 
 
 def _with_one_row(value: ir.Value) -> ir.Shape:
-    """Return the shape of a value with 1 for the number of tokens, the last dimension but one."""
+    """Return the shape of a value [..., T, C] of an ONNX graph with 1 in place of the number of tokens T."""
     shape = dims(value)
     return ir.Shape([*shape[:-2], 1, shape[-1]])
 

@@ -46,7 +46,7 @@ class Mxfp4Experts:
 
     @property
     def full_shape(self) -> tuple[int, int, int]:
-        """The shape [experts, outputs, inputs]."""
+        """The shape [experts, outputs, inputs] of the weights of all experts."""
         experts, outputs, groups, _ = self.weight.shape
         return experts, outputs, groups * GROUP
 

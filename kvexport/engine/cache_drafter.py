@@ -102,7 +102,7 @@ class CacheDrafter:
         return drafts
 
     def _most(self, request: Request, lanes: Lanes) -> int:
-        """Return the largest number of tokens that it pays to draft for a request."""
+        """Return how many tokens to draft (guess) for a request at most, so that speculation saves time."""
         if lanes.length[request.lane] <= max(self._settings.budget, self._settings.after or 0):
             return 0
         return max(0, min(self._settings.tokens, request.room(self._max_length) - 1))

@@ -222,7 +222,7 @@ class Request:
         return min(left, max_length - len(self.ids) - len(self.tokens))
 
     def goes_on_with(self, token: int) -> bool:
-        """Return whether the answer's last token equals `token`, a drafted one, and the request has not finished."""
+        """Return whether the answer goes on and its last token equals the drafted (guessed) token `token`."""
         return self.state is DECODING and self.tokens[-1].id == token
 
     def begin(self, lane: int) -> None:

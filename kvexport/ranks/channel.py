@@ -66,7 +66,7 @@ class Channel:
         self._end.sendall(message.to_bytes())
 
     def receive(self) -> Message | None:
-        """Return the next message of the other rank; None if it has closed the connection."""
+        """Return the next message of the other tensor-parallel rank; None if it has closed the connection."""
         return self._received.get()
 
     def close(self) -> None:

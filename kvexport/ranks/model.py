@@ -54,7 +54,7 @@ class RankedModel:
         return RankedState(self, number, local)
 
     def message(self, name: str, values: Mapping[str, Any], arrays: Arrays | None = None) -> Message:
-        """Return a message for all ranks with a call, and with the states that they should release."""
+        """Return a message to all tensor-parallel ranks: a call to execute, and KV-cache states to release."""
         dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
         return Message(name, {**values, "dropped": dropped}, arrays or {})
 

@@ -238,18 +238,21 @@ def fitted_votes(
 
 
 def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
-    """Return factors for the votes with which the kept slots receive the mass of all slots; [B, H, C] float32.
+    """Return factors of the kept slots' votes, with which these slots receive the attention mass of all slots.
 
     The mass is the sum of attention probabilities. This is the non-negative least-squares fit ``min |sum_j f_j P_ij -
     1|`` over the queries i, by multiplicative updates (Lee and Seung 2001), which start at 1 and stay positive without
     a bound.
 
     Args:
-        read: [B, H, W, C], the probabilities over all slots before the merge.
+        read: [B, H, W, C], the probabilities of the W queries over all C slots before the merge.
         shares: [B, H, W, C], the mass of each merged slot as a share of the mass of all slots before the merge.
         kept: [B, H, C] bool, the kept slots.
         free: [B, H, C] bool, the slots whose factor may differ from 1.
         steps: The number of updates.
+
+    Returns:
+        The factors, [B, H, C] float32.
     """
     import torch
 

@@ -44,13 +44,14 @@ MUTANTS = (
     Mutant(
         "a group has the scale of the one before", PRODUCTS, "groups.scales(g, s)", "groups.scales(g ? g - 1 : 0, s)"
     ),
-    Mutant("a row has the step of another", PRODUCTS, "(scale[s] * step[i])", "(scale[s] * step[0])"),
+    Mutant("a row has the step of another", PRODUCTS, "(unit * b.step[kFrom + i])", "(unit * b.step[kFrom])"),
     Mutant(
         "the low byte of an input is dropped",
         PRODUCTS,
-        "(dots[i][0][s].total() << 8) + dots[i][1][s].total();",
-        "(dots[i][0][s].total() << 8) + (dots[i][1][s].total() & -256);",
+        "dots[i][kBytes - 1][s].total();",
+        "dots[i][kBytes - 1][s].total() & (kBytes == 2 ? -256 : -1);",
     ),
+    Mutant("the low bytes of other rows are added", PRODUCTS, "fine & 1 << kGroup", "fine & 2 << kGroup"),
     Mutant("a zero point is added", PRODUCTS, "* -scale_of_group", "* scale_of_group"),
     Mutant(
         "unsigned numbers with a minimum lack their center",
@@ -58,8 +59,13 @@ MUTANTS = (
         " + static_cast<float>(center) * scale_of_group;",
         ";",
     ),
-    Mutant("a block's sum has no step", ROUNDING, "sum[at] = size * numbers", "sum[at] = numbers"),
-    Mutant("half of the center, VNNI", ROUNDING, "start4[at] = -8 *", "start4[at] = -4 *", isa="avx512vnni"),
+    Mutant(
+        "a block's sum has no step",
+        ROUNDING,
+        "= size * static_cast<float>(256 * high + low)",
+        "= static_cast<float>(256 * high + low)",
+    ),
+    Mutant("half of the center, VNNI", ROUNDING, "= -8 * high,", "= -4 * high,", isa="avx512vnni"),
     Mutant(
         "halves of a byte in the other order, panels",
         REPACK,

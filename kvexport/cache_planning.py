@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvexport.allocation import allocate, head_shares
+from kvexport.backends.sections import default
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry, LayerStates, cache_geometry
 from kvexport.errors import UsageError
 from kvexport.methods.base import Method
@@ -201,10 +202,10 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
         raise UsageError(
             f"cache.positions is cache, which is not supported where {why}", "--set cache.positions=absolute"
         )
-    if recipe.backend.name != "onnxruntime":
+    if recipe.backend.name != default():
         raise UsageError(
             f"backend.name is {recipe.backend.name}, which is not supported where {why}",
-            "--set backend.name=onnxruntime",
+            f"--set backend.name={default()}",
         )
     if recipe.backend.tensor_parallel > 1:
         raise UsageError(
@@ -214,7 +215,7 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
 
 
 def _require_no_merges(recipe: Recipe, names: Sequence[str], caches: Sequence[LayerCache], method: Method) -> None:
-    """Raise UsageError if speculation or periodic selections are combined with a cache that evicts.
+    """Raise UsageError if speculative or periodic decoding is combined with a cache that evicts.
 
     With drafts, layers may still drop what their sliding window has passed.
 

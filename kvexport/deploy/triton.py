@@ -43,7 +43,8 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
     Args:
         artifact: The artifact.
         out: Folder of the repository.
-        kind: "state" or "python".
+        kind: "state": Triton runs the ONNX graphs and keeps the KV cache itself; "python": a Python model runs
+            kvexport's engine.
         name: Name of the model; None is the name of the artifact's folder.
 
     Returns:

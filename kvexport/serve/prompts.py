@@ -117,7 +117,7 @@ class Prompts:
 
         Args:
             tokens: The tokens of the prompt.
-            at_least: The prompt may have more tokens than that.
+            at_least: Whether `tokens` is a lower bound of the prompt's tokens; the error message then says so.
 
         Raises:
             ApiError: The prompt fills the model's context.

@@ -94,17 +94,22 @@ struct ExpertsCase {
   Number product(const KvWeight& weight, const PackedWeight* packed, int64_t row, int64_t inputs,
                  const std::vector<Number>& x) const {
     Number sum;
-    double highest = 0.0, block = 0.0, blocks = 0.0;
+    double highest = 0.0, block = 0.0, blocks = 0.0, coarse = 0.0, squares = 0.0;
+    for (int64_t k = 0; k < inputs; ++k) squares += x[k].value * x[k].value;
+    const double small = 5.001 * std::sqrt(squares / static_cast<double>(inputs));
     const bool is_packed = weight.bits != 0;
     for (int64_t k = 0; k < inputs; ++k) {
-      if (k % 32 == 0) blocks += highest * block, highest = block = 0.0;
+      if (k % 32 == 0) blocks += highest * block, coarse += std::min(highest, small) * block, highest = block = 0.0;
       const double w = is_packed ? packed->value(row, k) : read(shape, weight.data, row * inputs + k);
       sum.value += w * x[k].value;
       sum.error += std::fabs(w) * x[k].error + 3e-6 * std::fabs(w * x[k].value);
       if (is_packed) sum.error += 1e-5 * std::fabs(x[k].value) * packed->terms(row, k);
       highest = std::max(highest, std::fabs(x[k].value)), block += std::fabs(w);
     }
+    coarse += std::min(highest, small) * block;
     if (is_packed && !call.float_input) sum.error += (blocks + highest * block) / 20000.0;
+    // An expert may have so many rows that they are rounded to 8 bits (linear_case.h).
+    if (is_packed && !call.float_input && call.tokens >= kTallFrom) sum.error += coarse / 253.0;
     return sum;
   }
 

@@ -5,6 +5,9 @@
 
 namespace fuzz {
 
+// Rows from which on blocks may be rounded to 8 bits, as cpu/linear/rounding.h has it.
+constexpr int64_t kTallFrom = 48;
+
 struct PackedWeight {
   int64_t outputs, inputs, group;
   int bits;

@@ -13,7 +13,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvexport.backends.onnxruntime import devices, model
+from kvexport.backends.onnxruntime import devices, model, model_sessions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from plugins.building import make
 
@@ -144,14 +144,15 @@ def load_driver(driver: Driver) -> Callable[..., Any]:
 
 def install(put: Callable[[Any, str, Any], None], driver: Driver) -> Driver:
     """This process has the driver's GPUs, and ONNX Runtime computes on them. put: setattr, or monkeypatch's."""
-    real = model.open_session
+    real = model_sessions.open_session
 
     def open_session(path: Path, *, device: str, graphs: bool = False, **rest: Any) -> Any:
         return real(path, device="cpu", **rest)
 
     put(ctypes, "CDLL", load_driver(driver))
     put(devices, "problems", lambda device: [])
-    put(model, "open_session", open_session)
+    put(model_sessions, "open_session", open_session)
     put(model, "DeviceArray", OnCpu)
+    put(model_sessions, "DeviceArray", OnCpu)
     devices._first_context.cache_clear()
     return driver

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from kvexport.backends.sections import default
 from kvexport.errors import UsageError
 from kvexport.ops.experts import ExpertsForm
 from kvexport.schema.operators import EXPERTS_ACTIVATIONS as ACTIVATIONS
@@ -97,7 +98,7 @@ def refuse_experts(model: nn.Module, backend: str) -> None:
         raise UsageError(
             f"{type(module).__name__} ('{name}') is a mixture of experts, and the backend {backend} has no "
             "plugin of the operator Experts",
-            "--set backend.name=onnxruntime",
+            f"--set backend.name={default()}",
         )
 
 

@@ -9,6 +9,7 @@
 
 namespace kv {
 namespace KV_ISA {
+namespace {
 
 constexpr int kManyRows = W < 8 ? 1 << 30 : 48;  // rows of an expert for which packing pays, as linear.cpp has it
 constexpr int kPad = 48;                         // rows of results are whole tiles of every kind
@@ -134,5 +135,6 @@ struct ExpertMatrices {
   }
 };
 
+}  // namespace
 }  // namespace KV_ISA
 }  // namespace kv

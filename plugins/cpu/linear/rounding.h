@@ -57,9 +57,10 @@ struct RoundedRows {
   int32_t* start4 = nullptr;
   uint8_t* fine = nullptr;  // [tiles, blocks]
 
+  // Bytes of memory; a multiple of 4 for every row, so that rounded rows may lie behind others.
   static size_t bytes(int block, int64_t rows, int64_t inputs) {
     const int64_t blocks = (inputs + block - 1) / block;
-    return static_cast<size_t>(rows * blocks * (block * kParts + 17));
+    return static_cast<size_t>(rows * blocks * (block * kParts + 20));
   }
   RoundedRows() = default;
   RoundedRows(int block, int64_t rows, int64_t inputs, uint8_t* memory)

@@ -29,7 +29,8 @@ from kvexport.validate import merges
 
 ROOT = Path(__file__).parent.parent
 PLUGINS = ROOT / "plugins"
-SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", "cpu/linear/linear.cpp")
+PRODUCTS = ("cpu/linear/linear.cpp", "cpu/experts/experts.cpp")
+SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", *PRODUCTS)
 DISPATCH = "cpu/dispatch.cpp"
 BINDING = "bindings/onnxruntime/library.cpp"
 RANKS = "cpu/ranks/all_reduce.cpp"
@@ -213,8 +214,9 @@ class Library:
         self.flags = [*FLAGS, f"-isystem{headers}"]
         self.link = ["-pthread"] if program else ["-shared"]
         self.path = folder / ("program" if program else "operators.so")
-        *others, linear = SOURCES
-        self.units = [*((source, ISA) for source in others), *((linear, isa) for isa in linears)]
+        others = [source for source in SOURCES if source not in PRODUCTS]
+        self.units = [(source, ISA) for source in others]
+        self.units += [(source, isa) for source in PRODUCTS for isa in dict.fromkeys((*linears, ISA))]
         self.units += [(source, ISA) for source in (*ONCE, program or BINDING)]
         for unit in self.units:
             self._compile(*unit)
@@ -228,7 +230,12 @@ class Library:
             raise ValueError(f"{mutant.name}: {mutant.file} has no {mutant.old!r}")
         file.write_text(before.replace(mutant.old, mutant.new))
         try:
-            kernels = {"cpu/attention": SOURCES[:1], "cpu/merge": SOURCES[1:2], "cpu/linear": SOURCES[2:]}
+            kernels = {
+                "cpu/attention": SOURCES[:1],
+                "cpu/merge": SOURCES[1:2],
+                "cpu/linear": PRODUCTS,
+                "cpu/experts": PRODUCTS[1:],
+            }
             kernels |= {"math/merge": kernels["cpu/merge"], "cpu/core/small": SOURCES[:2]}
             parts = next((of for start, of in kernels.items() if mutant.file.startswith(start)), SOURCES)
             if mutant.file == REPACK:
@@ -280,6 +287,7 @@ def _choice(linears: Sequence[str]) -> str:
     if "avx512vnni" in linears:
         linear["amx"] = "kv::avx512vnni::linear_amx"
     cases = [f'if (wanted == "{isa}") chosen.name = "{isa}", chosen.linear = {name};' for isa, name in linear.items()]
+    cases += [f'if (wanted == "{isa}") chosen.experts = kv::{isa}::experts;' for isa in linears]
     tiles = "may_use_tiles()" if HAS_TILES else "true"
     lines = [
         'const char* asked = getenv("KVEXPORT_CPU_ISA");',

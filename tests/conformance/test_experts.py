@@ -165,8 +165,9 @@ def test_packed_experts_are_the_oracles(packing: Any, form: ExpertsForm, runs: s
         model = model_of(taken, tensors, weights, "float32")
         found = run(model, tensors, "float32", native=runs != "function")
         # Rows of numbers that all are above 0 cancel in the sums with minima.
-        # Of so many tokens an expert has rows that are rounded to 8 bits.
-        rounding = 3e-4 if tokens < 48 else 2e-2
+        # Of so many tokens an expert has rows that are rounded to 8 bits, twice; the fuzzer has the exact bound
+        # (plugins/tests/experts_case.h).
+        rounding = 3e-4 if tokens < 48 else 4e-2
         allowed = rounding if runs == "native" else 1e-4 if "minimum" in PACKED[packing[1]] else 5e-6
         assert difference(found, taken, tensors) < allowed, (tokens, count, chosen)
 

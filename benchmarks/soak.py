@@ -60,7 +60,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The address."""
+        """Return the address of the server, with its port."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:

@@ -93,7 +93,7 @@ class Client(threading.Thread):
         self.problems: list[str] = []
 
     def run(self) -> None:
-        """Have conversations."""
+        """Hold conversations of several turns with the servers until the stop event is set, and record what fails."""
         while not self._stop_set.is_set():
             session = Session(f"c{self._number}-{len(self.sessions)}")
             self.sessions.append(session)

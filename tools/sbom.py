@@ -36,9 +36,9 @@ def component(name: str, version: str, hashes: list[str]) -> dict[str, Any]:
         "purl": reference,
     }
     if hashes:
-        url = f"https://pypi.org/project/{name}/{version}/"
         entry["externalReferences"] = [
-            {"type": "distribution", "url": url, "hashes": [{"alg": "SHA-256", "content": digest}]} for digest in hashes
+            {"type": "distribution", "url": reference, "hashes": [{"alg": "SHA-256", "content": digest}]}
+            for digest in hashes
         ]
     return entry
 

@@ -42,7 +42,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
 
 def without_gpu_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if onnxruntime-gpu were not installed. Its module is that of onnxruntime, so it stays."""
+    """Hide the package onnxruntime-gpu from importlib.metadata. Its module `onnxruntime` stays importable."""
     version = metadata.version
 
     def lookup(name: str) -> str:

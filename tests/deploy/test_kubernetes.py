@@ -74,7 +74,7 @@ def test_values_for_helm_are_yaml_and_fit_together() -> None:
     ray, triton = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
     for group in (ray["head"], ray["worker"]):
         assert {m["name"] for m in group["volumeMounts"]} == {volume["name"] for volume in group["volumes"]}
-    asked = re.search(r"`kvexport (deploy ray [^`]*)`", text)
+    asked = re.search(r"`kvexport\s+(deploy ray [^`]*)`", text)  # the page breaks its lines anywhere
     assert asked is not None
     words = asked[1].split()[2:]
     context = typer.main.get_command(app).commands["deploy"].commands["ray"].make_context("ray", words)  # type: ignore[attr-defined]

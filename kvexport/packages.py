@@ -6,9 +6,10 @@ is missing.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvexport.errors import EnvironmentProblem
@@ -140,17 +141,69 @@ def missing_package(error: ImportError, packages: Sequence[Package]) -> Environm
 
 def package_state(package: Package) -> PackageState:
     """Return whether a package is installed and new enough, from its metadata alone."""
-    from importlib import metadata
-
-    try:
-        version = metadata.version(package.name)
-    except metadata.PackageNotFoundError:
+    version = installed_version(package.name)
+    if version is None:
         return PackageState(package, None, "missing")
-    if version is None or not is_there(package.module):
+    if not is_there(package.module):
         return PackageState(package, version, f"installed, but there is no module {package.module}")
     if _numbers(version) < _numbers(package.minimum):
         return PackageState(package, version, f"too old, {package.minimum} is the oldest that will do")
     return PackageState(package, version, "")
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_bytes(names: Iterable[str]) -> int:
+    """Return the bytes on disk of Python distributions, as their lists of files state them.
+
+    Args:
+        names: Names of distributions. Those that are not installed add nothing.
+    """
+    from importlib import metadata
+
+    total = 0
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            total += sum(file.size or 0 for file in metadata.distribution(name).files or ())
+    return total
+
+
+def with_requirements(names: Iterable[str]) -> set[str]:
+    """Return the installed distributions among `names`, and the installed distributions that they require.
+
+    Requirements of extras are left out. Names are in lower case, with hyphens.
+    """
+    from importlib import metadata
+
+    known: set[str] = set()
+    waiting = [canonical(name) for name in names]
+    while waiting:
+        name = waiting.pop()
+        if name in known:
+            continue
+        try:
+            requirements = metadata.requires(name) or ()
+        except metadata.PackageNotFoundError:
+            continue
+        known.add(name)
+        for requirement in requirements:
+            match = re.match(r"[A-Za-z0-9._-]+", requirement)
+            if match and not re.search(r"\bextra\s*==", requirement):
+                waiting.append(canonical(match[0]))
+    return known
+
+
+def canonical(name: str) -> str:
+    """Return the name of a distribution in lower case, with hyphens."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needs(verb: str, package: Package) -> bool:

@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from kvexport.backends import all_backends, packages
 from kvexport.commands.options import JsonOption
 from kvexport.commands.output import print_result
 from kvexport.memory import machine_memory, read_system_file
-from kvexport.packages import VERBS, PackageState, needs, package_state
+from kvexport.packages import VERBS, PackageState, installed_bytes, needs, package_state, with_requirements
 from kvexport.units import format_bytes
 from kvexport.version import __version__
 
@@ -62,6 +63,8 @@ class Diagnosis:
     Attributes:
         verbs: For each command the packages it lacks; empty if it works.
         backends: The diagnosis of each backend.
+        sizes: Bytes on disk of what each extra of kvexport requires, without the bytes that `run` requires. `run` is
+            kvexport without an extra.
         memory: Memory in bytes; 0 if unknown.
         disk: Free disk space in bytes; 0 if unknown.
     """
@@ -70,6 +73,7 @@ class Diagnosis:
     verbs: dict[str, list[str]]
     backends: list[BackendDiagnosis]
     system: dict[str, Any]
+    sizes: dict[str, int] = field(default_factory=dict)
     gpus: list[str] = field(default_factory=list)
     gpu_problem: str = ""
 
@@ -92,6 +96,7 @@ class Diagnosis:
             **{key: value for backend in self.backends for key, value in backend.data.items()},
             "gpu": gpu,
             "packages": packages,
+            "installed_bytes": self.sizes,
             "verbs": verbs,
         }
 
@@ -117,7 +122,16 @@ class Diagnosis:
             [_package_row(p, self.gpu_problem) for p in self.packages],
         )
         verbs = {verb: "works" if not lacks else f"lacks {', '.join(lacks)}" for verb, lacks in self.verbs.items()}
-        return [KeyValues("Machine", machine), table, KeyValues("Verbs", verbs), Paragraph(self.verdict)]
+        sizes = {
+            extra: f"{'' if extra == 'run' else '+ '}{format_bytes(size)}" for extra, size in self.sizes.items() if size
+        }
+        return [
+            KeyValues("Machine", machine),
+            table,
+            KeyValues("Installed packages on disk, requirements included", sizes),
+            KeyValues("Verbs", verbs),
+            Paragraph(self.verdict),
+        ]
 
     @property
     def verdict(self) -> str:
@@ -154,7 +168,16 @@ def diagnose() -> Diagnosis:
         for lacks in verbs.values():
             lacks += backend.lacks
     gpus, gpu_problem = _gpus()
-    return Diagnosis(states, verbs, diagnoses, _system(), gpus, gpu_problem)
+    return Diagnosis(states, verbs, diagnoses, _system(), _sizes(states), gpus, gpu_problem)
+
+
+def _sizes(states: Sequence[PackageState]) -> dict[str, int]:
+    extras: dict[str, list[str]] = {"run": []}
+    for state in states:
+        extras.setdefault(state.package.extra, []).append(state.package.name)
+    run = with_requirements(extras.pop("run"))
+    added = {extra: installed_bytes(with_requirements(names) - run) for extra, names in extras.items()}
+    return {"run": installed_bytes(run), **added}
 
 
 def _package_row(state: PackageState, gpu_problem: str) -> tuple[str, str, str, str, str]:

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnxruntime
 import pytest
+import tomllib
 from typer.testing import CliRunner
 
 from kvexport import paths
@@ -22,7 +24,15 @@ from kvexport.backends.tensorrt import plugin
 from kvexport.commands.app import app
 from kvexport.commands.doctor import diagnose
 from kvexport.errors import EnvironmentProblem
-from kvexport.packages import VERBS, Package, missing_package, package_state, require
+from kvexport.packages import (
+    VERBS,
+    Package,
+    installed_bytes,
+    missing_package,
+    package_state,
+    require,
+    with_requirements,
+)
 from tests.support.paths import ROOT
 
 
@@ -80,6 +90,42 @@ def test_this_machine_can_do_everything() -> None:
     assert found.system["cores"] >= 1
     assert found.system["disk_free"] > 0
     assert {s.package.name for s in found.packages if s.problem} <= {"onnxruntime-gpu", "tensorrt", "cuda-bindings"}
+
+
+def test_sizes_on_disk_count_requirements_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = {
+        "App_One": ["shared>=1", "heavy; extra == 'big'", "gone"],
+        "app-one": ["shared>=1", "heavy; extra == 'big'", "gone"],
+        "shared": ["app.one"],
+        "heavy": None,
+    }
+    sizes = {"app-one": [10, None], "shared": [5], "heavy": [1000]}
+
+    def lookup(name: str) -> object:
+        if name not in requires:
+            raise metadata.PackageNotFoundError(name)
+        return requires[name]
+
+    files = {name: SimpleNamespace(files=[SimpleNamespace(size=n) for n in each]) for name, each in sizes.items()}
+    monkeypatch.setattr(metadata, "requires", lookup)
+    monkeypatch.setattr(metadata, "distribution", files.__getitem__)
+    known = with_requirements(["App_One"])
+    assert known == {"app-one", "shared"}
+    assert installed_bytes(known) == 15
+
+
+def test_the_doctor_shows_what_each_extra_takes_on_disk() -> None:
+    sizes = diagnose().sizes
+    assert sizes["export"] > sizes["run"] > 50e6  # PyTorch; ONNX Runtime and numpy
+    assert 0 < sizes["serve"] < 50e6
+    data = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert data["installed_bytes"] == sizes
+    assert re.search(r"run +\d+ MB\n +export +\+ [\d.]+ [MG]B", CliRunner().invoke(app, ["doctor"]).stdout)
+
+
+def test_running_tensorrt_engines_takes_no_torch() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [re.match(r"[\w-]+", line)[0] for line in extras["tensorrt"]] == ["cuda-bindings", "tensorrt"]
 
 
 def test_without_the_export_packages_artifacts_still_run(monkeypatch: pytest.MonkeyPatch) -> None:

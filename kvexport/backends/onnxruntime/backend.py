@@ -130,16 +130,24 @@ class OnnxRuntime(Backend):
         providers, problem = _providers()
         cpu, cuda = _native("cpu"), _native("cuda")
         ranks, alone = devices.most_ranks(MOST)
+        clash = devices.package_clash()
         return Diagnosis(
             rows={
                 "ONNX Runtime providers": ", ".join(providers) or "none: onnxruntime cannot be imported",
+                **({"ONNX Runtime packages": f"{clash[0]}. To mend it: {clash[1]}"} if clash else {}),
                 "native operators": _row(cpu),
                 "weights in huge pages": _pages_row(cpu),
                 "packed weights": _packed_row(cpu),
                 "native operators for CUDA": _row(cuda),
                 "ranks on GPUs": f"up to {ranks}" if ranks > 1 else f"no: {alone}",
             },
-            data={"providers": providers, "native": asdict(cpu), "native_cuda": asdict(cuda), "cuda_ranks": ranks},
+            data={
+                "providers": providers,
+                "packages_clash": clash and clash[0],
+                "native": asdict(cpu),
+                "native_cuda": asdict(cuda),
+                "cuda_ranks": ranks,
+            },
             broken={"onnxruntime": problem} if problem else {},
             # onnxruntime-gpu provides the same module as onnxruntime.
             provided=frozenset({"onnxruntime"}) if providers else frozenset(),

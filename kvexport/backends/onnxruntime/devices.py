@@ -14,9 +14,11 @@ from itertools import permutations
 from typing import Any
 
 from kvexport.errors import EnvironmentProblem, lacks_memory
+from kvexport.packages import installed_version
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # Both packages provide the same module. The one that was installed last overwrites the other.
+SAME_MODULE = {"cpu": "onnxruntime", "cuda": "onnxruntime-gpu"}
 INSTALL_GPU = "pip install 'kvexport[gpu]' && pip install --force-reinstall --no-deps onnxruntime-gpu"
 INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
 A_GPU = "a machine with an NVIDIA GPU and its driver (in a container: docker run --gpus all)"
@@ -54,9 +56,10 @@ def problems(device: str) -> list[tuple[str, str]]:
         if lacks_memory(error):
             raise
         line = (str(error) or type(error).__name__).splitlines()[0]
-        return [
-            (f"onnxruntime cannot be imported: {line}", INSTALL_GPU if device == "cuda" else "pip install onnxruntime")
-        ]
+        problem, fix = f"onnxruntime cannot be imported: {line}", "pip install onnxruntime"
+        if both := both_packages():
+            return [(f"{problem}; {both}, and one has overwritten files of the other", reinstall(device))]
+        return [(problem, INSTALL_GPU if device == "cuda" else fix)]
     if device == "cpu":
         return []
     reasons = []
@@ -64,12 +67,42 @@ def problems(device: str) -> list[tuple[str, str]]:
     driver = driver_problem()
     # A provider in a separate library is available only if it finds a GPU.
     if PROVIDERS[device] not in available and not (driver and ", cuda-plugin-ep=" in _build_info(onnxruntime)):
-        reasons.append(
-            (f"onnxruntime {onnxruntime.__version__} has no CUDA provider, only {', '.join(available)}", INSTALL_GPU)
-        )
+        problem = f"onnxruntime {onnxruntime.__version__} has no CUDA provider, only {', '.join(available)}"
+        clash = package_clash()
+        reasons.append((f"{problem}: {clash[0]}", clash[1]) if clash else (problem, INSTALL_GPU))
     if driver:
         reasons.append((driver, A_GPU))
     return reasons
+
+
+def both_packages() -> str:
+    """Return a clause that says that both packages of ONNX Runtime are installed; "" if one or none is installed."""
+    versions = {name: installed_version(name) for name in SAME_MODULE.values()}
+    if not all(versions.values()):
+        return ""
+    return " and ".join(f"{name} {version}" for name, version in versions.items()) + " are both installed"
+
+
+def package_clash() -> tuple[str, str] | None:
+    """Return the problem and its fix if `onnxruntime` has overwritten the module of `onnxruntime-gpu`; None if not."""
+    both = both_packages()
+    if not both or module_owner() != SAME_MODULE["cpu"]:
+        return None
+    return f"{both}, and onnxruntime, installed last, has overwritten the module of onnxruntime-gpu", reinstall("cuda")
+
+
+def module_owner() -> str:
+    """Return the name of the package that the files of the module `onnxruntime` come from; "" if it is unknown."""
+    try:
+        from onnxruntime.capi.build_and_package_info import package_name
+    except Exception:  # compiled modules may raise any exception, and older releases have no such file
+        return ""
+    return str(package_name)
+
+
+def reinstall(device: str) -> str:
+    """Return the command that lets the ONNX Runtime package for `device` overwrite the other package."""
+    return f"pip install --force-reinstall --no-deps {SAME_MODULE[device]}"
 
 
 def providers(onnxruntime: Any) -> list[str]:

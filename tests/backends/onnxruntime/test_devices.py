@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,43 @@ def test_inspect_and_the_doctor_say_what_runs_on_cuda(cuda_artifact: Path, no_gp
     assert found["instruction_set"] == ""
     assert found["problem"].endswith("there is no NVIDIA driver (libcuda.so.1 cannot be loaded)")
     assert found["fix"].startswith("--device cpu")  # no package helps without a driver
+
+
+BOTH = "onnxruntime 1.31 and onnxruntime-gpu 1.30 are both installed"
+
+
+@pytest.fixture
+def both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if both packages of ONNX Runtime were installed. The module is the one that is installed here."""
+    monkeypatch.setattr(devices, "installed_version", {"onnxruntime": "1.31", "onnxruntime-gpu": "1.30"}.get)
+
+
+def test_a_package_for_gpus_that_was_overwritten_is_named(
+    monkeypatch: pytest.MonkeyPatch, no_gpu: None, both_packages: None
+) -> None:
+    (problem, fix), _ = devices.problems("cuda")
+    assert f"no CUDA provider, only CPUExecutionProvider: {BOTH}, and onnxruntime, installed last," in problem
+    assert fix == "pip install --force-reinstall --no-deps onnxruntime-gpu"
+    shown = " ".join(CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"}).stdout.split())
+    assert f"ONNX Runtime packages {BOTH}" in shown and fix in shown
+    monkeypatch.setattr(devices, "module_owner", lambda: "onnxruntime-gpu")  # installed last, as the guides advise
+    assert devices.package_clash() is None
+    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["packages_clash"] is None
+
+
+@pytest.mark.parametrize(("device", "package"), [("cpu", "onnxruntime"), ("cuda", "onnxruntime-gpu")])
+def test_both_packages_are_named_where_their_module_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, both_packages: None, device: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    ((problem, fix),) = devices.problems(device)
+    assert problem.startswith("onnxruntime cannot be imported: ") and BOTH in problem
+    assert fix == f"pip install --force-reinstall --no-deps {package}"
+
+
+def test_one_package_of_onnx_runtime_is_no_clash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "installed_version", {"onnxruntime": "1.31"}.get)
+    assert devices.package_clash() is None and devices.module_owner() == "onnxruntime"
 
 
 def test_a_provider_that_comes_as_a_library_is_not_missed_where_only_the_gpu_is(

@@ -1,9 +1,10 @@
-# kvexport on the CPU: builds artifacts and runs them on ONNX Runtime, with the native operators.
+# kvexport on the CPU: serves artifacts on ONNX Runtime, with the native operators. No compiler and no PyTorch is in it.
 #
 #   docker build -f docker/cpu.Dockerfile -t kvexport:cpu .
-#   docker run --rm -v "$PWD/artifacts:/artifacts" kvexport:cpu generate /artifacts/ARTIFACT "a prompt"
+#   docker run --rm --read-only --tmpfs /tmp -v "$PWD/artifacts:/artifacts:ro" kvexport:cpu generate /artifacts/ARTIFACT "a prompt"
+#   docker compose -f docker/compose.yaml up
 #
-# EXTRAS= leaves out what only building takes (PyTorch, transformers, onnx).
+# PYTHON_DIGEST=sha256:... pins the base. EXTRAS=export,serve adds what building takes (PyTorch, transformers, onnx).
 ARG PYTHON_TAG=3.12-slim-trixie
 ARG PYTHON_DIGEST=
 
@@ -16,16 +17,24 @@ COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY plugins plugins
 COPY recipes recipes
 COPY kvexport kvexport
-ARG EXTRAS=export
-RUN python -m venv /opt/kvexport \
-    && /opt/kvexport/bin/pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}"
+ARG EXTRAS=serve
+# The folder has no pip of its own, which would be a tenth of it.
+RUN python -m venv --without-pip /opt/kvexport \
+    && pip --python /opt/kvexport/bin/python install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}"
 
 FROM python:${PYTHON_TAG}${PYTHON_DIGEST:+@${PYTHON_DIGEST}}
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="kvexport" \
+      org.opencontainers.image.description="Serves language models whose KV cache has a fixed budget, on the CPU" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/kvexport /opt/kvexport
-RUN useradd --uid 10001 --create-home kvexport && mkdir /artifacts && chown kvexport /artifacts
+RUN useradd --uid 10001 --create-home kvexport && mkdir /artifacts /sessions && chown kvexport /artifacts /sessions
 ENV PATH=/opt/kvexport/bin:$PATH
 USER 10001
 WORKDIR /artifacts
-HEALTHCHECK --interval=60s --timeout=30s --start-period=10s CMD ["kvexport", "doctor"]
+EXPOSE 8000
+# For `kvexport serve`; other commands serve nothing: docker run --no-healthcheck.
+HEALTHCHECK --interval=30s --timeout=5s --start-period=60s CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["kvexport"]
 CMD ["--help"]

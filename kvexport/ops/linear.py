@@ -20,7 +20,14 @@ import onnx.parser
 from kvexport.ops.onnx_function import DOMAIN
 
 # The inputs that follow a weight, by the number in `Form.packed`.
-PACKED: tuple[tuple[str, ...], ...] = ((), ("scale",), ("scale", "zero"), ("scale", "minimum"))
+PACKED: tuple[tuple[str, ...], ...] = (
+    (),
+    ("scale",),
+    ("scale", "zero"),
+    ("scale", "minimum"),
+    ("scale", "table"),
+    ("exponent", "table"),
+)
 PACKED_ATTRIBUTES = ("packed", "group", "float_input")
 
 
@@ -111,7 +118,8 @@ def linear_function(form: Form) -> onnx.FunctionProto:
     - norm: [inputs], the scale of an RMSNormalization of the rows.
     - for each product a weight [outputs, inputs] and a bias [outputs]. A packed weight has integers and a scale, with a
       zero point or a minimum, [outputs, inputs / group] each. It stands for (weight - zero) scale or weight scale +
-      minimum, computed in float32 and rounded once to the input's type.
+      minimum, computed in float32 and rounded once to the input's type. With a table [16] of int8, a weight of uint4
+      stands for table[weight] scale, where an exponent e (uint8) in place of the scale stands for 2^(e - 128).
     - gate: [outputs, inputs]. The product is multiplied with silu(rows x gate^T).
     - residual: [..., outputs], added last.
     - cosine, sine: [B, T, half a head's size], for heads rotated in planes (f, f + half), like RotaryEmbedding.
@@ -211,6 +219,8 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int) -> tu
     weight, *inputs = parts
     if not kind:
         return [], weight
+    if PACKED[kind][-1] == "table":
+        return _looked_up(weight, *inputs, kind=kind, group=group, axis=axis)
     minimum = inputs.pop() if PACKED[kind][-1] == "minimum" else ""
     operands = ", ".join([weight, *inputs])
     lines = [f"{weight}_float = DequantizeLinear <axis = {axis}, block_size = {group}, output_dtype = 1> ({operands})"]
@@ -228,3 +238,31 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int) -> tu
         ]
     result = f"{weight}_float_sum" if minimum else f"{weight}_float"
     return [*lines, f"{weight}_cast = CastLike ({result}, input)"], f"{weight}_cast"
+
+
+def _looked_up(weight: str, scale: str, table: str, *, kind: int, group: int, axis: int) -> tuple[list[str], str]:
+    """Return the nodes that dequantize a weight of indices into a table of 16 numbers, and the name of the result."""
+    kept = ", ".join(["0"] * axis)
+    lines = [f"{scale}_float = Cast <to = 1> ({scale})"]
+    if PACKED[kind][0] == "exponent":
+        lines += [
+            f"{scale}_bias = Constant <value_float = 128.0> ()",
+            f"{scale}_power = Sub ({scale}_float, {scale}_bias)",
+            f"{scale}_two = Constant <value_float = 2.0> ()",
+            f"{scale}_factor = Pow ({scale}_two, {scale}_power)",
+        ]
+    factor = f"{scale}_factor" if PACKED[kind][0] == "exponent" else f"{scale}_float"
+    lines += [
+        f"{weight}_indices = Cast <to = 6> ({weight})",
+        f"{weight}_numbers = Gather ({table}, {weight}_indices)",
+        f"{weight}_values = Cast <to = 1> ({weight}_numbers)",
+        f"{weight}_by_group = Constant <value_ints = [{kept}, -1, {group}]> ()",
+        f"{weight}_groups = Reshape ({weight}_values, {weight}_by_group)",
+        f"{weight}_last = Constant <value_ints = [-1]> ()",
+        f"{weight}_factors = Unsqueeze ({factor}, {weight}_last)",
+        f"{weight}_products = Mul ({weight}_groups, {weight}_factors)",
+        f"{weight}_flat = Constant <value_ints = [{kept}, -1]> ()",
+        f"{weight}_float = Reshape ({weight}_products, {weight}_flat)",
+        f"{weight}_cast = CastLike ({weight}_float, input)",
+    ]
+    return lines, f"{weight}_cast"

@@ -1,13 +1,14 @@
-"""Packed weights: a projection's weight in 4 or 8 bits with a scale for each group of inputs.
+"""Packed weights: a weight in 4 or 8 bits with a scale for each group of inputs.
 
 Quantized checkpoints and artifacts store weights in this form:
 
     value[n, k] = weight[n, k] * scale[n, k / group]                                 offset none
                 = (weight[n, k] - zero[n, k / group]) * scale[n, k / group]          offset zero
                 = weight[n, k] * scale[n, k / group] + minimum[n, k / group]         offset minimum
+                = table[weight[n, k]] * scale[n, k / group]                          with a table
 
-The value is computed in float32 and rounded once to the model's type. A byte stores two 4-bit numbers, the first in its
-low half, as in ONNX.
+A scale is a float, or an exponent e in a byte, which stands for the scale 2^(e - 128). The value is computed in float32
+and rounded once to the model's type. A byte stores two 4-bit numbers, the first in its low half, as in ONNX.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of the 4-bit floats E2M1, by their bits."""
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The numbers of ggml's type IQ4_NL."""
+_TABLES: dict[tuple[int, ...], str] = {E2M1: "float4 e2m1", IQ4: "iq4"}
 GROUPS = (16, 256)
 """Smallest and largest group; the whole row is one as well."""
 
@@ -53,17 +59,19 @@ class PackedFormat:
         group: The number of consecutive inputs that share a scale.
         offset: The tensor that accompanies the scale: none, a zero point in the weight's type, or a minimum in the
             scale's type.
-        scale_dtype: The type of the scales.
+        scale_dtype: The type of the scales; uint8 for exponents, which only a weight with a table has.
         ordered: Whether columns have another order than the input's features. Column k then belongs to feature
             `order[k]`.
+        table: The sixteen numbers of int8 that the numbers of a weight of uint4 stand for; empty for none.
     """
 
     bits: Literal[4, 8]
     signed: bool
     group: int
     offset: Literal["none", "zero", "minimum"] = "none"
-    scale_dtype: Literal["float16", "float32"] = "float16"
+    scale_dtype: Literal["float16", "float32", "uint8"] = "float16"
     ordered: bool = False
+    table: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -79,15 +87,23 @@ class PackedFormat:
     def label(self) -> str:
         """A description of the packed format for people, such as "int4, groups of 32, zero points"."""
         offset = {"none": "", "zero": ", zero points", "minimum": ", minima"}[self.offset]
-        return f"{self.dtype}, groups of {self.group}{offset}{', columns in order of groups' * self.ordered}"
+        kind = f"{_TABLES[self.table]} (4 bits)" if self.table else self.dtype
+        return f"{kind}, groups of {self.group}{offset}{', columns in order of groups' * self.ordered}"
+
+    @property
+    def scale(self) -> str:
+        """The name of the tensor of scales: scale, or exponent."""
+        return "exponent" if self.scale_dtype == "uint8" else "scale"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, PackedTensor]:
         """Return the tensors of a packed weight [outputs, inputs], such as its scale, by name in their stored order."""
         groups = (outputs, inputs // self.group)
         tensors = {
             "weight": PackedTensor(self.dtype, (outputs, inputs)),
-            "scale": PackedTensor(self.scale_dtype, groups),
+            self.scale: PackedTensor(self.scale_dtype, groups),
         }
+        if self.table:
+            tensors["table"] = PackedTensor("int8", (len(self.table),))
         if self.offset != "none":
             tensors[self.offset] = PackedTensor(self.dtype if self.offset == "zero" else self.scale_dtype, groups)
         if self.ordered:
@@ -140,6 +156,15 @@ def unpack(stored: Array, tensor: PackedTensor) -> Array:
     return flat[: math.prod(tensor.shape)].reshape(tensor.shape)
 
 
+def scales(packing: PackedFormat, stored: Mapping[str, Array]) -> NDArray[np.float32]:
+    """Return the scales of a packed weight in float32, in the shape in which `stored` has scales or exponents."""
+    factors = stored[packing.scale]
+    if packing.scale != "exponent":
+        return factors.astype(np.float32)
+    powers: NDArray[np.float32] = np.ldexp(np.float32(1), factors.astype(np.int32) - 128)
+    return powers
+
+
 def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> NDArray[np.float32]:
     """Return the float32 values [outputs, inputs] of a packed weight, columns in the order of the input's features.
 
@@ -150,10 +175,11 @@ def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping
         stored: The stored tensors by their names in `PackedFormat.tensors`; 4-bit ones as bytes.
     """
     tensors = packing.tensors(outputs, inputs)
-    values = unpack(stored["weight"], tensors["weight"]).reshape(outputs, -1, packing.group).astype(np.float32)
+    numbers = unpack(stored["weight"], tensors["weight"]).reshape(outputs, -1, packing.group)
+    values = (np.array(packing.table, np.float32)[numbers] if packing.table else numbers).astype(np.float32)
     if packing.offset == "zero":
         values -= unpack(stored["zero"], tensors["zero"])[..., None].astype(np.float32)
-    values *= stored["scale"].reshape(outputs, -1, 1).astype(np.float32)
+    values *= scales(packing, stored).reshape(outputs, -1, 1)
     if packing.offset == "minimum":
         values += stored["minimum"].reshape(outputs, -1, 1).astype(np.float32)
     columns = values.reshape(outputs, inputs)

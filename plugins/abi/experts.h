@@ -47,10 +47,9 @@ static inline KvWeight kv_matrix_of(const KvWeight* weight, int64_t outputs, int
   const int64_t groups = i * outputs * (inputs / weight->group);
   KvWeight one = *weight;
   one.data = (const char*)weight->data + i * outputs * inputs * weight->bits / 8;
-  one.scale = (const char*)weight->scale + groups * (weight->scale_type == KV_FLOAT32 ? 4 : 2);
+  one.scale = (const char*)weight->scale + groups * kv_scale_bytes(weight->scale_type);
   if (weight->zero) one.zero = (const char*)weight->zero + groups * weight->bits / 8;
-  if (weight->minimum)
-    one.minimum = (const char*)weight->minimum + groups * (weight->minimum_type == KV_FLOAT32 ? 4 : 2);
+  if (weight->minimum) one.minimum = (const char*)weight->minimum + groups * kv_scale_bytes(weight->minimum_type);
   return one;
 }
 

@@ -15,21 +15,28 @@ extern "C" {
 // matters whether they are nullptr.
 enum { KV_AT_REST = 0, KV_PANELS = 1 };
 
+// A type of scales only: a byte e is the scale 2^(e - 128), half of what the exponents of MXFP4 stand for.
+enum { KV_EXPONENTS = 16 };
+
 // A weight [outputs, inputs]. If bits is 0, its elements have the call's type. Otherwise the weight is packed: integers
-// q of 4 or 8 bits, and a value is (q - zero) scale + minimum, in float32. A byte contains two integers of 4 bits, the
-// first in its low half.
+// q of 4 or 8 bits, and a value is (q - zero) scale + minimum, in float32. With a table, of 4 bits, a value is
+// table[q] scale. A byte contains two integers of 4 bits, the first in its low half.
 typedef struct KvWeight {
   const void* data;  // nullptr: no weight
   int bits;          // 0, 4 or 8
   int is_signed;
   int64_t group;        // consecutive inputs that share a scale; `inputs` is a multiple of it
-  int scale_type;       // float32 or float16
+  int scale_type;       // float32 or float16; with a table KV_EXPONENTS too
   int layout;           // of a packed weight: KV_AT_REST or KV_PANELS
   const void* scale;    // [outputs, inputs / group]
   const void* zero;     // the shape of scale, integers of the weight's bits; or nullptr
   int minimum_type;     // float32 or float16
   const void* minimum;  // the shape of scale; or nullptr. At least one of zero and minimum is nullptr
+  const int8_t* table;  // [16], in every layout; or nullptr. With a table q is unsigned, without zero and minimum
 } KvWeight;
+
+// Returns the bytes of a scale or a minimum of this type.
+static inline int kv_scale_bytes(int type) { return type == KV_FLOAT32 ? 4 : type == KV_EXPONENTS ? 1 : 2; }
 
 // One of the products of a Linear: rows [batch, tokens, inputs] x weight^T + bias.
 typedef struct KvProduct {

@@ -201,6 +201,9 @@ static const char* weight_problem(const KvWeight& weight, int64_t inputs) {
   if (weight.layout == KV_PANELS && kv_cpu_why_no_panels(&weight, inputs)) return "a packed weight has no panels";
   if (weight.layout == KV_AT_REST && !weight.scale) return "a packed weight has no scale";
   if (weight.zero && weight.minimum) return "a packed weight has both a zero point and a minimum";
+  if (weight.table && (weight.bits != 4 || weight.is_signed || weight.zero || weight.minimum))
+    return "a weight with a table has no unsigned indices of 4 bits, or a zero point or a minimum";
+  if (weight.scale_type == KV_EXPONENTS && weight.table) return nullptr;
   const auto known = [](int type) { return type == KV_FLOAT32 || type == KV_FLOAT16; };
   if (!known(weight.scale_type) || (weight.minimum && !known(weight.minimum_type)))
     return "the scale of a packed weight, or its minimum, is neither float32 nor float16";

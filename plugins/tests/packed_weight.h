@@ -12,8 +12,8 @@ struct PackedWeight {
   int64_t outputs, inputs, group;
   int bits;
   bool is_signed, halves, in_panels = false;  // halves: scale and minimum are float16
-  Buffer integers, scale, offset, panels;
-  enum { kNone, kZero, kMinimum } kind = kNone;
+  Buffer integers, scale, offset, table, panels;
+  enum { kNone, kZero, kMinimum, kTable, kExponents } kind = kNone;
 
   // matrices: panels are of that many matrices [outputs / matrices, inputs], one after another.
   PackedWeight(Random& random, int64_t outputs, int64_t inputs, float most, int64_t matrices = 1)
@@ -29,9 +29,15 @@ struct PackedWeight {
         break;
       }
     kind = random.one_of({kNone, kZero, kMinimum});
+    if (bits == 4 && random.one_in(3)) kind = random.one_of({kTable, kExponents}), is_signed = false;
+    table = Buffer(random, 16, 1);
+    for (int i = 0; i < 16; ++i) table.data<int8_t>()[i] = static_cast<int8_t>(random.between(-128, 127));
     const size_t groups = static_cast<size_t>(outputs * (inputs / group));
     integers = numbers(random, static_cast<size_t>(outputs * inputs));
-    scale = floats(random, groups, random.one_in(8) ? most : 0.02f);
+    if (kind == kExponents)
+      scale = exponents(random, groups, most);
+    else
+      scale = floats(random, groups, random.one_in(8) ? most : 0.02f);
     if (kind == kZero) offset = numbers(random, groups);
     if (kind == kMinimum) offset = floats(random, groups, 0.1f);
     const KvWeight at_rest = view();
@@ -50,7 +56,9 @@ struct PackedWeight {
   KvWeight view() {
     KvWeight weight{};
     weight.data = integers.data<void>(), weight.bits = bits, weight.is_signed = is_signed, weight.group = group;
-    weight.scale_type = weight.minimum_type = type(), weight.scale = scale.data<void>();
+    weight.scale_type = kind == kExponents ? static_cast<int>(KV_EXPONENTS) : type();
+    weight.minimum_type = type(), weight.scale = scale.data<void>();
+    if (has_table()) weight.table = table.data<int8_t>();
     if (kind == kZero) weight.zero = offset.data<void>();
     if (kind == kMinimum) weight.minimum = offset.data<void>();
     if (in_panels) weight.data = panels.data<void>(), weight.layout = KV_PANELS;
@@ -60,6 +68,7 @@ struct PackedWeight {
   double value(int64_t column, int64_t k) const {
     const int64_t g = column * (inputs / group) + k / group;
     const int zero = kind == kZero ? integer(offset, g) : 0;
+    if (has_table()) return table.data<int8_t>()[integer(integers, column * inputs + k)] * scale_at(g);
     return (integer(integers, column * inputs + k) - zero) * static_cast<double>(real(scale, g)) +
            (kind == kMinimum ? real(offset, g) : 0.0f);
   }
@@ -67,6 +76,7 @@ struct PackedWeight {
   // Returns a bound on the terms of a value.
   double terms(int64_t column, int64_t k) const {
     const int64_t g = column * (inputs / group) + k / group;
+    if (has_table()) return std::fabs(scale_at(g)) * 512;
     return std::fabs(real(scale, g)) * (2 << bits) + (kind == kMinimum ? std::fabs(real(offset, g)) : 0.0f);
   }
 
@@ -76,11 +86,26 @@ struct PackedWeight {
     return std::string(is_signed ? " int" : " uint") + std::to_string(bits) + " in groups of " + std::to_string(group) +
            (kind == kZero      ? " zero"
             : kind == kMinimum ? " minimum"
+            : kind == kTable   ? " table"
+            : has_table()      ? " exponents and table"
                                : "") +
            (halves ? " fp16" : " fp32") + (in_panels ? " panels" : "");
   }
 
  private:
+  bool has_table() const { return kind == kTable || kind == kExponents; }
+  double scale_at(int64_t g) const {
+    return kind == kExponents ? std::ldexp(1.0, scale.data<uint8_t>()[g] - 128) : real(scale, g);
+  }
+  // Scales of at most `most`, and some that float32 has no normal number for.
+  static Buffer exponents(Random& random, size_t count, float most) {
+    Buffer buffer(random, count, 1);
+    const int highest = 127 + static_cast<int>(std::log2(most < 0.02f ? most : 0.02f));
+    for (size_t i = 0; i < count; ++i)
+      buffer.data<uint8_t>()[i] =
+          static_cast<uint8_t>(random.one_in(9) ? random.between(0, 3) : random.between(highest - 9, highest));
+    return buffer;
+  }
   int type() const { return halves ? KV_FLOAT16 : KV_FLOAT32; }
   Shape shape() const { return {type(), 0, 0, 0, 0, 0, 0}; }
 

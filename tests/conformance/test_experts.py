@@ -39,6 +39,9 @@ PACKINGS = [
     ("uint8", 3, "float16", 64, 24),
     ("uint4", 3, "float32", 192, 96),  # a row is a group
     ("int4", 2, "float16", 6, 2),  # no panels: read at rest
+    ("uint4", 4, "float16", 32, 48),  # with a table
+    ("uint4", 5, "uint8", 32, 16),  # and exponents
+    ("uint4", 5, "uint8", 6, 2),
 ]
 # (tokens, experts, chosen): a step, a few lanes, a prompt whose experts get rows of tiles and of blocks, one expert
 ROUTES = [(1, 6, 2), (5, 6, 3), (61, 4, 2), (150, 3, 2), (7, 1, 1), (0, 4, 2)]
@@ -74,8 +77,15 @@ def packed(form: ExpertsForm, tensors: Arrays, packing: Any) -> tuple[ExpertsFor
         shape = tensors[weight].shape
         of_groups = (*shape[:2], shape[2] // group)
         parts: dict[str, Any] = {"scale": (rng.random(of_groups) * 0.02).astype(scale_type)}
-        kinds = {"scale": scale_type}
+        kinds = {"scale": scale_type, "exponent": scale_type, "table": "int8"}
         numbers = {"": shape}
+        if PACKED[offset][-1] == "table":
+            parts["table"] = rng.integers(-128, 128, 16).astype(np.int8)
+            parts["exponent"] = np.where(rng.random(of_groups) < 0.1, 1, rng.integers(112, 120, of_groups)).astype(
+                np.uint8
+            )
+        if PACKED[offset][0] == "exponent":
+            parts["scale"] = 2.0 ** (parts["exponent"].astype(np.float64) - 128)
         if PACKED[offset][-1] == "zero":
             numbers["zero"] = of_groups
         if PACKED[offset][-1] == "minimum":
@@ -86,10 +96,13 @@ def packed(form: ExpertsForm, tensors: Arrays, packing: Any) -> tuple[ExpertsFor
             raw = rng.integers(0, 256, (count + 1) // 2 if kind.endswith("4") else count).astype(np.uint8)
             whole[name], parts[name], kinds[name] = oracle.integers(raw, kind, dims), raw, kind
         values[weight] = oracle.dequantized(
-            whole[""], parts["scale"].astype(np.float64), whole.get("zero"), parts.get("minimum")
+            parts["table"].astype(np.float64)[whole[""].astype(int)] if "table" in parts else whole[""],
+            parts["scale"].astype(np.float64),
+            whole.get("zero"),
+            parts.get("minimum"),
         )
         for name in ("", *PACKED[offset]):
-            dims = shape if not name else of_groups
+            dims = (16,) if name == "table" else of_groups if name else shape
             title = f"{weight}_{name}" if name else weight
             stored.append(
                 TensorProto(name=title, data_type=TYPES[kinds[name]], dims=dims, raw_data=parts[name].tobytes())

@@ -17,8 +17,8 @@ from onnx import TensorProto, helper
 import kvexport
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE, instruction_set, library
-from kvexport.ops.linear import Form, linear_function
-from kvexport.ops.packed import PackedFormat, dequantize, pack
+from kvexport.ops.linear import PACKED, Form, linear_function
+from kvexport.ops.packed import E2M1, IQ4, PackedFormat, dequantize, pack
 from kvexport.recipe.fields import Recipe
 from tests.ops.test_linear import meaning, needs_library, session
 from tests.support import models
@@ -48,6 +48,12 @@ FORMATS = [
     PackedFormat(8, False, 48),
     PackedFormat(4, False, 6, "zero"),  # no panels: read at rest
 ]
+WITH_TABLES = [
+    PackedFormat(4, False, 32, table=IQ4),
+    PackedFormat(4, False, 16, scale_dtype="float32", table=E2M1),
+    PackedFormat(4, False, 32, scale_dtype="uint8", table=E2M1),
+    PackedFormat(4, False, 6, scale_dtype="uint8", table=E2M1),
+]
 BLOCK = 32  # inputs that are rounded together
 
 
@@ -60,6 +66,10 @@ def packed_weight(
     for part, (dtype, shape) in parts.items():
         if part in ("weight", "zero"):
             stored[part] = pack(rng.integers(low, low + (1 << packing.bits), shape), packing.bits)
+        elif part == "table":
+            stored[part] = np.array(packing.table, dtype)
+        elif part == "exponent":
+            stored[part] = np.where(rng.random(shape) < 0.1, 1, rng.integers(120, 127, shape)).astype(dtype)
         else:
             spread = size / (1 << (packing.bits - 1)) if part == "scale" else size
             stored[part] = (rng.standard_normal(shape) * spread).astype(dtype)
@@ -89,7 +99,8 @@ def model_of(form: Form, dtype: str, shapes: dict[str, Sequence[Any]], weights: 
 
 
 def form_of(packing: PackedFormat, **steps: Any) -> Form:
-    return Form(packed=(OFFSETS[packing.offset],), group=(packing.group,), **steps)
+    kind = PACKED.index(tuple(packing.tensors(2, packing.group))[1:])
+    return Form(packed=(kind,), group=(packing.group,), **steps)
 
 
 def error_bound(
@@ -112,7 +123,7 @@ def largest_of_blocks(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 SIZES = [(1, 37, 768), (3, 5, 768), (5, 64, 768), (13, 33, 768), (70, 129, 768), (2, 3, 98), (50, 3, 770), (9, 16, 40)]
 
 
-@pytest.mark.parametrize("packing", FORMATS, ids=str)
+@pytest.mark.parametrize("packing", FORMATS + WITH_TABLES, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("runs", ["native", "native, float input", "function"])
 def test_products_are_those_of_what_the_integers_stand_for(packing: PackedFormat, dtype: str, runs: str) -> None:
@@ -273,7 +284,7 @@ def test_a_row_is_the_same_alone_and_among_a_few() -> None:
         ({"group": [48]}, r"a weight \[5, 256\] in groups of 48 does not fit"),
         ({"group": [64]}, r"in groups of 64 does not fit a scale, zero point or minimum \[5, 8\]"),
         ({"group": [33]}, "a group of 4-bit weights is odd: 33"),
-        ({"packed": [4]}, "packed is 4, and has to be 0 to 3"),
+        ({"packed": [6]}, "packed is 6, and has to be 0 to 5"),
         ({"packed": [0], "group": [0]}, "there are 4 inputs, not 2"),
         ({"packed": [0]}, "group is 32, and has to be 0 of a weight that is not packed"),
         ({"packed": [2, 2]}, "an entry for each of 1 weights, not 2 and 1"),

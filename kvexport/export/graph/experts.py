@@ -88,7 +88,8 @@ def _packed(
 
 
 def _suffixes(packing: PackedFormat) -> tuple[str, ...]:
-    return ("scale",) if packing.offset == "none" else ("scale", packing.offset)
+    rest = ["table"] * bool(packing.table) + [packing.offset] * (packing.offset != "none")
+    return (packing.scale, *rest)
 
 
 def _parts(graph: ir.Graph, value: ir.Value, packing: PackedFormat) -> list[ir.Value]:
@@ -101,7 +102,7 @@ def _parts(graph: ir.Graph, value: ir.Value, packing: PackedFormat) -> list[ir.V
         name = component_name(value.name, part)
         made = ir.Value(
             name=name,
-            shape=ir.Shape((experts, outputs, tensor.shape[-1])),
+            shape=ir.Shape(tensor.shape if part == "table" else (experts, outputs, tensor.shape[-1])),
             type=ir.TensorType(TYPES[tensor.dtype]),
         )
         graph.initializers[name] = made

@@ -60,8 +60,8 @@ class Source(Protocol):
     def blocks(self) -> Iterator[dict[str, Array]]:
         """Yield all rows of the weight, block by block.
 
-        A packed block has `weight` as stored (`kvexport.ops.packed.pack`), `scale` and `minimum` [rows, groups], and
-        `zero` [rows, groups] as numbers; a block of floats has `weight` [rows, inputs] float32.
+        A packed block has `weight` as stored (`kvexport.ops.packed.pack`), `scale` or `exponent` and `minimum` [rows,
+        groups], and `zero` [rows, groups] as numbers; a block of floats has `weight` [rows, inputs] float32.
 
         Raises:
             UsageError: Values cannot be a weight, such as a scale of 0.
@@ -99,11 +99,47 @@ class Dense:
             stored = {**block, **order}
             if "zero" in block:
                 stored["zero"] = pack(block["zero"], packing.bits)
-            yield {"weight": dequantize(packing, len(block["scale"]), self.shape[1], stored)}
+            yield {"weight": dequantize(packing, len(block[packing.scale]), self.shape[1], stored)}
 
     def order(self) -> NDArray[np.int64]:
         """Return the stored order [inputs] of the packed weight's columns."""
         return self.packed.order()
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """The packed weight [experts, outputs, inputs] of a layer's experts, in the layout of an artifact.
+
+    Attributes:
+        name: The parameter of the model.
+        full_shape: The shape.
+        matrices: The matrices of the experts in the order of their rows, such as the gate and the up projection of the
+            first expert, and then those of the second. All have one packed format, or all are floats.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    matrices: tuple[Source, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape [rows of all experts, inputs]."""
+        experts, outputs, inputs = self.full_shape
+        return experts * outputs, inputs
+
+    @property
+    def packing(self) -> PackedFormat | None:
+        """The packed format of every matrix; None for floats."""
+        return self.matrices[0].packing
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        """Yield the rows of one matrix after another."""
+        for matrix in self.matrices:
+            yield from matrix.blocks()
+
+    def order(self) -> NDArray[np.int64]:
+        """Raise NotImplementedError: matrices whose columns have an order of their own are not kept packed."""
+        raise NotImplementedError
 
 
 def dense_values(source: Source) -> NDArray[np.float32]:

@@ -68,7 +68,7 @@ def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]
     if packing is None:
         yield "weight", _floats(spec)
         return
-    rest: dict[str, list[Array]] = {name: [] for name in spec.components if name not in ("weight", "order")}
+    rest: dict[str, list[Array]] = {name: [] for name in spec.components if name not in ("weight", "table", "order")}
 
     def weight() -> Iterator[Array]:
         for block in source.blocks():
@@ -81,6 +81,8 @@ def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]
     for name, kept in rest.items():
         whole = np.concatenate(kept)
         yield name, iter([pack(whole, packing.bits) if name == "zero" else whole.astype(packing.scale_dtype)])
+    if packing.table:
+        yield "table", iter([np.array(packing.table, np.int8)])
     if packing.ordered:
         yield "order", iter([source.order()])
 

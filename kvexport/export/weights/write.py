@@ -235,7 +235,7 @@ class _DataFile:
         self._digest = hashlib.sha256()
         self._hashed: Future[None] = hasher.submit(self._digest.update, b"")
         self._size = 0
-        self._orders: dict[bytes, Location] = {}
+        self._shared: dict[tuple[str, bytes], Location] = {}
 
     def append_all(self, spec: Spec, progress: Callable[[int], None]) -> dict[str, Location]:
         """Append the tensors of an initializer to the weight file, one after another, and return the place of each."""
@@ -244,13 +244,13 @@ class _DataFile:
         placed = {}
         for component, blocks in component_blocks(spec):
             nbytes = spec.components[component].nbytes
-            if component != "order":
+            if component not in ("order", "table"):
                 placed[component] = self._append(nbytes, map(_bytes, blocks), progress)
                 continue
-            order = b"".join(map(_bytes, blocks))
-            if order not in self._orders:
-                self._orders[order] = self._append(nbytes, [order], progress)
-            placed[component] = self._orders[order]
+            key = (component, b"".join(map(_bytes, blocks)))
+            if key not in self._shared:
+                self._shared[key] = self._append(nbytes, [key[1]], progress)
+            placed[component] = self._shared[key]
         return placed
 
     def _append(self, nbytes: int, blocks: Iterable[bytes | memoryview], progress: Callable[[int], None]) -> Location:

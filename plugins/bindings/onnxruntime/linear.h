@@ -78,7 +78,7 @@ struct LinearNode {
                  "packed and group have an entry for each of " + std::to_string(count) + " weights, not " +
                      std::to_string(packed.size()) + " and " + std::to_string(group.size()));
     for (size_t i = 0; i < count; ++i) {
-      check(node, packed[i] >= 0 && packed[i] <= 3, "packed", packed[i], "0 to 3");
+      check(node, packed[i] >= 0 && packed[i] <= 5, "packed", packed[i], "0 to 5");
       check(node, packed[i] ? group[i] > 0 : group[i] == 0, "group", group[i],
             packed[i] ? "positive of a packed weight" : "0 of a weight that is not packed");
     }

@@ -1,6 +1,8 @@
 // A weight of Linear or Experts, packed or not: the inputs of a node, and the memory from which a session reads them.
 #pragma once
 
+#include <array>
+
 #include "../node/attributes.h"
 #include "huge_pages.h"
 #include "node.h"
@@ -72,20 +74,24 @@ struct Streamed {
   }
 };
 
-// A weight [outputs, inputs], or [experts, outputs, inputs] of experts, followed, if it is packed, by its scale and
-// maybe its zero point or minimum.
+// A weight [outputs, inputs], or [experts, outputs, inputs] of experts, followed, if it is packed, by its scale or
+// exponent and maybe its zero point, minimum or table.
 struct Weight {
-  enum Packed { kNot, kScaled, kWithZero, kWithMinimum };
+  enum Packed { kNot, kScaled, kWithZero, kWithMinimum, kWithTable, kExponents };
   int packed = kNot, group = 0;
   int parts = 0;  // of experts: the matrices [outputs / parts, inputs] of each expert; 0: the weight is one matrix
   std::string op;
   Streamed integers, scale, offset;
+  std::array<int8_t, 16> table{};      // the numbers that indices stand for
   std::shared_ptr<const void> panels;  // of a packed weight that is read in panels: all that the three hold
 
   Weight() = default;
   Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group,
          const Keeping& keeping, int parts = 0)
       : packed(packed), group(group), parts(parts), op(node.op()), integers(info, input, keeping.on_device) {
+    node.require(!has_table() || keeping.panels, "input " + std::to_string(input) +
+                                                     " is a weight with a table of numbers, which only the kernels of "
+                                                     "the CPU read");
     read_parts(info, input, node, keeping.on_device);
     if (packed && keeping.panels) repack(*keeping.panels);
     for (Streamed* part : {&integers, &scale, &offset})
@@ -97,7 +103,12 @@ struct Weight {
     node.require(bits() != 0, "input " + std::to_string(input) + " is a packed weight, and of no type of 4 or 8 bits");
     node.require(bits() == 8 || group % 2 == 0, "a group of 4-bit weights is odd: " + std::to_string(group));
     scale = Streamed(info, input + 1, on_device);
-    require_float(node, scale);
+    if (packed == kExponents)
+      node.require(scale.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8,
+                   "input " + std::to_string(input + 1) + " is an exponent, and not uint8");
+    else
+      require_float(node, scale);
+    if (has_table()) return read_table(info, input, node);
     if (packed != kScaled) offset = Streamed(info, input + 2, on_device);
     if (packed == kWithMinimum) require_float(node, offset);
     if (packed == kWithZero)
@@ -108,11 +119,27 @@ struct Weight {
       if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
   }
 
+  void read_table(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node) {
+    const std::string name = "input " + std::to_string(input + 2) + ", the table of a weight, ";
+    node.require(integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4,
+                 "input " + std::to_string(input) + " is a weight with a table, and not uint4");
+    int constant = 0;
+    const Ort::ConstValue value = info.GetTensorConstantInput(input + 2, &constant);
+    node.require(constant != 0, name + "is no constant");
+    const Ort::TensorTypeAndShapeInfo shape = value.GetTensorTypeAndShapeInfo();
+    node.require(
+        shape.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 && shape.GetElementCount() == table.size(),
+        name + "has not 16 numbers of int8");
+    memcpy(table.data(), value.GetTensorRawData(), table.size());
+    const Shape weight = declared_shape(info, input), groups = declared_shape(info, input + 1);
+    if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
+  }
+
   // Where every part is an initializer in the process's memory.
   void repack(const PanelFunctions& functions) {
-    if (!integers.initializer || !scale.initializer || (packed != kScaled && !offset.initializer)) return;
+    if (!integers.initializer || !scale.initializer || (has_offset() && !offset.initializer)) return;
     require_groups(integers.shape, scale.shape);
-    if (packed != kScaled) require_groups(integers.shape, offset.shape);
+    if (has_offset()) require_groups(integers.shape, offset.shape);
     const int64_t count = parts ? integers.shape[0] * parts : 1, inputs = integers.shape.back();
     const int64_t outputs = parts ? integers.shape[1] / parts : integers.shape[0];
     const KvWeight at_rest = view(integers.initializer, scale.initializer, offset.initializer);
@@ -134,9 +161,9 @@ struct Weight {
     panels = memory;
   }
 
-  bool stays() const {
-    return integers.stays && (packed == kNot || scale.stays) && (packed <= kScaled || offset.stays);
-  }
+  bool stays() const { return integers.stays && (packed == kNot || scale.stays) && (!has_offset() || offset.stays); }
+  bool has_offset() const { return packed == kWithZero || packed == kWithMinimum; }
+  bool has_table() const { return packed == kWithTable || packed == kExponents; }
   size_t count() const { return packed == kNot ? 1 : packed == kScaled ? 2 : 3; }
   int bits() const {
     switch (integers.type) {
@@ -163,8 +190,8 @@ struct Weight {
       return call;
     }
     require_groups(shape, scale.shape_in(context));
-    if (packed != kScaled) require_groups(shape, offset.shape_in(context));
-    return view(integers.data(context), scale.data(context), packed == kScaled ? nullptr : offset.data(context));
+    if (has_offset()) require_groups(shape, offset.shape_in(context));
+    return view(integers.data(context), scale.data(context), has_offset() ? offset.data(context) : nullptr);
   }
 
  private:
@@ -174,7 +201,8 @@ struct Weight {
     call.data = data, call.bits = bits(), call.group = group;
     call.is_signed =
         integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4 || integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-    call.scale_type = kernel_type(scale), call.scale = scales;
+    call.scale_type = packed == kExponents ? KV_EXPONENTS : kernel_type(scale), call.scale = scales;
+    if (has_table()) call.table = table.data();
     if (packed == kWithZero) call.zero = offsets;
     if (packed == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = offsets;
     return call;
@@ -188,7 +216,7 @@ struct Weight {
         "input " + std::to_string(tensor.input) + " is a scale or a minimum, and neither float32 nor float16");
   }
   Shape declared_offset(const Ort::ConstKernelInfo& info) const {
-    return packed == kScaled ? Shape{} : declared_shape(info, offset.input);
+    return has_offset() ? declared_shape(info, offset.input) : Shape{};
   }
   // Throws if `groups`, the shape of a scale, zero point or minimum, is not [outputs, inputs / group] of the weight.
   void require_groups(const Shape& weight, const Shape& groups) const {

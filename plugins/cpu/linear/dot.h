@@ -4,12 +4,14 @@
 //   dots.add(w, x)              adds the products of four inputs of W columns with the four bytes at x, in every lane
 //   dots.total()                the sums
 //
+//   Table(numbers).of(q)        the numbers that the indices q, four to a lane, stand for, as w of Dots<8>
+//
 // kCentered: whether w is u - center (panels.h), as signed bytes; otherwise w is u.
 #pragma once
 
 #include "../core/simd.h"
 
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 #if defined(__AVXVNNI__)
@@ -123,6 +125,38 @@ struct Dots {
 };
 
 #endif
+
+// Sixteen numbers of a byte, ready for look-ups: signed, or with `kTurned` and so larger by 128.
+template <bool kTurned>
+struct Table {
+#if defined(__AVX512BW__) || defined(__AVX2__) || defined(__aarch64__)
+  vi numbers{};
+#else
+  uint8_t numbers[16] = {};
+#endif
+  Table() = default;
+  explicit Table(const int8_t* table) {
+    uint8_t turned[16];
+    for (int i = 0; i < 16; ++i) turned[i] = static_cast<uint8_t>(table[i] ^ (kTurned ? 0x80 : 0));
+    for (size_t at = 0; at < sizeof numbers; at += sizeof turned)
+      memcpy(reinterpret_cast<uint8_t*>(&numbers) + at, turned, sizeof turned);
+  }
+  vi of(vi q) const {
+#if defined(__AVX512BW__)
+    return (vi)_mm512_shuffle_epi8((__m512i)numbers, (__m512i)q);
+#elif defined(__AVX2__)
+    return (vi)_mm256_shuffle_epi8((__m256i)numbers, (__m256i)q);
+#elif defined(__aarch64__)
+    return (vi)vqtbl1q_u8((uint8x16_t)numbers, (uint8x16_t)q);
+#else
+    uint8_t bytes[sizeof(vi)];
+    memcpy(bytes, &q, sizeof q);
+    for (uint8_t& byte : bytes) byte = numbers[byte];
+    memcpy(&q, bytes, sizeof q);
+    return q;
+#endif
+  }
+};
 
 }  // namespace KV_ISA
 }  // namespace kv

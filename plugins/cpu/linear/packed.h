@@ -35,8 +35,18 @@ static inline const uint8_t* integers_of(const KvWeight& weight, int64_t inputs,
   return static_cast<const uint8_t*>(weight.data) + column * inputs * weight.bits / 8;
 }
 
+// 2^(e - 128); 0 where that is below the smallest normal number.
+static inline float power_of(uint8_t e) {
+  const uint32_t bits = e > 1 ? static_cast<uint32_t>(e - 1) << 23 : 0;
+  float power;
+  memcpy(&power, &bits, sizeof power);
+  return power;
+}
+
 static inline void widen_as(int type, const void* from, int64_t first, int count, float* to) {
-  if (type == KV_FLOAT16)
+  if (type == KV_EXPONENTS)
+    for (int i = 0; i < count; ++i) to[i] = power_of(static_cast<const uint8_t*>(from)[first + i]);
+  else if (type == KV_FLOAT16)
     widen(static_cast<const half*>(from) + first, to, count);
   else
     memcpy(to, static_cast<const float*>(from) + first, static_cast<size_t>(count) * sizeof(float));
@@ -54,6 +64,8 @@ static inline void read_groups(const KvWeight& weight, int64_t at, int count, fl
   } else if (weight.zero) {
     read_integers(weight.zero, weight.bits, excess, at, count, offset);
     for (int i = 0; i < count; ++i) offset[i] *= -scale[i];
+  } else if (weight.table) {
+    for (int i = 0; i < count; ++i) offset[i] = 0.0f;
   } else {
     for (int i = 0; i < count; ++i) offset[i] = -static_cast<float>(excess) * scale[i];
   }
@@ -75,6 +87,10 @@ static inline void dequantize(const KvWeight& weight, int64_t inputs, int64_t co
     const int end = static_cast<int>((g + 1) * group - first < count ? (g + 1) * group - first : count);
     if (weight.bits == 8) {
       for (; i < end; ++i) out[i] = static_cast<float>(bytes[i] ^ turned) * s + o;
+      continue;
+    }
+    if (weight.table) {
+      for (; i < end; ++i) out[i] = static_cast<float>(weight.table[bytes[i / 2] >> (i % 2 ? 4 : 0) & 15]) * s;
       continue;
     }
     for (; i + 1 < end; i += 2) {

@@ -12,13 +12,18 @@ struct PanelFloats {
   PanelGroups groups;
   const uint8_t* integers;
   int bits, middle;
+  bool has_table;
+  Table<false> table;
 
   PanelFloats(const KvWeight& weight, const PanelLayout& l, int64_t panel)
       : l(l),
         groups(weight, l, static_cast<const uint8_t*>(weight.data) + panel * l.panel),
         integers(static_cast<const uint8_t*>(weight.data) + panel * l.panel + l.integers),
         bits(weight.bits),
-        middle(center_of(weight)) {}
+        middle(center_of(weight)),
+        has_table(weight.table != nullptr) {
+    if (has_table) table = Table<false>(weight.table);
+  }
 
   // v[i]: W columns of input k + i, for the inputs of the unit that begins with k.
   void unit(int64_t k, int slice, vf* v) const {
@@ -27,6 +32,14 @@ struct PanelFloats {
     const vf offset = groups.kind == PanelGroups::kNone ? vf{} : groups.offsets(group, slice, scale);
     vi all;
     memcpy(&all, integers + k / l.unit * kPanelLine + 4 * W * slice, sizeof all);
+    if (has_table) {
+      const vi low = table.of(all & 0x0f0f0f0f), high = table.of((all >> 4) & 0x0f0f0f0f);
+      for (int i = 0; i < 4; ++i) {
+        v[i] = __builtin_convertvector(low << (24 - 8 * i) >> 24, vf) * scale;
+        v[i + 4] = __builtin_convertvector(high << (24 - 8 * i) >> 24, vf) * scale;
+      }
+      return;
+    }
     for (int i = 0; i < 4; ++i, all >>= 8) {
       if (bits == 8) {
         v[i] = __builtin_convertvector((all & 255) - middle, vf) * scale + offset;

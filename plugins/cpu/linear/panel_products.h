@@ -24,6 +24,15 @@ constexpr int kSlices = kPanelColumns / W;  // vectors of a panel's columns
 // hardly begun when it ends.
 constexpr int64_t kPanelAhead = 6144;
 
+// How the integers of a panel are read: as numbers of 4 or 8 bits, or as indices of a table of numbers.
+enum class Read { kFour, kEight, kTable };
+constexpr int bits_of(Read read) { return read == Read::kFour ? 4 : 8; }  // of the numbers that are multiplied
+constexpr int unit_of(Read read) { return read == Read::kEight ? 4 : 8; }
+
+template <Read kRead>
+using DotsOf = Dots<bits_of(kRead)>;
+using NumbersOf = Table<!Dots<8>::kCentered>;
+
 // The scale and the offset of W columns of one group: a value is (u - center) scale + offset.
 struct PanelGroups {
   const uint8_t *scale, *offset;
@@ -42,7 +51,19 @@ struct PanelGroups {
   static vf numbers(const uint8_t* at, bool floats, int64_t i) {
     return floats ? load(reinterpret_cast<const float*>(at) + i) : load(reinterpret_cast<const half*>(at) + i);
   }
+  // 2^(e - 128) of W bytes e, as power_of (packed.h) has it.
+  static vf powers(const uint8_t* at) {
+    typedef uint8_t vb __attribute__((vector_size(W)));
+    vb bytes;
+    memcpy(&bytes, at, sizeof bytes);
+    vi exponents = __builtin_convertvector(bytes, vi);
+    exponents = (exponents + (exponents > 0)) << 23;
+    vf power;
+    memcpy(&power, &exponents, sizeof power);
+    return power;
+  }
   vf scales(int64_t group, int slice) const {
+    if (scale_type == KV_EXPONENTS) return powers(scale + group * kPanelColumns + slice * W);
     return numbers(scale, scale_type == KV_FLOAT32, group * kPanelColumns + slice * W);
   }
   vf offsets(int64_t group, int slice, vf scale_of_group) const {
@@ -54,22 +75,23 @@ struct PanelGroups {
 
 // The dot products of one block of kRows rows with W x kSlices columns; `integers` are the block's. kBlock: 0 where the
 // block is shorter than kMostBlock. ahead: what is fetched meanwhile.
-template <int kBits, int kRows, int kBlock, int kBytes>
+template <Read kRead, int kRows, int kBlock, int kBytes>
 static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* values, int size, const uint8_t* ahead,
-                                    Dots<kBits> (&dots)[kRows][kBytes][kSlices]) {
-  constexpr int kUnit = kBits == 4 ? 8 : 4;
+                                    const NumbersOf& table, DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
+  constexpr int kUnit = unit_of(kRead);
   const int block = kBlock ? kBlock : size;
   for (int k = 0; k < block; k += kUnit, integers += kPanelLine) {
     __builtin_prefetch(ahead + k / kUnit * kPanelLine, 0, 3);
     for (int s = 0; s < kSlices; ++s) {
       vi all;
       memcpy(&all, integers + 4 * W * s, sizeof all);
-      const vi low = all & 0x0f0f0f0f, high = (all >> 4) & 0x0f0f0f0f;
-      if (kBits == 8 && Dots<kBits>::kCentered) all ^= static_cast<int32_t>(0x80808080);
+      vi low = all & 0x0f0f0f0f, high = (all >> 4) & 0x0f0f0f0f;
+      if (kRead == Read::kTable) low = table.of(low), high = table.of(high);
+      if (kRead == Read::kEight && DotsOf<kRead>::kCentered) all ^= static_cast<int32_t>(0x80808080);
       for (int i = 0; i < kRows; ++i)
         for (int p = 0; p < kBytes; ++p) {
           const int8_t* const x = values + (p * kRows + i) * block + k;
-          if (kBits == 4)
+          if (kUnit == 8)
             dots[i][p][s].add(low, x), dots[i][p][s].add(high, x + 4);
           else
             dots[i][p][s].add(all, x);
@@ -82,9 +104,9 @@ static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* value
 
 // As dots_of_block, by products of matrices of two columns and two rows, eight inputs each. Where the number of rows is
 // odd, the last one is multiplied twice.
-template <int kBits, int kRows, int kBlock, int kBytes>
-static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int size,
-                                        Dots<kBits> (&dots)[kRows][kBytes][kSlices]) {
+template <Read kRead, int kRows, int kBlock, int kBytes>
+static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int size, const NumbersOf& table,
+                                        DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
   constexpr int kPairs = (kRows + 1) / 2;
   const int block = kBlock ? kBlock : size;
   int32x4_t sums[kPairs][kBytes][kSlices][2] = {};
@@ -99,9 +121,10 @@ static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* v
     for (int s = 0; s < kSlices; ++s) {
       const uint8x16_t all = vld1q_u8(integers + 4 * W * s);
       int32x4_t first, second;  // inputs k to k + 3 and k + 4 to k + 7 of four columns
-      if constexpr (kBits == 4) {
+      if constexpr (unit_of(kRead) == 8) {
         first = vreinterpretq_s32_u8(vandq_u8(all, vdupq_n_u8(15)));
         second = vreinterpretq_s32_u8(vshrq_n_u8(all, 4));
+        if (kRead == Read::kTable) first = (int32x4_t)table.of((vi)first), second = (int32x4_t)table.of((vi)second);
       } else {
         const uint8x16_t turned = vdupq_n_u8(128);
         first = vreinterpretq_s32_u8(veorq_u8(all, turned));
@@ -113,7 +136,7 @@ static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* v
         for (int p = 0; p < kBytes; ++p)
           for (int j = 0; j < 2; ++j) sums[i][p][s][j] = vmmlaq_s32(sums[i][p][s][j], columns[j], rows[i][p]);
     }
-    integers += kBits == 4 ? kPanelLine : 2 * kPanelLine;
+    integers += unit_of(kRead) == 8 ? kPanelLine : 2 * kPanelLine;
   }
   for (int i = 0; i < kRows; ++i)  // a sum holds (column, row), (column, row + 1), (column + 1, row), ...
     for (int p = 0; p < kBytes; ++p)
@@ -135,28 +158,29 @@ struct PanelBlock {
   const int8_t* values;
   const float *step, *sum;
   const int32_t* start;
+  NumbersOf table;
 };
 
 // Adds the products of a block with kCount of the tile's kRows rows, from row kFrom on, to y.
-template <int kBits, int kRows, int kBlock, Pass kPass, int kFrom = 0, int kCount = kRows>
+template <Read kRead, int kRows, int kBlock, Pass kPass, int kFrom = 0, int kCount = kRows>
 static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices], const vf (&offset)[kSlices],
                                 vf (&y)[kRows][kSlices]) {
   constexpr int kBytes = kPass == Pass::kBoth ? 2 : 1, kFirst = kPass == Pass::kLow;
-  typedef Dots<kBits> Columns[kBytes][kSlices];
+  typedef DotsOf<kRead> Columns[kBytes][kSlices];
   Columns dots[kCount];
   for (int i = 0; i < kCount; ++i)
     for (int p = 0; p < kBytes; ++p)
       for (int s = 0; s < kSlices; ++s) {
-        const vi start = splat_i(b.start[(kFirst + p) * kRows + kFrom + i]) << (kBits - 4);
-        dots[i][p][s] = Dots<kBits>(Dots<kBits>::kCentered ? vi{} : start);
+        const vi start = splat_i(b.start[(kFirst + p) * kRows + kFrom + i]) << (bits_of(kRead) - 4);
+        dots[i][p][s] = DotsOf<kRead>(DotsOf<kRead>::kCentered ? vi{} : start);
       }
   const int8_t* const values = b.values + (kFirst * kRows + kFrom) * b.size;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   if constexpr (kCount > 1)
-    matrix_dots_of_block<kBits, kCount, kBlock, kBytes>(b.integers, values, b.size, dots);
+    matrix_dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.size, b.table, dots);
   else
 #endif
-    dots_of_block<kBits, kCount, kBlock, kBytes>(b.integers, values, b.size, b.ahead, dots);
+    dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.size, b.ahead, b.table, dots);
   for (int s = 0; s < kSlices; ++s) {
     const vf unit = kPass == Pass::kHigh ? scale[s] * 256.0f : scale[s];
     for (int i = 0; i < kCount; ++i) {
@@ -169,19 +193,19 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
 }
 
 // The low bytes of the groups of kGroupRows rows that have any; fine: a bit for each group.
-template <int kBits, int kRows, int kBlock, int kGroup = 0>
+template <Read kRead, int kRows, int kBlock, int kGroup = 0>
 static KV_INLINE void add_low_bytes(int fine, const PanelBlock& b, const vf (&scale)[kSlices],
                                     const vf (&offset)[kSlices], vf (&y)[kRows][kSlices]) {
   constexpr int kFrom = kGroup * kGroupRows;
   if constexpr (kFrom < kRows) {
     constexpr int kCount = kRows - kFrom < kGroupRows ? kRows - kFrom : kGroupRows;
-    if (fine & 1 << kGroup) add_block<kBits, kRows, kBlock, Pass::kLow, kFrom, kCount>(b, scale, offset, y);
-    add_low_bytes<kBits, kRows, kBlock, kGroup + 1>(fine, b, scale, offset, y);
+    if (fine & 1 << kGroup) add_block<kRead, kRows, kBlock, Pass::kLow, kFrom, kCount>(b, scale, offset, y);
+    add_low_bytes<kRead, kRows, kBlock, kGroup + 1>(fine, b, scale, offset, y);
   }
 }
 
 // out[i * stride + c] for the kRows rows of a tile and the 16 columns of a panel.
-template <int kBits, int kRows, int kBlock, bool kTall>
+template <Read kRead, int kRows, int kBlock, bool kTall>
 static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel, const RoundedTile& x,
                        float* out, int64_t stride) {
   const PanelGroups groups(weight, l, panel);
@@ -196,7 +220,8 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
                x.values,
                x.step,
                x.sum,
-               x.start4};
+               x.start4,
+               kRead == Read::kTable ? NumbersOf(weight.table) : NumbersOf()};
   vf y[kRows][kSlices] = {};
   for (int64_t g = 0; g < l.groups; ++g) {
     vf scale[kSlices], offset[kSlices];
@@ -206,8 +231,8 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
     }
     __builtin_prefetch(b.ahead, 0, 3), b.ahead += numbers;
     for (int64_t i = 0; i < blocks; ++i) {
-      add_block<kBits, kRows, kBlock, kTall ? Pass::kHigh : Pass::kBoth>(b, scale, offset, y);
-      if (kTall && *fine++) add_low_bytes<kBits, kRows, kBlock>(fine[-1], b, scale, offset, y);
+      add_block<kRead, kRows, kBlock, kTall ? Pass::kHigh : Pass::kBoth>(b, scale, offset, y);
+      if (kTall && *fine++) add_low_bytes<kRead, kRows, kBlock>(fine[-1], b, scale, offset, y);
       b.integers += bytes, b.ahead += bytes, b.values += block * kParts * kRows;
       b.step += kRows, b.sum += kRows, b.start += kParts * kRows;
     }
@@ -218,16 +243,18 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
 
 using PanelTile = void (*)(const KvWeight&, const PanelLayout&, const uint8_t*, const RoundedTile&, float*, int64_t);
 
-template <int kBits, int kBlock, bool kTall, int kRows = kTall ? kTallRows : kFewRows>
+template <Read kRead, int kBlock, bool kTall, int kRows = kTall ? kTallRows : kFewRows>
 static inline PanelTile tile_of_rows(int rows) {
   if constexpr (kRows > 1)
-    if (rows < kRows) return tile_of_rows<kBits, kBlock, kTall, kRows - 1>(rows);
-  return panel_tile<kBits, kRows, kBlock, kTall>;
+    if (rows < kRows) return tile_of_rows<kRead, kBlock, kTall, kRows - 1>(rows);
+  return panel_tile<kRead, kRows, kBlock, kTall>;
 }
 
-template <int kBits, bool kTall>
-static inline PanelTile tile_for(int block, int rows) {
-  return block == kMostBlock ? tile_of_rows<kBits, kMostBlock, kTall>(rows) : tile_of_rows<kBits, 0, kTall>(rows);
+template <Read kRead>
+static inline PanelTile tile_for(int block, bool tall, int rows) {
+  if (tall)
+    return block == kMostBlock ? tile_of_rows<kRead, kMostBlock, true>(rows) : tile_of_rows<kRead, 0, true>(rows);
+  return block == kMostBlock ? tile_of_rows<kRead, kMostBlock, false>(rows) : tile_of_rows<kRead, 0, false>(rows);
 }
 
 // out[i * stride + c] = row first + i times column c of a panel, for `count` rows; `first` begins a tile.
@@ -236,9 +263,10 @@ static inline void panel_products(const KvWeight& weight, const PanelLayout& l, 
   const uint8_t* const at = static_cast<const uint8_t*>(weight.data) + panel * l.panel;
   for (int64_t i = 0; i < count; i += x.tile_rows) {
     const RoundedTile tile = x.tile(first + i);
-    const bool four = weight.bits == 4;
-    const PanelTile products = x.tall ? (four ? tile_for<4, true> : tile_for<8, true>)(x.block, tile.rows)
-                                      : (four ? tile_for<4, false> : tile_for<8, false>)(x.block, tile.rows);
+    const auto tile_for_weight = weight.table       ? tile_for<Read::kTable>
+                                 : weight.bits == 4 ? tile_for<Read::kFour>
+                                                    : tile_for<Read::kEight>;
+    const PanelTile products = tile_for_weight(x.block, x.tall, tile.rows);
     products(weight, l, at, tile, out + i * stride, stride);
   }
 }

@@ -1,13 +1,15 @@
 // Panels: the layout in which the kernels of every instruction set read a packed weight [outputs, inputs].
 //
 //   panel p holds columns 16 p to 16 p + 15; columns past the last one are zeros
-//     16 scales of each group of inputs         float16 or float32
+//     16 scales of each group of inputs         float16, float32, or bytes of exponents
 //     16 offsets of each group                  zero - center as a byte; minima in float16 or float32; otherwise
 //     nothing the integers                              64 bytes for each unit of inputs
 //       4 bits: the unit of inputs k to k + 7; byte 4 c + i holds input k + i of column c in its low half and input
 //               k + 4 + i in its high half
 //       8 bits: the unit of inputs k to k + 3; byte 4 c + i holds input k + i of column c
 //   each of the three begins at a multiple of 64 bytes
+//
+// With a table, integers are its indices, and u below is 128 + the number that an index stands for; center is 128.
 //
 // Integers u and zero points are unsigned; signed ones have their highest bit turned. center is 8 or 128. A value is
 // (u - center) scale + offset, where offset is (center - zero) scale, or minimum of a signed weight and minimum +
@@ -35,11 +37,12 @@ struct PanelLayout {
 };
 
 static inline int64_t whole_lines(int64_t bytes) { return (bytes + kPanelLine - 1) / kPanelLine * kPanelLine; }
-static inline int64_t bytes_of_number(int type) { return type == KV_FLOAT32 ? 4 : 2; }
-static inline int center_of(const KvWeight& weight) { return 1 << (weight.bits - 1); }
+static inline int center_of(const KvWeight& weight) { return weight.table ? 128 : 1 << (weight.bits - 1); }
 
 // Whether offsets are zero points. An unsigned weight without offsets has zero points of 0: its values are u scale.
-static inline bool has_zeros(const KvWeight& weight) { return weight.zero || (!weight.is_signed && !weight.minimum); }
+static inline bool has_zeros(const KvWeight& weight) {
+  return weight.zero || (!weight.is_signed && !weight.minimum && !weight.table);
+}
 
 // The inputs of a row that are rounded with one scale for groups of `group` of the `inputs`; 0: there are no panels.
 static inline int block_of_group(int64_t group, int64_t inputs) {
@@ -55,8 +58,8 @@ static inline PanelLayout layout_of(const KvWeight& weight, int64_t inputs) {
   const bool is_row = weight.group == inputs;
   l.inputs = is_row ? (inputs + kMostBlock - 1) / kMostBlock * kMostBlock : inputs;
   l.group = is_row ? l.inputs : weight.group, l.groups = l.inputs / l.group;
-  const int64_t offset = has_zeros(weight) ? 1 : weight.minimum ? bytes_of_number(weight.minimum_type) : 0;
-  l.offsets = whole_lines(l.groups * kPanelColumns * bytes_of_number(weight.scale_type));
+  const int64_t offset = has_zeros(weight) ? 1 : weight.minimum ? kv_scale_bytes(weight.minimum_type) : 0;
+  l.offsets = whole_lines(l.groups * kPanelColumns * kv_scale_bytes(weight.scale_type));
   l.integers = l.offsets + whole_lines(l.groups * kPanelColumns * offset);
   l.panel = l.integers + l.inputs / l.unit * kPanelLine;
   return l;

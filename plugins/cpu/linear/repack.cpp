@@ -39,7 +39,7 @@ uint32_t unit_at(const KvWeight& weight, int64_t inputs, int64_t column, int64_t
     memcpy(&all, static_cast<const uint8_t*>(weight.data) + first * weight.bits / 8, sizeof all);
   } else {
     for (int i = 0; i < unit; ++i) {
-      const int absent = center ^ static_cast<int>(turned & (weight.bits == 4 ? 15 : 255));
+      const int absent = weight.table ? 0 : center ^ static_cast<int>(turned & (weight.bits == 4 ? 15 : 255));
       const int one = k + i < inputs ? integer_at(weight.data, weight.bits, first + i) : absent;
       all |= static_cast<uint32_t>(one) << i * weight.bits;
     }
@@ -84,11 +84,11 @@ void repack_zeros(const KvWeight& weight, const PanelLayout& l, int64_t first, i
 void repack_panel(const KvWeight& weight, int64_t inputs, const PanelLayout& l, int64_t first, int columns,
                   uint8_t* to) {
   memset(to, 0, static_cast<size_t>(l.integers));
-  repack_numbers(weight.scale, kv::bytes_of_number(weight.scale_type), l, first, columns, to);
+  repack_numbers(weight.scale, kv_scale_bytes(weight.scale_type), l, first, columns, to);
   if (kv::has_zeros(weight))
     repack_zeros(weight, l, first, columns, to + l.offsets);
   else if (weight.minimum)
-    repack_numbers(weight.minimum, kv::bytes_of_number(weight.minimum_type), l, first, columns, to + l.offsets);
+    repack_numbers(weight.minimum, kv_scale_bytes(weight.minimum_type), l, first, columns, to + l.offsets);
   uint8_t* line = to + l.integers;
   if (columns < kPanelColumns) memset(line, 0, static_cast<size_t>(l.panel - l.integers));
   const int64_t many = kPanelColumns * l.unit;

@@ -1,7 +1,8 @@
 """Readers of weights in 4-bit floats: NVFP4, MXFP4, and bitsandbytes' NF4 and FP4.
 
 E2M1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two in a byte, the first input in the low half.
-Twice each is a whole number, so these weights are kept as packed weights, each number in 8 bits, with half the scale. A
+Twice each is a whole number, so these weights are kept as packed weights with half the scale: each number in 8 bits, or
+of experts in 4 bits, which a table of sixteen numbers explains. A
 scale is an 8-bit float for 16 inputs times one float for the tensor (NVFP4; compressed-tensors stores its reciprocal),
 or a power of two for 32 (MXFP4). bitsandbytes' sixteen numbers are a table of floats, and its blocks of 64 run over the
 flattened matrix, the first number of two in the high half: these weights are cast. Sources: compressed-tensors'
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,10 +37,10 @@ from kvexport.export.model.quantized.reading import (
 )
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.weights.casting import BLOCK_BYTES, read_at, read_blocks, row_blocks
-from kvexport.ops.packed import PackedFormat
+from kvexport.ops.packed import E2M1, PackedFormat
 
 _FP8 = "F8_E4M3"
-DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_DOUBLED = np.array(E2M1, np.int8)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class Float4:
     total: TensorEntry | None
     divides: bool
     packing: PackedFormat
+
+    @property
+    def packed_by_table(self) -> PackedFormat:
+        """The format that keeps the weight in 4 bits, for operators that look up numbers in a table."""
+        return replace(self.packing, bits=4, signed=False, table=E2M1)
 
     @property
     def name(self) -> str:
@@ -77,7 +83,8 @@ class Float4:
         for rows in row_blocks(n, k // 2, BLOCK_BYTES):
             with self.weight.file.open("rb") as stream:
                 stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), -1)
-            yield {"weight": DOUBLED[halves(stored)].view(np.uint8), "scale": scale[rows.start : rows.stop]}
+            numbers = stored if self.packing.table else _DOUBLED[halves(stored)].view(np.uint8)
+            yield {"weight": numbers, "scale": scale[rows.start : rows.stop]}
 
     def _scales(self) -> NDArray[np.float32]:
         """Return the scales [outputs, groups] of the weight."""

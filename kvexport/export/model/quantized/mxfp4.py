@@ -1,8 +1,8 @@
 """Experts in MXFP4, as gpt-oss has them: numbers of E2M1 in blocks of 32 inputs, with a power of two for each block.
 
 A checkpoint has `{name}_blocks` [experts, outputs, groups, 16] U8, two numbers in a byte, the first input in the low
-half, and `{name}_scales` [experts, outputs, groups] U8, the exponents plus 127. Rows of gates and ups alternate. Twice
-each number is whole, so these weights are kept, each number in 8 bits, with half the scale. Sources: transformers'
+half, and `{name}_scales` [experts, outputs, groups] U8, the exponents plus 127. Rows of gates and ups alternate. An
+artifact holds the same bytes, and a table of twice the numbers, which are whole. Sources: transformers'
 `convert_moe_packed_tensors`; OCP Microscaling Formats 1.0.
 """
 
@@ -16,16 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.model.quantized.float4 import DOUBLED
-from kvexport.export.model.quantized.reading import Read, Tensors, halves, require, require_shape, wrong
+from kvexport.export.model.quantized.reading import Read, Tensors, require, require_shape, wrong
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.weights.casting import read_at
-from kvexport.ops.packed import PackedFormat
+from kvexport.ops.packed import E2M1, PackedFormat
 
 GROUP = 32
 BLOCKS, SCALES = "_blocks", "_scales"
 INTERLEAVED = "gate_up_proj"  # the weight whose rows of gates and ups alternate
-PACKING = PackedFormat(8, True, GROUP, "none", "float32")
+PACKING = PackedFormat(4, False, GROUP, "none", "uint8", table=E2M1)
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,9 @@ class Mxfp4Experts:
             exponents = self._read(self.scale, one).reshape(outputs, inputs // GROUP)
             if (exponents == 255).any():
                 raise UsageError(f"tensor {self.scale.name!r} has scales that are NaN", "download the checkpoint again")
-            scale = np.ldexp(np.float32(0.5), exponents.astype(np.int32) - 127)
             if self.name.endswith(INTERLEAVED):
-                stored, scale = (np.concatenate([x[0::2], x[1::2]]) for x in (stored, scale))
-            yield {"weight": DOUBLED[halves(stored)].view(np.uint8), "scale": scale}
+                stored, exponents = (np.concatenate([x[0::2], x[1::2]]) for x in (stored, exponents))
+            yield {"weight": stored, "exponent": exponents}
 
     def order(self) -> NDArray[np.int64]:
         """Raise NotImplementedError: the columns of MXFP4 weights are in the order of the input features."""

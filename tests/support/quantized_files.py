@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Made = tuple[dict[str, Array], NDArray[np.float32]]  # tensors by the end of their names; what they stand for
+PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -69,7 +70,7 @@ def quantized(
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     meant = dict(tensors)
-    for i, name in enumerate([name for name in tensors if name.endswith("_proj.weight")]):
+    for i, name in enumerate([name for name in tensors if name.endswith(PROJECTIONS)]):
         stored, meant[name] = make(*tensors.pop(name).shape, i)
         tensors |= {f"{name.removesuffix('weight')}{part}": x for part, x in stored.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

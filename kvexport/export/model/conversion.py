@@ -32,7 +32,8 @@ from transformers.core_model_loading import (
 
 from kvexport.errors import UsageError
 from kvexport.export.hooks.experts import Layout, expert_layouts
-from kvexport.export.model.tensors import Array, Source, TensorEntry, dense_values
+from kvexport.export.model.packed_experts import kept_packed, require_experts
+from kvexport.export.model.tensors import Array, PackedExperts, Source, TensorEntry, dense_values
 from kvexport.export.weights.casting import read_rows
 
 Stored = TensorEntry | Source
@@ -110,7 +111,9 @@ def _values(tensor: Stored, expert: int | None) -> Array:
     return np.require(dense_values(tensor), requirements=["C", "W"])
 
 
-def assembled_parameters(model: Any, tensors: Mapping[str, Stored], present: Mapping[str, str]) -> dict[str, Assembled]:
+def assembled_parameters(
+    model: Any, tensors: Mapping[str, Stored], present: Mapping[str, str]
+) -> dict[str, Assembled | PackedExperts]:
     """Return the parameters of `model` that have to be assembled from tensors of the checkpoint.
 
     Args:
@@ -123,7 +126,7 @@ def assembled_parameters(model: Any, tensors: Mapping[str, Stored], present: Map
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     layouts = expert_layouts(model)
-    result = {}
+    result: dict[str, Assembled | PackedExperts] = {}
     for name, layout in layouts.items():
         if name in present and hasattr(tensors[present[name]], "full_shape"):
             continue  # experts that the checkpoint has packed, and that their source brings into an artifact's layout
@@ -132,6 +135,8 @@ def assembled_parameters(model: Any, tensors: Mapping[str, Stored], present: Map
             inputs = (("", (tensors[present[name]],)),)
             result[name] = Assembled(name, layout.artifact_shape(shape), inputs, shape[0], True, layout)
     for target, (rule, names_of) in _collected(model, tensors, parameters).items():
+        if target in layouts and any(isinstance(operation, MergeModulelist) for operation in rule.operations):
+            require_experts(names_of, parameters[target].shape[0], target)
         named = tuple((pattern, tuple(tensors[name] for name in names)) for pattern, names in names_of.items())
         context = SimpleNamespace(model=model, config=model.config, full_layer_name=target)
         try:
@@ -149,6 +154,9 @@ def assembled_parameters(model: Any, tensors: Mapping[str, Stored], present: Map
             if name not in parameters or name in present:
                 continue
             shape, layout = tuple(converted[key].shape), layouts.get(name, PLAIN)
+            if (packed := kept_packed(name, rule, dict(named), shape, layout)) is not None:
+                result[name] = packed
+                continue
             experts, stacked = _by_expert(rule, named, shape)
             context_of = _of_one_expert(context, parameters) if experts else context
             result[name] = Assembled(

@@ -18,6 +18,7 @@ from kvexport.export.hooks.latent import expansion_weights
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.conversion import PLAIN, assembled_parameters
 from kvexport.export.model.hf_model import parameter_sources
+from kvexport.export.model.packed_experts import refuse_other_router, why_floats
 from kvexport.export.model.tensors import Dense, Source, TensorEntry
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.quantize import Rounded, fitting_group
@@ -44,6 +45,7 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
             f"weights.bits is {section.bits}, and the weights of {checkpoint.path} are quantized already",
             "take weights.bits out of the recipe: they are kept as they are",
         )
+    refuse_other_router(model, tensors)
     sources = parameter_sources(model, tensors)
     names = initializer_names(model)
     assembled = assembled_parameters(model, tensors, sources)
@@ -67,7 +69,8 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
         parameter = parameters[name]
         dtype: Any = str(parameter.dtype).removeprefix("torch.")  # a few of a float16 model stay float32
         shape = tuple(parameter.shape)
-        if name in assembled and not (name in sources and assembled[name].layout == PLAIN):
+        plain = name in sources and getattr(assembled.get(name), "layout", PLAIN) == PLAIN
+        if name in assembled and not plain:
             layout = layouts.get(name, PLAIN)
             specs.append(ComputedSpec(initializer, whole(assembled[name], name), dtype, layout.artifact_shape(shape)))
             continue
@@ -87,10 +90,10 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
             specs.append(ComputedSpec(initializer, source, dtype, layout.artifact_shape(shape)))
             continue
         entry = checkpoint.tensors[tensor]
-        plain = TensorSpec(initializer, entry, dtype, shape)
-        check_specs([plain])
+        copied = TensorSpec(initializer, entry, dtype, shape)
+        check_specs([copied])
         if (packing := rounded.get(name)) is None:
-            specs.append(plain)
+            specs.append(copied)
         else:
             specs.append(ComputedSpec(initializer, Rounded(entry, packing, positive=positive), dtype, shape))
     check_specs(specs)
@@ -244,7 +247,7 @@ def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str
     notes += [f"kept in floats, because {why}: {_and_more(names)}" for why, names in unfit.items()]
     if other := _other_groups(_packed_only(formats.items()), section):
         notes.append(f"weights.group {section.group} does not divide the inputs of {other}")
-    return [*notes, *_cast(checkpoint, model, recipe)]
+    return [*notes, *_cast(checkpoint, model, recipe), *_unpacked_experts(checkpoint, model, recipe)]
 
 
 def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
@@ -261,6 +264,19 @@ def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
             cast.setdefault((source.packing.label, why), []).append(name)
     dtype = recipe.model.dtype
     return [f"{label}, cast to {dtype}, because {why}: {_and_more(names)}" for (label, why), names in cast.items()]
+
+
+def _unpacked_experts(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
+    """Return notes on experts that the checkpoint has packed and that become floats."""
+    if not checkpoint.computed or not expert_layouts(model):
+        return []
+    tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}
+    reasons: dict[str, list[str]] = {}
+    for name, weight in assembled_parameters(model, tensors, parameter_sources(model, tensors)).items():
+        matrices = [matrix for _, stored in getattr(weight, "inputs", ()) for matrix in stored]
+        if why := why_floats(matrices):
+            reasons.setdefault(why, []).append(name)
+    return [f"cast to {recipe.model.dtype}, because {why}: {_and_more(names)}" for why, names in reasons.items()]
 
 
 def _and_more(names: Sequence[str]) -> str:

@@ -1,8 +1,9 @@
 """The blocks of quantized values in GGUF files (ggml), converted to packed weights with exactly the same values.
 
 The library `gguf` converts blocks to floats only; here the numbers stay packed. Source of the layouts: ggml-quants.c;
-tests compare them with `gguf.dequantize`. Numbers of 5 and 6 bits take 8 bits here. Each scale of the K types is a
-product of two numbers and therefore float32.
+tests compare them with `gguf.dequantize`. Numbers of 2 and 3 bits take 4 bits here, and those of 5 and 6 bits take 8.
+Each scale of the K types is a product of two numbers and therefore float32. The numbers of IQ4_NL and MXFP4 are indices
+of a table: they take 8 bits, or 4 bits in experts, whose operator has such tables.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.ops.packed import PackedFormat
+from kvexport.ops.packed import E2M1, IQ4, PackedFormat
 
 Array = NDArray[Any]
 
@@ -105,13 +106,72 @@ def _q6_k(blocks: Array) -> dict[str, Array]:
     return {"weight": numbers, "scale": scale}
 
 
+def _quarters(levels: Array) -> Array:
+    """Unpack 2-bit numbers: return the lowest 2 bits of every 32 bytes, then the next 2 bits of these bytes."""
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    numbers: Array = levels.reshape(len(levels), -1, 1, 32) >> shifts & 3
+    return numbers.reshape(len(levels), 256)
+
+
+def _q2_k(blocks: Array) -> dict[str, Array]:
+    scale, least = (blocks[name].astype(np.float32)[:, None] for name in ("scale", "least"))
+    return {
+        "weight": _pairs(_quarters(blocks["levels"])),
+        "scale": scale * (blocks["scales"] & 15).astype(np.float32),
+        "minimum": -(least * (blocks["scales"] >> 4).astype(np.float32)),
+    }
+
+
+def _q3_k(blocks: Array) -> dict[str, Array]:
+    q = blocks["scales"]
+    low = (q[:, None, :8] >> np.array([0, 4], np.uint8)[:, None]).reshape(-1, 16) & 15
+    high = (q[:, None, 8:] >> np.array([0, 2, 4, 6], np.uint8)[:, None]).reshape(-1, 16) & 3
+    scales = (low | high << 4).astype(np.int8) - np.int8(32)
+    bits = (blocks["high"][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 256)
+    numbers = _quarters(blocks["levels"]) - ((bits ^ 1) << 2)
+    return {
+        "weight": _pairs(numbers & 15),
+        "scale": blocks["scale"].astype(np.float32)[:, None] * scales.astype(np.float32),
+    }
+
+
+def _iq4_by_table(blocks: Array) -> dict[str, Array]:
+    return {"weight": _pairs(_halves(blocks["levels"], 16)), "scale": blocks["scale"]}
+
+
+def _iq4(blocks: Array) -> dict[str, Array]:
+    return {"weight": np.array(IQ4, np.int8)[_halves(blocks["levels"], 16)], "scale": blocks["scale"]}
+
+
+def _mxfp4_by_table(blocks: Array) -> dict[str, Array]:
+    return {"weight": _pairs(_halves(blocks["levels"], 16)), "exponent": blocks["exponent"]}
+
+
+def _mxfp4(blocks: Array) -> dict[str, Array]:
+    scale = np.ldexp(np.float32(1), blocks["exponent"].astype(np.int32) - 128)
+    return {"weight": np.array(E2M1, np.int8)[_halves(blocks["levels"], 16)], "scale": scale}
+
+
 def _block(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[Any]:
     return np.dtype(list(fields))
 
 
 _SCALE, _LEAST = ("scale", "<f2"), ("least", "<f2")
 _K = (_SCALE, _LEAST, ("scales", "u1", 12))
+_IQ4, _MXFP4 = _block(_SCALE, ("levels", "u1", 16)), _block(("exponent", "u1"), ("levels", "u1", 16))
 LAYOUTS = {
+    "Q2_K": Layout(
+        _block(("scales", "u1", 16), ("levels", "u1", 64), _SCALE, _LEAST),
+        PackedFormat(4, False, 16, "minimum", "float32"),
+        _q2_k,
+    ),
+    "Q3_K": Layout(
+        _block(("high", "u1", 32), ("levels", "u1", 64), ("scales", "u1", 12), _SCALE),
+        PackedFormat(4, True, 16, "none", "float32"),
+        _q3_k,
+    ),
+    "IQ4_NL": Layout(_IQ4, PackedFormat(8, True, 32), _iq4),
+    "MXFP4": Layout(_MXFP4, PackedFormat(8, True, 32, "none", "float32"), _mxfp4),
     "Q4_0": Layout(_block(_SCALE, ("levels", "u1", 16)), PackedFormat(4, True, 32), _q4_0),
     "Q4_1": Layout(_block(_SCALE, _LEAST, ("levels", "u1", 16)), PackedFormat(4, False, 32, "minimum"), _q4_1),
     "Q5_0": Layout(_block(_SCALE, ("high", "<u4"), ("levels", "u1", 16)), PackedFormat(8, True, 32), _q5_0),
@@ -130,3 +190,9 @@ LAYOUTS = {
     ),
 }
 """Layouts by ggml's name of the type."""
+EXPERT_LAYOUTS = {
+    **LAYOUTS,
+    "IQ4_NL": Layout(_IQ4, PackedFormat(4, False, 32, table=IQ4), _iq4_by_table),
+    "MXFP4": Layout(_MXFP4, PackedFormat(4, False, 32, "none", "uint8", table=E2M1), _mxfp4_by_table),
+}
+"""Layouts of the weights of experts by ggml's name of the type."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.model.ggml_blocks import LAYOUTS
+from kvexport.export.model.ggml_blocks import EXPERT_LAYOUTS, LAYOUTS, Layout
 from kvexport.export.model.tensors import TensorEntry
 from kvexport.export.weights.casting import BLOCK_BYTES, read_at, read_rows, row_blocks
 from kvexport.ops.packed import PackedFormat
@@ -192,10 +192,12 @@ class GgufWeight:
         entry: Place and type of the tensor.
         heads: 0, or the number of heads whose rows llama.cpp stores as rotary pairs (2i, 2i + 1). `blocks` gives their
             rows in the order of transformers: (i, i + half).
+        expert: Whether the matrix belongs to an expert.
     """
 
     entry: TensorEntry
     heads: int = 0
+    expert: bool = False
 
     @property
     def name(self) -> str:
@@ -211,8 +213,11 @@ class GgufWeight:
     @property
     def packing(self) -> PackedFormat | None:
         """Return the format of the packed numbers; None for a matrix of floats."""
-        layout = LAYOUTS.get(self.entry.dtype)
-        return None if layout is None else layout.packing
+        return None if self._layout is None else self._layout.packing
+
+    @property
+    def _layout(self) -> Layout | None:
+        return (EXPERT_LAYOUTS if self.expert else LAYOUTS).get(self.entry.dtype)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
         """Yield the rows of the weight matrix as arrays by name (weight, scale, minimum), whole heads at a time.
@@ -222,7 +227,7 @@ class GgufWeight:
         """
         n, k = self.shape
         head = n // self.heads if self.heads else 1
-        layout = LAYOUTS.get(self.entry.dtype)
+        layout = self._layout
         for some in row_blocks(n // head, head * self.entry.nbytes // n, BLOCK_BYTES // 4):
             rows = range(some.start * head, some.stop * head)
             arranged = self._arranged(len(some), head)

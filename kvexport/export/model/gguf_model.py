@@ -1,6 +1,6 @@
 """A GGUF file as a checkpoint: its tensors under transformers' names, and its metadata as Hugging Face files.
 
-Architectures: Llama (which includes Mistral files), Qwen 2 and 3. Tokenizers: byte-level BPE with a known splitting
+The architectures are those of `gguf_architectures.py`. Tokenizers: byte-level BPE with a known splitting
 rule, and SentencePiece's BPE, both as transformers reads them.
 """
 
@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,13 @@ from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.export.model.cached import cache_folder, write_once
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight
+from kvexport.export.model.gguf_architectures import ARCHITECTURES, BARE, EXPERTS, SQUEEZED, Architecture, shortest
+from kvexport.export.model.gguf_sources import SmallTensor, experts_of
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.weights.casting import read_blocks
 
-# llama.cpp's names -> those of transformers' Llama and Qwen
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)")
+_PAIRED_BIASES = ("_q.bias", "_k.bias")
 _ROPE_FACTORS = "rope_freqs.weight"
 # Of Llama 3.1 and 3.2: of what a file holds no more than the factors that come of it (transformers' _compute_llama3).
 _LLAMA3 = [
@@ -56,19 +42,20 @@ _SET_APART = "smollm"  # digits set apart first
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
-    """Return the float tensors of a GGUF file, and its packed weights as sources, both by transformers' names.
+    """Return the float tensors of a GGUF file, and its other weights as sources, both by transformers' names.
 
     Raises:
-        UsageError: A type or a name is unknown.
+        UsageError: A type or a name is unknown, or tensors do not fit each other.
     """
     plain: dict[str, TensorEntry] = {}
     computed: dict[str, Source] = {}
-    kind, meta = _architecture(gguf), gguf.metadata
+    experts: dict[str, dict[tuple[str, str], TensorEntry]] = {}
+    kind, architecture = _architecture(gguf)
     for stored, entry in gguf.tensors.items():
         if stored == _ROPE_FACTORS:
             continue
         match = _TENSOR.fullmatch(stored)
-        if not match or match[2] not in _NAMES or (kind == "llama" and stored.endswith(("_q.bias", "_k.bias"))):
+        if not match or match[2] not in architecture.names or (architecture.pairs and stored.endswith(_PAIRED_BIASES)):
             raise UsageError(
                 f"{gguf.file} has a tensor {stored[:80]!r}, which no {kind} that is read here has",
                 "set model.path to the checkpoint that the file was made of",
@@ -78,34 +65,58 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
                 f"tensor {stored!r} of {gguf.file} is {entry.dtype}, expected one of {', '.join((*FLOATS, *LAYOUTS))}",
                 "take a file of type Q4_0, Q4_1, Q4_K_M, Q5_K_M, Q6_K or Q8_0, or the checkpoint it was made of",
             )
-        name = f"{f'model.layers.{match[1]}.' if match[1] else ''}{_NAMES[match[2]]}.{match[3]}"
-        heads: Any = 0
-        if kind == "llama" and match[2] in ("attn_q", "attn_k"):
-            heads = meta.get(f"{kind}.attention.head_count")
-            heads = meta.get(f"{kind}.attention.head_count_kv", heads) if match[2] == "attn_k" else heads
-            if type(heads) is not int or heads < 1 or entry.shape[0] % (2 * heads):
-                shown = str(heads)[:40]
-                raise UsageError(
-                    f"tensor {stored!r} of {gguf.file} has shape {list(entry.shape)}, which {shown} heads do not share",
-                    f"download {gguf.file.name} again",
-                )
+        own, ending = architecture.names[match[2]], match[3]
+        name = f"{f'model.layers.{match[1]}.' if match[1] else ''}{own}"
+        if match[2] in EXPERTS:
+            experts.setdefault(name, {})[match[2], ending] = entry
+            continue
+        if own not in BARE:
+            name = f"{name}.{ending}"
+        heads = _paired_heads(gguf, kind, architecture, match[2], entry)
         if len(entry.shape) == 2 and (heads or entry.dtype in LAYOUTS):
             computed[name] = GgufWeight(entry, heads)
         elif entry.dtype in LAYOUTS:
             raise UsageError(f"tensor {stored!r} of {gguf.file} is {entry.dtype} of shape {list(entry.shape)}")
+        elif architecture.shifted and own.endswith("norm"):
+            computed[name] = SmallTensor(name, (entry,), -1.0)
+        elif own in SQUEEZED:
+            plain[name] = replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))
         else:
             plain[name] = entry
+    for prefix, parts in experts.items():
+        computed |= experts_of(prefix, parts)
     return plain, computed
 
 
-def _architecture(gguf: Gguf) -> str:
-    kind = gguf.metadata.get("general.architecture")
-    if kind not in _ARCHITECTURES:
+def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, entry: TensorEntry) -> int:
+    """Return the number of heads whose rows a tensor stores as rotary pairs; 0 if it stores none so.
+
+    Raises:
+        UsageError: The rows are not those of as many heads as the metadata has.
+    """
+    if not architecture.pairs or name not in ("attn_q", "attn_k"):
+        return 0
+    heads: Any = gguf.metadata.get(f"{kind}.attention.head_count")
+    if name == "attn_k":
+        heads = gguf.metadata.get(f"{kind}.attention.head_count_kv", heads)
+    if type(heads) is not int or heads < 1 or entry.shape[0] % (2 * heads):
         raise UsageError(
-            f"{gguf.file} holds a {str(kind)[:40]!r}, expected one of {', '.join(_ARCHITECTURES)}",
+            f"tensor {entry.name!r} of {gguf.file} has shape {list(entry.shape)}, which {str(heads)[:40]} heads do not "
+            "share",
+            f"download {gguf.file.name} again",
+        )
+    return heads
+
+
+def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
+    """Return llama.cpp's name of a file's architecture, and the architecture."""
+    kind = gguf.metadata.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise UsageError(
+            f"{gguf.file} holds a {str(kind)[:40]!r}, expected one of {', '.join(ARCHITECTURES)}",
             "set model.path to the checkpoint that the file was made of",
         )
-    return str(kind)
+    return str(kind), ARCHITECTURES[kind]
 
 
 def cached_texts(gguf: Gguf) -> Path:
@@ -144,30 +155,32 @@ def write_texts(gguf: Gguf, folder: Path) -> None:
 
 
 def _config(gguf: Gguf) -> dict[str, Any]:
-    kind, meta = _architecture(gguf), gguf.metadata
-    heads = meta[f"{kind}.attention.head_count"]
-    base = shortest(meta.get(f"{kind}.rope.freq_base", 10000.0))
+    kind, architecture = _architecture(gguf)
+    meta = {key.removeprefix(f"{kind}."): x for key, x in gguf.metadata.items() if key.startswith(f"{kind}.")}
+    heads = meta["attention.head_count"]
+    base = shortest(meta.get("rope.freq_base", 10000.0))
+    rotated, size = meta.get("rope.dimension_count"), meta.get("attention.key_length")
+    rope = {"rope_theta": base, "rope_type": "default", **_scaling(gguf, kind, base, rotated)}
+    if architecture.partial and rotated:
+        rope["partial_rotary_factor"] = rotated / (size or meta["embedding_length"] // heads)
     config = {
-        "architectures": [_ARCHITECTURES[kind]],
-        "model_type": kind,
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
         "dtype": "float32",
         "hidden_act": "silu",
-        "hidden_size": meta[f"{kind}.embedding_length"],
-        "intermediate_size": meta[f"{kind}.feed_forward_length"],
-        "max_position_embeddings": meta[f"{kind}.context_length"],
+        "hidden_size": meta["embedding_length"],
+        "intermediate_size": meta["feed_forward_length"],
+        "max_position_embeddings": meta["context_length"],
         "num_attention_heads": heads,
-        "num_hidden_layers": meta[f"{kind}.block_count"],
-        "num_key_value_heads": meta.get(f"{kind}.attention.head_count_kv", heads),
-        "rms_norm_eps": shortest(meta[f"{kind}.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": base,
+        "num_hidden_layers": meta["block_count"],
+        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
+        "rms_norm_eps": shortest(meta["attention.layer_norm_rms_epsilon"]),
+        "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "vocab_size": meta.get(f"{kind}.vocab_size") or gguf.tensors["token_embd.weight"].shape[0],
+        "vocab_size": meta.get("vocab_size") or gguf.tensors["token_embd.weight"].shape[0],
+        **({"head_dim": size} if size else {}),
     }
-    if size := meta.get(f"{kind}.attention.key_length"):
-        config["head_dim"] = size
-    if scaling := _scaling(gguf, kind, base, meta.get(f"{kind}.rope.dimension_count")):
-        config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **scaling}
-    return config
+    return {**config, **architecture.config(meta, rope)}
 
 
 def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, Any]:
@@ -185,6 +198,11 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
             f"{gguf.file} has factors of rotary frequencies ({_ROPE_FACTORS}) that are not Llama 3's",
             "set model.path to the checkpoint that the file was made of",
         )
+    if named == "yarn" and kind == "gpt-oss":
+        length = meta[f"{kind}.rope.scaling.original_context_length"]
+        factor = shortest(meta[f"{kind}.rope.scaling.factor"])
+        more = {"original_max_position_embeddings": length, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        return {"rope_type": "yarn", "factor": factor, **more}
     if named == "linear":
         return {"rope_type": "linear", "factor": shortest(meta[f"{kind}.rope.scaling.factor"])}
     if named != "none":
@@ -202,11 +220,6 @@ def _llama3_factors(base: float, size: int, parameters: Mapping[str, float]) -> 
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     share = np.clip((parameters["original_max_position_embeddings"] / lengths - low) / (high - low), 0, 1)
     return 1 / ((1 - share) / parameters["factor"] + share)
-
-
-def shortest(value: float) -> float:
-    """Return the float64 with the shortest decimal text of a float32 value: 1e-05, not 9.99999974e-06."""
-    return float(str(np.float32(value)))
 
 
 def _write_tokenizer(gguf: Gguf, folder: Path) -> None:
@@ -227,7 +240,7 @@ def _write_tokenizer(gguf: Gguf, folder: Path) -> None:
         if f"tokenizer.ggml.{key}_token_id" in meta
     }
     chat = {"chat_template": template} if (template := meta.get("tokenizer.chat_template")) else {}
-    length = meta[f"{_architecture(gguf)}.context_length"]
+    length = meta[f"{_architecture(gguf)[0]}.context_length"]
     rest = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": length,
@@ -269,7 +282,7 @@ def _by_transformers(gguf: Gguf, kind: str, split: str | None) -> Any:
     settings = {
         name: value for key, name in renames.items() if (value := gguf.metadata.get(f"tokenizer.{key}")) is not None
     }
-    tokenizer, _ = mapping.convert_gguf_tokenizer(_architecture(gguf), settings)
+    tokenizer, _ = mapping.convert_gguf_tokenizer(_architecture(gguf)[0], settings)
     return tokenizer
 
 

@@ -1,0 +1,212 @@
+"""The architectures of GGUF files: llama.cpp's names of tensors and sizes, as transformers has them.
+
+Source: llama.cpp's gguf-py/gguf/constants.py and convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
+EXPERTS = (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS)
+"""llama.cpp's names of the matrices of all experts of a layer."""
+BARE = ("self_attn.sinks",)
+"""Parameters of transformers without an ending."""
+SQUEEZED = ("conv.conv",)
+"""Modules of transformers whose weight [channels, 1, taps] is stored without the dimension of 1."""
+
+Meta = Mapping[str, Any]
+"""The metadata of a GGUF file whose keys begin with the architecture, without that beginning."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of llama.cpp.
+
+    Attributes:
+        model_type: transformers' name.
+        model_class: The name of transformers' class.
+        names: llama.cpp's names of tensors, without layer and ending -> those of transformers.
+        pairs: Whether the rows of queries and keys are stored as rotary pairs (2i, 2i + 1).
+        shifted: Whether the weights of norms are stored plus 1, which transformers' module adds itself.
+        partial: Whether the part of a head that is rotated is a setting of the model.
+        config: Function from the metadata and the rotary settings to entries of config.json beyond those that all
+            architectures have, or instead of them.
+    """
+
+    model_type: str
+    model_class: str
+    names: Mapping[str, str]
+    pairs: bool = False
+    shifted: bool = False
+    partial: bool = False
+    config: Callable[[Meta, dict[str, Any]], dict[str, Any]] = lambda meta, rope: {}
+
+
+def shortest(value: float) -> float:
+    """Return the float64 with the shortest decimal text of a float32 value: 1e-05, not 9.99999974e-06."""
+    return float(str(np.float32(value)))
+
+
+def _qwen3_moe(meta: Meta, _: Any) -> dict[str, Any]:
+    # llama.cpp normalizes the weights of the chosen experts, and has no key that says so.
+    return {
+        "num_experts": meta["expert_count"],
+        "num_experts_per_tok": meta["expert_used_count"],
+        "moe_intermediate_size": meta["expert_feed_forward_length"],
+        "norm_topk_prob": True,
+    }
+
+
+def _gpt_oss(meta: Meta, _: Any) -> dict[str, Any]:
+    layers = range(meta["block_count"])
+    return {
+        "num_local_experts": meta["expert_count"],
+        "num_experts_per_tok": meta["expert_used_count"],
+        "intermediate_size": meta["expert_feed_forward_length"],
+        "sliding_window": meta["attention.sliding_window"],
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in layers],
+        "attention_bias": True,
+    }
+
+
+def _granite(meta: Meta, _: Any) -> dict[str, Any]:
+    return {
+        "attention_multiplier": shortest(meta["attention.scale"]),
+        "embedding_multiplier": shortest(meta["embedding_scale"]),
+        "residual_multiplier": shortest(meta["residual_scale"]),
+        "logits_scaling": shortest(meta["logit_scale"]),
+    }
+
+
+def _gemma2(meta: Meta, _: Any) -> dict[str, Any]:
+    # llama.cpp divides by another number in the 27B model alone, which has 46 layers.
+    scalar = meta["embedding_length"] // meta["attention.head_count"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": shortest(meta["attn_logit_softcapping"]),
+        "final_logit_softcapping": shortest(meta["final_logit_softcapping"]),
+        "sliding_window": meta["attention.sliding_window"],
+        "query_pre_attn_scalar": scalar if meta["block_count"] == 46 else meta["attention.key_length"],
+    }
+
+
+def _gemma3(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    # As for Gemma 2; the 27B model has 62 layers. Local layers rotate by a base of 10,000, which is not stored.
+    scalar = meta["embedding_length"] // meta["attention.head_count"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": meta["attention.sliding_window"],
+        "query_pre_attn_scalar": scalar if meta["block_count"] == 62 else meta["attention.key_length"],
+        "layer_types": ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(meta["block_count"])],
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+    }
+
+
+def _phi3(meta: Meta, _: Any) -> dict[str, Any]:
+    return {"sliding_window": meta.get("attention.sliding_window")}
+
+
+def _lfm2(meta: Meta, _: Any) -> dict[str, Any]:
+    heads = meta["attention.head_count_kv"]  # of each layer, 0 of convolutions
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": shortest(meta["attention.layer_norm_rms_epsilon"]),
+        "conv_L_cache": meta["shortconv.l_cache"],
+        "conv_bias": False,
+    }
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", {**_NAMES, **_MLP}, pairs=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {**_NAMES, **_MLP}),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_NAMES, **_MLP, **_HEAD_NORMS}),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**_NAMES, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **dict.fromkeys(EXPERTS, "mlp.experts")},
+        config=_qwen3_moe,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {
+            **{name: mine for name, mine in _NAMES.items() if name != "ffn_norm"},
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            **dict.fromkeys(EXPERTS, "mlp.experts"),
+        },
+        config=_gpt_oss,
+    ),
+    "granite": Architecture("granite", "GraniteForCausalLM", {**_NAMES, **_MLP}, pairs=True, config=_granite),
+    "phi3": Architecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        {**_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        partial=True,
+        config=_phi3,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        {
+            "token_embd": "model.embed_tokens",
+            "token_embd_norm": "model.embedding_norm",
+            "output": "lm_head",
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        config=_lfm2,
+    ),
+    "gemma2": Architecture(
+        "gemma2", "Gemma2ForCausalLM", {**_NAMES, **_MLP, **_FOUR_NORMS}, shifted=True, config=_gemma2
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        {**_NAMES, **_MLP, **_FOUR_NORMS, **_HEAD_NORMS},
+        shifted=True,
+        config=_gemma3,
+    ),
+}
+"""Architectures by llama.cpp's name."""

@@ -2,7 +2,7 @@
 
     m = ... Linear(...), norms, residuals ...       [B, T, C], each row computed by itself; nothing else reads it
     y = GatherElements<axis = 1>(m, Expand(row))    row [B, 1, 1]: one row of every sequence, [B, 1, C]
-=>  GatherND of every x that these nodes read rows of; they compute one row, [B, 1, C]; the GatherElements is gone
+=>  GatherElements of every x that these nodes read rows of; they compute one row, [B, 1, C]; that of m is gone
 
 A decoder that gives logits of the last token alone ends with these nodes. For a chunk of a prompt it needs the nodes
 after the last attention (output projection, norms, MLP, residuals) for one row of each sequence.
@@ -134,14 +134,14 @@ def _linear_row_inputs(node: ir.Node, rows: Dims, data: ir.Value, others: list[i
     residual = [others.pop()] if node.attributes.get_int("residual", 0) else []
     static = all(value.shape is not None and value.shape.is_static() for value in others)
     shape = dims(data)
-    of_heads = len(shape) == 4 and shape[:3] == (rows[0], heads, rows[1])
+    of_heads = len(shape) == 4 and shape[:3] == (rows[0], heads, rows[1]) and isinstance(shape[3], int)
     right = (of_heads if heads else _has_rows(data, rows)) and all(_has_rows(value, rows) for value in residual)
     return [data, *residual] if static and right and len(node.outputs) == 1 else []
 
 
 def _has_rows(value: ir.Value, rows: Dims) -> bool:
     shape = dims(value)
-    return len(shape) == 3 and shape[:2] == rows
+    return len(shape) == 3 and shape[:2] == rows and isinstance(shape[2], int)
 
 
 def _same_for_all_rows(value: ir.Value) -> bool:
@@ -153,26 +153,43 @@ def _same_for_all_rows(value: ir.Value) -> bool:
 def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
     """Add nodes that pick one token's row of a value [B, T, C] or [B, heads, T, D], and return the picked row.
 
-    `row` [B, 1, 1] is the token's index. With heads the rows of all heads are picked with one index [B, heads, 1, 1].
+    `row` [B, 1, 1] is the token's index. GatherElements picks the row with an index for each of its elements, because
+    ONNX Runtime's CUDA provider cannot replay a GatherND in a CUDA graph: it reads memory that the first run has freed.
     """
-    heads = dims(value)[1] if len(dims(value)) == 4 else 0
+    name, picked = str(value.name), _with_one_row(value)
     index = row
-    if isinstance(heads, int) and heads:
-        zeros = ir.Value(
-            name=f"{value.name}.heads",
-            const_value=ir.tensor(np.zeros((heads, 1), np.int64), name=f"{value.name}.heads"),
-        )
-        zeros.shape, zeros.dtype = ir.Shape([heads, 1]), ir.DataType.INT64
-        graph.register_initializer(zeros)
-        gather = ir.node("Gather", [row, zeros], {"axis": 1}, name=f"{value.name}.rows")
-        index = gather.outputs[0]
-        index.name, index.type, index.shape = f"{value.name}.rows", row.type, ir.Shape([dims(row)[0], heads, 1, 1])
-        graph.append(gather)
-    pick = ir.node("GatherND", [value, index], {"batch_dims": 2 if heads else 1}, name=f"{value.name}.row")
-    one = pick.outputs[0]
-    one.name, one.type, one.shape = f"{value.name}.row", value.type, _with_one_row(value)
-    graph.append(pick)
-    return one
+    if len(picked) == 4:
+        axes = _initializer(graph, f"{name}.heads", [1])
+        index = _append(graph, "Unsqueeze", [row, axes], f"{name}.rows", ir.Shape([picked[0], 1, 1, 1]), row.type)
+    # The batch is 1 here, and broadcasts to that of the index.
+    sizes = _initializer(graph, f"{name}.sizes", [1, *(size for size in picked[1:] if isinstance(size, int))])
+    elements = _append(graph, "Expand", [index, sizes], f"{name}.elements", picked, row.type)
+    return _append(graph, "GatherElements", [value, elements], f"{name}.row", picked, value.type, axis=len(picked) - 2)
+
+
+def _initializer(graph: ir.Graph, name: str, numbers: list[int]) -> ir.Value:
+    """Add a constant of int64 numbers to a graph and return it."""
+    value = ir.Value(name=name, const_value=ir.tensor(np.array(numbers, np.int64), name=name))
+    value.shape, value.dtype = ir.Shape([len(numbers)]), ir.DataType.INT64
+    graph.register_initializer(value)
+    return value
+
+
+def _append(
+    graph: ir.Graph,
+    op_type: str,
+    inputs: list[ir.Value],
+    name: str,
+    shape: ir.Shape,
+    kind: ir.TypeProtocol | None,
+    **attributes: int,
+) -> ir.Value:
+    """Append an ONNX node to a graph and return its output, with this name, shape and type."""
+    node = ir.node(op_type, inputs, attributes, name=name)
+    output = node.outputs[0]
+    output.name, output.shape, output.type = name, shape, kind
+    graph.append(node)
+    return output
 
 
 def _with_one_row(value: ir.Value) -> ir.Shape:

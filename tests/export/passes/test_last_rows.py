@@ -132,7 +132,8 @@ def test_the_pick_goes_up_while_rows_are_on_their_own(lines: list[str], picks: l
     if picks == ["m"]:
         assert [node.op_type for node in after.graph.node] == [node.op_type for node in before.graph.node]
     else:
-        assert not {"GatherElements", "Expand", "Constant"} & {node.op_type for node in after.graph.node}
+        assert not {"y", "e", "shape"} & {name for node in after.graph.node for name in node.output}
+        assert "GatherND" not in {node.op_type for node in after.graph.node}, "no CUDA graph can replay it"
         shapes = {
             v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in after.graph.value_info
         }
@@ -269,9 +270,9 @@ def test_the_last_layer_has_one_row_from_its_attention_on(name: str, workshop: A
     between = [shapes[node.output[0]] for node in nodes[attention[0] : attention[-1]] if node.op_type == "Linear"]
     assert between and 1 not in {shape[1] for shape in between}  # the layers before need all of theirs
     # The index, one for all heads of it, and a pick of the residual stream and of the attention's output.
-    index = ["Clip", "Gather", "GatherND", "GatherND", "Sub", "Unsqueeze"]
+    index = ["Clip", "Expand", "Expand", "GatherElements", "GatherElements", "Sub", "Unsqueeze", "Unsqueeze"]
     names = [node.op_type for node in nodes[attention[-1] + 1 :]]
-    assert sorted(x for x in names if x in {*index, "GatherElements", "Expand", "Concat"}) == index
+    assert sorted(x for x in names if x in {*index, "Gather", "GatherND", "Concat"}) == index
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -113,6 +113,20 @@ def providers(onnxruntime: Any) -> list[str]:
     return names
 
 
+def graph_problem() -> str:
+    """Return why the installed ONNX Runtime cannot replay calls as CUDA graphs; "" if it can.
+
+    ONNX Runtime 1.29 and 1.30 share the memory of one device between sessions, and reuse memory that a captured CUDA
+    graph still reads and writes. A replay would return wrong numbers without an error.
+    """
+    import onnxruntime
+
+    version = str(onnxruntime.__version__)
+    if (1, 29) <= tuple(int(number) for number in version.split(".")[:2]) < (1, 31):
+        return f"onnxruntime {version} reuses the memory of CUDA graphs; pip install 'onnxruntime-gpu>=1.31'"
+    return ""
+
+
 def load_cuda_libraries(onnxruntime: Any) -> None:
     """Load the CUDA and cuDNN libraries from NVIDIA's Python packages, if these are installed.
 

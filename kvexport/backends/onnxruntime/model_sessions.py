@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.session import open_session
 from kvexport.errors import EnvironmentProblem
 
+log = logging.getLogger("kvexport.backends")
 # The names of the ONNX Runtime sessions: the ONNX graph that each runs.
 DECODER, MERGE, TOP_LOGITS = "decoder", "merge", "top_logits"
 NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
@@ -92,6 +95,9 @@ class Sessions:
             path, self.top_count = top_logits
             self._open[TOP_LOGITS] = partial(open_session, path, threads=1, operators=None, device=device)
         self.graphs, self.graph_problem = set(self._open) if graphs else set[str](), ""
+        if self.graphs and (why := devices.graph_problem()):
+            self.graphs.clear()
+            self._report(why)
         if merging is None:
             self.graphs.discard(MERGE)  # the shapes in the function depend on the votes, so it cannot be captured
         self._opened: dict[str, Any] = {}
@@ -169,6 +175,11 @@ class Sessions:
             why: The reason, which is added to `graph_problem`.
         """
         self.graphs.discard(name)
-        self.graph_problem += f"{'; ' if self.graph_problem else ''}{name}: {why}"
+        self._report(f"{name}: {why}")
         self._opened.pop(name, None)  # releases the old session before the new one is opened
         self._opened[name] = self._open[name](graphs=False)
+
+    def _report(self, why: str) -> None:
+        """Add a reason to `graph_problem`, and warn the user of it."""
+        self.graph_problem += f"{'; ' if self.graph_problem else ''}{why}"
+        log.warning("runs without CUDA graphs, which takes longer: %s", why)

@@ -224,6 +224,26 @@ def test_where_the_provider_takes_no_graph_the_decoder_is_loaded_without(
     assert [name for name, _ in asked] == ["decoder.onnx", "merge.onnx", "top_logits.onnx"]
 
 
+@pytest.mark.parametrize(
+    ("version", "graphs"), [("1.28.2", True), ("1.29.1", False), ("1.30.0", False), ("1.31", True)]
+)
+def test_releases_that_reuse_the_memory_of_graphs_run_without_them(
+    cuda_artifact: Path,
+    gpu: Callable[[list[str]], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    graphs: bool,
+) -> None:
+    gpu([*devices.PROVIDERS.values()])
+    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setattr(onnxruntime, "__version__", version)
+    model: Any = load(cuda_artifact).model
+    assert model.graphs == ({DECODER, TOP_LOGITS} if graphs else set())
+    why = f"onnxruntime {version} reuses the memory of CUDA graphs; pip install 'onnxruntime-gpu>=1.31'"
+    assert (why in caplog.text, why == model.graph_problem) == (not graphs, not graphs)
+
+
 def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]]) -> None:
     """The shapes in a function of MergeCache depend on the votes, which a CUDA graph would keep as they were."""
     kernels = native.library("cpu")

@@ -4,7 +4,8 @@
 #   docker run --rm --gpus all -v "$PWD/artifacts:/artifacts" kvexport:tensorrt build --from /artifacts/ARTIFACT --backend tensorrt
 #
 # TENSORRT_TAG: of an image with TensorRT 11 (NGC's catalogue lists them); it has no default, so that nobody builds on one that was not
-# chosen. TENSORRT_DIGEST=sha256:... pins it. EXTRAS= leaves out what only exporting takes: engines can still be built --from graphs.
+# chosen. TENSORRT_DIGEST=sha256:... pins it. Without PyTorch and its CUDA libraries the image builds engines --from graphs that another machine exported;
+# EXTRAS=export,serve adds them.
 ARG TENSORRT_TAG
 ARG TENSORRT_DIGEST=
 
@@ -17,10 +18,10 @@ COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY plugins plugins
 COPY recipes recipes
 COPY kvexport kvexport
-# Compute capabilities of the GPUs that the image is for, as in "90" or "80 86 89 90"; nvcc takes minutes for each.
-ARG CAPABILITIES="80 86 89 90 100 120"
+# Compute capabilities of the GPUs that the image is for, as in "90" or "80 86 89 90"; nvcc takes minutes for each. 87 is Orin, 110 Thor.
+ARG CAPABILITIES="80 86 87 89 90 100 110 120"
 RUN python3 plugins/build.py tensorrt --capabilities ${CAPABILITIES}
-ARG EXTRAS=export,serve
+ARG EXTRAS=serve
 # TensorRT and its Python module are the image's own.
 RUN python3 -m venv --system-site-packages /opt/kvexport \
     && /opt/kvexport/bin/pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}" onnx cuda-bindings

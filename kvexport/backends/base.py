@@ -220,6 +220,10 @@ class Backend(ABC):
         """Return the device that the recipe chooses, such as "cuda"; None if the backend offers no choice."""
         return None
 
+    def needs_gpu(self, recipe: Recipe) -> bool:
+        """Return whether the artifact of a recipe runs only on a machine with an NVIDIA GPU."""
+        return self.device(recipe) == "cuda"
+
     def preparation(self, recipe: Recipe) -> Preparation | None:
         """Return the function that a build calls after it wrote the ONNX graphs (TensorRT's builds engines), or None.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from kvexport import backends
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.cache_planning import state_bytes
@@ -18,6 +19,7 @@ USER = 10001  # of docker/cpu.Dockerfile
 PORT = 8000
 MIB = 1 << 20
 PROGRAM = 512 * MIB  # Python, ONNX Runtime and activations of a small model
+GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin for Kubernetes
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,16 @@ def manifests(artifact: Path, server: Server) -> str:
     most = manifest.limits.max_batch
     if server.lanes is not None and server.lanes > most:
         raise UsageError(f"--lanes is {server.lanes}, the artifact was built for {most}", f"--lanes {most} or fewer")
-    objects = [_claim(server), _deployment(server, _mib(memory(manifest, server))), _service(server)]
+    needed = _mib(memory(manifest, server))
+    objects = [_claim(server), _deployment(server, needed, _gpus(manifest)), _service(server)]
     key = f"# kubectl create secret generic {server.name}-key --from-literal=key=KEY\n"
     return key + str(yaml.safe_dump_all(objects, sort_keys=False))
+
+
+def _gpus(manifest: Manifest) -> int:
+    """Return the GPUs of one server: one for each tensor-parallel rank, or none if the artifact runs on the CPU."""
+    backend = manifest.recipe.backend
+    return backend.tensor_parallel if backends.get(backend.name).needs_gpu(manifest.recipe) else 0
 
 
 def _mib(amount: int) -> str:
@@ -99,7 +108,7 @@ def _claim(server: Server) -> dict[str, Any]:
     }
 
 
-def _deployment(server: Server, memory: str) -> dict[str, Any]:
+def _deployment(server: Server, memory: str, gpus: int) -> dict[str, Any]:
     labels = {"app.kubernetes.io/name": server.name}
     pod = {
         "securityContext": {
@@ -111,7 +120,7 @@ def _deployment(server: Server, memory: str) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         # Requests drain, then sessions are written
         "terminationGracePeriodSeconds": server.drain + 60,
-        "containers": [_container(server, memory)],
+        "containers": [_container(server, memory, gpus)],
         "volumes": [
             {"name": "artifact", "persistentVolumeClaim": {"claimName": server.claim, "readOnly": True}},
             {"name": "sessions", "persistentVolumeClaim": {"claimName": f"{server.name}-sessions"}},
@@ -132,7 +141,7 @@ def _deployment(server: Server, memory: str) -> dict[str, Any]:
     }
 
 
-def _container(server: Server, memory: str) -> dict[str, Any]:
+def _container(server: Server, memory: str, gpus: int) -> dict[str, Any]:
     options = {
         "--host": "0.0.0.0",
         "--port": PORT,
@@ -145,7 +154,7 @@ def _container(server: Server, memory: str) -> dict[str, Any]:
         "--session-disk": server.session_disk,
         **({} if server.lanes is None else {"--lanes": server.lanes}),
     }
-    resources = {"cpu": str(server.cpus), "memory": memory}
+    limits = {"memory": memory, **({GPU: gpus} if gpus else {})}  # Kubernetes requests as many GPUs as are the limit
     return {
         "name": "kvexport",
         "image": server.image,
@@ -163,7 +172,7 @@ def _container(server: Server, memory: str) -> dict[str, Any]:
         "startupProbe": {**_probe("/ready"), "periodSeconds": 5, "failureThreshold": 120},
         "readinessProbe": {**_probe("/ready"), "periodSeconds": 5},
         "livenessProbe": {**_probe("/health"), "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
-        "resources": {"requests": resources, "limits": {"memory": memory}},
+        "resources": {"requests": {"cpu": str(server.cpus), "memory": memory}, "limits": limits},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,

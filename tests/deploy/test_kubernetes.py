@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 import yaml
 
+from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.commands.app import app
 from tests.support import command_line
@@ -95,6 +99,28 @@ def test_memory_is_what_the_artifact_and_the_options_take(tiny_artifact: Path) -
     least = 2 * manifest.bytes + manifest.cache.bytes(4) + (512 << 20)
     assert 0 <= asked("--prefix-memory", "0", "--session-memory", "0") - least < 1 << 20
     assert asked("--prefix-memory", "3GiB") - asked("--prefix-memory", "1GiB") == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus"),
+    [
+        ({"name": "onnxruntime", "device": "cpu"}, None),
+        ({"name": "onnxruntime", "device": "cuda"}, 1),
+        ({"name": "tensorrt"}, 1),
+    ],
+    ids=str,
+)
+def test_a_server_asks_for_the_gpus_of_its_artifact(
+    tiny_artifact: Path, tmp_path: Path, settings: dict[str, Any], gpus: int | None
+) -> None:
+    artifact = tmp_path / "artifact"
+    shutil.copytree(tiny_artifact, artifact)
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    manifest["recipe"]["backend"] = settings
+    (artifact / "manifest.json").unlink()
+    write_manifest(artifact, {name: x for name, x in manifest.items() if name not in ("files", "manifest_sha256")})
+    pod = objects(artifact)["Deployment"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") == gpus
 
 
 def test_what_a_cluster_would_refuse_is_refused(tiny_artifact: Path) -> None:

@@ -31,6 +31,10 @@ class TensorRT(Backend):
     positive_scales = True
     runs_experts = False
 
+    def needs_gpu(self, recipe: Recipe) -> bool:
+        """Return True: TensorRT engines run only on an NVIDIA GPU."""
+        return True
+
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
         """Return why this machine cannot run TensorRT engines (no GPU, driver or TensorRT), as (reason, fix) pairs."""
         from kvexport.backends.tensorrt import section

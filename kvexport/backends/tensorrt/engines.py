@@ -35,6 +35,7 @@ from kvexport.terminal import Progress
 LOG = "tensorrt.log"
 PLANS = {"decoder": "decoder.plan", "merge": "merge.plan", "top_logits": "top_logits.plan"}
 DECODE, PREFILL = 0, 1  # the decoder's optimization profiles
+MOST_SORTED = 3839  # elements of an axis that TensorRT's TopK sorts
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,6 @@ class EngineBuilder:
             EnvironmentProblem: If plugins are required and do not take a node.
             KvexportError: If TensorRT cannot build an engine, with its own words.
         """
-        import onnx
-
         state, vocabulary = manifest.cache, manifest.model.vocabulary
 
         def shape_of(name: str, batch: int, tokens: int) -> tuple[int, ...]:
@@ -113,15 +112,8 @@ class EngineBuilder:
 
         files: dict[str, str | None] = dict.fromkeys(PLANS)
         whys: dict[str, str] = {}
-        for kind, graph in manifest.graphs.files():
-            parsed = onnx.load(folder / graph, load_external_data=False)
-            model, reasons = for_tensorrt(parsed, self._refusal, alias_state=self.options.alias_state)
+        for kind, graph, model, reasons in self._converted(folder, manifest):
             whys.update(reasons)
-            require_taken(model, folder)
-            if self.options.plugin == "always" and any(reasons.values()):
-                raise EnvironmentProblem(
-                    next(filter(None, reasons.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"
-                )
             files[kind] = PLANS[kind]
             with progress(f"building {PLANS[kind]}", STEPS) as task:
                 plugin = self.plugin if "" in reasons.values() else None
@@ -143,6 +135,27 @@ class EngineBuilder:
             options=self.options,
         )
         return replace(manifest, operators=operators, engines={**manifest.engines, NAME: record.to_json()})
+
+    def _converted(self, folder: Path, manifest: Manifest) -> list[tuple[str, str, Any, dict[str, str]]]:
+        """Return every ONNX graph for TensorRT's parser: its kind, its file, the graph, and why nodes are no plugins.
+
+        All graphs are converted and checked before the first engine is built, which takes minutes.
+        """
+        import onnx
+
+        converted = []
+        for kind, graph in manifest.graphs.files():
+            parsed = onnx.load(folder / graph, load_external_data=False)
+            model, reasons = for_tensorrt(parsed, self._refusal, alias_state=self.options.alias_state)
+            require_taken(model, folder)
+            if self.options.plugin == "always" and any(reasons.values()):
+                raise EnvironmentProblem(
+                    next(filter(None, reasons.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"
+                )
+            if why := reasons.get("MergeCache"):
+                require_sortable(manifest.cache, why)
+            converted.append((kind, graph, model, reasons))
+        return converted
 
     def _build(
         self,
@@ -218,6 +231,26 @@ class EngineBuilder:
     def _errors(self) -> str:
         """Return TensorRT's last error messages as text; the first of them is the cause."""
         return "; ".join(self.log.errors[-3:]) or "no reason given"
+
+
+def require_sortable(state: CachePlan, why: str) -> None:
+    """Check that TensorRT can merge the caches by MergeCache's ONNX function, which sorts all slots of a cache.
+
+    Args:
+        state: The caches.
+        why: Why the plugin does not run MergeCache.
+
+    Raises:
+        EnvironmentProblem: If a cache that merges has more slots than TensorRT sorts.
+    """
+    for i, cache in enumerate(state.caches):
+        if cache.merges and cache.capacity > MOST_SORTED:
+            raise EnvironmentProblem(
+                f"cache {i} has {cache.capacity} slots, and TensorRT sorts at most {MOST_SORTED} without kvexport's "
+                f"plugin, which does not run MergeCache: {why}",
+                f"python plugins/build.py tensorrt, or a cache.budget and cache.merge_every that give {MOST_SORTED} "
+                "slots",
+            )
 
 
 def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[int, ...]:

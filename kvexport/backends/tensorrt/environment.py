@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvexport.backends.sections import default
@@ -13,6 +14,8 @@ from kvexport.errors import EnvironmentProblem
 OLDEST = (11,)  # the oldest TensorRT: strongly typed networks only, int64, the operators of opset 23
 OLDEST_GPU = (7, 5)  # the oldest GPU that every TensorRT 11 supports
 INSTALL = "pip install 'kvexport[tensorrt]', or use the image of docker/tensorrt.Dockerfile"
+JETSON = Path("/etc/nv_tegra_release")  # JetPack's file, on every Jetson
+INSTALL_JETSON = "JetPack 7.2.2 or newer, which has TensorRT 11 (JetPack 6 has TensorRT 10), or --backend onnxruntime"
 REBUILD = "kvexport build --from ARTIFACT --backend tensorrt, on the machine that is to run it"
 
 
@@ -74,19 +77,24 @@ def import_runtime(*, version_compatible: bool) -> Any:
             ) from error
 
 
+def install() -> str:
+    """Return the line that installs TensorRT on this machine: a Jetson has the one of its JetPack."""
+    return INSTALL_JETSON if JETSON.exists() else INSTALL
+
+
 def _import(name: str) -> Any:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise EnvironmentProblem(f"the module {error.name or name} is not installed", INSTALL) from error
+        raise EnvironmentProblem(f"the module {error.name or name} is not installed", install()) from error
     except (ImportError, OSError) as error:  # the loader does not find a shared library
         raise EnvironmentProblem(
-            f"{name} is installed but cannot be loaded: {str(error).splitlines()[0]}", INSTALL
+            f"{name} is installed but cannot be loaded: {str(error).splitlines()[0]}", install()
         ) from error
     if version_of(module.__version__) < OLDEST:
         raise EnvironmentProblem(
             f"{name} is {module.__version__}, which is too old: {dotted(OLDEST)} is the oldest supported version",
-            INSTALL,
+            install(),
         )
     return module
 

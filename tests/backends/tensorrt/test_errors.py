@@ -4,6 +4,7 @@ crash."""
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 import kvexport
 from kvexport import paths
-from kvexport.backends.tensorrt import environment, plugin
+from kvexport.backends.tensorrt import engines, environment, plugin
 from kvexport.backends.tensorrt.environment import Gpu, version_of
 from kvexport.backends.tensorrt.record import EngineRecord, check_plan
 from kvexport.backends.tensorrt.section import TensorRTSection
@@ -109,6 +110,17 @@ def test_without_tensorrts_library(
 def test_with_an_old_tensorrt(tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_tensorrt.install(monkeypatch, gpu, version="10.9.0.34")
     assert "tensorrt is 10.9.0.34, which is too old: 11 is the oldest" in problem(tiny_artifact, tmp_path / "a").problem
+    monkeypatch.setattr(environment, "JETSON", tmp_path)
+    assert "JetPack 7.2.2" in problem(tiny_artifact, tmp_path / "a").fix
+
+
+def test_a_cache_that_tensorrt_cannot_sort_is_refused_before_engines_are_built(
+    tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "MOST_SORTED", 8)
+    found = problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=never")
+    assert re.search("cache 0 has [0-9]+ slots, and TensorRT sorts at most 8 without .* switched off", found.problem)
+    assert "plugins/build.py tensorrt" in found.fix
 
 
 # The plugins.

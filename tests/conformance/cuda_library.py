@@ -58,7 +58,7 @@ def _structure(name: str, **fields: Any) -> Any:
 POINTER, INT, INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 LinearWeight = _structure(
     "KvWeight", data=POINTER, bits=INT, is_signed=INT, group=INT64, scale_type=INT, scale=POINTER, zero=POINTER,
-    minimum_type=INT, minimum=POINTER,
+    minimum_type=INT, minimum=POINTER, table=POINTER,
 )  # fmt: skip
 LinearProduct = _structure(
     "KvProduct", outputs=INT64, heads=INT64, rotated=INT, weight=LinearWeight, bias=POINTER, output=POINTER

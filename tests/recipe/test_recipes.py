@@ -36,6 +36,8 @@ LISTED = {
     str(recipe_file("smollm2-135m-listed")): 30,
     "smollm2-135m-heads": 30,
 }
+# Recipes of tests/recipe/test_model_recipes.py.
+MODELS = ("gpt-oss-20b", "glm47-flash", "lfm25-1b", "qwen36-35b-a3b")
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama31-8b-keepkv": ("meta-llama/Llama-3.1-8B-Instruct", 32768),
@@ -47,7 +49,7 @@ HUB = {
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *SMOLLM2, *HUB, *OTHERS}
+    assert set(listed) == {*TINY, *SMOLLM2, *HUB, *OTHERS, *MODELS}
     for name, info in listed.items():
         assert not info.problem
         assert info.description

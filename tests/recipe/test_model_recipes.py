@@ -1,0 +1,97 @@
+"""Recipes of models on the hub: their plans for the models' configs, without the hub and without weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvexport.planning import plan_memory
+from kvexport.recipe.load import load_recipe
+
+# As published; what is left out is transformers' default, which is that model's.
+LFM2_ATTENDS = (2, 5, 8, 10, 12, 14)
+CONFIGS: dict[str, Any] = {
+    "gpt-oss-20b": lambda: transformers.GptOssConfig(
+        num_hidden_layers=24, num_local_experts=32, architectures=["GptOssForCausalLM"]
+    ),
+    "glm47-flash": lambda: transformers.Glm4MoeLiteConfig(architectures=["Glm4MoeLiteForCausalLM"]),
+    "lfm25-1b": lambda: transformers.Lfm2Config(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        intermediate_size=12288,
+        block_auto_adjust_ff_dim=True,
+        layer_types=["full_attention" if i in LFM2_ATTENDS else "conv" for i in range(16)],
+        architectures=["Lfm2ForCausalLM"],
+    ),
+    "qwen36-35b-a3b": lambda: transformers.Qwen3_5MoeConfig(
+        tie_word_embeddings=False, architectures=["Qwen3_5MoeForConditionalGeneration"]
+    ),
+}
+# (parameters of the text part, layers that attend, share of the experts' bytes that a token reads)
+PUBLISHED = {
+    "gpt-oss-20b": (20_914_757_184, 24, 4 / 32),
+    "glm47-flash": (29_943_393_920, 47, 4 / 64),
+    "lfm25-1b": (1_170_340_608, 6, 0),
+    "qwen36-35b-a3b": (34_660_610_688, 10, 8 / 256),
+}
+
+
+def mxfp4_headers(config: Any, folder: Path) -> None:
+    """Write the header of gpt-oss's tensors, experts in MXFP4, before a hole in place of the weights."""
+    model_config = json.loads((folder / "config.json").read_text())
+    model_config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(model_config))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, tensor in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = tensor.shape
+            tensors[f"{name}_blocks"] = "U8", (experts, outputs, inputs // 32, 16)
+            tensors[f"{name}_scales"] = "U8", (experts, outputs, inputs // 32)
+        else:
+            tensors[name] = "BF16", tuple(tensor.shape)
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = (1 if dtype == "U8" else 2) * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_recipe_plans_the_published_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS[name]()
+    config.save_pretrained(tmp_path)
+    if name == "gpt-oss-20b":
+        mxfp4_headers(config, tmp_path)
+    recipe = load_recipe(name).recipe
+    asked: list[str] = []
+
+    def download(hub_id: str, *_: Any, **__: Any) -> Path:
+        asked.append(hub_id)
+        return tmp_path
+
+    monkeypatch.setattr("kvexport.export.model.checkpoint.download", download)
+    plan = plan_memory(recipe, name)
+    parameters, attends, share = PUBLISHED[name]
+    assert set(asked) == {recipe.model.path}
+    assert (plan.parameters, len(plan.geometry)) == (parameters, attends)
+    if share:
+        # Biases of experts are read like their weights.
+        assert plan.expert_read_bytes == pytest.approx(plan.expert_bytes * share, rel=1e-6)
+        numbers = 24 * 32 * 3 * 2880 * 2880
+        if name == "gpt-oss-20b":  # 4.25 bits, tables, and biases in float32
+            assert plan.expert_bytes == numbers * 17 // 32 + 24 * 2 * 16 + 4 * 24 * 32 * 3 * 2880
+        else:
+            assert plan.expert_bytes < 0.15 * 4 * parameters

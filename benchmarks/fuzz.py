@@ -2,6 +2,7 @@
 
     python benchmarks/fuzz.py address,undefined --minutes 10
     python benchmarks/fuzz.py thread --minutes 10
+    python benchmarks/fuzz.py address,undefined --small --minutes 10      some hundred times as many, smaller calls
 
 Builds kv_fuzz with the sanitizers and runs it with seeds that no earlier run has used. results/fuzz.json keeps, for
 each choice of sanitizers, the calls and cases of all runs, the next seed, and the seeds of cases that failed. A failing
@@ -24,7 +25,7 @@ from common import RESULTS, save
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_SEED = 1_000_000  # the tests use smaller ones
-PART = 25  # cases in a process: a failure ends no more than these
+PART = {"": 25, "small": 2500}  # cases in a process: a failure ends no more than these
 
 
 def program(sanitizers: str) -> list[str]:
@@ -37,8 +38,14 @@ def program(sanitizers: str) -> list[str]:
     return ["setarch", "-R", *command] if sanitizers == "thread" else command
 
 
-def run(command: list[str], seed: int, minutes: float) -> dict[str, Any]:
+def run(command: list[str], kind: str, seed: int, minutes: float) -> dict[str, Any]:
     """Run parts until the time is over.
+
+    Args:
+        command: The command of kv_fuzz.
+        kind: "small" for small calls alone, else "".
+        seed: The first seed.
+        minutes: The time.
 
     Returns:
         Figures: cases, calls, seconds, the next seed, and the seeds of failing cases with their messages.
@@ -46,14 +53,19 @@ def run(command: list[str], seed: int, minutes: float) -> dict[str, Any]:
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     begun, cases, calls, failures, isa = time.monotonic(), 0, 0, dict[str, str](), ""
     while time.monotonic() - begun < 60 * minutes:
-        done = subprocess.run([*command, str(seed), str(PART)], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [*command, str(seed), str(PART[kind]), *filter(None, [kind])],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
         if counted := re.search(r"^(\w+): (\d+) cases of each operator, (\d+) calls", done.stdout, re.MULTILINE):
             isa, cases, calls = counted[1], cases + int(counted[2]), calls + int(counted[3])
         else:
             failing = re.search(r"^kv_fuzz (\d+) 1", done.stderr, re.MULTILINE)
-            failures[failing[1] if failing else f"{seed} to {seed + PART - 1}"] = done.stderr[-2000:]
+            failures[failing[1] if failing else f"{seed} to {seed + PART[kind] - 1}"] = done.stderr[-2000:]
             print(done.stderr[-4000:], file=sys.stderr)
-        seed += PART
+        seed += PART[kind]
     seconds = round(time.monotonic() - begun)
     return {"isa": isa, "cases": cases, "calls": calls, "seconds": seconds, "next seed": seed, "failures": failures}
 
@@ -61,20 +73,23 @@ def run(command: list[str], seed: int, minutes: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("sanitizers", choices=["address,undefined", "thread"])
+    parser.add_argument("--small", action="store_true", help="only calls of small shapes")
     parser.add_argument("--minutes", type=float, default=10.0)
     arguments = parser.parse_args()
     file = RESULTS / "fuzz.json"
     kept = json.loads(file.read_text())["sanitizers"] if file.exists() else {}
-    before = kept.get(arguments.sanitizers, {"cases": 0, "calls": 0, "seconds": 0, "runs": 0, "failures": {}})
-    part = run(program(arguments.sanitizers), before.get("next seed", FIRST_SEED), arguments.minutes)
-    kept[arguments.sanitizers] = {
+    kind = "small" if arguments.small else ""
+    name = " ".join(filter(None, [arguments.sanitizers, kind]))
+    before = kept.get(name, {"cases": 0, "calls": 0, "seconds": 0, "runs": 0, "failures": {}})
+    part = run(program(arguments.sanitizers), kind, before.get("next seed", FIRST_SEED), arguments.minutes)
+    kept[name] = {
         "isa": part["isa"],
-        **{name: before[name] + part[name] for name in ("cases", "calls", "seconds")},
+        **{count: before[count] + part[count] for count in ("cases", "calls", "seconds")},
         "runs": before["runs"] + 1,
         "next seed": part["next seed"],
         "failures": {**before["failures"], **part["failures"]},
     }
-    print(json.dumps(kept[arguments.sanitizers], indent=1))
+    print(json.dumps(kept[name], indent=1))
     save("fuzz", {"sanitizers": kept})
     sys.exit(bool(part["failures"]))
 

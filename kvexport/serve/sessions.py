@@ -16,7 +16,7 @@ from kvexport.errors import EnvironmentProblem, KvexportError, SnapshotError, Us
 from kvexport.serve.errors import ApiError, overloaded
 from kvexport.serve.settings import ServeSettings
 from kvexport.state.session_files import NAME, SessionConflict, SessionLost
-from kvexport.state.sessions import ANY, SessionStore
+from kvexport.state.session_store import ANY, SessionStore
 from kvexport.state.shared_sessions import SharedSessions
 from kvexport.state.snapshot import Snapshot
 

@@ -27,7 +27,7 @@ from kvexport.state.session_files import (
     read_session,
     temporary,
 )
-from kvexport.state.sessions import ANY
+from kvexport.state.session_store import ANY
 from kvexport.state.snapshot import MARK, Snapshot
 
 _LEFT_BEHIND = 3600  # seconds; an older half-written file is of a process that was killed

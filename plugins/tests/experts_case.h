@@ -17,7 +17,8 @@ struct ExpertsCase {
     shape.type = call.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
     call.weights_type = shape.type == KV_FLOAT16 && random.one_in(2) ? KV_FLOAT16 : KV_FLOAT32;
     do draw_sizes(random);
-    while (static_cast<double>(call.tokens * call.chosen + 30 * call.experts) * call.hidden * call.inner > 2e7);
+    while (static_cast<double>(call.tokens * call.chosen + 30 * call.experts) * call.hidden * call.inner >
+           2e7 * work_share);
     call.activation = random.between(KV_EXPERTS_SILU, KV_EXPERTS_RELU_SQUARED), call.gate = random.one_in(3) ? 0 : 1;
     call.slope = random.one_in(2) ? 1.0f : 1.702f, call.limit = random.one_in(2) ? 0.0f : random.uniform(0.2f, 2.0f);
     call.up_offset = random.one_in(2) ? 0.0f : 1.0f, call.float_input = random.one_in(3);

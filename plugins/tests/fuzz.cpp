@@ -2,7 +2,9 @@
 // bits in place or not and on any threads, the invariants of docs/reference/contract.md, and the numbers of
 // VoteAttention, Linear and Experts against plain loops in double precision.
 //
-//   kv_fuzz SEED CASES [linear]      linear: only calls of Linear and Experts
+//   kv_fuzz SEED CASES [linear|small]
+//
+// linear: only calls of Linear and Experts. small: only small shapes, some hundred times as many cases in a second.
 //
 // Case i of seed s is case 0 of seed s + i. If a case fails, its seed and shapes are printed, and the exit code is 1.
 // One case in eight is hostile: NaN and infinite numbers, lengths that do not fit; for these only memory and bits are
@@ -24,8 +26,8 @@ bool holds(uint64_t seed) {
   try {
     one.check_all(random);
   } catch (const Failure& failure) {
-    fprintf(stderr, "kv_fuzz %llu 1 (%s): %s\n  %s\n", static_cast<unsigned long long>(seed), kv_cpu_isa(),
-            failure.what.c_str(), one.describe().c_str());
+    fprintf(stderr, "kv_fuzz %llu 1%s (%s): %s\n  %s\n", static_cast<unsigned long long>(seed),
+            work_share < 1 ? " small" : "", kv_cpu_isa(), failure.what.c_str(), one.describe().c_str());
     return false;
   }
   return true;
@@ -46,10 +48,12 @@ bool refuses_two_types() {
 
 int main(int count, char** arguments) {
   const bool linear = count == 4 && strcmp(arguments[3], "linear") == 0;
-  if (count != 3 && !linear) {
-    fprintf(stderr, "kv_fuzz SEED CASES [linear]\n");
+  const bool small = count == 4 && strcmp(arguments[3], "small") == 0;
+  if (count != 3 && !linear && !small) {
+    fprintf(stderr, "kv_fuzz SEED CASES [linear|small]\n");
     return 2;
   }
+  if (small) fuzz::work_share = 1.0 / 512;
   const uint64_t seed = strtoull(arguments[1], nullptr, 10), cases = strtoull(arguments[2], nullptr, 10);
   if (!fuzz::refuses_two_types()) return 1;
   for (uint64_t i = 0; i < cases; ++i)

@@ -19,7 +19,7 @@ struct LinearCase {
   explicit LinearCase(Random& random) {
     shape.type = call.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
     do draw_sizes(random);
-    while (work() > 6e7);  // the most that is fast enough under a sanitizer
+    while (work() > 6e7 * work_share);
     input = filled(random, tokens() * call.inputs), norm = filled(random, call.inputs);
     cosine = filled(random, tokens() * call.planes), sine = filled(random, tokens() * call.planes);
     for (int i = 0; i < call.count; ++i) {

@@ -109,7 +109,8 @@ struct MergeCase {
   explicit MergeCase(Random& random) : hostile(random.one_in(8)) {
     do {
       shape = any_shape(random, 1);
-    } while (static_cast<double>(shape.rows()) * shape.capacity * std::min(shape.capacity, 200) * shape.key_size > 3e7);
+    } while (static_cast<double>(shape.rows()) * shape.capacity * std::min(shape.capacity, 200) * shape.key_size >
+             3e7 * work_share);
     any_policy(random, shape.key_size, frequencies, call);
     fit.choose(random, call.policy);
     shape.statistics = call.statistics;

@@ -56,6 +56,10 @@ class Random {
   std::normal_distribution<float> normal_;
 };
 
+// The share of the usual work that a case may take. The usual most is what a sanitizer runs in about a second; with a
+// small share, more cases run in the same time.
+inline double work_share = 1.0;
+
 // Elements between canaries, aligned only to their own size, NaN until they are written. Under AddressSanitizer the
 // block ends with the data, so that it also reports a read beyond the data.
 class Buffer {

@@ -41,7 +41,7 @@ struct AttentionCase {
       call.query_heads = shape.heads * random.one_of({1, 1, 2, 3, 4, 5, 7, 8, 16});
     } while (static_cast<double>(shape.batch) * call.query_heads * (call.tokens + 4) * shape.capacity *
                  (shape.key_size + shape.value_size) >
-             3e7);
+             3e7 * work_share);
     call.query_type = shape.type, call.cache_type = shape.cache_type(), call.batch = shape.batch,
     call.heads = shape.heads, call.capacity = shape.capacity;
     call.key_size = shape.key_size, call.value_size = shape.value_size;

@@ -24,7 +24,7 @@ from kvexport.recipe.load import load_recipe
 from kvexport.serve.settings import ServeSettings
 from kvexport.state.mapped_file import mapped
 from kvexport.state.session_files import SUFFIX
-from kvexport.state.sessions import SessionStore
+from kvexport.state.session_store import SessionStore
 from kvexport.state.shared_sessions import SharedSessions
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH
 from tests.support.command_line import ENVIRONMENT, ROOT, failure
@@ -157,7 +157,7 @@ import numpy as np
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem
-from kvexport.state.sessions import SessionStore
+from kvexport.state.session_store import SessionStore
 from kvexport.state.shared_sessions import SharedSessions
 
 engine, disk = load(sys.argv[1], threads=1), Path(sys.argv[2])

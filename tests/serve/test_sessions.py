@@ -13,7 +13,7 @@ import pytest
 import kvexport
 from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem
-from kvexport.state.sessions import SessionStore
+from kvexport.state.session_store import SessionStore
 from kvexport.state.shared_sessions import SharedSessions
 from tests.support.http_server import Running, prompt, running
 from tests.support.streams import RawClient

@@ -15,7 +15,7 @@ from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.state.session_files import SUFFIX, SessionLost
-from kvexport.state.sessions import SessionStore, next_turn
+from kvexport.state.session_store import SessionStore, next_turn
 from kvexport.state.snapshot import Snapshot
 
 PROMPTS = [[n] * (20 + n) for n in range(6)]

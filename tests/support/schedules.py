@@ -15,7 +15,7 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request, State
 from kvexport.errors import DeadlineError
-from kvexport.state.sessions import SessionStore
+from kvexport.state.session_store import SessionStore
 from kvexport.state.snapshot import Snapshot
 
 CHUNK, VOCABULARY = 16, 64  # of the tiny artifact

@@ -124,11 +124,13 @@ def find_artifact(
         return Path(source)
     recipe = model_recipe(source, budget, max_length=max_length, overrides=overrides)
     from kvexport.export.build import build
+    from kvexport.export.model.adapter import read_recipe_checkpoint
     from kvexport.export.model.cached import cache_folder
-    from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
+    from kvexport.export.model.checkpoint import resolve_checkpoint
 
     with progress("reading the checkpoint", None):
-        checkpoint = read_checkpoint(resolve_checkpoint(recipe.recipe.model.path, recipe.recipe.model.revision))
+        source_folder = resolve_checkpoint(recipe.recipe.model.path, recipe.recipe.model.revision)
+        checkpoint = read_recipe_checkpoint(source_folder, recipe.recipe)
     folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint)[:16]}"
     if is_artifact(folder):
         return folder

@@ -41,7 +41,8 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     import torch
 
     from kvexport.export.hooks.experts import refuse_experts
-    from kvexport.export.model.checkpoint import is_gguf, read_checkpoint, resolve_checkpoint
+    from kvexport.export.model.adapter import read_recipe_checkpoint
+    from kvexport.export.model.checkpoint import is_gguf, resolve_checkpoint
     from kvexport.export.model.config import load_config, says_quantized
     from kvexport.export.model.hf_model import build_fake, probe_layers
     from kvexport.export.model.rotary import read_rotary
@@ -53,7 +54,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     has_weights = weights or Path(path).is_dir() or is_gguf(path) or path.startswith(WHEEL)
     if not has_weights and says_quantized(str(folder), None):
         folder, has_weights = resolve_checkpoint(path, revision), True
-    checkpoint = read_checkpoint(folder) if has_weights else None
+    checkpoint = read_recipe_checkpoint(folder, recipe) if has_weights else None
     with quiet_exporter():
         source = checkpoint.path if checkpoint else folder
         config = load_config(str(source), recipe)

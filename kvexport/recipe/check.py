@@ -24,7 +24,8 @@ from kvexport.recipe.parse import Entry, Findings, Leaf, Tree, plain, shown_key
 
 Key: TypeAlias = "tuple[str, ...]"
 PATH: Key = ("model", "path")
-CALIBRATION: Key = ("weights", "calibration")
+FILES: tuple[Key, ...] = (("weights", "calibration"), ("weights", "merge_adapter"))
+"""Keys whose value is the path of a file or folder, relative to the recipe's file."""
 METHOD: Key = ("cache", "method")
 PARAMETERS: Key = ("cache", "parameters")
 
@@ -44,9 +45,10 @@ def check_recipe(tree: Tree, label: str, findings: Findings) -> Recipe | None:
     path = get(tree, PATH)
     if isinstance(path, Leaf):
         data["model"]["path"] = _local(path)
-    file = get(tree, CALIBRATION)
-    if isinstance(file, Leaf) and isinstance(file.value, str) and file.value:
-        data["weights"]["calibration"] = os.path.normpath(file.origin.folder / file.value)
+    for section, key in FILES:
+        file = get(tree, (section, key))
+        if isinstance(file, Leaf) and isinstance(file.value, str) and file.value:
+            data[section][key] = os.path.normpath(file.origin.folder / file.value)
     cache = data.get("cache", {})
     method = None
     if isinstance(cache, dict) and isinstance(cache.get("parameters", {}), dict):

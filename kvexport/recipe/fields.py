@@ -90,6 +90,12 @@ class WeightsSection(RecipeSection):
         "importance.safetensors of an artifact of the same checkpoint, for the same rounding as that artifact; null: "
         "the text of the package.",
     )
+    merge_adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="A LoRA adapter in PEFT's format, whose product is added to the weights at build: its folder "
+        "(relative to the recipe's file); null: none.",
+    )
     inputs: Literal["int8", "float"] = Field(
         "int8",
         description="Inputs of products with packed weights. int8: a kernel may round them, which is faster; float: "

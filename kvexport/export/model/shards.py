@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def _no_weights(path: Path) -> UsageError:
     if "adapter_config.json" in files:
         return UsageError(
             f"{path} is an adapter, not a model",
-            "merge it: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(DIRECTORY)",
+            f"--set model.path=BASE_MODEL --set weights.merge_adapter={shlex.quote(str(path))}",
         )
     # The hub's cache holds models--org--name/snapshots/COMMIT; pickles are never downloaded there, so the id is what
     # can be converted.

@@ -127,6 +127,25 @@ def test_a_library_compiled_ahead_is_known_by_its_sources(
     assert prebuilt.take("90", tmp_path / "other.so", tmp_path) is None, "compiled otherwise"
 
 
+@pytest.mark.parametrize("compiler", ["13.0", "13.9"])
+def test_a_spill_fails_with_the_recorded_compiler_and_warns_with_another(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, compiler: str
+) -> None:
+    report = {"Rank": {"registers": 40, "spills": 8, "stack": 8, "shared": 0}}
+    monkeypatch.setattr(prebuilt, "take", lambda *_: {"compiler": compiler, "kernels": report})
+    if compiler == json.loads(resources.RECORD.read_text())["compiler"]:
+        with pytest.raises(AssertionError, match="registers spill in Rank"):
+            parts.build(target([]))
+    else:
+        assert parts.build(target([]))["warning"] == "with nvcc 13.9 registers spill in Rank"
+
+
+def test_kernels_are_proved_before_they_are_timed_and_limits_add_up() -> None:
+    assert [*gpu_check.PARTS][:3] == ["build", "conformance", "repeat"]
+    assert sum(gpu_check.PARTS.values()) <= gpu_check.MINUTES * 60
+    assert not gpu_check.PARTS.keys() & gpu_check.FURTHER_PARTS.keys()
+
+
 def test_results_go_where_they_come_back_from_and_need_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     monkeypatch.setenv("PATH", "")

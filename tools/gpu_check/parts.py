@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,11 @@ LARGE = 64 << 20  # bytes of a layer's cache from which a share of the bandwidth
 
 
 def build(target: Target) -> Figures:
-    """Build the library; return the compiler's report on every kernel. No kernel may spill registers."""
+    """Build the library; return the compiler's report on every kernel.
+
+    With the compiler of the recorded resources no kernel may spill registers. Another compiler divides registers in its
+    own way, so its spills are a warning.
+    """
     if target.on_host:
         return {"library": make.build("cuda-host").name}
     import torch
@@ -54,7 +59,10 @@ def build(target: Target) -> Figures:
         make.link_device("cuda", objects, [capability], DEVICE)
         figures = {"compiler": resources.compiler_version(), "kernels": report}
     spilling = [name for name, numbers in figures["kernels"].items() if numbers["spills"]]
-    assert not spilling, f"registers spill in {', '.join(spilling)}"
+    if spilling and figures["compiler"] != json.loads(resources.RECORD.read_text())["compiler"]:
+        figures["warning"] = f"with nvcc {figures['compiler']} registers spill in {', '.join(spilling)}"
+    else:
+        assert not spilling, f"registers spill in {', '.join(spilling)}"
     return {"library": DEVICE.name, **figures}
 
 

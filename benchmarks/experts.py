@@ -3,9 +3,10 @@
     python benchmarks/experts.py [--shapes qwen3-30b-a3b,gpt-oss-20b] [--layers 2] [--rows 1,512] [--rounds 30]
                                  [--threads 2] [--sides SIDE ...]
 
-Weights and inputs are random, in groups of 32 with scales in float16. Every token chooses its experts at random and
-anew in every run. Sides: Experts with int4 and int8 weights, and ONNX Runtime's QMoE (int4, groups of 32, accuracy
-level 4), all in turn, in one process. `read_share` is the bytes of weights and scales of the chosen experts over the
+Weights and inputs are random, in groups of 32 with scales in float16; those of MXFP4 have exponents. Every token
+chooses its experts at random and anew in every run. Sides: Experts with int4, int8 and MXFP4 weights, and ONNX
+Runtime's QMoE (int4, groups of 32, accuracy level 4), all in turn, in one process. `read_share` is the bytes of weights
+and scales of the chosen experts over the
 time of one row and the machine's read bandwidth, which is probed before and after. Goals: one row at 0.7 of the
 bandwidth, 1.0 times QMoE's speed with one row and 1.5 times with 512. If the machine is busy, take many rounds and read
 the figures that begin with `best`, which are of the fastest round.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -26,10 +28,12 @@ from common import read_bandwidth, save
 
 from kvexport.backends.onnxruntime.operators import instruction_set, library
 from kvexport.ops.experts import ExpertsForm
+from kvexport.ops.linear import PACKED
+from kvexport.ops.packed import E2M1
 
 GROUP = 32
 PEER = "QMoE"
-SIDES = ("int4", "int8", PEER)
+SIDES = ("int4", "int8", "mxfp4", PEER)
 GOALS = {"read_share": 0.7, "of_QMoE, 1 row": 1.0, "of_QMoE, 512 rows": 1.5}
 
 
@@ -57,6 +61,14 @@ def weight(name: str, dims: tuple[int, int, int], side: str, rng: np.random.Gene
     bits = 8 if side == "int8" else 4
     numbers = rng.integers(0, 256, experts * outputs * inputs * bits // 8, np.uint8).tobytes()
     groups = [experts, outputs, inputs // GROUP]
+    if side == "mxfp4":
+        return [
+            helper.make_tensor(name, TensorProto.UINT4, dims, numbers, raw=True),
+            helper.make_tensor(
+                f"{name}.exponent", TensorProto.UINT8, groups, bytes([120]) * math.prod(groups), raw=True
+            ),
+            helper.make_tensor(f"{name}.table", TensorProto.INT8, [16], np.array(E2M1, np.int8).tobytes(), raw=True),
+        ]
     peer = side == PEER
     kind = TensorProto.UINT8 if peer else TensorProto.INT8 if bits == 8 else TensorProto.INT4
     shape = [experts, outputs, inputs // 2] if peer else list(dims)
@@ -76,7 +88,8 @@ def layer(i: int, shape: Shape, side: str, rng: np.random.Generator) -> tuple[An
     down = weight(f"{i}.down", (shape.experts, shape.hidden, shape.inner), side, rng)
     names = [*(x.name for x in first), *(x.name for x in down)]
     if side != PEER:
-        form = ExpertsForm(**{**vars(shape.form), "packed": (1, 1), "group": (GROUP, GROUP)})
+        kind = PACKED.index(("exponent", "table") if side == "mxfp4" else ("scale",))
+        form = ExpertsForm(**{**vars(shape.form), "packed": (kind, kind), "group": (GROUP, GROUP)})
         inputs = ["x", f"{i}.indices", f"{i}.weights", *names]
         return helper.make_node("Experts", inputs, [f"{i}.y"], domain="kvexport", **form.attributes), [*first, *down]
     # Input 2 to 4: the first product; 5 to 7: the second. The router's numbers choose the experts.

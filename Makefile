@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: fuzz audit sbom demo test lint docs setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
+.PHONY: fuzz audit sbom demo test lint docs setup native wheel native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,10 @@ lock: setup
 # The native operators as `pip install` builds them, with ONNX Runtime's headers fetched where there are none.
 native: setup
 	$(BIN)/python plugins/build.py onnxruntime --fetch-headers
+
+# The source distribution and the wheel of this machine, in dist. REPOSITORY=URL gives the metadata their addresses.
+wheel: native
+	KVEXPORT_REPOSITORY=$(REPOSITORY) $(BIN)/python -m hatchling build --directory dist
 
 # The same for ONNX Runtime's CUDA provider; takes nvcc. CUDA="80 90" names compute capabilities, otherwise they are
 # this machine's.

@@ -14,6 +14,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
+COPY licenses licenses
 COPY plugins plugins
 COPY recipes recipes
 COPY kvexport kvexport

@@ -15,16 +15,17 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
+COPY licenses licenses
 COPY plugins plugins
 COPY recipes recipes
 COPY kvexport kvexport
 # Compute capabilities of the GPUs that the image is for, as in "90" or "80 86 89 90"; nvcc takes minutes for each. 87 is Orin, 110 Thor.
 ARG CAPABILITIES="80 86 87 89 90 100 110 120"
-RUN python3 plugins/build.py tensorrt --capabilities ${CAPABILITIES}
+RUN python3 plugins/build.py tensorrt --capabilities ${CAPABILITIES} --out /opt/kvexport/lib
 ARG EXTRAS=serve
-# TensorRT and its Python module are the image's own.
+# TensorRT and its Python module are the image's own. The operators for the CPU, which engines do not need, are left out.
 RUN python3 -m venv --system-site-packages /opt/kvexport \
-    && /opt/kvexport/bin/pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}" onnx cuda-bindings
+    && KVEXPORT_NATIVE=off /opt/kvexport/bin/pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}" onnx cuda-bindings
 
 FROM nvcr.io/nvidia/tensorrt:${TENSORRT_TAG}${TENSORRT_DIGEST:+@${TENSORRT_DIGEST}}
 ARG VERSION=0.1.0
@@ -34,7 +35,7 @@ LABEL org.opencontainers.image.title="kvexport" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/kvexport /opt/kvexport
 RUN useradd --uid 10001 --create-home kvexport && mkdir -p /artifacts /sessions && chown kvexport /artifacts /sessions
-ENV PATH=/opt/kvexport/bin:$PATH
+ENV PATH=/opt/kvexport/bin:$PATH KVEXPORT_TENSORRT_PLUGIN=/opt/kvexport/lib/libkvexport_tensorrt.so
 USER 10001
 WORKDIR /artifacts
 EXPOSE 8000

@@ -2,7 +2,7 @@
 it builds `onnxruntime`.
 
 If something is missing, the exit code is 3, and one line for each target says what is missing; `--check` only prints
-these lines. `pip install` builds `onnxruntime` by hatch_build.py, and continues if it cannot.
+these lines. hatch_build.py builds `onnxruntime` for a wheel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from building.tools import Missing
 def main() -> None:
     """Build the targets of the command line; exit with 3 if one was not built."""
     options = arguments()
-    settings = {key: getattr(options, key) for key in ("capabilities", "sanitize", "out", "fetch", "everything")}
+    settings = {
+        key: getattr(options, key) for key in ("capabilities", "sanitize", "machine", "out", "fetch", "everything")
+    }
     failed = False
     for name in options.targets or ["onnxruntime"]:
         try:
@@ -48,6 +50,7 @@ def arguments() -> argparse.Namespace:
         "--fetch-headers", dest="fetch", action="store_true", help="fetch ONNX Runtime's headers as a Debian package"
     )
     parser.add_argument("--sanitize", default="", help="onnxruntime: address,undefined or thread")
+    parser.add_argument("--machine", default="", help="onnxruntime: another processor to compile for, as in aarch64")
     parser.add_argument("--out", type=Path, help="the folder of the library, for targets that nvcc or cmake builds")
     parser.add_argument(
         "--capabilities",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .tools import CACHE, PLUGINS, Missing
 
 FETCHED = CACHE / "headers"
+BROUGHT = PLUGINS / "third_party" / "onnxruntime"  # by source distributions
 ONNXRUNTIME_FOLDERS = ("include/onnxruntime", "include/onnxruntime/core/session")
 
 
@@ -35,10 +36,12 @@ PLACES = {
         "onnxruntime_cxx_api.h",
         "ONNXRUNTIME_INCLUDE_DIR",
         (
+            BROUGHT,
             FETCHED / "usr/include/onnxruntime",
             *(Path(root, folder) for folder in ONNXRUNTIME_FOLDERS for root in ("/usr", "/usr/local")),
         ),
-        "ONNX Runtime's C headers were not found (apt-get install libonnxruntime-dev, or set ONNXRUNTIME_INCLUDE_DIR)",
+        "ONNX Runtime's C headers were not found (ONNXRUNTIME_INCLUDE_DIR=DIR, with DIR the folder include of a "
+        "release of ONNX Runtime; in a checkout of kvexport: make native)",
     ),
     "tensorrt": Place(
         "NvInferRuntime.h",

@@ -22,6 +22,7 @@ def build(
     *,
     capabilities: Sequence[str] = (),
     sanitize: str = "",
+    machine: str = "",
     out: Path | None = None,
     fetch: bool = False,
     everything: bool = False,
@@ -33,6 +34,8 @@ def build(
         capabilities: compute capabilities ("90") that nvcc compiles for; empty for this machine's GPUs, or for all that
             are supported if it has none.
         sanitize: sanitizers ("address,undefined"), only for `onnxruntime`.
+        machine: another processor ("aarch64") to compile for, only for `onnxruntime`. Without `out`, the library is
+            then in a folder of its own below build-cache.
         out: the folder of the library.
         fetch: whether headers may be fetched.
         everything: for `cuda-ptx`, whether to build all kernels, as another library, instead of a sample.
@@ -43,6 +46,8 @@ def build(
     target = TARGETS[name]
     if sanitize and name != "onnxruntime":
         raise Missing(f"{name} takes no --sanitize; onnxruntime does")
+    if machine and name != "onnxruntime":
+        raise Missing(f"{name} takes no --machine; onnxruntime does")
     if out and target.compiler == "host":
         raise Missing(f"{name} takes no --out: tests look for it in {Path(target.output).parent}")
     folders = [headers.find(one, fetch=fetch) for one in target.headers]  # first, since it may fail at once
@@ -50,7 +55,7 @@ def build(
     if target.compiler == "ptx":
         return ptx.build(ptx.named(library, everything), everything=everything)
     if target.compiler == "cmake":
-        return _by_cmake(folders[0], sanitize, library)
+        return _by_cmake(folders[0], sanitize, machine, library if out or not machine else None)
     if target.compiler == "nvcc":
         objects, _ = compile_kernels(capabilities)
         return link_device(name, objects, capabilities, library)
@@ -96,15 +101,25 @@ def _cmake() -> str:
     return "cmake"
 
 
-def _by_cmake(onnxruntime: Path, sanitize: str, library: Path) -> Path:
-    """Build the operators of the CPU: one object library per instruction set."""
-    folder = CACHE / "-".join(["native", *filter(None, sanitize.split(","))])
+def _by_cmake(onnxruntime: Path, sanitize: str, machine: str, library: Path | None) -> Path:
+    """Build the operators of the CPU: one object library per instruction set; copy the library unless it is None."""
+    folder = CACHE / "-".join(["native", *filter(None, [*sanitize.split(","), machine and f"{machine}-wheel"])])
     options = [f"-DONNXRUNTIME_INCLUDE_DIR={onnxruntime}", f"-DKV_SANITIZE={sanitize}"]
+    if machine:
+        compiler = tool(f"{machine}-linux-gnu-g++", get=f"apt-get install g++-{machine}-linux-gnu")
+        options += [
+            "-DCMAKE_SYSTEM_NAME=Linux",
+            f"-DCMAKE_SYSTEM_PROCESSOR={machine}",
+            f"-DCMAKE_CXX_COMPILER={compiler}",
+        ]
     run([_cmake(), "-S", str(PLUGINS), "-B", str(folder), *options], "compiler")
     run(["cmake", "--build", str(folder), "--parallel", str(os.cpu_count() or 1)], "compiler")
+    built = folder / Path(TARGETS["onnxruntime"].output).name
+    if library is None:
+        return built
     library.parent.mkdir(parents=True, exist_ok=True)
     copy = library.with_suffix(".new")
-    shutil.copyfile(folder / library.name, copy)
+    shutil.copyfile(built, copy)
     return publish(copy, library)
 
 

@@ -194,7 +194,7 @@ def test_what_is_copied_is_there_and_is_all_that_a_build_takes(path: Path) -> No
     built = set(re.findall(r'^"(\w+)" = |packages = \["(\w+)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     folders = {a or b for a, b in built}
     assert folders == {"recipes", "kvexport"}
-    assert folders | {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "plugins"} <= set(sources)
+    assert folders | {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "licenses", "plugins"} <= set(sources)
 
 
 def test_what_a_build_does_not_take_stays_outside() -> None:

@@ -7,14 +7,14 @@ support, a graph runs from the ONNX functions that it contains.
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvexport.backends import libraries
 from kvexport.errors import EnvironmentProblem
-from kvexport.paths import checkout, native_folder
+from kvexport.paths import checkout
 from kvexport.schema.operators import schema_digest
 from kvexport.schema.state import SMALL
 
@@ -49,22 +49,13 @@ def library(device: str = "cpu") -> Path | None:
 
     The environment variable KVEXPORT_OPERATORS names another library, or is ``off``.
     """
-    setting = os.environ.get(VARIABLE, "")
-    if setting == "off":
-        return None
-    path = Path(setting) if setting else native_folder() / NAMES[device]
-    return path if path.is_file() else None
+    return libraries.find(VARIABLE, NAMES[device], "onnxruntime-cuda" if device == "cuda" else "")
 
 
 def why_no_library(device: str = "cpu") -> tuple[str, str]:
     """Return why there is no native operator library to register, and the command or setting that changes it."""
-    setting = os.environ.get(VARIABLE, "")
-    if setting:
-        return (
-            f"switched off by {VARIABLE}" if setting == "off" else f"{VARIABLE}={setting} is no file",
-            f"unset {VARIABLE}",
-        )
-    return f"the native operators{' for CUDA' if device == 'cuda' else ''} are not built", how_to_build(device)
+    subject = f"the native operators{' for CUDA' if device == 'cuda' else ''}"
+    return libraries.why_none(VARIABLE, subject, how_to_build(device))
 
 
 def how_to_build(device: str) -> str:
@@ -72,8 +63,8 @@ def how_to_build(device: str) -> str:
     if checkout():
         return "make native-cuda" if device == "cuda" else "make native"
     if device == "cuda":
-        return "KVEXPORT_NATIVE=cuda pip install --force-reinstall --no-deps kvexport, where nvcc is"
-    return "apt-get install libonnxruntime-dev cmake g++ && pip install --force-reinstall kvexport"
+        return "pip install kvexport-cuda"
+    return "apt-get install g++ && pip install --force-reinstall --no-deps --no-binary kvexport kvexport"
 
 
 def instruction_set(path: Path) -> str:
@@ -223,16 +214,18 @@ def loaded(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise _unusable(error) from error
+        raise _refused(path, libraries.why_not_loaded(path, error)) from error
     schema = getattr(library, "kvexport_schema", None)
     if schema is not None:
         schema.restype = ctypes.c_char_p
     if schema is None or schema().decode() != schema_digest():
-        raise EnvironmentProblem(
-            f"{path} was built for another version of kvexport's operators",
-            f"{how_to_build('cuda' if path.name == NAMES['cuda'] else 'cpu')}, or {VARIABLE}=off",
-        )
+        raise _refused(path, f"{path} was built for another version of kvexport's operators")
     return library
+
+
+def _refused(path: Path, problem: str) -> EnvironmentProblem:
+    device = "cuda" if path.name.startswith(Path(NAMES["cuda"]).stem) else "cpu"
+    return EnvironmentProblem(problem, f"{how_to_build(device)}, or {VARIABLE}=off")
 
 
 def _has(path: Path, question: str) -> bool:
@@ -244,11 +237,8 @@ def _ask(path: Path, question: str) -> str:
     try:
         function = getattr(loaded(path), question)
     except AttributeError as error:
-        raise _unusable(error) from error
+        problem = f"the native operators cannot be loaded: {error}"
+        raise EnvironmentProblem(problem, f"build them again, or {VARIABLE}=off") from error
     function.restype = ctypes.c_char_p
     answer: bytes = function()
     return answer.decode()
-
-
-def _unusable(error: Exception) -> EnvironmentProblem:
-    return EnvironmentProblem(f"the native operators cannot be loaded: {error}", f"build them again, or {VARIABLE}=off")

@@ -5,14 +5,14 @@ Without it, or for a node that it does not take, an engine is built from the fun
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from kvexport.backends import libraries
 from kvexport.errors import EnvironmentProblem
-from kvexport.paths import checkout, native_folder
+from kvexport.paths import checkout
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
 NAME = "libkvexport_tensorrt.so"
@@ -31,22 +31,12 @@ def library() -> Path | None:
 
     The environment variable KVEXPORT_TENSORRT_PLUGIN names another library, or is ``off``.
     """
-    setting = os.environ.get(VARIABLE, "")
-    if setting == "off":
-        return None
-    path = Path(setting) if setting else native_folder() / NAME
-    return path if path.is_file() else None
+    return libraries.find(VARIABLE, NAME, "tensorrt")
 
 
 def why_no_library() -> tuple[str, str]:
     """Return why there is no TensorRT plugin library to register, and the command or setting that changes it."""
-    setting = os.environ.get(VARIABLE, "")
-    if setting:
-        return (
-            f"switched off by {VARIABLE}" if setting == "off" else f"{VARIABLE}={setting} is no file",
-            f"unset {VARIABLE}",
-        )
-    return "the TensorRT plugins are not built", BUILD
+    return libraries.why_none(VARIABLE, "the TensorRT plugins", BUILD)
 
 
 def what_building_lacks() -> str | None:

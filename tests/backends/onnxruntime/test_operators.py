@@ -17,8 +17,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 
@@ -261,7 +260,7 @@ def test_without_headers(fetch: bool, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setitem(headers.PLACES, "onnxruntime", headers.PLACES["onnxruntime"]._replace(folders=(tmp_path,)))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("ONNXRUNTIME_INCLUDE_DIR", raising=False)
-    told = "this is not Debian" if fetch else "apt-get install libonnxruntime-dev, or set ONNXRUNTIME_INCLUDE_DIR"
+    told = "this is not Debian" if fetch else "ONNXRUNTIME_INCLUDE_DIR=DIR, with DIR the folder include of a release"
     with pytest.raises(make.Missing, match=told) as caught:
         make.build("onnxruntime", fetch=fetch)
     assert "\n" not in str(caught.value)
@@ -284,86 +283,3 @@ def test_what_is_missing_can_be_asked_for_without_building(tmp_path: Path, heade
         "kvexport: the target onnxruntime was not built: cmake was not found (apt-get install cmake g++)",
         "kvexport: the target cuda-host was not built: g++ was not found",
     ]
-
-
-NO_NVCC = "kvexport: the target onnxruntime-cuda was not built: nvcc was not found; those for the CPU are there"
-
-
-class App:
-    """Hatch's, as far as the hook uses it."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-        self.display_warning = self.warnings.append
-
-    def display_info(self, message: str) -> None:
-        pass
-
-
-@pytest.fixture
-def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The hook of the package's build, made without hatchling."""
-    interface = "hatchling.builders.hooks.plugin.interface"
-    for name in (interface.rsplit(".", n)[0] for n in (4, 3, 2, 1)):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, interface, SimpleNamespace(BuildHookInterface=object))
-    monkeypatch.delenv("KVEXPORT_NATIVE", raising=False)
-    made = module(ROOT / "hatch_build.py").NativeOperators()
-    made.root, made.target_name, made.app = str(ROOT), "wheel", App()
-    return made
-
-
-def test_installing_where_something_is_missing_warns_and_goes_on(
-    hook: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", str(tmp_path))
-    data: dict[str, Any] = {}
-    hook.initialize("standard", data)
-    assert data == {}
-    assert len(hook.app.warnings) == 1
-    assert (
-        f": ONNXRUNTIME_INCLUDE_DIR={tmp_path} holds no onnxruntime_cxx_api.h; graphs run from" in hook.app.warnings[0]
-    )
-
-
-@pytest.mark.parametrize(("target", "switch"), [("wheel", "off"), ("sdist", "")])
-def test_installing_that_is_not_to_build_says_nothing(
-    hook: Any, monkeypatch: pytest.MonkeyPatch, target: str, switch: str
-) -> None:
-    monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", "/none")
-    monkeypatch.setenv("KVEXPORT_NATIVE", switch)
-    hook.target_name = target
-    data: dict[str, Any] = {}
-    hook.initialize("standard", data)
-    assert data == {} and hook.app.warnings == []
-
-
-def test_a_wheel_with_the_library_is_of_its_platform(hook: Any, tmp_path: Path) -> None:
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins" / "build.py").write_text(
-        "import sys\nassert sys.argv[1:] == ['onnxruntime']\nprint('x.so')\n"
-    )
-    hook.root = str(tmp_path)
-    data: dict[str, Any] = {}
-    hook.initialize("standard", data)
-    assert data == {"pure_python": False, "infer_tag": True} and hook.app.warnings == []
-
-
-@pytest.mark.parametrize("there", [True, False], ids=["with-nvcc", "without"])
-def test_installing_builds_those_for_cuda_where_that_is_asked(
-    hook: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
-) -> None:
-    (tmp_path / "plugins").mkdir()
-    script = (
-        "import sys\n"
-        f"if sys.argv[1:] == ['onnxruntime-cuda'] and not {there}:\n"
-        "    sys.exit('kvexport: the target onnxruntime-cuda was not built: nvcc was not found')\n"
-        "print(sys.argv[1] + '.so')\n"
-    )
-    (tmp_path / "plugins" / "build.py").write_text(script)
-    hook.root = str(tmp_path)
-    monkeypatch.setenv("KVEXPORT_NATIVE", "cuda")
-    data: dict[str, Any] = {}
-    hook.initialize("standard", data)
-    assert data == {"pure_python": False, "infer_tag": True}, "those for the CPU are there"
-    assert hook.app.warnings == ([] if there else [NO_NVCC])

@@ -1,0 +1,76 @@
+"""The files of kvexport's native libraries: where a backend finds its library, and why a file cannot be loaded here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+from kvexport.errors import EnvironmentProblem
+from kvexport.paths import native_folder
+
+# Entry points of other distributions, such as kvexport-cuda: functions without arguments that return a library's path.
+GROUP = "kvexport.libraries"
+MACHINES = {3: "i686", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}  # e_machine of ELF files
+
+
+def find(variable: str, name: str, entry: str = "") -> Path | None:
+    """Return the path of a native library; None if there is none.
+
+    Args:
+        variable: An environment variable that names another file, or is ``off``.
+        name: The file's name in the package's folder.
+        entry: The name of an entry point in the group ``kvexport.libraries`` that returns the path, if the package's
+            folder has no such file; "" if no other distribution brings the library.
+    """
+    setting = os.environ.get(variable, "")
+    if setting == "off":
+        return None
+    path = Path(setting) if setting else native_folder() / name
+    if path.is_file():
+        return path
+    return None if setting or not entry else _from_another_distribution(entry)
+
+
+def why_none(variable: str, subject: str, fix: str) -> tuple[str, str]:
+    """Return why `find` returned None for a library, and the command or setting that changes it.
+
+    Args:
+        variable: The environment variable.
+        subject: The operators of the library, in the plural.
+        fix: The command that builds the library.
+    """
+    setting = os.environ.get(variable, "")
+    if not setting:
+        return f"{subject} are not built", fix
+    problem = f"switched off by {variable}" if setting == "off" else f"{variable}={setting} is no file"
+    return problem, f"unset {variable}"
+
+
+def _from_another_distribution(entry: str) -> Path | None:
+    for point in metadata.entry_points(group=GROUP, name=entry):
+        try:
+            path = Path(point.load()())
+        except Exception as error:  # the code of another distribution
+            raise EnvironmentProblem(
+                f"{point.value} of another Python package gives no native library: {error}",
+                "pip install --force-reinstall --no-deps kvexport-cuda",
+            ) from error
+        return path if path.is_file() else None
+    return None
+
+
+def why_not_loaded(path: Path, error: OSError) -> str:
+    """Return why the system's loader refused a native library, from its error and from the header of the file."""
+    machine = platform.machine()
+    with path.open("rb") as file:
+        header = file.read(20)
+    built_for = MACHINES.get(int.from_bytes(header[18:20], "little"), "another machine")
+    if header[:4] == b"\x7fELF" and built_for != {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine):
+        return f"{path} is for {built_for}, and this machine is {machine}"
+    if lacks := re.search(r"version `([A-Z]+)_([\d.]+)' not found", str(error)):
+        library = {"GLIBC": "glibc", "GLIBCXX": "libstdc++"}.get(lacks[1], lacks[1])
+        return f"{path} needs {library} {lacks[2]} or newer, and this system's is older"
+    return f"the native operators cannot be loaded: {error}"

@@ -34,8 +34,9 @@ from torch import Tensor
 
 from kvexport.allocation import allocate
 from kvexport.cache import LayerGeometry
-from kvexport.cache_planning import plan_cache
-from kvexport.calibrate.head_shares import asked_and_answered, head_costs, head_shares_of
+from kvexport.calibrate.allotment import cheapest, curves_of
+from kvexport.calibrate.head_costs import HeadCosts
+from kvexport.calibrate.head_shares import asked_and_answered
 from kvexport.calibrate.recall_layers import fact_passages
 from kvexport.evaluate.corpus import library_sources, manual
 from kvexport.evaluate.language import Ids, Text
@@ -235,17 +236,16 @@ def recall_texts(numbers: Sequence[int]) -> list[Sample]:
 
 
 def costs(model: Model, ids: Ids, counted: Sequence[int] = range(LENGTH // 2, LENGTH)) -> NDArray[np.float64]:
-    """[layers, heads, GRID]: `kvexport.calibrate.head_shares.head_costs`, by default of a text's second half."""
-    sets = [f"limits.max_length={LENGTH}", f"export.prefill_chunk={CHUNK}"]
-    plans = [plan_cache(load_recipe(RECIPE, [BALLOT, *sets, f"cache.budget={n}"]).recipe, model.geometry) for n in GRID]
-    return head_costs(model.model, model.geometry, model.method, plans, ids, counted, CHUNK)
+    """[layers, heads, GRID]: `kvexport.calibrate.head_costs.HeadCosts`, by default of a text's second half."""
+    return HeadCosts(model.recipe, read_model(model.recipe)).of_text(ids, counted, GRID)
 
 
 def shares_of(kind: str, slots: int, cost: NDArray[np.float64]) -> list[Any]:
     """`cache.allocation.shares` of layers, or of heads, that are best at so many slots: relative to their mean."""
-    if kind == "heads":
-        return head_shares_of(cost, GRID, slots, LEAST, LENGTH)
-    return [share for (share,) in head_shares_of(cost.mean(1, keepdims=True), GRID, slots, LEAST, LENGTH)]
+    counted = cost if kind == "heads" else cost.mean(1, keepdims=True)
+    curves = curves_of(counted.reshape(-1, len(GRID)), GRID, LEAST, LENGTH)
+    shares = (cheapest(curves, slots, LEAST) / slots).round(2).reshape(counted.shape[:2])
+    return (shares if kind == "heads" else shares[:, 0]).tolist()
 
 
 def budgets_of(variant: str, slots: int, cost: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -61,6 +61,40 @@ def model_recipe(
     return recipe
 
 
+def calibrated_recipe(
+    model: str,
+    budget: int | None = None,
+    *,
+    max_length: int | None = None,
+    overrides: Sequence[str] = (),
+    calibrate: bool | None = None,
+    progress: Show = silent,
+) -> LoadedRecipe:
+    """Return the recipe of a model that has no recipe file, with measured budgets where they can be measured.
+
+    Args:
+        model: See `model_recipe`.
+        budget: See `model_recipe`.
+        max_length: See `model_recipe`.
+        overrides: See `model_recipe`. If they divide the budget (`cache.allocation`), nothing is measured.
+        calibrate: Whether budgets of KV heads or layers are measured on the package's texts. None measures them where
+            the model and the machine allow it, True also where it takes long, False gives all heads equal budgets.
+        progress: Shows the stages of the measurement.
+
+    Raises:
+        UsageError: See `model_recipe`; or `calibrate` is True, and the budgets of this model cannot be measured.
+        EnvironmentProblem: See `model_recipe`; or `calibrate` is True, and this machine cannot measure the budgets.
+    """
+    from kvexport.calibrate.default import with_measured_budgets
+
+    recipe = model_recipe(model, budget, max_length=max_length, overrides=overrides)
+
+    def changed(settings: Sequence[str]) -> LoadedRecipe:
+        return model_recipe(model, budget, max_length=max_length, overrides=[*overrides, *settings])
+
+    return with_measured_budgets(recipe, changed, calibrate=calibrate, progress=progress)
+
+
 def build_model(
     model: str,
     out: Path,
@@ -68,6 +102,7 @@ def build_model(
     *,
     max_length: int | None = None,
     overrides: Sequence[str] = (),
+    calibrate: bool | None = None,
     progress: Show = silent,
 ) -> Path:
     """Build an artifact of a model into the folder `out`, and return the folder.
@@ -78,13 +113,16 @@ def build_model(
         budget: Slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
         max_length: The most tokens of one sequence; None takes the model's trained length, at most LONGEST.
         overrides: "dotted.key=value" strings, as `--set` takes them.
+        calibrate: See `calibrated_recipe`.
         progress: Shows what the build is doing.
 
     Raises:
         UsageError: The model, an argument or the target cannot be used.
         EnvironmentProblem: The hub cannot be reached, the disk is full, or a package is missing.
     """
-    recipe = model_recipe(model, budget, max_length=max_length, overrides=overrides)
+    recipe = calibrated_recipe(
+        model, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
+    )
     from kvexport.export.build import build
 
     return build(recipe.recipe, out, name=recipe.name, progress=progress)
@@ -96,18 +134,20 @@ def find_artifact(
     *,
     max_length: int | None = None,
     overrides: Sequence[str] = (),
+    calibrate: bool | None = None,
     progress: Show = silent,
 ) -> Path:
     """Return the artifact folder of a model, built into the user's cache folder if it is not there yet.
 
-    The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, and
-    of kvexport's version. A model that changes in place is built again.
+    The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, of
+    `calibrate` and of kvexport's version. A model that changes in place is built again.
 
     Args:
         source: The folder of an artifact, which is returned as it is; or a model (see `model_recipe`).
         budget: See `model_recipe`; refused for an artifact.
         max_length: See `model_recipe`; refused for an artifact.
         overrides: See `model_recipe`; refused for an artifact.
+        calibrate: See `calibrated_recipe`; refused for an artifact.
         progress: Shows what the build is doing.
 
     Raises:
@@ -116,10 +156,10 @@ def find_artifact(
     """
     source = str(source)
     if is_artifact(Path(source)) or not is_model(source):  # where it is neither, loading it names what is missing
-        if budget is not None or max_length is not None or overrides:
+        if budget is not None or max_length is not None or overrides or calibrate is not None:
             raise UsageError(
                 f"{source} is no model but an artifact, whose budget, length and settings are fixed",
-                "leave --budget, --max-length and --set out, or name the model in place of the artifact",
+                "leave --budget, --max-length, --calibrate and --set out, or name the model in place of the artifact",
             )
         return Path(source)
     recipe = model_recipe(source, budget, max_length=max_length, overrides=overrides)
@@ -131,10 +171,13 @@ def find_artifact(
     with progress("reading the checkpoint", None):
         source_folder = resolve_checkpoint(recipe.recipe.model.path, recipe.recipe.model.revision)
         checkpoint = read_recipe_checkpoint(source_folder, recipe.recipe)
-    folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint)[:16]}"
+    folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint, calibrate)[:16]}"
     if is_artifact(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    recipe = calibrated_recipe(
+        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
+    )
     return build(recipe.recipe, folder, name=recipe.name, progress=progress)
 
 
@@ -167,13 +210,12 @@ def _trained_length(path: str, revision: str | None) -> int | None:
     return min(positions, LONGEST) if isinstance(positions, int) and positions > 0 else None
 
 
-def _key(recipe: LoadedRecipe, checkpoint: Checkpoint) -> str:
+def _key(recipe: LoadedRecipe, checkpoint: Checkpoint, calibrate: bool | None) -> str:
     """Return the sha256 (hex) of everything that an artifact's content depends on, as a key of the artifact cache."""
+    from kvexport.export.model.checkpoint import facts_of
     from kvexport.version import __version__
 
-    files = sorted({entry.file for entry in checkpoint.tensors.values()})
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    facts = [__version__, recipe.resolved, checkpoint.fingerprint, stats]
+    facts = [__version__, recipe.resolved, calibrate is not False, facts_of(checkpoint)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -184,6 +226,7 @@ def build(
     *,
     budget: int | None = None,
     max_length: int | None = None,
+    calibrate: bool | None = None,
 ) -> Path:
     """Build an artifact into a folder. An artifact that is there is replaced when the new one is complete.
 
@@ -195,6 +238,8 @@ def build(
         budget: Slots of each KV head; None takes the recipe's, which is 1024 for a model without a recipe.
         max_length: The most tokens of one sequence, prompt and answer together; None takes the recipe's, which is the
             length a model was trained for, at most 32768, for a model without a recipe.
+        calibrate: Whether the budgets of a model's KV heads are measured; None measures them where the model and the
+            machine allow it. A recipe has the budgets that it lists.
 
     Returns:
         The folder of the artifact.
@@ -210,9 +255,12 @@ def build(
     from kvexport.recipe.load import load_recipe
 
     if not isinstance(source, Recipe) and is_model(str(source)):
-        return build_model(str(source), Path(out), budget, max_length=max_length, overrides=overrides)
+        return build_model(
+            str(source), Path(out), budget, max_length=max_length, overrides=overrides, calibrate=calibrate
+        )
     from kvexport.export.build import build as build_recipe
 
+    refuse_calibration_of_recipes(calibrate)
     changes = [*overrides]
     changes += [] if budget is None else [f"cache.budget={budget}"]
     changes += [] if max_length is None else [f"limits.max_length={max_length}"]
@@ -233,6 +281,7 @@ def load(
     budget: int | None = None,
     max_length: int | None = None,
     overrides: Sequence[str] = (),
+    calibrate: bool | None = None,
     threads: int | None = None,
     backend: str | None = None,
     device: str | None = None,
@@ -253,6 +302,7 @@ def load(
         max_length: The most tokens of one sequence of a model, prompt and answer together; None takes the length it was
             trained for, at most 32768.
         overrides: "dotted.key=value" strings for a model's recipe, as `--set` takes them.
+        calibrate: Whether the budgets of a model's KV heads are measured when it is built; see `build`.
         threads: See `kvexport.engine.load.load`.
         backend: See `kvexport.engine.load.load`.
         device: See `kvexport.engine.load.load`.
@@ -273,7 +323,9 @@ def load(
     """
     from kvexport.engine.load import load as load_artifact
 
-    path = find_artifact(source, budget, max_length=max_length, overrides=overrides, progress=progress)
+    path = find_artifact(
+        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
+    )
     return load_artifact(
         path,
         threads=threads,
@@ -285,6 +337,15 @@ def load(
         lanes=lanes,
         options=options,
     )
+
+
+def refuse_calibration_of_recipes(calibrate: bool | None) -> None:
+    """Raise UsageError if a recipe, whose budgets are those that it lists, is to be calibrated as part of a build."""
+    if calibrate:
+        raise UsageError(
+            "a recipe has the budgets that it lists, so that its build measures none",
+            "kvexport calibrate --of heads --recipe NAME, whose result the recipe can list",
+        )
 
 
 LLM = load

@@ -1,44 +1,34 @@
-"""`kvexport calibrate --of heads`: budgets of KV heads in proportion to the loss that evictions from each head cause.
-
-A text is read once with the full cache. For every head, small caches are computed from the same queries; with such a
-cache the head's output differs from that with the full cache by d. To second order this costs a KL divergence of half
-the square of g d, where g is the gradient of a random projection of the logits whose mean square is their Fisher
-information. One forward pass and a few backward passes thus measure all heads and several budgets. The estimate
-neglects interactions between the d of two tokens or two heads.
-"""
+"""`kvexport calibrate --of heads`: budgets of KV heads by the loss that evictions from each head cause."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.allocation import least_slots
-from kvexport.cache import CachePlan, LayerGeometry
-from kvexport.cache_planning import plan_cache
-from kvexport.calibrate.layer_shares import LENGTH, require_budgets, setting_of, sized, summary_of, text_language
+from kvexport.calibrate.allotment import relative_cost, robust_budgets
+from kvexport.calibrate.layer_shares import require_budgets, setting_of, summary_of, text_language
+from kvexport.calibrate.measured import Measured, measure
 from kvexport.calibrate.recall_layers import fact_passages
+from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
 from kvexport.errors import UsageError
-from kvexport.evaluate.language import Ids
+from kvexport.evaluate.language import Words
 from kvexport.evaluate.recall import Passage
 from kvexport.evaluate.tasks import TASKS, Sample
-from kvexport.methods.base import Method
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
 from kvexport.report.sections import Section, Table
 from kvexport.terminal import Progress, silent
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-TIMES = (0.5, 1.0, 2.0, 4.0, 8.0)  # the measured budgets, relative to the recipe's share of the text
-PROBES = 2  # random projections of the logits
+KINDS = "kinds"  # a task of its own for each kind of text
 RECALL = "recall"  # `kvexport calibrate --of recall`: questions about facts in a text
+PASSAGES = 2  # passages with facts
 
 
 @dataclass(frozen=True)
@@ -47,18 +37,22 @@ class HeadShares:
 
     Attributes:
         recipe: Name of the recipe.
-        length: Tokens of a text.
-        texts: The number of texts of each task.
+        length: The most tokens of a text.
+        texts: The number of texts of each task; a kind of text is a task.
         budgets: The measured budgets, in slots of a head.
         costs: By task, layer, KV head and budget: nats, mean over texts.
+        changes: By task the estimated cost with these shares, relative to that with equal budgets.
+        shrink: The part of the budget that all heads share equally.
         shares: Shares of the budget by layer and KV head, relative to their mean.
     """
 
     recipe: str
     length: int
-    texts: int
+    texts: dict[str, int]
     budgets: list[int]
     costs: dict[str, list[list[list[float]]]]
+    changes: dict[str, float]
+    shrink: float
     shares: list[list[float]]
 
     def to_json(self) -> dict[str, Any]:
@@ -66,17 +60,25 @@ class HeadShares:
         return {**asdict(self), "setting": setting_of(self.shares)}
 
     def sections(self) -> list[Section]:
-        """Return the sections of the report on the costs and budget shares of KV heads."""
-        cost = np.concatenate([np.array(costs) for costs in self.costs.values()], -1)
+        """Return the sections of the report on texts, and on the costs and budget shares of KV heads."""
+        cost = np.mean([np.array(costs) for costs in self.costs.values()], 0)
         rows: list[Sequence[str | int | float]] = [
             (layer, head, *(f"{x:.3g}" for x in cost[layer, head]), share)
             for layer, shares in enumerate(self.shares)
             for head, share in enumerate(shares)
         ]
-        heads = ("layer", "KV head", *(f"{task}, {n} slots" for task in self.costs for n in self.budgets), "share")
-        note = "Loss in nats if that head alone has this many slots, to second order."
-        summary = summary_of(self.recipe, self.texts * len(self.costs), self.length, self.shares)
-        return [summary, Table("Cost of evictions", heads, rows, note)]
+        kinds = [(task, self.texts[task], f"{100 * (change - 1):+.0f} %") for task, change in self.changes.items()]
+        shown = Table(
+            "Texts",
+            ("task", "texts", "change"),
+            kinds,
+            "The change of the estimated loss of evictions, against equal budgets of the same slots. "
+            f"All heads share {100 * self.shrink:.0f} % of the slots equally, because texts disagree.",
+        )
+        note = "Loss in nats if that head alone has this many slots, to second order; the mean over tasks."
+        heads = ("layer", "KV head", *(f"{n} slots" for n in self.budgets), "share")
+        summary = summary_of(self.recipe, sum(self.texts.values()), self.length, self.shares)
+        return [summary, shown, Table("Cost of evictions", heads, rows, note)]
 
 
 def calibrate_heads(
@@ -84,77 +86,90 @@ def calibrate_heads(
     overrides: Sequence[str] = (),
     *,
     length: int | None = None,
-    passages: int = 4,
+    passages: int = PASSAGES,
     seed: int = 0,
     text: str | None = None,
-    tasks: Sequence[str] = ("text",),
+    texts: Path | None = None,
+    tasks: Sequence[str] | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> HeadShares:
     """Measure the cost of evictions in every KV head, and share the recipe's cache budget accordingly.
 
-    The recipe's model runs in PyTorch over `passages` texts of each task. All tasks have the same weight: the costs of
-    a task are relative to its loss if every head has the recipe's mean budget.
+    The recipe's model runs in PyTorch over the texts. All tasks have the same weight, and each kind of text is a task.
 
     Args:
         recipe: Name or file of the recipe.
         overrides: Changes of the recipe, as `--set` takes them.
-        length: Tokens of a text; None for 1,024, or the recipe's longest sequence if that is shorter.
-        passages: The number of texts of each task.
-        seed: Seed of the texts and random projections.
+        length: The most tokens of a text; None for 1,024, or the recipe's longest sequence if that is shorter.
+        passages: The number of texts of each task other than KINDS.
+        seed: Seed of the texts.
         text: The text that samples are cut from; None for source of Python's library that no evaluation uses, and
             Python's manual for RECALL.
-        tasks: RECALL, or names of `kvexport.evaluate.tasks`.
+        texts: A folder with a file for each kind of text; None for the package's texts.
+        tasks: KINDS, RECALL, or names of `kvexport.evaluate.tasks`; None for the first two, or for a task of its own
+            language and RECALL if the model has one.
         progress: Shows the stages.
 
     Raises:
         UsageError: Heads of the recipe cannot have different budgets, its budget cannot hold sinks and recent slots, a
             layer does not attend to every position alike (sliding windows, soft caps, sink logits), the checkpoint has
-            no tokenizer, or a task is unknown.
+            no tokenizer, a text is too short, or a task is unknown.
     """
     from kvexport.export.build import read_model
-    from kvexport.export.hooks.attention import IMPLEMENTATION
-    from kvexport.export.model.hf_model import fix_rotary_frequencies
-    from kvexport.validate.weights import load_model
 
     own = load_recipe(recipe, overrides)
     require_budgets(own.recipe)
     with progress("reading the checkpoint", None):
         shape = read_model(own.recipe)
-    for i, layer in enumerate(shape.geometry):
-        if layer.sliding_window or layer.softcap or layer.sink_logits:
-            problem = f"layer {i} has a sliding window, a softcap or sink logits, of which this knows nothing"
-            raise UsageError(problem, "--of text, which measures layers")
     length = length or min(LENGTH, own.recipe.limits.max_length)
-    budgets = measured_budgets(own.recipe, length)
-    plans = [plan_cache(sized(own.resolved, length, slots), shape.geometry) for slots in budgets]
-    chunk = sized(own.resolved, length, length).export.prefill_chunk
-    samples_of = {task: _samples(task, shape.checkpoint.path, text, length, passages, seed) for task in tasks}
-    model = load_model(shape.checkpoint, own.recipe, IMPLEMENTATION).float().requires_grad_(False)
-    fix_rotary_frequencies(model, own.recipe.rotary_length)
-    method, costs = own.recipe.cache.build_method(), dict[str, NDArray[np.float64]]()
-    with progress("reading texts", passages * len(tasks)) as bar:
-        for task, samples in samples_of.items():
-            text_costs = []
-            for sample in samples:
-                text_costs.append(head_costs(model, shape.geometry, method, plans, sample.ids, sample.counted, chunk))
-                bar.advance(1)
-            costs[task] = np.mean(text_costs, 0)
-    cost = sum(each / max(each[..., 1].sum(), 1e-12) for each in costs.values())
-    shares = head_shares_of(np.asarray(cost), budgets, budgets[1], least_slots(own.recipe), length)
-    nats = {task: np.vectorize(lambda x: float(f"{x:.4g}"))(each).tolist() for task, each in costs.items()}
-    return HeadShares(own.name, length, passages, budgets, nats, shares)
+    slots = share_of_text(own.recipe, length)
+    samples = samples_of(shape.checkpoint.path, length, tasks, texts, text, passages, seed)
+    measured = grouped(measure(own.recipe, shape, samples, length, progress))
+    shares, shrink = head_shares_of(measured, slots, least_slots(own.recipe))
+    chosen = np.round(np.array(shares).reshape(-1) * slots).astype(np.int64)
+    least = math.ceil(least_slots(own.recipe))
+    changes = {
+        task: relative_cost(cost.reshape(-1, cost.shape[-1]), measured.budgets, chosen, slots, least, length)
+        for task, cost in measured.costs.items()
+    }
+    counts = {task: sum(name.partition("/")[0] == task for name in samples) for task in measured.costs}
+    nats = {task: np.vectorize(lambda x: float(f"{x:.4g}"))(each).tolist() for task, each in measured.costs.items()}
+    return HeadShares(own.name, length, counts, measured.budgets, nats, changes, shrink, shares)
 
 
-def _samples(task: str, checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Sample]:
-    """Return the texts of a calibration task. For RECALL these are passages with room for six questions and answers."""
-    if task == RECALL:
-        return [asked_and_answered(each) for each in fact_passages(checkpoint, text, length * 7 // 8, count, seed)]
+def samples_of(
+    checkpoint: Path,
+    length: int,
+    tasks: Sequence[str] | None = None,
+    texts: Path | None = None,
+    text: str | None = None,
+    passages: int = PASSAGES,
+    seed: int = 0,
+) -> dict[str, Sample]:
+    """Return the texts of calibration tasks by task, or by task and number as in "recall/1".
+
+    See `calibrate_heads` for the arguments.
+    """
     language = text_language(checkpoint, text)
-    known = [RECALL, *(name for name in TASKS if name not in language.lacks)]
-    if task not in known:
-        raise UsageError(f"there is no task {task!r} for this model", f"--tasks with some of {', '.join(known)}")
-    make, depths = TASKS[task].make, TASKS[task].depths
-    return [make(language, np.random.default_rng([seed, i]), length, depths[i % len(depths)]) for i in range(count)]
+    own = ["text"] if isinstance(language, Words) or text is not None else [KINDS]
+    known = [KINDS, RECALL, *(name for name in TASKS if name not in language.lacks)]
+    samples: dict[str, Sample] = {}
+    for task in tasks or [*own, RECALL]:
+        if task == KINDS:
+            for kind in tokenized(checkpoint, read_kinds(texts), length):
+                middle = len(kind.ids) // 2
+                samples[kind.kind] = Sample(kind.ids, middle, list(range(middle, len(kind.ids) - 1)))
+        elif task == RECALL:
+            facts = fact_passages(checkpoint, text, length * 7 // 8, passages, seed)
+            samples |= {f"{task}/{i}": asked_and_answered(passage) for i, passage in enumerate(facts)}
+        elif task in known:
+            make, depths = TASKS[task].make, TASKS[task].depths
+            for i in range(passages):
+                rng = np.random.default_rng([seed, i])
+                samples[f"{task}/{i}"] = make(language, rng, length, depths[i % len(depths)])
+        else:
+            raise UsageError(f"there is no task {task!r} for this model", f"--tasks with some of {', '.join(known)}")
+    return samples
 
 
 def asked_and_answered(passage: Passage) -> Sample:
@@ -167,8 +182,8 @@ def asked_and_answered(passage: Passage) -> Sample:
     return Sample(ids, len(passage.ids), counted)
 
 
-def measured_budgets(recipe: Recipe, length: int) -> list[int]:
-    """Return the cache budgets to measure, in slots of a head. The second is the recipe's share of `length` tokens.
+def share_of_text(recipe: Recipe, length: int) -> int:
+    """Return the recipe's share of a text of `length` tokens, in slots of a head.
 
     Raises:
         UsageError: That share cannot hold sinks, recent slots and two more.
@@ -180,142 +195,37 @@ def measured_budgets(recipe: Recipe, length: int) -> list[int]:
             f"which should be above {least}, and less than the text",
             "--length with more tokens, or another cache.budget",
         )
-    return sorted({min(max(round(at * times), least), (round(at) + length) // 2) for times in TIMES} | {round(at)})
+    return round(at)
 
 
-def head_costs(
-    model: Any,
-    geometry: Sequence[LayerGeometry],
-    method: Method,
-    plans: Sequence[CachePlan],
-    ids: Ids,
-    counted: Sequence[int],
-    chunk: int,
-) -> NDArray[np.float64]:
-    """Return the cost [layers, heads, plans] of every head's evictions, in nats per evaluated position.
-
-    Args:
-        model: The model in float32, with the attention hook.
-        geometry: The attention geometry of every layer.
-        method: The compression method.
-        plans: Cache plans, one for each measured budget.
-        ids: Token ids of the text.
-        counted: The evaluated positions.
-        chunk: Tokens between merges.
-    """
-    import torch
-
-    from kvexport.export.hooks.attention import PassThroughCache, attending
-
-    full = _Full(geometry)
-    with torch.enable_grad(), attending(full):
-        position = torch.arange(len(ids))[None]
-        kept = torch.tensor(counted)
-        inputs = {"input_ids": torch.tensor([ids]), "position_ids": position, "logits_to_keep": kept}
-        logits = model(**inputs, past_key_values=PassThroughCache(), use_cache=True).logits.float()
-    probability = torch.softmax(logits.detach(), -1)
-    rng, gradients = torch.Generator().manual_seed(0), []
-    for probe in range(PROBES):
-        drawn = probability.sqrt() * (torch.randint(0, 2, probability.shape, generator=rng) * 2 - 1)
-        along = drawn - probability * (probability.sqrt() * drawn).sum(-1, keepdim=True)
-        outputs = [call[-1] for call in full.calls]
-        gradients.append(torch.autograd.grad((logits * along).sum(), outputs, retain_graph=probe + 1 < PROBES))
-    costs = np.zeros((len(geometry), geometry[0].kv_heads, len(plans)))
-    with torch.no_grad():
-        for i, (query, key, value, output) in enumerate(full.calls):
-            for p, plan in enumerate(plans):
-                d = _compressed(plan, i, geometry[i], method, (query, key, value), chunk) - output
-                for gradient in gradients:
-                    change = (gradient[i] * d).reshape(costs.shape[1], -1, *d.shape[2:]).sum((1, 3))  # [H, T]
-                    costs[i, :, p] += 0.5 * change.square().sum(1).double().numpy() / PROBES / len(counted)
-    return costs
+def grouped(measured: Measured) -> Measured:
+    """Return the measured costs with the mean over the texts of each task."""
+    groups: dict[str, list[NDArray[np.float64]]] = {}
+    for name, cost in measured.costs.items():
+        groups.setdefault(name.partition("/")[0], []).append(cost)
+    means = {task: np.mean(costs, 0) for task, costs in groups.items()}
+    return Measured(measured.length, measured.budgets, means)
 
 
-class _Full:
-    """Full attention that stores every layer's query, key, value and output."""
-
-    def __init__(self, geometry: Sequence[LayerGeometry]) -> None:
-        self.geometry = geometry
-        self.calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return causal attention [1, Hq, T, Dv] over all positions, and store the layer's tensors.
-
-        The stored tensors are query, key, value and output.
-        """
-        from torch.nn.functional import scaled_dot_product_attention
-
-        layer: int = module.layer_idx  # type: ignore[assignment]
-        scale = self.geometry[layer].scale
-        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        output.requires_grad_(True)
-        self.calls.append((query.detach(), key.detach(), value.detach(), output))
-        return output
-
-    def mask(self, mask_function: Any) -> Any:
-        """Return None in place of an attention mask, because `attend` is causal itself."""
-        return None
-
-
-def _compressed(
-    plan: CachePlan, i: int, layer: LayerGeometry, method: Method, inputs: Sequence[Tensor], chunk: int
-) -> Tensor:
-    """Return the attention output [1, Hq, T, Dv] of layer i with the compressed cache of `plan`."""
-    import torch
-
-    from kvexport.export.graph.graphs import merge_attributes
-    from kvexport.export.graph.tracer import layer_attributes
-    from kvexport.ops.merge_cache import merge_cache
-    from kvexport.ops.vote_attention import vote_attention
-
-    cache, parts = plan.caches[i], []
-    dtypes = cache.dtypes()
-    state: Sequence[Tensor] = [torch.from_numpy(np.zeros(x, dtypes[name])) for name, x in cache.shapes(1).items()]
-    for first in range(0, inputs[0].shape[2], chunk):
-        new = [x[:, :, first : first + chunk] for x in inputs]
-        tokens = new[0].shape[2]
-        position = torch.arange(first, first + tokens)[None]
-        arguments: Any = (*new, position, torch.tensor([[tokens]]), *state[:5], None, *state[5:])
-        output, *state = vote_attention(*arguments, attributes=layer_attributes(method, layer))
-        parts.append(output)
-        if int((state[2] > 0).sum(-1).max()) > cache.budget:
-            state = merge_cache(*state, attributes=merge_attributes(cache, method))
-    return torch.cat(parts, 2)
-
-
-def head_shares_of(
-    cost: NDArray[np.float64], budgets: Sequence[int], slots: int, least: float, most: int
-) -> list[list[float]]:
-    """Return the cheapest budget shares [layers, heads], relative to their mean, at `slots` mean slots of a head."""
-    each = cost.reshape(-1, cost.shape[-1])
-    chosen = cheapest(each, budgets, slots * len(each), math.ceil(least), most)
-    return (chosen / slots).round(2).reshape(cost.shape[:2]).tolist()  # type: ignore[no-any-return]
-
-
-def cheapest(cost: NDArray[np.float64], budgets: Sequence[int], total: int, least: int, most: int) -> NDArray[np.int64]:
-    """Return the cache budgets in slots, [n] for n heads, with the least sum of eviction costs.
+def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[list[float]], float]:
+    """Return budget shares [layers, heads], relative to their mean, and how far they are shrunk.
 
     Args:
-        cost: [n, budgets] nats. Between the measured budgets the logarithm of the cost is linear; beyond them it is
-            extrapolated.
-        budgets: The measured budgets, in slots.
-        total: The sum of all slots.
+        measured: The costs of evictions.
+        slots: The mean slots of a head.
         least: The smallest number of slots of a head.
-        most: The largest number; it costs nothing.
     """
-    slots = np.arange(least, most + 1)
-    x, y = np.log(budgets), np.log(np.maximum(np.minimum.accumulate(cost, -1), 1e-12))
-    piece = np.clip(np.searchsorted(x, np.log(slots)) - 1, 0, len(budgets) - 2)
-    slope = (y[:, 1:] - y[:, :-1]) / (x[1:] - x[:-1])
-    curve = np.exp(y[:, piece] + slope[:, piece] * (np.log(slots) - x[piece]))
-    curve[:, -1] = 0.0
-    low, high = -40.0, 10.0
-    for _ in range(100):
-        price = (low + high) / 2
-        enough = slots[(curve + np.exp(price) * slots).argmin(-1)].sum() >= total
-        low, high = (price, high) if enough else (low, price)
-    chosen: NDArray[np.int64] = slots[(curve + np.exp(high) * slots).argmin(-1)].astype(np.int64)
-    rest = total - int(chosen.sum())  # slots left over because a head's best budget jumps
-    for n in range(abs(rest)):
-        chosen[n % len(chosen)] += np.sign(rest)
-    return chosen
+    costs, shape = _rows(measured.costs), next(iter(measured.costs.values())).shape[:2]
+    chosen, shrink = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
+    return (chosen / slots).round(2).reshape(shape).tolist(), shrink
+
+
+def layer_shares_of(measured: Measured, slots: int, least: float) -> list[float]:
+    """Return budget shares of layers whose heads have equal budgets, relative to their mean. See `head_shares_of`."""
+    costs = {task: cost.sum(1) for task, cost in measured.costs.items()}
+    chosen, _ = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
+    return (chosen / slots).round(2).tolist()  # type: ignore[no-any-return]
+
+
+def _rows(costs: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
+    return {task: cost.reshape(-1, cost.shape[-1]) for task, cost in costs.items()}

@@ -14,6 +14,7 @@ from kvexport.commands.options import (
     RECIPE,
     BackendOption,
     BudgetOption,
+    CalibrateOption,
     JsonOption,
     MaxLengthOption,
     SetOption,
@@ -40,6 +41,7 @@ def build(
     recipe: Annotated[str | None, RECIPE] = None,
     budget: BudgetOption = None,
     max_length: MaxLengthOption = None,
+    calibrate: CalibrateOption = None,
     overrides: SetOption = None,
     named_model: Annotated[
         str | None,
@@ -77,6 +79,7 @@ def build(
         model=model or named_model,
         budget=budget,
         max_length=max_length,
+        calibrate=calibrate,
     )
     if not as_json:
         print(built)
@@ -99,6 +102,7 @@ def build_artifact(
     model: str | None = None,
     budget: int | None = None,
     max_length: int | None = None,
+    calibrate: bool | None = None,
 ) -> Path:
     """Build an artifact (an exported model with ONNX graphs and weights) and return its folder.
 
@@ -112,6 +116,7 @@ def build_artifact(
         model: A hub id, the folder of a checkpoint, or a GGUF file; together with `recipe` it replaces the recipe's.
         budget: Slots of each KV head; None takes the recipe's.
         max_length: The most tokens of one sequence; None takes the recipe's.
+        calibrate: Whether the budgets of a model without a recipe are measured; see `calibrated_recipe`.
 
     Raises:
         UsageError: The arguments contradict one another, or one of them cannot be used.
@@ -131,13 +136,16 @@ def build_artifact(
             "there is nothing to build",
             "kvexport build MODEL (a hub id, a checkpoint's folder or a GGUF file), or kvexport build --recipe NAME",
         )
-    from kvexport.models import model_recipe
+    from kvexport.models import calibrated_recipe, refuse_calibration_of_recipes
     from kvexport.packages import require
     from kvexport.recipe.load import load_recipe
 
     if recipe is None:
-        loaded = model_recipe(str(model), budget, max_length=max_length, overrides=changes)
+        loaded = calibrated_recipe(
+            str(model), budget, max_length=max_length, overrides=changes, calibrate=calibrate, progress=show
+        )
     else:
+        refuse_calibration_of_recipes(calibrate)
         own = [("model.path", model), ("cache.budget", budget), ("limits.max_length", max_length)]
         loaded = load_recipe(recipe, [*(f"{key}={value}" for key, value in own if value is not None), *changes])
     require("build")

@@ -14,6 +14,7 @@ import typer
 from kvexport.commands.options import (
     BackendOption,
     BudgetOption,
+    CalibrateOption,
     DeviceOption,
     MaxLengthOption,
     SetOption,
@@ -167,6 +168,7 @@ def chat(
     source: SourceArgument,
     budget: BudgetOption = None,
     max_length: MaxLengthOption = None,
+    calibrate: CalibrateOption = None,
     overrides: SetOption = None,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Begin the conversation with this system message.")
@@ -193,7 +195,9 @@ def chat(
     """
     from kvexport.commands.loading import load_engine
 
-    engine = load_engine(source, budget, max_length, overrides or (), backend=backend, device=device, lanes=1)
+    engine = load_engine(
+        source, budget, max_length, overrides or (), calibrate, backend=backend, device=device, lanes=1
+    )
     if engine.chat_template is None:
         raise UsageError("the artifact has no chat template", "kvexport generate, or build an instruct model")
     sample = None if temperature is None else temperature > 0

@@ -12,6 +12,7 @@ import typer
 from kvexport.commands.options import (
     BackendOption,
     BudgetOption,
+    CalibrateOption,
     DeviceOption,
     JsonOption,
     MaxLengthOption,
@@ -39,6 +40,7 @@ def generate(
     ] = None,
     budget: BudgetOption = None,
     max_length: MaxLengthOption = None,
+    calibrate: CalibrateOption = None,
     overrides: SetOption = None,
     prompt_file: Annotated[
         Path | None,
@@ -121,7 +123,7 @@ def generate(
     others = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty, "stop_strings": stop or None}
     from kvexport.commands.loading import load_engine
 
-    engine = load_engine(source, budget, max_length, overrides or (), backend=backend, device=device)
+    engine = load_engine(source, budget, max_length, overrides or (), calibrate, backend=backend, device=device)
     settings = engine.settings(do_sample=sample, **drawing, **others)
     use_chat = chat if chat is not None else True if system is not None else None
     ids = _encode(engine, text, system, use_chat, plain=prompt not in (None, "-"))

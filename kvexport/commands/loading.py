@@ -10,7 +10,12 @@ if TYPE_CHECKING:
 
 
 def load_engine(
-    source: str, budget: int | None = None, max_length: int | None = None, overrides: Sequence[str] = (), **options: Any
+    source: str,
+    budget: int | None = None,
+    max_length: int | None = None,
+    overrides: Sequence[str] = (),
+    calibrate: bool | None = None,
+    **options: Any,
 ) -> Engine:
     """Load an artifact as an engine, or build a model into the user's cache folder first, and show the progress.
 
@@ -19,6 +24,7 @@ def load_engine(
         budget: See `kvexport.models.find_artifact`.
         max_length: See `kvexport.models.find_artifact`.
         overrides: See `kvexport.models.find_artifact`.
+        calibrate: See `kvexport.models.find_artifact`.
         options: Arguments of `kvexport.engine.load.load`.
 
     Raises:
@@ -28,6 +34,6 @@ def load_engine(
     from kvexport.models import find_artifact
     from kvexport.terminal import show
 
-    path = find_artifact(source, budget, max_length=max_length, overrides=overrides, progress=show)
+    path = find_artifact(source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=show)
     with show(f"loading {path}"):
         return load(path, **options)

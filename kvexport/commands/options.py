@@ -71,6 +71,15 @@ MaxLengthOption = Annotated[
         "recipe's]",
     ),
 ]
+CalibrateOption = Annotated[
+    bool | None,
+    model_option(
+        "--calibrate/--no-calibrate",
+        help="Measure how a model's KV heads should share the budget, or give them equal budgets. [default: measure "
+        "where the model and the machine allow it]",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, output_option("--json", help="Print the result as JSON.")]
 HtmlOption = Annotated[
     Path | None,

@@ -10,6 +10,7 @@ from typing import Annotated
 from kvexport.commands.options import (
     BackendOption,
     BudgetOption,
+    CalibrateOption,
     DeviceOption,
     MaxLengthOption,
     SetOption,
@@ -34,6 +35,7 @@ def serve(
     source: SourceArgument,
     budget: BudgetOption = None,
     max_length: MaxLengthOption = None,
+    calibrate: CalibrateOption = None,
     overrides: SetOption = None,
     host: Annotated[
         str,
@@ -159,7 +161,15 @@ def serve(
     )
     listener = listen(host, port, settings.stall)  # before the model is loaded: that takes longer
     engine = load_engine(
-        source, budget, max_length, overrides or (), backend=backend, device=device, threads=threads, lanes=lanes
+        source,
+        budget,
+        max_length,
+        overrides or (),
+        calibrate,
+        backend=backend,
+        device=device,
+        threads=threads,
+        lanes=lanes,
     )
     app = create_app(engine, settings)
     shown = f"[{host}]" if ":" in host else host

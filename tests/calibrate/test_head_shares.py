@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from kvexport.allocation import allocate
-from kvexport.calibrate.head_shares import asked_and_answered, calibrate_heads, cheapest, measured_budgets
+from kvexport.calibrate.allotment import cheapest, curves_of, robust_budgets, shrunk
+from kvexport.calibrate.head_shares import asked_and_answered, calibrate_heads, share_of_text
+from kvexport.calibrate.measured import budgets_of
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.evaluate.recall import Passage, Question
@@ -20,11 +23,11 @@ SIZES = [*method_settings("ballot"), "cache.budget=32", "limits.max_length=256"]
 
 
 def test_the_verb_gives_the_heads_that_a_text_needs_their_shares() -> None:
-    asked = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--passages", "1", "--json"]
+    asked = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--tasks", "text", "--passages", "1", "--json"]
     ran = CliRunner().invoke(app, [*asked, *set_options(SIZES)])
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout)
-    assert (found["length"], found["budgets"]) == (256, [16, 32, 64, 128, 144])
+    assert (found["length"], found["budgets"]) == (256, [9, 17, 34, 66, 128])
     costs = np.array(found["costs"]["text"])
     assert costs.shape == (2, 2, 5) and (costs >= 0).all()
     # Facts are found by the second layer alone, the less often the fewer slots it has.
@@ -59,9 +62,19 @@ def test_a_task_that_there_is_not_is_refused_by_name(of: str) -> None:
 def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_more() -> None:
     budgets = (24, 48, 96, 192)
     cost = np.stack([weight / np.array(budgets, float) for weight in (1, 4, 16)])
-    slots = cheapest(cost, budgets, 300, 12, 1024)
+    slots = cheapest(curves_of(cost, budgets, 12, 1024), 100, 12)
     assert slots.sum() == 300
     np.testing.assert_allclose(slots, [300 / 7, 600 / 7, 1200 / 7], atol=2)  # as the square roots of the costs
+
+
+def test_budgets_are_shrunk_where_kinds_of_text_disagree() -> None:
+    sizes, slots = (24, 48, 96, 192), np.array((24, 48, 96, 192), float)
+    one, other = (np.stack([weight / slots for weight in weights]) for weights in ((1, 1, 1, 64), (64, 1, 1, 1)))
+    agreed, none = robust_budgets({"a": one, "b": one}, sizes, 100, 12, 1024)
+    assert none == 0 and agreed.sum() == 400 and agreed[3] > 3 * agreed[0]
+    chosen, shrink = robust_budgets({"a": one, "b": one, "c": other}, sizes, 100, 12, 1024)
+    assert shrink == 0.75 and chosen.sum() == 400 and max(chosen) - min(chosen) < 100
+    assert shrunk(agreed, 100, 1.0).tolist() == [100] * 4
 
 
 @pytest.mark.parametrize(
@@ -74,9 +87,25 @@ def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_m
 )
 def test_what_cannot_be_measured_is_refused(settings: list[str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        calibrate_heads("tiny-base", [*method_settings("ballot"), *settings], length=256)
+        calibrate_heads("tiny-base", [*method_settings("ballot"), *settings], length=256, tasks=["text"])
 
 
-def test_the_budgets_that_are_measured_stand_around_the_recipes_share_of_the_text() -> None:
+def test_the_measured_budgets_reach_from_the_least_to_half_the_text() -> None:
     recipe = load_recipe("smollm2-135m-base", ["cache.method=ballot"]).recipe
-    assert measured_budgets(recipe, 1024) == [32, 64, 128, 256, 512]
+    assert share_of_text(recipe, 1024) == 64
+    assert budgets_of(1024, 12) == [32, 64, 128, 256, 512] and budgets_of(256, 12)[0] == 12
+    with pytest.raises(UsageError, match="a text of 40 tokens is too short"):
+        budgets_of(40, 12)
+
+
+def test_kinds_of_text_come_from_the_users_folder(tmp_path: Path) -> None:
+    asked = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--tasks", "kinds", "--texts", str(tmp_path)]
+    settings = set_options(SIZES)
+    assert "has no file NAME.txt or NAME.md" in CliRunner().invoke(app, [*asked, *settings]).stderr
+    (tmp_path / "latin.txt").write_bytes(b"\xff")
+    assert "cannot be read" in CliRunner().invoke(app, [*asked, *settings]).stderr
+    (tmp_path / "latin.txt").write_text("anna " * 300)
+    page = tmp_path / "page.html"
+    ran = CliRunner().invoke(app, [*asked, *settings, "--html", str(page)])
+    assert ran.exit_code == 0, ran.output
+    assert "latin" in ran.stdout and "latin" in page.read_text() and "Cost of evictions" in page.read_text()

@@ -64,6 +64,12 @@ class Checkpoint:
             )
 
 
+def facts_of(checkpoint: Checkpoint) -> list[Any]:
+    """Return JSON values that change when a checkpoint does: its fingerprint, and the size and time of its files."""
+    files = sorted({entry.file for entry in checkpoint.tensors.values()})
+    return [checkpoint.fingerprint, [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
+
+
 def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True) -> Path:
     """Return the directory of a checkpoint, or the path of a GGUF file.
 

@@ -57,7 +57,7 @@ def run_streamed(
     """
     outputs = NormOutputs()
     with quiet_exporter():
-        model = _model(checkpoint, recipe)
+        model = float_model(checkpoint, recipe)
         sources = parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if unread := next((name for name, _ in model.named_parameters() if name not in sources), ""):
@@ -97,10 +97,37 @@ def run_streamed(
     return outputs
 
 
-def _model(checkpoint: Checkpoint, recipe: Recipe) -> Any:
+def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str]) -> None:
+    """Let each module of a model read its own weights when it is called, and free them when it returns.
+
+    Args:
+        model: The model, without weights.
+        checkpoint: The checkpoint.
+        sources: The name of the checkpoint tensor of each parameter.
+    """
+    embedding = model.get_input_embeddings()
+    for prefix, module in model.named_modules():
+        above = f"{prefix}." if prefix else ""
+        names = {own: sources[above + own] for own, p in module._parameters.items() if p is not None}
+        if not names:
+            continue
+        read = _pick_rows(checkpoint, names["weight"]) if module is embedding else _read(checkpoint, names)
+        module.register_forward_pre_hook(read)
+        module.register_forward_hook(_let_go(names))
+        module._parameters.update(dict.fromkeys(names, UNREAD))
+
+
+def float_model(checkpoint: Checkpoint, recipe: Recipe, attention: str = "sdpa") -> Any:
+    """Return the model of a checkpoint in eval mode without weights, its type float32.
+
+    Args:
+        checkpoint: The checkpoint.
+        recipe: The recipe, for its longest sequence.
+        attention: Name of an attention implementation of transformers.
+    """
     config = load_config(str(checkpoint.path), recipe)
     try:
-        model = on_meta(config, torch.float32, recipe.rotary_length, "sdpa")
+        model = on_meta(config, torch.float32, recipe.rotary_length, attention)
     except ValueError:  # it has sink logits, or another reason why transformers will not have it so
         model = on_meta(config, torch.float32, recipe.rotary_length, "eager")
     buffers_as_parameters(model)

@@ -1,0 +1,102 @@
+"""The division of a cache budget among KV heads or layers with the least sum of eviction costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+STEPS = (0.0, 0.25, 0.5, 0.75)  # the candidates for `shrink`, the part of a budget that is divided equally
+NOTHING = 1e-12  # nats
+
+
+def robust_budgets(
+    costs: Mapping[str, NDArray[np.float64]], budgets: Sequence[int], slots: int, least: int, most: int
+) -> tuple[NDArray[np.int64], float]:
+    """Return cache budgets in slots, [n], that lower the costs of all kinds of text, and how far they are shrunk.
+
+    All kinds have the same weight: the costs of a kind are relative to its cost with equal budgets. The budgets with
+    the least sum of relative costs are shrunk towards equal budgets. The factor is the one with the least cost of the
+    worst kind of text, where the budgets for a kind are computed from the costs of all other kinds.
+
+    Args:
+        costs: By kind of text [n, budgets], nats.
+        budgets: The measured budgets, in slots.
+        slots: The mean budget, in slots.
+        least: The smallest number of slots of a head.
+        most: The largest number; it costs nothing.
+    """
+    curves = {kind: curves_of(cost, budgets, least, most) for kind, cost in costs.items()}
+    equal = {kind: max(curve[:, slots - least].sum(), NOTHING) for kind, curve in curves.items()}
+    relative = {kind: curve / equal[kind] for kind, curve in curves.items()}
+    shrink = 0.0
+    if len(costs) > 1:
+        worst = dict.fromkeys(STEPS, 0.0)
+        total = np.sum(list(relative.values()), 0)
+        for curve, step in product(relative.values(), STEPS):
+            chosen = shrunk(cheapest(total - curve, slots, least), slots, step)
+            worst[step] = max(worst[step], float(curve[np.arange(len(chosen)), chosen - least].sum()))
+        shrink = min(STEPS, key=lambda step: worst[step])
+    return shrunk(cheapest(np.sum(list(relative.values()), 0), slots, least), slots, shrink), shrink
+
+
+def relative_cost(
+    cost: NDArray[np.float64], budgets: Sequence[int], chosen: NDArray[np.int64], slots: int, least: int, most: int
+) -> float:
+    """Return the estimated cost of the budgets `chosen`, relative to that of equal budgets of `slots`."""
+    curve = curves_of(cost, budgets, least, most)
+    at = np.clip(chosen, least, most) - least
+    return float(curve[np.arange(len(at)), at].sum() / max(curve[:, slots - least].sum(), NOTHING))
+
+
+def curves_of(cost: NDArray[np.float64], budgets: Sequence[int], least: int, most: int) -> NDArray[np.float64]:
+    """Return the cost [n, most - least + 1] of every number of slots from `least` to `most`.
+
+    Between the measured budgets the logarithm of the cost is linear in that of the slots; beyond them it is
+    extrapolated.
+    """
+    slots = np.arange(least, most + 1)
+    x, y = np.log(budgets), np.log(np.maximum(np.minimum.accumulate(cost, -1), NOTHING))
+    piece = np.clip(np.searchsorted(x, np.log(slots)) - 1, 0, len(budgets) - 2)
+    slope = (y[:, 1:] - y[:, :-1]) / (x[1:] - x[:-1])
+    curve: NDArray[np.float64] = np.exp(y[:, piece] + slope[:, piece] * (np.log(slots) - x[piece]))
+    curve[:, -1] = 0.0
+    return curve
+
+
+def cheapest(curve: NDArray[np.float64], slots: int, least: int) -> NDArray[np.int64]:
+    """Return the budgets in slots, [n], with the least sum of costs at `slots` mean slots.
+
+    Args:
+        curve: [n, counts] the cost of `least` slots, `least` + 1 and so on.
+        slots: The mean budget.
+        least: The smallest number of slots.
+    """
+    counts, total = least + np.arange(curve.shape[1]), slots * len(curve)
+    low, high = -40.0, 10.0
+    for _ in range(100):
+        price = (low + high) / 2
+        enough = counts[(curve + np.exp(price) * counts).argmin(-1)].sum() >= total
+        low, high = (price, high) if enough else (low, price)
+    chosen: NDArray[np.int64] = counts[(curve + np.exp(high) * counts).argmin(-1)].astype(np.int64)
+    return _summing_to(chosen, total, least, int(counts[-1]))
+
+
+def shrunk(chosen: NDArray[np.int64], slots: int, step: float) -> NDArray[np.int64]:
+    """Return the budgets `chosen` with the part `step` of them replaced by equal budgets of `slots`."""
+    mixed = np.floor((1 - step) * chosen + step * slots).astype(np.int64)
+    return _summing_to(mixed, slots * len(mixed), int(min(chosen)), int(max(chosen)))
+
+
+def _summing_to(chosen: NDArray[np.int64], total: int, least: int, most: int) -> NDArray[np.int64]:
+    """Return budgets with the sum `total`: the difference is spread, one slot for each head, within the bounds."""
+    chosen, rest = chosen.copy(), total - int(chosen.sum())
+    while rest:
+        free = np.flatnonzero(chosen < most if rest > 0 else chosen > least)
+        if not len(free):
+            break
+        chosen[free[: abs(rest)]] += np.sign(rest)
+        rest = total - int(chosen.sum())
+    return chosen

@@ -1,0 +1,102 @@
+"""The measured budgets of a build: shares of KV heads or of layers, or the reason why budgets are equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kvexport.allocation import least_slots
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.recipe.fields import Recipe
+from kvexport.recipe.load import LoadedRecipe
+from kvexport.terminal import Progress, say, silent
+
+MOST_SECONDS = 1800.0  # a longer calibration runs only if the user asks for it
+COST = "at equal bytes they lose about twice as much as measured budgets (docs/measurements/budgets.md)"
+
+Show = Callable[[str, "int | None"], Progress]
+
+
+def with_measured_budgets(
+    loaded: LoadedRecipe,
+    changed: Callable[[Sequence[str]], LoadedRecipe],
+    *,
+    calibrate: bool | None = None,
+    progress: Show = silent,
+) -> LoadedRecipe:
+    """Return a recipe with measured budgets; the recipe itself, and a line for the user, where that is not possible.
+
+    Args:
+        loaded: The recipe of a user's model.
+        changed: Returns the same recipe with more settings, "dotted.key=value".
+        calibrate: Whether to measure. None measures if the model, the machine and the backend allow it; True raises an
+            error where they do not; False returns the recipe as it is.
+        progress: Shows the stages.
+
+    Raises:
+        UsageError: `calibrate` is True, and budgets of this model cannot be measured.
+        EnvironmentProblem: `calibrate` is True, and this machine cannot measure them.
+    """
+    recipe = loaded.recipe
+    if calibrate is False or not _has_a_choice(loaded):
+        return loaded
+    try:
+        settings = _measured_settings(recipe, None if calibrate else MOST_SECONDS, progress)
+        from kvexport.export.build import read_model
+
+        measured = changed(settings)
+        read_model(measured.recipe, weights=False)  # some recipes have no place for caches of single heads
+        return measured
+    except (UsageError, EnvironmentProblem) as error:
+        if calibrate:
+            raise
+        say(f"budgets are equal in all layers and KV heads, because {error.problem}; {COST}")
+        return loaded
+
+
+def _has_a_choice(loaded: LoadedRecipe) -> bool:
+    """Return whether the user left the division of the budget open, and the cache evicts anything at all."""
+    cache, limits = loaded.recipe.cache, loaded.recipe.limits
+    own = any(place != "default" for key, place in loaded.origin.items() if key.startswith("cache.allocation"))
+    evicts = cache.build_method().compresses and loaded.recipe.budget < limits.max_length
+    return evicts and not own and cache.positions == "absolute" and cache.build_method().allocation == "uniform"
+
+
+def prefers_layers(recipe: Recipe) -> bool:
+    """Return whether budgets of layers suit a recipe better than budgets of KV heads.
+
+    On a GPU each KV head with a budget of its own is a launch, and ranks share the heads of a cache.
+    """
+    backend = recipe.backend
+    on_cpu = backend.name == "onnxruntime" and getattr(backend, "device", "cpu") == "cpu"
+    return not on_cpu or backend.tensor_parallel > 1
+
+
+def _measured_settings(recipe: Recipe, most_seconds: float | None, progress: Show) -> list[str]:
+    """Return the settings of a recipe with measured budgets."""
+    from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
+    from kvexport.export.model.checkpoint import resolve_checkpoint
+
+    least = math.ceil(least_slots(recipe))
+    if recipe.budget <= least:
+        problem = f"{recipe.budget} slots leave no choice: sinks, recent slots and two more take {least} of each head"
+        raise UsageError(problem, f"--budget {2 * least}, or more")
+    length = min(LENGTH, recipe.limits.max_length)
+    with progress("reading the checkpoint", None):
+        folder = resolve_checkpoint(recipe.model.path, recipe.model.revision)
+        if folder.is_dir():
+            tokenized(folder, read_kinds(), length)  # before the model is read
+        from kvexport.export.build import read_model
+
+        shape = read_model(recipe)
+    from kvexport.calibrate.head_shares import grouped, head_shares_of, layer_shares_of, samples_of
+    from kvexport.calibrate.measured import measure
+
+    samples = samples_of(shape.checkpoint.path, length)
+    measured = grouped(measure(recipe, shape, samples, length, progress, most_seconds))
+    share = recipe.budget / recipe.limits.max_length * length
+    slots = min(max(round(share), length // 16, least + 1), length // 2)
+    if prefers_layers(recipe):
+        return ["cache.allocation.kind=listed", f"cache.allocation.shares={layer_shares_of(measured, slots, least)}"]
+    shares, _ = head_shares_of(measured, slots, least)
+    return ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]

@@ -1,0 +1,129 @@
+"""The loss that evictions from each KV head's cache cause, to second order.
+
+A text is read once with the full cache. For every head, small caches are computed from the same queries; with such a
+cache the head's output differs from that with the full cache by d. To second order this costs a KL divergence of half
+the square of g d, where g is the gradient of a random projection of the logits whose mean square is their Fisher
+information. One forward pass and a few backward passes thus measure all heads and several budgets. The estimate
+neglects interactions between the d of two tokens or two heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.cache import LayerGeometry
+from kvexport.cache_planning import plan_cache
+from kvexport.calibrate.compressed import compressed_attention
+from kvexport.calibrate.layer_shares import sized
+from kvexport.errors import UsageError
+from kvexport.evaluate.language import Ids
+from kvexport.export.model.layerwise import LayerwiseDecoder
+from kvexport.export.model.shape import ModelShape
+from kvexport.recipe.fields import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+PROBES = 2  # random projections of the logits
+FORWARD, BACKWARD = 1, 4  # units of progress of a layer's passes, about in the ratio of their times
+
+
+class HeadCosts:
+    """The costs of evictions in one model under one cache method."""
+
+    def __init__(self, recipe: Recipe, shape: ModelShape) -> None:
+        """Prepare the measurement.
+
+        Args:
+            recipe: The recipe; its budget has no effect, and caches are float32 whatever its types.
+            shape: The model of the recipe.
+
+        Raises:
+            UsageError: A layer does not attend to every position alike, or the model cannot be run layer by layer.
+        """
+        for i, layer in enumerate(shape.geometry):
+            if layer.sliding_window or layer.softcap or layer.sink_logits:
+                problem = f"layer {i} has a sliding window, a softcap or sink logits, of which this knows nothing"
+                raise UsageError(problem, "--of text, which measures layers")
+        resolved = recipe.model_dump(mode="json")
+        self._resolved = {
+            **resolved,
+            "model": {**resolved["model"], "dtype": "float32"},
+            "cache": {**resolved["cache"], "dtype": "model"},
+        }
+        self._method, self._geometry = recipe.cache.build_method(), shape.geometry
+        self._decoder = LayerwiseDecoder(shape.checkpoint, recipe)
+
+    @property
+    def units(self) -> int:
+        """The units of progress of one text."""
+        return len(self._geometry) * (FORWARD + BACKWARD)
+
+    def of_text(
+        self,
+        ids: Ids,
+        counted: Sequence[int],
+        budgets: Sequence[int],
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> NDArray[np.float64]:
+        """Return the cost [layers, heads, budgets] of every head's evictions, in nats per evaluated position.
+
+        Args:
+            ids: Token ids of the text.
+            counted: The evaluated positions.
+            budgets: Slots of a head.
+            advance: Called with the units of progress of each pass of a layer.
+        """
+        geometry, full = self._geometry, _Full(self._geometry)
+        recipes = [sized(self._resolved, len(ids), slots) for slots in budgets]
+        plans, chunk = [plan_cache(recipe, geometry) for recipe in recipes], recipes[0].export.prefill_chunk
+        passes = self._decoder.passes(ids, full, lambda: advance(FORWARD))
+        gradients = passes.last_gradients(counted, full, _fisher_directions)
+        costs = np.zeros((len(geometry), geometry[0].kv_heads, len(budgets)))
+        for i in reversed(range(len(geometry))):
+            inner, gradients = passes.layer_gradients(i, full, lambda: full.last[-1], gradients)
+            *inputs, output = (x.detach() for x in full.last)
+            for p, plan in enumerate(plans):
+                d = compressed_attention(plan.caches[i], geometry[i], self._method, inputs, chunk) - output
+                for gradient in inner:
+                    change = (gradient * d).reshape(costs.shape[1], -1, *d.shape[2:]).sum((1, 3))  # [H, T]
+                    costs[i, :, p] += 0.5 * change.square().sum(1).double().numpy() / PROBES / len(counted)
+            advance(BACKWARD)
+        return costs
+
+
+def _fisher_directions(logits: Tensor) -> Iterator[Tensor]:
+    """Yield gradients at the logits of random projections whose mean square is the Fisher information."""
+    import torch
+
+    probability, rng = torch.softmax(logits, -1), torch.Generator().manual_seed(0)
+    root = probability.sqrt()
+    for _ in range(PROBES):
+        drawn = root * torch.randint(0, 2, probability.shape, generator=rng, dtype=torch.int8).mul_(2).sub_(1)
+        yield drawn.addcmul_(probability, (root * drawn).sum(-1, keepdim=True), value=-1)
+
+
+class _Full:
+    """Full attention that stores the query, key, value and output of the layer that ran last."""
+
+    def __init__(self, geometry: Sequence[LayerGeometry]) -> None:
+        self.geometry = geometry
+        self.last: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """Return causal attention [1, Hq, T, Dv] over all positions, and store the layer's tensors."""
+        from torch.nn.functional import scaled_dot_product_attention
+
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        scale = self.geometry[layer].scale
+        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        self.last = (query, key, value, output)
+        return output
+
+    def mask(self, mask_function: Any) -> Any:
+        """Return None in place of an attention mask, because `attend` is causal itself."""
+        return None

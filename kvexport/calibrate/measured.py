@@ -1,0 +1,191 @@
+"""Measured costs of evictions, kept in the user's cache folder text by text.
+
+A measurement that was interrupted goes on with the first text that has no file. The folder's name contains a digest of
+the checkpoint's headers, of the size and time of its files, and of the cache settings that the costs depend on. So a
+checkpoint that changes in place is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.allocation import least_slots
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.evaluate.tasks import Sample
+from kvexport.export.model.cached import cache_folder
+from kvexport.export.model.checkpoint import Checkpoint, facts_of
+from kvexport.export.model.shape import ModelShape
+from kvexport.memory import machine_memory
+from kvexport.recipe.fields import Recipe
+from kvexport.terminal import Progress
+from kvexport.units import format_bytes
+
+VERSION = 1  # of the estimate: another one is not comparable
+BUDGETS = 5  # the number of measured budgets
+HINT = "--no-calibrate builds at once with uniform budgets"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The costs of evictions on texts of several kinds.
+
+    Attributes:
+        length: The tokens that the budgets refer to.
+        budgets: The measured budgets, in slots of a head in a text of `length` tokens.
+        costs: By kind of text [layers, heads, budgets], nats.
+    """
+
+    length: int
+    budgets: list[int]
+    costs: dict[str, NDArray[np.float64]]
+
+
+def budgets_of(length: int, least: float) -> list[int]:
+    """Return the measured budgets of a text, in slots: from 1/32 to 1/2 of the text, in equal ratios.
+
+    Args:
+        length: Tokens of the text.
+        least: The smallest budget of a head.
+
+    Raises:
+        UsageError: The text is too short for budgets of different sizes.
+    """
+    low, high = max(length / 32, least), length / 2
+    if high < 2 * low:
+        raise UsageError(
+            f"a text of {length} tokens is too short: a head has at least {math.ceil(least)} slots, and caches of up "
+            "to half the text are compared",
+            f"--length {math.ceil(4 * least)}, or more",
+        )
+    return [math.ceil(low * (high / low) ** (i / (BUDGETS - 1)) - 1e-9) for i in range(BUDGETS)]
+
+
+def folder_of(recipe: Recipe, checkpoint: Checkpoint) -> Path:
+    """Return the cache folder of the measurements of one checkpoint under one cache method."""
+    cache, method = recipe.cache, recipe.cache.build_method()
+    settings = [VERSION, repr(method), cache.sinks, cache.recent]
+    facts = json.dumps([facts_of(checkpoint), settings], default=str)
+    return cache_folder("calibrations") / hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def measure(
+    recipe: Recipe,
+    shape: ModelShape,
+    samples: dict[str, Sample],
+    length: int,
+    progress: Callable[[str, int | None], Progress],
+    most_seconds: float | None = None,
+) -> Measured:
+    """Return the costs of evictions on texts, from the cache folder where they were measured before.
+
+    Args:
+        recipe: The recipe.
+        shape: The model of the recipe.
+        samples: A text of every kind.
+        length: The tokens of a text that the budgets refer to. A shorter text has budgets in the same ratios.
+        progress: Shows the stages. The time that the texts take is estimated from the first of them.
+        most_seconds: The longest time for the texts after the first; None for no limit.
+
+    Raises:
+        UsageError: The model cannot be measured.
+        EnvironmentProblem: There is too little memory, the texts would take more than `most_seconds`, or the cache
+            folder cannot be written.
+    """
+    folder, least = folder_of(recipe, shape.checkpoint), least_slots(recipe)
+    budgets = budgets_of(length, least)
+    files = {kind: folder / f"{_digest(sample)}.json" for kind, sample in samples.items()}
+    costs = {kind: cost for kind, file in files.items() if (cost := _read(file, shape)) is not None}
+    missing = [kind for kind in samples if kind not in costs]
+    if missing:
+        from kvexport.calibrate.head_costs import HeadCosts
+
+        _require_memory(recipe, shape, length)
+        measurement = HeadCosts(recipe, shape)
+
+        def measure_text(kind: str, advance: Callable[[int], None]) -> None:
+            ids, counted = samples[kind].ids, samples[kind].counted
+            costs[kind] = measurement.of_text(ids, counted, budgets_of(len(ids), least), advance)
+            _write(files[kind], costs[kind])
+
+        start = time.monotonic()
+        with progress(f"calibrating: the first of {len(missing)} texts", measurement.units) as bar:
+            measure_text(missing[0], bar.advance)
+        seconds = (time.monotonic() - start) * (len(missing) - 1)
+        if most_seconds is not None and seconds > most_seconds:
+            raise EnvironmentProblem(f"the calibration would take about {duration(seconds)}", "")
+        if missing[1:]:
+            label = f"calibrating: {len(missing) - 1} more texts, about {duration(seconds)} ({HINT})"
+            with progress(label, measurement.units * (len(missing) - 1)) as bar:
+                for kind in missing[1:]:
+                    measure_text(kind, bar.advance)
+    return Measured(length, budgets, {kind: costs[kind] for kind in samples})
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, such as "40 s" or "12 min"."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _require_memory(recipe: Recipe, shape: ModelShape, length: int) -> None:
+    """Raise EnvironmentProblem if the memory that is free is less than the measurement takes."""
+    need, (_, available) = memory_of(shape, length), machine_memory()
+    if 0 < available < need:
+        raise EnvironmentProblem(
+            f"the calibration takes {format_bytes(need)} of memory, and {format_bytes(available)} are free", ""
+        )
+
+
+def memory_of(shape: ModelShape, length: int) -> int:
+    """Return about how many bytes a measurement takes beside PyTorch itself.
+
+    These are the weights and activations of one layer, the inputs of all layers, and the output head with the logits.
+    """
+    model, layers = shape.model, len(shape.geometry)
+    head = model.get_output_embeddings().weight.numel()
+    vocabulary, hidden = model.get_output_embeddings().weight.shape
+    rest = sum(p.numel() for p in model.parameters()) - head
+    attention = max(layer.query_heads for layer in shape.geometry) * length
+    layer = rest // layers + length * (24 * hidden + 3 * attention)
+    inputs = layers * length * hidden
+    floats: int = inputs + max(layer, head + 10 * vocabulary * length // 2)
+    return 4 * floats
+
+
+def _digest(sample: Sample) -> str:
+    facts = json.dumps([list(map(int, sample.ids)), list(map(int, sample.counted))])
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def _read(file: Path, shape: ModelShape) -> NDArray[np.float64] | None:
+    """Return the costs in a file of the cache folder; None if there is no whole file of this model's shape."""
+    try:
+        cost = np.array(json.loads(file.read_text(encoding="utf-8"))["costs"], np.float64)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    expected = (len(shape.geometry), shape.geometry[0].kv_heads, BUDGETS)
+    return cost if cost.shape == expected and np.isfinite(cost).all() else None
+
+
+def _write(file: Path, cost: NDArray[np.float64]) -> None:
+    """Write the costs of a text. The file is whole or absent, even if the process is killed."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_text(
+            json.dumps({"costs": np.vectorize(lambda x: float(f"{x:.6g}"))(cost).tolist()}), encoding="utf-8"
+        )
+        new.replace(file)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{file} cannot be written: {error.strerror or error}", "free some space there, or XDG_CACHE_HOME=DIR"
+        ) from error

@@ -1,0 +1,101 @@
+"""The texts that budgets are measured on: several kinds of text in several languages, or the user's own files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvexport.errors import UsageError
+from kvexport.evaluate.language import Ids
+from kvexport.language.tokenizer import FILE_NAME, Tokenizer
+from kvexport.paths import PACKAGE, TEXT
+
+FOLDER = Path(__file__).parent / "texts"
+FILES = {
+    "prose": TEXT,
+    "manual": FOLDER / "manual.txt",
+    "chat": FOLDER / "chat.txt",
+    "german": FOLDER / "german.txt",
+    "french": FOLDER / "french.txt",
+    "python": PACKAGE / "export" / "weights" / "code_sample.txt",
+    "c++": FOLDER / "code.txt",
+    "tables": FOLDER / "table.txt",
+}
+LENGTH = 1024  # the most tokens of a text
+SHORTEST = 256  # a shorter text has too few tokens for caches of several budgets
+
+
+@dataclass(frozen=True)
+class KindOfText:
+    """A text of one kind as token ids.
+
+    Attributes:
+        kind: The name of the kind.
+        ids: The token ids, with the tokenizer's start tokens.
+    """
+
+    kind: str
+    ids: Ids
+
+    @property
+    def digest(self) -> str:
+        """A digest (16 hex digits) of the token ids."""
+        return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()[:16]
+
+
+def read_kinds(folder: Path | None = None) -> dict[str, str]:
+    """Return the text of every kind.
+
+    Args:
+        folder: A folder with one .txt or .md file for each kind of text; None for the package's texts.
+
+    Raises:
+        UsageError: The folder has no such file, or a file is not UTF-8.
+    """
+    if folder is None:
+        return {kind: path.read_text(encoding="utf-8") for kind, path in FILES.items()}
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".txt", ".md") and path.is_file())
+    if not files:
+        raise UsageError(f"{folder} has no file NAME.txt or NAME.md", "--texts FOLDER with a text file for each kind")
+    try:
+        return {path.stem: path.read_text(encoding="utf-8") for path in files}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"a file of {folder} cannot be read: {error}", "--texts FOLDER with UTF-8 files") from error
+
+
+def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) -> list[KindOfText]:
+    """Return the beginning of every text as token ids, at most `length` of each.
+
+    Args:
+        checkpoint: The folder of the checkpoint's tokenizer.
+        kinds: The text of every kind.
+        length: The most tokens of a text.
+
+    Raises:
+        UsageError: There is no tokenizer, the tokenizer does not know the words of a text, or a text is too short.
+    """
+    if not (checkpoint / FILE_NAME).is_file():
+        raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
+    tokenizer, texts = Tokenizer.from_folder(checkpoint), []
+    start = tokenizer.encode("")
+    for kind, text in kinds.items():
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if tokenizer.decode(ids).split() != text.split():
+            raise UsageError(
+                f"the tokenizer of {checkpoint} does not know the words of the text '{kind}'",
+                "--texts FOLDER with texts of the kind that the model was trained on",
+            )
+        if len(ids) < SHORTEST:
+            raise UsageError(
+                f"the text '{kind}' has {len(ids)} tokens, expected at least {SHORTEST}", "a longer text of this kind"
+            )
+        texts.append(KindOfText(kind, [*start, *ids][:length]))
+    return texts
+
+
+def digest_of(texts: Sequence[KindOfText]) -> str:
+    """Return a digest (16 hex digits) of several texts."""
+    return hashlib.sha256(json.dumps([[x.kind, x.digest] for x in texts]).encode()).hexdigest()[:16]

@@ -1,0 +1,158 @@
+"""A Hugging Face decoder that is run and differentiated layer by layer.
+
+The forward pass stores the input of every layer. A layer's backward pass runs that layer again from its input. Each
+module reads its own weights when it is called (`kvexport.export.model.streamed`), so that memory holds the weights and
+activations of one layer, the inputs of all layers, and the output head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvexport.errors import KvexportError, UsageError
+from kvexport.export.hooks.attention import IMPLEMENTATION, Attending, PassThroughCache, attending
+from kvexport.export.model.checkpoint import Checkpoint
+from kvexport.export.model.config import first_line_of
+from kvexport.export.model.hf_model import parameter_sources
+from kvexport.export.model.streamed import float_model, stream_weights
+from kvexport.quiet import quiet_exporter
+from kvexport.recipe.fields import Recipe
+
+
+class LayerwiseDecoder:
+    """The float32 model of a checkpoint, for passes over one text at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
+        """Make the model without weights.
+
+        Raises:
+            UsageError: The model's weights or layers cannot be read one at a time.
+        """
+        with quiet_exporter():
+            self._model = float_model(checkpoint, recipe, IMPLEMENTATION)
+        self._type = self._model.config.model_type
+        sources = parameter_sources(self._model, [*checkpoint.tensors, *checkpoint.computed])
+        if unread := next((name for name, _ in self._model.named_parameters() if name not in sources), ""):
+            raise UsageError(f"parameter '{unread}' of {self._type} is assembled from several tensors")
+        self.layers = self._decoder_layers()
+        stream_weights(self._model, checkpoint, sources)
+
+    def _decoder_layers(self) -> Sequence[nn.Module]:
+        count = self._model.config.get_text_config().num_hidden_layers
+        for module in self._model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count and all(_attends(x) for x in module):
+                return list(module)
+        raise UsageError(f"{self._type} has layers without attention, or no list of {count} layers")
+
+    @contextmanager
+    def _running(self, attention: Attending) -> Iterator[None]:
+        """Run attention with `attention`, and turn errors of the model into UsageError."""
+        try:
+            with quiet_exporter(), attending(attention):
+                yield
+        except KvexportError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{self._type} cannot be run a layer at a time: {type(error).__name__}: {first_line_of(error)}"
+            ) from error
+
+    def passes(self, ids: Sequence[int], attention: Attending, advance: Callable[[], None] = lambda: None) -> _Passes:
+        """Run the layers forward over a text, and return the passes that can follow.
+
+        Args:
+            ids: Token ids of the text.
+            attention: Computes the attention of each layer.
+            advance: Called after each layer.
+        """
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        outputs: list[Any] = []
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((args, kwargs))
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            outputs[:] = [output]
+            advance()
+
+        hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in self.layers]
+        hooks += [layer.register_forward_hook(after) for layer in self.layers]
+        try:
+            with torch.no_grad(), self._running(attention):
+                self._call(ids, [0])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return _Passes(self, ids, calls, outputs[0])
+
+    def _call(self, ids: Sequence[int], kept: Sequence[int]) -> Tensor:
+        """Return the logits [kept, vocabulary] of the model at the positions `kept`."""
+        logits: Tensor = self._model(
+            input_ids=torch.tensor([list(ids)]),
+            position_ids=torch.arange(len(ids))[None],
+            past_key_values=PassThroughCache(self._type),
+            use_cache=True,
+            logits_to_keep=torch.tensor(kept),
+        ).logits
+        return logits[0].float()
+
+
+class _Passes:
+    """The passes over one text after its forward pass."""
+
+    def __init__(self, decoder: LayerwiseDecoder, ids: Sequence[int], calls: Any, output: Any) -> None:
+        self._decoder, self._ids, self._calls, self._output = decoder, ids, calls, output
+
+    def last_gradients(
+        self, kept: Sequence[int], attention: Attending, directions: Callable[[Tensor], Iterable[Tensor]]
+    ) -> list[Tensor]:
+        """Return gradients [1, T, hidden] at the last layer's output.
+
+        Args:
+            kept: The positions whose logits count.
+            attention: Any attention; none runs.
+            directions: Yields the gradients at the logits [kept, vocabulary].
+        """
+        decoder, is_tuple = self._decoder, isinstance(self._output, tuple)
+        last = (self._output[0] if is_tuple else self._output).detach().requires_grad_(True)
+        for layer in decoder.layers:
+            layer.forward = lambda *_, **__: (last,) if is_tuple else last
+        try:
+            with torch.enable_grad(), decoder._running(attention):
+                logits = decoder._call(self._ids, kept)
+        finally:
+            for layer in decoder.layers:
+                del layer.forward
+        return [torch.autograd.grad(logits, last, x, retain_graph=True)[0] for x in directions(logits.detach())]
+
+    def layer_gradients(
+        self, i: int, attention: Attending, output_of: Callable[[], Tensor], gradients: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run layer i again, and return gradients at its attention output and at its input.
+
+        Args:
+            i: The number of the layer.
+            attention: Computes the layer's attention.
+            output_of: Returns the attention output whose gradients are asked for, after the layer has run.
+            gradients: Gradients at the layer's output.
+        """
+        args, kwargs = self._calls[i]
+        given = args[0] if args else kwargs["hidden_states"]
+        hidden = given.detach().requires_grad_(True)
+        args, kwargs = ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
+        with torch.enable_grad(), self._decoder._running(attention):
+            output = self._decoder.layers[i](*args, **kwargs)
+        output, inner = output[0] if isinstance(output, tuple) else output, output_of()
+        pairs = [
+            torch.autograd.grad(output, (inner, hidden), x, retain_graph=x is not gradients[-1]) for x in gradients
+        ]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def _attends(layer: nn.Module) -> bool:
+    return any(isinstance(getattr(module, "layer_idx", None), int) for module in layer.modules())

@@ -1,0 +1,158 @@
+"""A build measures the budgets of its KV heads, once for each checkpoint, and tells where it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.allocation import allocate
+from kvexport.calibrate import measured, texts
+from kvexport.calibrate.default import with_measured_budgets
+from kvexport.calibrate.head_costs import HeadCosts
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.recipe.load import LoadedRecipe
+from kvexport.recipe.own import recipe_for
+from tests.support.paths import ROOT
+
+KINDS = {"prose": texts.FILES["prose"], "tables": texts.FILES["tables"]}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the small checkpoint."""
+    folder = tmp_path_factory.mktemp("own") / "small"
+    shutil.copytree(ROOT / "tests" / "checkpoints" / "small", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's cache folder of all tests here, so that the costs are measured once."""
+    return tmp_path_factory.mktemp("cache-home")
+
+
+@pytest.fixture(autouse=True)
+def surroundings(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+    monkeypatch.setattr(texts, "FILES", KINDS)
+
+
+def budgets(checkpoint: Path, *settings: str, budget: int = 64, calibrate: bool | None = None) -> LoadedRecipe:
+    """The recipe of a checkpoint with measured budgets."""
+
+    def changed(more: Sequence[str]) -> LoadedRecipe:
+        return recipe_for(str(checkpoint), budget, max_length=256, overrides=[*settings, *more])
+
+    return with_measured_budgets(changed([]), changed, calibrate=calibrate)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> list[Any]:
+    """The texts that are measured from now on; the one of the number `fail_at` is interrupted."""
+    original, done = HeadCosts.of_text, list[Any]()
+
+    def of_text(self: HeadCosts, *arguments: Any) -> Any:
+        if len(done) == fail_at:
+            raise KeyboardInterrupt
+        done.append(arguments)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(HeadCosts, "of_text", of_text)
+    return done
+
+
+def test_an_interrupted_measurement_goes_on_and_serves_every_budget(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as interrupted:
+        done = counted(interrupted, fail_at=1)
+        with pytest.raises(KeyboardInterrupt):
+            budgets(small)
+    assert len(done) == 1
+    more = counted(monkeypatch)
+    recipe = budgets(small).recipe
+    assert len(more) == 3  # of two kinds of text and two passages with facts the first was kept
+    shares = np.array(recipe.cache.allocation.shares)
+    assert shares.ndim == 2 and shares.std() > 0.1 and shares.mean() == pytest.approx(1, abs=0.02)
+    assert sum(allocate(recipe, len(shares))) == 64 * shares.size
+    other = budgets(small, budget=32).recipe
+    assert other.cache.budget == 32 and other.cache.allocation.kind == "listed" and len(more) == 3
+
+
+def test_a_gpu_gets_budgets_of_layers(small: Path) -> None:
+    shares = budgets(small, "backend.device=cuda").recipe.cache.allocation.shares
+    assert len(shares) == 6 and all(isinstance(share, float) for share in shares) and len(set(shares)) > 1
+
+
+def test_a_checkpoint_that_changed_is_measured_again(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets(small)
+    counted(monkeypatch, fail_at=0)
+    budgets(small)
+    weights = next(small.glob("*.safetensors"))
+    times = weights.stat().st_atime_ns, weights.stat().st_mtime_ns
+    os.utime(weights, (1, 1))
+    with pytest.raises(KeyboardInterrupt):
+        budgets(small)
+    os.utime(weights, ns=times)
+    for file in measured.cache_folder("calibrations").glob("*/*.json"):
+        file.write_text('{"costs": [[[1.0]]]}')
+    with pytest.raises(KeyboardInterrupt):
+        budgets(small)
+
+
+@pytest.mark.parametrize("settings", [["cache.allocation.kind=cosine"], ["cache.method=full"], ["cache.budget=256"]])
+def test_a_recipe_that_leaves_no_choice_is_not_measured(
+    small: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted(monkeypatch, fail_at=0)
+    assert budgets(small, *settings).recipe.cache.allocation.shares == []
+    assert budgets(small, calibrate=False).recipe.cache.allocation.kind is None
+
+
+def refused(checkpoint: Path, capsys: pytest.CaptureFixture[str], *settings: str, budget: int = 64) -> str:
+    """Why the budgets of a checkpoint are equal; the same is an error where the user asks for measured ones."""
+    loaded = budgets(checkpoint, *settings, budget=budget)
+    assert loaded.recipe.cache.allocation.kind is None
+    shown = capsys.readouterr().err
+    with pytest.raises((UsageError, EnvironmentProblem)) as error:
+        budgets(checkpoint, *settings, budget=budget, calibrate=True)
+    assert error.value.problem in shown and "budgets are equal in all layers and KV heads, because" in shown
+    return shown
+
+
+def test_where_budgets_cannot_be_measured_the_reason_is_told(
+    small: Path,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "8 slots leave no choice: sinks, recent slots and two more take 12" in refused(small, capsys, budget=8)
+    assert "does not know the words of the text 'prose'" in refused(tiny_checkpoint, capsys)
+    bare = tmp_path / "bare"
+    shutil.copytree(small, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "has no tokenizer.json" in refused(bare, capsys)
+    short = tmp_path / "short.txt"
+    short.write_text("a few words")
+    monkeypatch.setattr(texts, "FILES", {"short": short})
+    assert "tokens, expected at least 256" in refused(small, capsys)
+    monkeypatch.setattr(texts, "FILES", {"code": texts.FOLDER / "code.txt"})
+    monkeypatch.setattr(measured, "machine_memory", lambda: (1 << 20, 1 << 20))
+    assert "of memory, and 1.05 MB are free" in refused(small, capsys)
+
+
+def test_a_long_calibration_is_left_to_the_user(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "FILES", {"code": texts.FOLDER / "code.txt", **KINDS})
+    monkeypatch.setattr("kvexport.calibrate.default.MOST_SECONDS", -1.0)
+    os.utime(next(small.glob("*.safetensors")), (2, 2))
+    monkeypatch.setattr(HeadCosts, "of_text", lambda *_: np.ones((6, 2, 5)))
+    assert budgets(small).recipe.cache.allocation.kind is None
+    assert "the calibration would take about 0 s" in capsys.readouterr().err
+    assert budgets(small, calibrate=True).recipe.cache.allocation.kind == "listed"

@@ -1,0 +1,79 @@
+"""The costs of evictions, layer by layer, are those of the whole model; native operators compute what PyTorch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvexport.cache_planning import plan_cache
+from kvexport.calibrate import compressed
+from kvexport.calibrate.compressed import compressed_attention
+from kvexport.calibrate.head_costs import PROBES, HeadCosts, _fisher_directions, _Full
+from kvexport.calibrate.layer_shares import sized
+from kvexport.export.build import read_model
+from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.model.shape import ModelShape
+from kvexport.recipe.load import LoadedRecipe, load_recipe
+from kvexport.validate.weights import load_model
+
+LENGTH, BUDGETS = 128, (16, 40)
+IDS = np.random.default_rng(0).integers(5, 90, LENGTH).tolist()
+COUNTED = list(range(60, LENGTH - 1, 3))
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[LoadedRecipe, ModelShape]:
+    loaded = load_recipe("tiny-base", ["cache.method=ballot", "cache.budget=32", "limits.max_length=256"])
+    return loaded, read_model(loaded.recipe)
+
+
+class _Storing(_Full):
+    def attend(self, module: Any, query: Any, key: Any, value: Any, options: Any) -> Any:
+        output = super().attend(module, query, key, value, options).requires_grad_(True)
+        self.calls: list[Any] = [*getattr(self, "calls", []), (query.detach(), key.detach(), value.detach(), output)]
+        return output
+
+
+def test_layers_one_at_a_time_have_the_costs_of_the_whole_model(tiny: tuple[LoadedRecipe, ModelShape]) -> None:
+    loaded, shape = tiny
+    model = load_model(shape.checkpoint, loaded.recipe, IMPLEMENTATION).requires_grad_(False)
+    full = _Storing(shape.geometry)
+    with torch.enable_grad(), attending(full):
+        inputs = {"input_ids": torch.tensor([IDS]), "position_ids": torch.arange(LENGTH)[None]}
+        logits = model(**inputs, past_key_values=PassThroughCache(), use_cache=True).logits[0, COUNTED]
+    outputs = [call[-1] for call in full.calls]
+    along = _fisher_directions(logits.detach())
+    gradients = [torch.autograd.grad((logits * x).sum(), outputs, retain_graph=True) for x in along]
+    recipes = [sized(loaded.resolved, LENGTH, slots) for slots in BUDGETS]
+    method, chunk = loaded.recipe.cache.build_method(), recipes[0].export.prefill_chunk
+    expected = np.zeros((len(shape.geometry), shape.geometry[0].kv_heads, len(BUDGETS)))
+    for i, (query, key, value, output) in enumerate(full.calls):
+        for p, recipe in enumerate(recipes):
+            cache = plan_cache(recipe, shape.geometry).caches[i]
+            d = compressed_attention(cache, shape.geometry[i], method, (query, key, value), chunk) - output.detach()
+            for gradient in gradients:
+                change = (gradient[i] * d).reshape(expected.shape[1], -1, *d.shape[2:]).sum((1, 3))
+                expected[i, :, p] += 0.5 * change.square().sum(1).double().numpy() / PROBES / len(COUNTED)
+    costs = HeadCosts(loaded.recipe, shape).of_text(IDS, COUNTED, BUDGETS)
+    assert expected.max() > 0
+    np.testing.assert_allclose(costs, expected, rtol=1e-3, atol=1e-4 * expected.max())
+
+
+def test_native_operators_compute_the_compressed_attention_of_pytorch(
+    tiny: tuple[LoadedRecipe, ModelShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, shape = tiny
+    layer, method = shape.geometry[0], loaded.recipe.cache.build_method()
+    cache = plan_cache(sized(loaded.resolved, LENGTH, 24), shape.geometry).caches[0]
+    if not compressed._is_native(cache, method):
+        pytest.skip("the native operators are not built")
+    rng = torch.Generator().manual_seed(1)
+    heads = (layer.query_heads, layer.kv_heads, layer.kv_heads)
+    sizes = (layer.key_size, layer.key_size, layer.value_size)
+    inputs = [torch.randn(1, h, LENGTH, s, generator=rng) for h, s in zip(heads, sizes, strict=True)]
+    native = compressed_attention(cache, layer, method, inputs, 4)
+    monkeypatch.setattr(compressed, "_is_native", lambda *_: False)
+    torch.testing.assert_close(native, compressed_attention(cache, layer, method, inputs, 4), rtol=1e-4, atol=1e-5)

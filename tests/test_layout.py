@@ -19,6 +19,7 @@ ORDER = [
     "errors",
     "units",
     "memory",
+    "processors",
     "paths",
     "packages",
     "schema",

@@ -14,6 +14,7 @@ from kvexport.backends.onnxruntime.collectives import NativeCollectives, threads
 from kvexport.backends.onnxruntime.mailboxes import MOST, Mailboxes
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.packages import Package
+from kvexport.processors import suitable_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,8 +77,8 @@ class OnnxRuntime(Backend):
 
         graphs, settings = manifest.graphs, section.of(manifest.recipe)
         threads = settings.threads if options.threads is None else options.threads
-        if graphs.ranks and not threads:
-            threads = threads_of_rank(graphs.rank_count)
+        if not threads:
+            threads = threads_of_rank(graphs.rank_count) if graphs.ranks else _threads()
         device = options.device or settings.device
         if device not in devices.PROVIDERS:
             raise _no_device(device)
@@ -138,6 +139,7 @@ class OnnxRuntime(Backend):
                 "native operators": _row(cpu),
                 "weights in huge pages": _pages_row(cpu),
                 "packed weights": _packed_row(cpu),
+                "threads of a model": str(suitable_threads()),
                 "native operators for CUDA": _row(cuda),
                 "ranks on GPUs": f"up to {ranks}" if ranks > 1 else f"no: {alone}",
             },
@@ -147,6 +149,7 @@ class OnnxRuntime(Backend):
                 "native": asdict(cpu),
                 "native_cuda": asdict(cuda),
                 "cuda_ranks": ranks,
+                "threads": suitable_threads()._asdict(),
             },
             broken={"onnxruntime": problem} if problem else {},
             # onnxruntime-gpu provides the same module as onnxruntime.
@@ -171,6 +174,15 @@ class OnnxRuntime(Backend):
 
 
 BACKEND = OnnxRuntime()
+
+
+def _threads() -> int:
+    """Return the threads of a model on this machine; 0 where ONNX Runtime's own choice is the same.
+
+    ONNX Runtime then also binds each of its threads to a core.
+    """
+    threads = suitable_threads()
+    return threads.count if threads.reasons else 0
 
 
 def _no_device(device: str) -> UsageError:

@@ -6,11 +6,11 @@ The C++ side is plugins/cpu/ranks/ranks.h.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvexport.backends.onnxruntime import operators
+from kvexport.processors import suitable_threads
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -58,4 +58,4 @@ def _address(memory: mmap) -> ctypes.c_void_p:
 
 def threads_of_rank(ranks: int) -> int:
     """Return the default number of CPU threads of each of `ranks` tensor-parallel ranks on this machine."""
-    return max(1, (os.cpu_count() or 1) // ranks)
+    return max(1, suitable_threads().count // ranks)

@@ -1,0 +1,118 @@
+"""The number of threads that suits the processor: its fast cores, its memory nodes, and the share of a container."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from kvexport.memory import read_system_file
+
+# A core of less than this share of the fastest core's capacity would be the last to finish every product.
+FAST = 0.75
+
+
+class Threads(NamedTuple):
+    """The number of threads of a model on this machine.
+
+    Attributes:
+        count: The number of threads.
+        reasons: Why there are fewer threads than physical cores; empty if every physical core has a thread.
+    """
+
+    count: int
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the number of threads and the reasons for it."""
+        return f"{self.count}: {'; '.join(self.reasons)}" if self.reasons else f"{self.count}: one for each core"
+
+
+def suitable_threads(root: Path = Path("/"), usable: frozenset[int] | None = None) -> Threads:
+    """Return how many threads a model on the CPU should have.
+
+    The threads of a product wait for the slowest one, so slow cores, a second thread of a core, another node's memory
+    and time that a control group does not grant make a step longer.
+
+    Args:
+        root: The folder that has the system's files in `proc` and `sys`.
+        usable: The numbers of the processors that this process may use; None asks the system.
+    """
+    processors = _usable() if usable is None else usable
+    cores = _first_of_each_core(root, processors)
+    reasons = []
+    fast = cores & _fast(root, processors)
+    if fast and fast < cores:
+        reasons.append(f"{len(cores) - len(fast)} of {len(cores)} cores are efficiency cores, which have none")
+        cores = fast
+    nodes = [node for node in (cores & listed for listed in _nodes(root)) if node]
+    if len(nodes) > 1:
+        cores = max(nodes, key=len)
+        reasons.append(
+            f"the cores of one of {len(nodes)} NUMA nodes; run one engine on each node with "
+            "`numactl --cpunodebind=N --membind=N kvexport ...`"
+        )
+    granted = _granted(root)
+    if granted is not None and granted < len(cores):
+        reasons.append(f"the control group grants the time of {granted:g} cores (cpu.max)")
+        return Threads(max(1, int(granted)), tuple(reasons))
+    return Threads(max(1, len(cores)), tuple(reasons))
+
+
+def _usable() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """Return the numbers of a list as the kernel writes it: `0-3,8`."""
+    ranges = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)]
+    return frozenset(number for first, last in ranges for number in range(first, last + 1))
+
+
+def _first_of_each_core(root: Path, processors: frozenset[int]) -> frozenset[int]:
+    """Return the processors without those that are further threads of a core."""
+    folder = root / "sys/devices/system/cpu"
+    siblings = {n: _numbers(read_system_file(folder / f"cpu{n}/topology/thread_siblings_list")) for n in processors}
+    return frozenset(n for n in processors if n == min(siblings[n] & processors, default=n))
+
+
+def _fast(root: Path, processors: frozenset[int]) -> frozenset[int]:
+    """Return the performance cores of a hybrid processor; all processors of another one."""
+    if listed := _numbers(read_system_file(root / "sys/devices/cpu_core/cpus")):  # Intel
+        return listed & processors
+    folder = root / "sys/devices/system/cpu"
+    texts = {n: read_system_file(folder / f"cpu{n}/cpu_capacity").strip() for n in processors}  # Arm
+    capacity = {n: int(text) for n, text in texts.items() if text.isdigit()}
+    if capacity.keys() != processors:
+        return processors
+    return frozenset(n for n in processors if capacity[n] >= FAST * max(capacity.values()))
+
+
+def _nodes(root: Path) -> list[frozenset[int]]:
+    folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+    return [_numbers(read_system_file(folder / "cpulist")) for folder in folders]
+
+
+def _granted(root: Path) -> float | None:
+    """Return the least time that the control groups of this process grant, in cores; None if they set no limit."""
+    quotas = []
+    for line in read_system_file(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        group = Path(path.lstrip("/"))
+        for folder in (top / group, *(top / parent for parent in group.parents)):
+            if controllers:
+                quotas.append([read_system_file(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")])
+            else:
+                quotas.append(read_system_file(folder / "cpu.max").split())
+    limits = [
+        int(quota[0]) / int(quota[1])
+        for quota in quotas
+        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1])
+    ]
+    return min(limits, default=None)

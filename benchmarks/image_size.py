@@ -41,7 +41,7 @@ def main() -> None:
     (packages,) = prefix.glob("lib/python*/site-packages")
     for total, name in sorted(((size(path), path.name) for path in packages.iterdir()), reverse=True)[:10]:
         print(f"  {name:30} {total / 1e6:8.1f} MB")
-    print("compilers and PyTorch:", ", ".join(unwanted(prefix)) or "none")
+    print("compilers, PyTorch, pip:", ", ".join(unwanted(prefix)) or "none")
     if options.artifact:
         print(f"healthy after                   {serve(prefix, options.artifact, check(lines)):8.1f} s")
 
@@ -91,9 +91,10 @@ def size(path: Path) -> int:
 
 
 def unwanted(prefix: Path) -> list[str]:
-    """Return the names of compilers and of PyTorch below a folder."""
-    names = {"torch", "transformers", "cmake", "g++", "gcc", "cc1plus", "nvcc", "pip"}
-    return sorted({path.name for path in prefix.rglob("*") if path.name in names})
+    """Return the names of compilers, PyTorch, transformers and pip among the programs and packages of a folder."""
+    names = {"torch", "transformers", "cmake", "g++", "gcc", "c++", "nvcc", "pip"}
+    places = [prefix / "bin", *prefix.glob("lib/python*/site-packages")]
+    return sorted({path.name for place in places for path in place.iterdir() if path.name in names})
 
 
 def check(lines: list[str]) -> list[str]:
@@ -104,7 +105,7 @@ def check(lines: list[str]) -> list[str]:
 
 
 def serve(prefix: Path, artifact: Path, command: list[str]) -> float:
-    """Serve the artifact on port 8000 from a folder that may not be written; return the seconds until it is healthy."""
+    """Serve the artifact on port 8000, without a home folder; return the seconds until the health check succeeds."""
     environment = {"PATH": f"{prefix / 'bin'}:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent"}
     began = time.perf_counter()
     server = subprocess.Popen([prefix / "bin" / "kvexport", "serve", artifact.resolve()], cwd="/", env=environment)

@@ -1,0 +1,66 @@
+"""Times the first minutes of a new user: an empty environment, the wheel, and the first token of an artifact.
+
+    python benchmarks/first_minutes.py WHEEL ARTIFACT [--extra serve]
+
+Prints the seconds of each part and the bytes on disk. pip takes packages from the index; --no-cache makes it download
+them all. `kvexport --help` and `import kvexport` are the best of five processes, and run once before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from image_size import size
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--extra", default="")
+    parser.add_argument("--no-cache", action="store_true")
+    options = parser.parse_args()
+    wheel, artifact = options.wheel.resolve(), options.artifact.resolve()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "environment"
+        program = folder / "bin" / "kvexport"
+        created = seconds([sys.executable, "-m", "venv", str(folder)])
+        (packages,) = folder.glob("lib/python*/site-packages")
+        empty = size(packages)
+        target = f"{wheel}[{options.extra}]" if options.extra else str(wheel)
+        pip = [str(folder / "bin" / "pip"), "install", "--quiet", *(["--no-cache-dir"] if options.no_cache else [])]
+        installed = seconds([*pip, target])
+        token = seconds([str(program), "generate", str(artifact), "abc", "--max-new-tokens", "1"])
+        parts = {"environment": created, "pip install": installed, "first token": token}
+        for part, value in {**parts, "sum": sum(parts.values())}.items():
+            print(f"{part:20} {value:8.2f} s")
+        print(f"{'packages, no pip':20} {(size(packages) - empty) / 1e6:8.1f} MB")
+        print(f"{'of them kvexport':20} {size(packages / 'kvexport') / 1e6:8.1f} MB")
+        for command in ([str(program), "--help"], [str(folder / "bin" / "python"), "-c", "import kvexport"]):
+            print(f"{' '.join(command[1:]):20} {min(seconds(command) for _ in range(6)):8.3f} s")
+
+
+def seconds(command: Sequence[str]) -> float:
+    """Return the seconds that a command takes.
+
+    Raises:
+        SystemExit: It failed.
+    """
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd="/", check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -19,17 +19,14 @@ import onnx.parser
 import onnx_ir as ir
 import torch
 from onnx import helper
-from onnxscript import optimizer
-from onnxscript.rewriter import onnx_fusions
 from torch import Tensor, nn
 from torch.export import Dim
 
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
-from kvexport.ops.to_onnx import OPSET, to_onnx
+from kvexport.ops.to_onnx import OPSET, optimize, to_onnx
 from kvexport.ops.translations import TRANSLATIONS
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
-from kvexport.quiet import quiet_exporter
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 from kvexport.schema.state import STATE, StateTensor, scales_of
 
@@ -278,9 +275,7 @@ def _trace(
             return call(*tensors)
 
     model = to_onnx(Operator(), arguments, (tuple(shapes),), TRANSLATIONS)
-    with quiet_exporter():
-        optimizer.optimize(model)
-        onnx_fusions.fuse(model)
+    optimize(model)
     return ir.to_proto(model).graph
 
 

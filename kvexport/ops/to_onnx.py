@@ -6,17 +6,17 @@ The most expensive steps of these two functions that do not change the result ar
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
-import onnxscript
 import torch
+from onnxscript import optimizer
+from onnxscript.rewriter import onnx_fusions
 from torch import nn
 from torch.export import ExportedProgram
 
+from kvexport.ops.exporter_steps import decompositions_skipped, mismatches_skipped, steps_skipped
 from kvexport.quiet import quiet_exporter
 
 OPSET = 23  # keeps RMSNormalization and RotaryEmbedding whole; 24 decomposes them
@@ -40,25 +40,26 @@ def to_onnx(
         translations: ONNX translations of PyTorch operators, which take precedence over torch.onnx's own.
         **names: `input_names` and `output_names`.
     """
-    with quiet_exporter(), torch.no_grad(), _sources_unread(), _values_kept():
-        # The cache keys operators by symbolic shapes, and a lookup takes longer than the computation.
-        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
-            exported = torch.export.export(
-                module,
-                tuple(arguments),
-                dynamic_shapes=tuple(shapes),
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+    with quiet_exporter(), torch.no_grad(), steps_skipped():
+        exported = torch.export.export(
+            module,
+            tuple(arguments),
+            dynamic_shapes=tuple(shapes),
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
         _pass_detached(exported)
         if not _changes_in_place(exported):
-            # Decomposing a program traces it a second time. Most programs can be translated without it.
-            exported.run_decompositions = lambda *_: exported
-            try:
+            with contextlib.suppress(torch.onnx.OnnxExporterError), decompositions_skipped():
                 return _translate(exported, translations, names)
-            except torch.onnx.OnnxExporterError:
-                del exported.run_decompositions
         return _translate(exported, translations, names)
+
+
+def optimize(model: ir.Model) -> None:
+    """Optimize an ONNX IR model in place: fold constants, and fuse what operators of opset `OPSET` compute."""
+    with quiet_exporter(), mismatches_skipped():
+        optimizer.optimize(model)
+        onnx_fusions.fuse(model)
 
 
 def _pass_detached(exported: ExportedProgram) -> None:
@@ -77,70 +78,6 @@ def _changes_in_place(exported: ExportedProgram) -> bool:
         if node.op == "call_function"
     ]
     return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
-
-
-class _Signature:
-    """The lazy signature of an operator's translation to ONNX.
-
-    onnxscript parses the translation's source only if more of the signature than its domain is read.
-    """
-
-    def __init__(self, translation: Any, make: Callable[[Any], Any]) -> None:
-        self.domain: str = translation.opset.domain
-        self._make = functools.partial(make, translation)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._make(), name)
-
-
-@contextlib.contextmanager
-def _sources_unread() -> Iterator[None]:
-    """Keep torch.onnx from parsing the sources of its operator translations, within this context.
-
-    For every program torch.onnx looks up all of its 500 translations, and parses the source of each for its domain.
-    """
-    traced: Any = getattr(onnxscript.values, "TracedOnnxFunction", None)
-    original = vars(traced).get("function_ir") if traced else None
-    if not isinstance(original, property) or original.fget is None:
-        yield  # another version of onnxscript
-        return
-    traced.function_ir = property(functools.partial(_Signature, make=original.fget))
-    try:
-        yield
-    finally:
-        traced.function_ir = original
-
-
-@contextlib.contextmanager
-def _values_kept() -> Iterator[None]:
-    """Keep torch.onnx from computing the tensor shapes of a whole program again, within this context.
-
-    torch.onnx does so to make type promotion explicit, which does not change shapes.
-    """
-    try:
-        promotion: Any = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")
-    except ImportError:
-        promotion = None
-    interpreter: Any = getattr(promotion, "_TypePromotionInterpreter", None)
-    rule_of: Any = getattr(promotion, "get_type_promotion_rule", None)
-    if rule_of is None or not {"run_node", "_maybe_promote_node", "_set_current_node"} <= set(dir(interpreter)):
-        yield  # another version of torch
-        return
-    original = interpreter.run_node
-
-    def run_node(self: Any, node: Any) -> Any:
-        if node.op != "call_function" or "val" not in node.meta:
-            return original(self, node)
-        if rule := rule_of(node, self.type_promotion_table):
-            with self._set_current_node(node):
-                self._maybe_promote_node(node, rule)
-        return node.meta["val"]
-
-    interpreter.run_node = run_node
-    try:
-        yield
-    finally:
-        interpreter.run_node = original
 
 
 def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names: dict[str, Any]) -> ir.Model:

@@ -1,4 +1,4 @@
-"""What `to_onnx` saves of torch.onnx's work changes nothing in its graphs."""
+"""The steps of torch.export, torch.onnx and onnxscript that `to_onnx` skips change nothing in its graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.export import Dim
 
-from kvexport.ops import to_onnx
+from kvexport.ops import pointwise, to_onnx
 
 
 class Promotes(nn.Module):
@@ -27,8 +27,26 @@ class Promotes(nn.Module):
 def graph() -> bytes:
     arguments = torch.zeros(2, 3, dtype=torch.float16), torch.zeros(2, 3, dtype=torch.int32)
     batch = Dim("batch")
-    model = to_onnx.to_onnx(Promotes(), arguments, ({0: batch}, {0: batch}), {})
-    return ir.to_proto(model).graph.SerializeToString(deterministic=True)
+    return meaning(to_onnx.to_onnx(Promotes(), arguments, ({0: batch}, {0: batch}), {}))
+
+
+def meaning(model: ir.Model) -> bytes:
+    """The graph without notes on how it came about, its values numbered as they appear."""
+    proto = ir.to_proto(model).graph
+    numbers: dict[str, str] = {"": ""}
+
+    def number(name: str) -> str:
+        return numbers.setdefault(name, str(len(numbers)))
+
+    del proto.value_info[:], proto.metadata_props[:]
+    for value in (*proto.input, *proto.initializer, *proto.output):
+        value.name = number(value.name)
+        del value.metadata_props[:]
+    for node in proto.node:
+        del node.metadata_props[:]
+        node.name = node.doc_string = ""
+        node.input[:], node.output[:] = list(map(number, node.input)), list(map(number, node.output))
+    return proto.SerializeToString(deterministic=True)
 
 
 class HoldsNumbers(nn.Module):
@@ -58,23 +76,66 @@ def test_the_activation_of_apertus_is_traced_once(monkeypatch: pytest.MonkeyPatc
 
 @contextlib.contextmanager
 def nothing_saved() -> Iterator[None]:
-    yield
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
-def test_saved_work_changes_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_steps_change_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
     from torch.onnx._internal.fx.passes import type_promotion
 
-    computed = []
+    def attributes() -> list[object]:
+        interpreter = type_promotion._TypePromotionInterpreter
+        return [interpreter.run_node, FakeTensorMode._dispatch_impl, vars(ONNXRegistry)["from_torchlib"]]
+
+    computed: list[str] = []
     original = torch.fx.Interpreter.run_node
     monkeypatch.setattr(
         torch.fx.Interpreter, "run_node", lambda self, node: computed.append(node.op) or original(self, node)
     )
+    before = attributes()
     saved = graph()
     few = computed.count("call_function")
-    untouched = type_promotion._TypePromotionInterpreter.run_node
-    for name in ("_values_kept", "_sources_unread"):
-        monkeypatch.setattr(to_onnx, name, nothing_saved)
+    monkeypatch.setattr(to_onnx, "steps_skipped", nothing_saved)
     computed.clear()
     assert graph() == saved
     assert few < computed.count("call_function")
-    assert type_promotion._TypePromotionInterpreter.run_node is untouched
+    assert attributes() == before
+
+
+class Broadcasts(nn.Module):
+    """Operands whose memory is not contiguous, that lack dimensions, or that repeat, and results of other types."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        turned = x.transpose(0, 1) + y.transpose(0, 1)
+        column = torch.where(x[:, :1] > y, x, y[:, 1:2].expand(-1, 3))
+        return turned.reshape(-1), column, (x[:, :1] * 2.5).clamp(min=y[:, :1]), x[..., None] & y[:, None].int() > 1
+
+
+def test_the_fast_path_of_pointwise_operators_changes_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced() -> bytes:
+        arguments = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3)
+        batch = Dim("batch")
+        model = to_onnx.to_onnx(Broadcasts(), arguments, ({0: batch}, {0: batch}), {})
+        to_onnx.optimize(model)
+        return meaning(model)
+
+    taken = []
+    result = pointwise._result
+    monkeypatch.setattr(pointwise, "_result", lambda *given: taken.append(result(*given)) or taken[-1])
+    fast = traced()
+    assert 0 < sum(x is not None for x in taken) < len(taken)
+    monkeypatch.setattr(pointwise, "_result", lambda *_: None)
+    assert traced() == fast
+
+
+def test_rules_that_begin_with_another_operator_would_not_have_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def optimized() -> bytes:
+        model = to_onnx.to_onnx(Broadcasts(), (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3)), ({}, {}), {})
+        to_onnx.optimize(model)
+        return meaning(model)
+
+    few = optimized()
+    monkeypatch.setattr(to_onnx, "mismatches_skipped", nothing_saved)
+    assert optimized() == few

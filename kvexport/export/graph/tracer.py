@@ -12,7 +12,6 @@ import torch
 from onnx.defs import OpSchema
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript import optimizer, values
-from onnxscript.rewriter import onnx_fusions
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
@@ -30,7 +29,7 @@ from kvexport.methods.base import Method
 from kvexport.ops import linear_attention
 from kvexport.ops.experts import ExpertsForm
 from kvexport.ops.onnx_function import DOMAIN, VERSION
-from kvexport.ops.to_onnx import to_onnx
+from kvexport.ops.to_onnx import optimize, to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.operators import VOTE_ATTENTION, Operator
@@ -298,9 +297,8 @@ def _optimize(model: ir.Model, parameters: Iterable[str]) -> None:
     for name in parameters:
         if name in model.graph.initializers:
             model.graph.initializers[name].const_value = None
+    optimize(model)
     with quiet_exporter():
-        optimizer.optimize(model)
-        onnx_fusions.fuse(model)
         optimizer.remove_unused_nodes(model)
         CommonSubexpressionEliminationPass()(model)  # each fused RotaryEmbedding has a sine and cosine of its own
 

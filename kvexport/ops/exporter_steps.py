@@ -1,0 +1,175 @@
+"""Expensive steps of torch.export, torch.onnx and onnxscript that do not change an ONNX model, and are skipped.
+
+Every step is skipped by a context manager that replaces one attribute of these packages. In a version of a package
+that lacks the attribute, the step is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import onnxscript
+import torch
+
+from kvexport.ops.pointwise import with_fast_path
+
+
+@contextlib.contextmanager
+def steps_skipped() -> Iterator[None]:
+    """Skip, within this context, every step of an export that this module names."""
+    with (
+        # The cache keys operators by symbolic shapes, and a lookup takes longer than the computation.
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+        # No one reads where in a definition an operator of a trace was called.
+        _replaced("torch.fx.config", "do_not_emit_stack_traces", lambda _: True),
+        _sources_unread(),
+        _values_kept(),
+        _registry_kept(),
+        _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda _: lambda *_, **__: None),
+        _replaced("torch._subclasses.fake_tensor:FakeTensorMode", "_dispatch_impl", with_fast_path),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def decompositions_skipped() -> Iterator[None]:
+    """Keep torch.onnx from decomposing an exported program within this context.
+
+    Decomposing a program traces it a second time. Most programs can be translated without it.
+    """
+    steps = "torch.onnx._internal.exporter._fx_passes"
+    with _replaced(steps, "decompose_with_registry", lambda _: lambda program, *_, **__: program):
+        yield
+
+
+@contextlib.contextmanager
+def mismatches_skipped() -> Iterator[None]:
+    """Keep onnxscript from matching rewrite rules with nodes of other operators within this context.
+
+    onnxscript tries each of its 100 rules at every node. A rule begins with a node of one operator.
+    """
+    matcher: Any = getattr(onnxscript.rewriter._matcher, "SimplePatternMatcher", None)
+
+    def only_first(original: Any) -> Any:
+        def try_rewrite(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+            first = self._target_pattern.output_nodes[0].op if type(self._matcher) is matcher else None
+            if first is not None and not first.matches(node.op_type):
+                return None
+            return original(self, model, graph, node, **options)
+
+        return try_rewrite
+
+    with _replaced("onnxscript.rewriter._rewrite_rule:RewriteRule", "try_rewrite", only_first):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: str, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute within this context, if its owner has one.
+
+    Args:
+        owner: The module that has the attribute, or ``module:class``.
+        name: The attribute's name.
+        make: Returns the replacement for the original.
+    """
+    module, _, inner = owner.partition(":")
+    holder: Any
+    try:
+        holder = importlib.import_module(module)
+    except ImportError:
+        holder = None
+    if inner:
+        holder = getattr(holder, inner, None)
+    original = getattr(holder, "__dict__", {}).get(name)
+    if original is None:
+        yield
+        return
+    setattr(holder, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(holder, name, original)
+
+
+class _Signature:
+    """The lazy signature of an operator's translation to ONNX.
+
+    onnxscript parses the translation's source only if more of the signature than its domain is read.
+    """
+
+    def __init__(self, translation: Any, make: Callable[[Any], Any]) -> None:
+        self.domain: str = translation.opset.domain
+        self._make = functools.partial(make, translation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)
+
+
+@contextlib.contextmanager
+def _sources_unread() -> Iterator[None]:
+    """Keep torch.onnx from parsing the sources of its operator translations, within this context.
+
+    torch.onnx looks up all of its 500 translations, and parses the source of each for its domain.
+    """
+
+    def unread(original: Any) -> Any:
+        make = functools.partial(_Signature, make=original.fget)
+        return property(make) if isinstance(original, property) and original.fget is not None else original
+
+    with _replaced("onnxscript.values:TracedOnnxFunction", "function_ir", unread):
+        yield
+
+
+@contextlib.contextmanager
+def _registry_kept() -> Iterator[None]:
+    """Keep torch.onnx from making its registry of translations for every program, within this context."""
+
+    def kept(original: Any) -> Any:
+        def from_torchlib(cls: Any, *args: Any, **named: Any) -> Any:
+            key = (cls, args, tuple(named.items()))
+            if key not in _registries:
+                _registries[key] = original.__func__(cls, *args, **named)
+            registry = cls()
+            vars(registry).update(vars(_registries[key]))
+            registry.functions = {target: list(each) for target, each in registry.functions.items()}
+            return registry
+
+        return classmethod(from_torchlib) if isinstance(original, classmethod) else original
+
+    with _replaced("torch.onnx._internal.exporter._registration:ONNXRegistry", "from_torchlib", kept):
+        yield
+
+
+_registries: dict[Any, Any] = {}
+
+
+@contextlib.contextmanager
+def _values_kept() -> Iterator[None]:
+    """Keep torch.onnx from computing the tensor shapes of a whole program again, within this context.
+
+    torch.onnx does so to make type promotion explicit, which does not change shapes.
+    """
+    promotion: Any = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")
+    rule_of: Any = getattr(promotion, "get_type_promotion_rule", None)
+    interpreter: Any = getattr(promotion, "_TypePromotionInterpreter", None)
+    if rule_of is None or not {"_maybe_promote_node", "_set_current_node"} <= set(dir(interpreter)):
+        yield  # another version of torch
+        return
+
+    def kept(original: Any) -> Any:
+        def run_node(self: Any, node: Any) -> Any:
+            if node.op != "call_function" or "val" not in node.meta:
+                return original(self, node)
+            if rule := rule_of(node, self.type_promotion_table):
+                with self._set_current_node(node):
+                    self._maybe_promote_node(node, rule)
+            return node.meta["val"]
+
+        return run_node
+
+    with _replaced("torch.onnx._internal.fx.passes.type_promotion:_TypePromotionInterpreter", "run_node", kept):
+        yield

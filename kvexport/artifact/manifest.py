@@ -196,8 +196,27 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
         raise unusable(root, "cache", f"has {caches} entries, model.layers is {layers}")
     if query_heads != caches:
         raise unusable(root, "model.query_heads", f"has {query_heads} entries, model.layers is {layers}")
+    _check_limits(root, manifest)
     _check_ranks(root, manifest)
     return manifest
+
+
+def _check_limits(root: Path, manifest: Manifest) -> None:
+    """Check that the limits of an artifact are those of its recipe.
+
+    Raises:
+        ArtifactError: If not.
+    """
+    recipe = manifest.recipe
+    expected = {
+        "max_length": recipe.limits.max_length,
+        "max_batch": recipe.limits.max_batch,
+        "prefill_chunk": recipe.export.prefill_chunk,
+        "merge_every": recipe.cache.merge_every,
+    }
+    for name, value in asdict(manifest.limits).items():
+        if value != expected[name]:
+            raise unusable(root, f"limits.{name}", f"should be {expected[name]} as in its recipe, found {value}")
 
 
 def _check_ranks(root: Path, manifest: Manifest) -> None:

@@ -71,6 +71,13 @@ def test_writing_and_reading_give_the_same_values(tiny_artifact: Path, raw: dict
     assert written == {key: value for key, value in raw.items() if key not in (*UNREAD, "files")}
 
 
+@pytest.mark.parametrize("name", ["max_length", "max_batch", "prefill_chunk", "merge_every"])
+def test_limits_are_those_of_the_recipe(tmp_path: Path, raw: dict[str, Any], name: str) -> None:
+    changed = {**raw, "limits": {**raw["limits"], name: raw["limits"][name] * 8}}
+    with pytest.raises(ArtifactError, match=rf"limits\.{name}.* should be {raw['limits'][name]} as in its recipe"):
+        parse_manifest(tmp_path, changed)
+
+
 def test_every_field_of_another_type_is_an_artifact_error_that_names_it(raw: dict[str, Any]) -> None:
     checked = 0
     for place in places(raw):

@@ -1,16 +1,17 @@
 """The operator LinearAttention: attention whose memory is one matrix for each head, not a cache of tokens.
 
-The operator has the inputs, outputs and meaning of LinearAttention in ONNX opset 27. The state S [dk, dv] of a head
-starts at zero, and every token t computes
+The state S [dk, dv] of a head starts at zero, and every token t computes
 
     S   = exp(decay_t) S                         update rules gated and gated_delta; decay is a logarithm, at most 0
     v'  = beta_t (v_t - k_t S)                   update rules delta and gated_delta; otherwise v' = v_t
     S   = S + k_t^T v'
     out = scale q_t S
 
-A token with decay 0 and value 0 (or, with a delta rule, beta 0) changes no state; this is how padding is left out.
-`linear_attention` defines the operator in PyTorch. `linear_attention_function` is its ONNX function, which runs where a
-runtime has no kernel; ONNX Runtime has a kernel of this name for float32 on the CPU.
+Tokens beyond the length of a sequence are padding: they change no state, and their outputs are 0. Consecutive heads
+may share a query and a key. `linear_attention` defines the operator in PyTorch, and plugins/cpu/recurrence/ implements
+it. Where no native kernel runs, `linear_attention_functions` are the ONNX functions that do. The first of them calls
+LinearAttention of ONNX opset 27, which knows neither padding nor shared keys. ONNX Runtime's CPU provider has a kernel
+for that operator; the second function defines it for other runtimes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ import onnx.parser
 import torch
 from torch import Tensor
 
-DOMAIN = "com.microsoft"  # of ONNX Runtime's kernel
+from kvexport.ops.onnx_function import DOMAIN
+
+OPERATOR = "LinearAttention"
+INNER_DOMAIN = "com.microsoft"  # of ONNX Runtime's kernel
+ATTRIBUTES = {"heads": "int", "key_heads": "int", "update_rule": "str", "scale": "float"}
+"""The attributes of a LinearAttention node and their types."""
+INPUTS = ("query", "key", "value", "past_state", "query_length", "decay", "beta")
+OUTPUTS = ("output", "present_state")
+OPTIONAL = ("decay", "beta")  # inputs that only some update rules have
 UpdateRule = Literal["linear", "gated", "delta", "gated_delta"]
 
 
@@ -31,49 +40,53 @@ def linear_attention(
     key: Tensor,
     value: Tensor,
     past_state: Tensor,
+    query_length: Tensor,
     decay: Tensor | None,
     beta: Tensor | None,
     *,
     heads: int,
+    key_heads: int,
     update_rule: UpdateRule,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs [B, T, heads dv] of T tokens, and the state [B, heads, dk, dv] after them.
 
     Args:
-        query: [B, T, heads dk] float32.
-        key: [B, T, heads dk] float32.
+        query: [B, T, key_heads dk] float32.
+        key: [B, T, key_heads dk] float32.
         value: [B, T, heads dv] float32.
         past_state: [B, heads, dk, dv] float32.
+        query_length: [B, 1] int64, the tokens of each sequence that are not padding.
         decay: [B, T, heads], or [B, T, heads dk] for a decay of each channel; for the gated rules.
         beta: [B, T, heads]; for the delta rules.
-        heads: The number of heads.
-        update_rule: The update rule.
+        heads: The number of heads, a multiple of `key_heads`.
+        key_heads: The number of heads of queries and keys.
+        update_rule: The update rule, which has the decay, beta, both or neither.
         scale: The factor of the outputs.
     """
     batch, tokens, _ = query.shape
-    q, k, v = (x.reshape(batch, tokens, heads, -1) for x in (query, key, value))
+    q, k = (x.reshape(batch, tokens, key_heads, -1).repeat_interleave(heads // key_heads, 2) for x in (query, key))
+    v = value.reshape(batch, tokens, heads, -1)
+    assert (decay is not None, beta is not None) == ("gated" in update_rule, "delta" in update_rule)
     state, outputs = past_state, []
     for t in range(tokens):
-        if decay is not None:
-            state = state * torch.exp(decay[:, t].reshape(batch, heads, -1, 1))
+        after = state if decay is None else state * torch.exp(decay[:, t].reshape(batch, heads, -1, 1))
         row = v[:, t, :, None]  # [B, heads, 1, dv]
         if beta is not None:
-            row = (row - k[:, t, :, None] @ state) * beta[:, t, :, None, None]
-        state = state + k[:, t, :, :, None] @ row
-        outputs.append((q[:, t, :, None] @ state).reshape(batch, 1, -1) * scale)
+            row = (row - k[:, t, :, None] @ after) * beta[:, t, :, None, None]
+        after = after + k[:, t, :, :, None] @ row
+        real = (t < query_length)[:, :, None, None]
+        state = torch.where(real, after, state)
+        outputs.append(torch.where(real, q[:, t, :, None] @ state * scale, 0.0).reshape(batch, 1, -1))
     return torch.cat(outputs, 1), state
 
 
 def update_rules(graph: onnx.GraphProto) -> list[UpdateRule]:
-    """Return the update rules of a graph's LinearAttention nodes: one, or none without such nodes.
-
-    A node of ONNX Runtime's operator has no overload that could name one of several functions.
-    """
+    """Return the update rules of a graph's LinearAttention nodes: one, or none without such nodes."""
     rules: dict[Any, None] = {
         attribute.s.decode(): None
         for node in graph.node
-        if (node.domain, node.op_type) == (DOMAIN, "LinearAttention")
+        if (node.domain, node.op_type) == (DOMAIN, OPERATOR)
         for attribute in node.attribute
         if attribute.name == "update_rule"
     }
@@ -81,8 +94,72 @@ def update_rules(graph: onnx.GraphProto) -> list[UpdateRule]:
     return list(rules)
 
 
-def linear_attention_function(update_rule: UpdateRule) -> onnx.FunctionProto:
-    """Return the ONNX function of LinearAttention with an update rule: a Scan over the tokens."""
+def linear_attention_functions(update_rule: UpdateRule) -> list[onnx.FunctionProto]:
+    """Return the ONNX function of LinearAttention with an update rule, and the function that it calls."""
+    return [_own_function(update_rule), _inner_function(update_rule)]
+
+
+def _own_function(update_rule: UpdateRule) -> onnx.FunctionProto:
+    """Return the ONNX function of LinearAttention: it repeats shared keys, and leaves padding out."""
+    lines = [
+        "axis = Constant <value_ints = [-1]> ()",
+        "two = Constant <value_ints = [2]> ()",
+        "three = Constant <value_ints = [3]> ()",
+        "zero = Constant <value_float = 0.0> ()",
+        "none = Constant <value_int = 0> ()",
+        "one = Constant <value_int = 1> ()",
+        "count_number = Constant <value_int: int = @heads> ()",
+        "key_count_number = Constant <value_int: int = @key_heads> ()",
+        "count = Reshape (count_number, axis)",
+        "key_count = Reshape (key_count_number, axis)",
+        "shared = Div (count, key_count)",
+        "ones = Constant <value_ints = [1, 1, 1]> ()",
+        "last_one = Constant <value_ints = [1]> ()",
+        "same = Constant <value_ints = [0, 0]> ()",
+        "flat = Constant <value_ints = [0, 0, -1]> ()",
+        "split = Concat <axis = 0> (same, key_count, axis)",
+        "repeats = Concat <axis = 0> (ones, shared, last_one)",
+        "tokens = Shape <start = 1, end = 2> (query)",
+        "last = Squeeze (tokens)",
+        "numbers = Range (none, last, one)",
+        "is_real = Less (numbers, query_length)",
+        "real = Unsqueeze (is_real, two)",
+        "value_real = Where (real, value, zero)",
+    ]
+    for name in ("query", "key"):
+        lines += [
+            f"{name}_split = Reshape ({name}, split)",
+            f"{name}_column = Unsqueeze ({name}_split, three)",
+            f"{name}_wide = Expand ({name}_column, repeats)",
+            f"{name}_heads = Reshape ({name}_wide, flat)",
+        ]
+    inputs = ["query_heads", "key_heads", "value_real", "past_state"]
+    for name, rule in (("decay", "gated"), ("beta", "delta")):
+        if rule in update_rule:
+            lines.append(f"{name}_real = Where (real, {name}, zero)")
+        inputs.append(f"{name}_real" if rule in update_rule else "")
+    while not inputs[-1]:
+        inputs.pop()
+    lines += [
+        f"all, state = {INNER_DOMAIN}.{OPERATOR} <q_num_heads: int = @heads, kv_num_heads: int = @heads, "
+        f"update_rule: string = @update_rule, scale: float = @scale> ({', '.join(inputs)})",
+        "output = Where (real, all, zero)",
+        "some = Greater (query_length, none)",
+        "trailing = Constant <value_ints = [2, 3]> ()",
+        "moves = Unsqueeze (some, trailing)",
+        # Sequences without a token keep their state, whatever number their padding computes.
+        "present_state = Where (moves, state, past_state)",
+    ]
+    text = (
+        f'<domain: "{DOMAIN}", opset_import: ["": 23, "{INNER_DOMAIN}": 1]>\n'
+        f"{OPERATOR} <{', '.join(ATTRIBUTES)}> ({', '.join(INPUTS)}) => ({', '.join(OUTPUTS)})\n"
+        "{\n" + "\n".join(lines) + "\n}"
+    )
+    return onnx.parser.parse_function(text)
+
+
+def _inner_function(update_rule: UpdateRule) -> onnx.FunctionProto:
+    """Return the ONNX function of opset 27's LinearAttention with an update rule: a Scan over the tokens."""
     gated, delta = "gated" in update_rule, "delta" in update_rule
     more = [name for name, used in (("decay", gated), ("beta", delta)) if used]
     lines = [
@@ -140,7 +217,7 @@ def linear_attention_function(update_rule: UpdateRule) -> onnx.FunctionProto:
         "output = Mul (joined, kv_factor)",
     ]
     text = (
-        f'<domain: "{DOMAIN}", opset_import: ["": 23]>\n'
+        f'<domain: "{INNER_DOMAIN}", opset_import: ["": 23]>\n'
         "LinearAttention <q_num_heads, kv_num_heads, update_rule, scale> (query, key, value, past_state, decay, beta) "
         "=> (output, present_state)\n{\n" + "\n".join(lines) + "\n}"
     )

@@ -10,6 +10,7 @@
 
 #include "../math/policy.h"
 #include "core/kernels.h"
+#include "recurrence/recurrence.h"
 
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -28,11 +29,13 @@ struct Kernels {
   void (*merge_cache)(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner);
   void (*linear)(const KvLinear&, KvRunner);
   void (*experts)(const KvExperts&, KvRunner);
+  void (*linear_attention)(const KvLinearAttention&, KvRunner);
 };
 
-#define KV_KERNELS(isa)                                                                                           \
-  Kernels {                                                                                                       \
-    #isa, kv::isa::vote_attention, kv::isa::keep_queries, kv::isa::merge_cache, kv::isa::linear, kv::isa::experts \
+#define KV_KERNELS(isa)                                                                                            \
+  Kernels {                                                                                                        \
+    #isa, kv::isa::vote_attention, kv::isa::keep_queries, kv::isa::merge_cache, kv::isa::linear, kv::isa::experts, \
+        kv::isa::linear_attention                                                                                  \
   }
 
 // Returns kernels with the Linear and the Experts of another instruction set.
@@ -239,6 +242,15 @@ const char* kv_cpu_experts(const KvExperts* call, KvRunner runner) {
   if (const char* problem = weight_problem(a.first, a.hidden)) return problem;
   if (const char* problem = weight_problem(a.down, a.inner)) return problem;
   if (a.tokens > 0) kernels().experts(a, runner);
+  return nullptr;
+}
+
+const char* kv_cpu_linear_attention(const KvLinearAttention* call, KvRunner runner) {
+  const KvLinearAttention& a = *call;
+  if (a.batch < 0 || a.tokens < 0 || a.heads < 1 || a.key_size < 1 || a.value_size < 1)
+    return "a dimension is zero or negative";
+  if (a.key_heads < 1 || a.heads % a.key_heads) return "the heads are not a multiple of the key heads";
+  if (a.batch > 0) kernels().linear_attention(a, runner);
   return nullptr;
 }
 

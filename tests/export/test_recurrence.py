@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -13,11 +14,19 @@ import torch
 from onnx import helper
 from transformers import JambaConfig
 
+from kvexport.backends.onnxruntime.operators import library
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build, read_model
-from kvexport.ops.linear_attention import DOMAIN, UpdateRule, linear_attention, linear_attention_function
+from kvexport.ops.linear_attention import (
+    DOMAIN,
+    OPERATOR,
+    OUTPUTS,
+    UpdateRule,
+    linear_attention,
+    linear_attention_functions,
+)
 from kvexport.recipe.fields import Recipe
 from kvexport.validate.runner import validate_artifact
 from tests.support import models
@@ -92,38 +101,113 @@ def test_another_recurrence_is_refused_by_name(tmp_path: Path) -> None:
         read_model(recipe_of(checkpoint))
 
 
-@pytest.mark.parametrize("domain", ["kernel", "function"])
-@pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize("update_rule", ["linear", "gated", "delta", "gated_delta"])
-def test_kernel_and_function_equal_the_definition(update_rule: UpdateRule, by_channel: bool, domain: str) -> None:
-    torch.manual_seed(0)
-    batch, tokens, heads, key_size, value_size = 2, 9, 3, 8, 6
-    tensors: dict[str, Any] = {
-        "query": torch.randn(batch, tokens, heads * key_size),
-        "key": torch.randn(batch, tokens, heads * key_size) * 0.3,
-        "value": torch.randn(batch, tokens, heads * value_size),
-        "past_state": torch.randn(batch, heads, key_size, value_size),
-        "decay": -torch.rand(batch, tokens, heads * (key_size if by_channel else 1)),
-        "beta": torch.rand(batch, tokens, heads),
+RULES = ("linear", "gated", "delta", "gated_delta")
+KINDS = (
+    "native",
+    "onnxruntime",
+    "function",
+)  # the kernel; the ONNX function over ONNX Runtime's kernel; functions alone
+
+
+def _numbers(rule: str, sizes: dict[str, int], by_channel: bool, generator: torch.Generator) -> dict[str, Any]:
+    """Return random inputs of LinearAttention whose sequences have different lengths, the last one none."""
+    batch, tokens, heads, key_heads = (sizes[name] for name in ("batch", "tokens", "heads", "key_heads"))
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lengths = torch.randint(0, tokens + 1, (batch, 1), generator=generator)
+    lengths[0], lengths[-1] = tokens, 0
+    return {
+        "query": random(batch, tokens, key_heads * sizes["key"]),
+        "key": random(batch, tokens, key_heads * sizes["key"]) * sizes["key"] ** -0.5,
+        "value": random(batch, tokens, heads * sizes["value"]),
+        "past_state": random(batch, heads, sizes["key"], sizes["value"]),
+        "query_length": lengths,
+        "decay": -random(batch, tokens, heads * (sizes["key"] if by_channel else 1)).abs() if "gated" in rule else None,
+        "beta": torch.sigmoid(random(batch, tokens, heads)) if "delta" in rule else None,
     }
-    for name, rule in (("decay", "gated"), ("beta", "delta")):
-        if rule not in update_rule:
-            tensors[name] = None
-    expected = linear_attention(**tensors, heads=heads, update_rule=update_rule, scale=0.4)
-    function = linear_attention_function(update_rule)
-    assert function.domain == DOMAIN
-    function.domain = DOMAIN if domain == "kernel" else "another.domain"
-    inputs = [name if x is not None else "" for name, x in tensors.items()]
+
+
+def _session(rule: UpdateRule, sizes: dict[str, int], inputs: dict[str, Any], kind: str) -> Any:
+    functions = linear_attention_functions(rule)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    if kind == "native":
+        options.register_custom_ops_library(str(library()))
+    if kind == "function":  # a name that ONNX Runtime has no kernel for
+        functions[1].domain = "another.domain"
+        functions[0].opset_import[1].domain = "another.domain"
+        next(node for node in functions[0].node if node.op_type == OPERATOR).domain = "another.domain"
     node = helper.make_node(
-        "LinearAttention", inputs, ["output", "state"], domain=function.domain, q_num_heads=heads, kv_num_heads=heads,
-        update_rule=update_rule, scale=0.4,
+        OPERATOR, [name if x is not None else "" for name, x in inputs.items()], list(OUTPUTS), domain=DOMAIN,
+        heads=sizes["heads"], key_heads=sizes["key_heads"], update_rule=rule, scale=0.4,
     )  # fmt: skip
-    feed = {name: x.numpy() for name, x in tensors.items() if x is not None}
-    info = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, x.shape) for name, x in feed.items()]
-    results = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in ("output", "state")]
-    versions = [helper.make_opsetid("", 23), helper.make_opsetid(function.domain, 1)]
+    given = {name: x.numpy() for name, x in inputs.items() if x is not None}
+    info = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for name, x in given.items()
+    ]
+    results = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in OUTPUTS]
+    versions = [helper.make_opsetid("", 23), *(helper.make_opsetid(x.domain, 1) for x in functions)]
     graph = helper.make_graph([node], "graph", info, results)
-    model = helper.make_model(graph, opset_imports=versions, ir_version=11, functions=[function])
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    for found, right in zip(session.run(None, feed), expected, strict=True):
-        assert np.abs(found - right.numpy()).max() < 1e-5
+    model = helper.make_model(graph, opset_imports=versions, ir_version=11, functions=functions)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_implementation_equals_the_definition(rule: UpdateRule, by_channel: bool, kind: str) -> None:
+    if kind == "native" and library() is None:
+        pytest.skip("the native operators are not built")
+    generator = torch.Generator().manual_seed(RULES.index(rule))
+    for key, value, heads, key_heads, tokens in (
+        (8, 6, 3, 3, 9),
+        (16, 70, 4, 2, 1),
+        (5, 128, 2, 1, 40),
+        (24, 64, 2, 2, 1),
+    ):
+        sizes = {"batch": 3, "tokens": tokens, "heads": heads, "key_heads": key_heads, "key": key, "value": value}
+        inputs = _numbers(rule, sizes, by_channel, generator)
+        right = linear_attention(**inputs, heads=heads, key_heads=key_heads, update_rule=rule, scale=0.4)
+        feed = {name: x.numpy() for name, x in inputs.items() if x is not None}
+        outputs = _session(rule, sizes, inputs, kind).run(None, feed)
+        for array, expected in zip(outputs, right, strict=True):
+            assert np.abs(array - expected.numpy()).max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+        assert np.array_equal(outputs[1][-1], inputs["past_state"][-1].numpy()), "a sequence without tokens moved"
+
+
+@pytest.mark.skipif(library() is None, reason="the native operators are not built")
+def test_the_kernel_writes_the_state_over_itself() -> None:
+    sizes = {"batch": 2, "tokens": 5, "heads": 2, "key_heads": 1, "key": 8, "value": 20}
+    for tokens in (1, 5):
+        inputs = _numbers("gated_delta", {**sizes, "tokens": tokens}, False, torch.Generator().manual_seed(tokens))
+        session = _session("gated_delta", sizes | {"tokens": tokens}, inputs, "native")
+        feed = {name: x.numpy().copy() for name, x in inputs.items()}
+        right = session.run(None, feed)[1]
+        binding, state = session.io_binding(), feed["past_state"]
+        for name, array in feed.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output("output")
+        binding.bind_output("present_state", "cpu", 0, np.float32, state.shape, state.ctypes.data)
+        session.run_with_iobinding(binding)
+        assert np.array_equal(state, right)
+
+
+@pytest.mark.skipif(library() is None, reason="the native operators are not built")
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"key_heads": 2}, "3 heads are no multiple of 2 key heads"),
+        ({"update_rule": "other"}, "the update rule 'other' is unknown"),
+        ({"update_rule": "gated"}, "beta has no use with the rule gated"),
+    ],
+)
+def test_a_malformed_node_is_refused(changes: dict[str, Any], problem: str) -> None:
+    sizes = {"batch": 1, "tokens": 2, "heads": 3, "key_heads": 3, "key": 4, "value": 4}
+    inputs = _numbers("gated_delta", sizes, False, torch.Generator())
+    make_node = helper.make_node
+    with mock.patch.object(helper, "make_node", lambda *args, **fields: make_node(*args, **{**fields, **changes})):  # noqa: SIM117
+        with pytest.raises(Exception, match=problem):
+            _session("gated_delta", sizes, inputs, "native")

@@ -22,7 +22,7 @@ from kvexport.export.passes.report import run_passes
 from kvexport.export.weights.write import Location
 from kvexport.methods.base import Method
 from kvexport.ops.experts import experts_function
-from kvexport.ops.linear_attention import linear_attention_function, update_rules
+from kvexport.ops.linear_attention import linear_attention_functions, update_rules
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (
     DOMAIN,
@@ -125,7 +125,7 @@ def finish_decoder(
             node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, layer_geometry[i]))
         )
     used = list({function.overload: function for function in functions}.values())
-    recurrences = [*map(linear_attention_function, update_rules(proto.graph))]
+    recurrences = [x for rule in update_rules(proto.graph) for x in linear_attention_functions(rule)]
     return _finish(proto, [*used, *recurrences, *linear_functions(model.graph), *map(experts_function, expert_forms)])
 
 

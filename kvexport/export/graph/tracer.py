@@ -23,8 +23,7 @@ from kvexport.export.graph.replicate import BORDER, replicate_layers
 from kvexport.export.hooks.attention import TokenLogits, attending
 from kvexport.export.hooks.experts import ATTRIBUTES as EXPERTS_ATTRIBUTES
 from kvexport.export.hooks.experts import EXPERTS, expert_layouts
-from kvexport.export.hooks.recurrence import ATTRIBUTES as RECURRENCE_ATTRIBUTES
-from kvexport.export.hooks.recurrence import INPUTS, LINEAR_ATTENTION, RecurrentCache, recurring
+from kvexport.export.hooks.recurrence import LINEAR_ATTENTION, RecurrentCache, recurring
 from kvexport.methods.base import Method
 from kvexport.ops import linear_attention
 from kvexport.ops.experts import ExpertsForm
@@ -239,12 +238,11 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
         ),
         ALL_REDUCE: _operator("AllReduce", ["part"], ["sum"], []),
         LINEAR_ATTENTION: _operator(
-            "LinearAttention",
-            INPUTS,
-            ["output", "present_state"],
-            RECURRENCE_ATTRIBUTES,
-            ["beta"],
-            domain=linear_attention.DOMAIN,
+            linear_attention.OPERATOR,
+            linear_attention.INPUTS,
+            linear_attention.OUTPUTS,
+            linear_attention.ATTRIBUTES,
+            linear_attention.OPTIONAL,
         ),
         torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "end"]),
         EXPERTS: _operator(
@@ -309,7 +307,6 @@ def _operator(
     outputs: Sequence[str],
     attributes: Sequence[str] | Mapping[str, str],
     optional: Sequence[str] = (),
-    domain: str = DOMAIN,
 ) -> Any:
     """Return the translation of a PyTorch placeholder operator to an ONNX node.
 
@@ -321,7 +318,6 @@ def _operator(
         outputs: Names of its outputs.
         attributes: Names of its attributes, all integers; or their types (int, float, str) by name.
         optional: Names of inputs that may be missing.
-        domain: The domain of the operator.
     """
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
     typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")
@@ -333,11 +329,11 @@ def _operator(
     ]
     schema = OpSchema(
         name,
-        domain,
+        DOMAIN,
         VERSION,
         inputs=formal[: len(inputs)],
         outputs=formal[len(inputs) :],
         type_constraints=[(f"T_{p}", kinds, "") for p in (*inputs, *outputs)],
         attributes=[OpSchema.Attribute(a, types[kind], "") for a, kind in typed.items()],
     )
-    return values.Op(values.Opset(domain, VERSION), name, schema)
+    return values.Op(values.Opset(DOMAIN, VERSION), name, schema)

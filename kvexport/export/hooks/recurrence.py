@@ -25,18 +25,16 @@ from torch.nn import functional
 from kvexport.cache import LayerStates
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import PassThroughCache
+from kvexport.ops.linear_attention import ATTRIBUTES, INPUTS, OPTIONAL
 from kvexport.schema.state import StateTensor
 
 Place = tuple[int, str]  # the number of a layer, and the name of a state tensor
 NORM_EPSILON = 1e-6  # of the norm of queries and keys in the gated delta rule
-ATTRIBUTES = {"q_num_heads": "int", "kv_num_heads": "int", "update_rule": "str", "scale": "float"}
-"""The attributes of a LinearAttention node and their types."""
-INPUTS = ("query", "key", "value", "past_state", "decay", "beta")
 
+_tensors = [f"Tensor{'?' if name in OPTIONAL else ''} {name}" for name in INPUTS]
+_attributes = [f"{kind} {name}" for name, kind in ATTRIBUTES.items()]
 torch.library.define(
-    "kvexport::linear_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor past_state, Tensor decay, Tensor? beta, *, "
-    f"{', '.join(f'{kind} {name}' for name, kind in ATTRIBUTES.items())}) -> (Tensor, Tensor)",
+    "kvexport::linear_attention", f"({', '.join(_tensors)}, *, {', '.join(_attributes)}) -> (Tensor, Tensor)"
 )
 torch.library.register_fake(
     "kvexport::linear_attention",
@@ -136,9 +134,9 @@ class RecurrentCache(PassThroughCache):
     def computed(self, state: Tensor, past: Tensor) -> Tensor:
         """Store and return a layer's recurrent state after a call.
 
-        It is `state`, except for sequences without a token in the call, which keep `past`.
+        In the reference, sequences without a token in the call keep `past`; in a trace the operator sees to it.
         """
-        if self.query_length is not None:
+        if self.query_length is not None and not self.traced:
             state = torch.where((self.query_length > 0)[:, :, None, None], state, past)
         self._computed = state
         return state
@@ -217,20 +215,19 @@ def _delta_rule(
         The outputs [B, T, H, dv], and the state [B, H, dk, dv].
     """
     batch, tokens, heads, value_size = value.shape
-    key_heads, key_size = key.shape[2:]
-    real = cache.real(tokens)
-    if real is not None:
-        beta = torch.where(real[:, :, None], beta, 0.0)
-        g = torch.where(real.reshape(batch, tokens, *[1] * (g.dim() - 2)), g, 0.0)
+    key_size = key.shape[3]
     past = cache.past_state(batch, heads, key_size, value_size)
     if not cache.traced:
+        real = cache.real(tokens)
+        if real is not None:
+            beta = torch.where(real[:, :, None], beta, 0.0)
+            g = torch.where(real.reshape(batch, tokens, *[1] * (g.dim() - 2)), g, 0.0)
         options |= {"initial_state": past, "output_final_state": True}
         output, state = own(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
         return output, cache.computed(state.to(past.dtype), past)
     if use_qk_l2norm_in_kernel:
         query, key = _normalized(query), _normalized(key)
-    query, key = (x.repeat_interleave(heads // key_heads, 2) if heads != key_heads else x for x in (query, key))
-    output, state = _placeholder(query, key, value, past, g, beta, "gated_delta", key_size**-0.5)
+    output, state = _placeholder(cache, (query, key, value), past, g, beta, "gated_delta", key_size**-0.5)
     return output.reshape(value.shape).to(value.dtype), cache.computed(state, past)
 
 
@@ -277,21 +274,20 @@ def _mamba2(
     if z is not None:
         raise UsageError(f"{cache.model_type} gates its scan of Mamba-2 within the scan; it cannot be exported")
     batch, tokens, heads, value_size = hidden_states.shape
-    groups, key_size = B.shape[2:]
+    key_size = B.shape[3]
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = torch.clamp(functional.softplus(step) if dt_softplus else step, *dt_limit)
-    real = cache.real(tokens)
-    if real is not None:
-        step = torch.where(real[:, :, None], step, 0.0)
     past = cache.past_state(batch, heads, key_size, value_size)
     if not cache.traced:
+        real = cache.real(tokens)
+        if real is not None:
+            step = torch.where(real[:, :, None], step, 0.0)
         options |= {"initial_states": past.transpose(2, 3), "return_final_states": True}
         output, state = own(hidden_states, step, A, B, C, chunk_size, D=D, **options)
         return output, cache.computed(state.transpose(2, 3).to(past.dtype), past)
-    key, query = (x.repeat_interleave(heads // groups, 2) if heads != groups else x for x in (B, C))
     wide = hidden_states.float()
     decay = step * A.float()
-    output, state = _placeholder(query, key, wide * step[..., None], past, decay, None, "gated", 1.0)
+    output, state = _placeholder(cache, (C, B, wide * step[..., None]), past, decay, None, "gated", 1.0)
     output = output.reshape(wide.shape)
     if D is not None:
         output = output + wide * D.float()[:, None]
@@ -299,22 +295,39 @@ def _mamba2(
 
 
 def _placeholder(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    cache: RecurrentCache,
+    rows: tuple[Tensor, Tensor, Tensor],
     past: Tensor,
     decay: Tensor,
     beta: Tensor | None,
     update_rule: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Call the placeholder of a LinearAttention node on tensors [B, T, H, ...]; see `kvexport.ops.linear_attention`."""
-    heads = value.shape[2]
-    rows = [x.float().flatten(2) if x.dim() == 4 else x.float() for x in (query, key, value)]
-    decay = decay.float().flatten(2) if decay.dim() == 4 else decay.float()
-    wide_beta = None if beta is None else beta.float()
+    """Call the placeholder of a LinearAttention node; see `kvexport.ops.linear_attention`.
+
+    Args:
+        cache: The states.
+        rows: Queries and keys [B, T, key heads, dk], and values [B, T, heads, dv].
+        past: The state before the call.
+        decay: The logarithm of the decay, [B, T, heads] or [B, T, heads, dk].
+        beta: [B, T, heads], or None.
+        update_rule: The update rule.
+        scale: The factor of the outputs.
+    """
+    key, value = rows[1:]
+    length = cache.query_length
+    if length is None:  # in a probe
+        length = torch.full((value.shape[0], 1), value.shape[1])
     result: tuple[Tensor, Tensor] = LINEAR_ATTENTION(
-        *rows, past, decay, wide_beta, q_num_heads=heads, kv_num_heads=heads, update_rule=update_rule, scale=scale
+        *(x.float().flatten(2) for x in rows),
+        past,
+        length,
+        decay.float().flatten(2) if decay.dim() == 4 else decay.float(),
+        None if beta is None else beta.float(),
+        heads=value.shape[2],
+        key_heads=key.shape[2],
+        update_rule=update_rule,
+        scale=scale,
     )
     return result
 

@@ -82,6 +82,20 @@ struct ExpertsKernel : kv::ExpertsNode {
   }
 };
 
+struct LinearAttentionKernel : kv::LinearAttentionNode {
+  static constexpr const char* kProvider = nullptr;
+  LinearAttentionKernel(const OrtKernelInfo* info, const kv::CacheType&)
+      : LinearAttentionNode(Ort::ConstKernelInfo(info)) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvLinearAttention call = this->call(context);
+      kv::require_success("LinearAttention", kv_cpu_linear_attention(&call, runner(context)));
+    });
+  }
+};
+
 // The rank of the kernels that this thread creates from now on.
 thread_local KvRanks current_ranks{};
 
@@ -114,15 +128,16 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
                  i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
                                 kv::LinearOp<LinearKernel>, kv::ExpertsOp<ExpertsKernel>,
-                                kv::AllReduceOp<AllReduceKernel>>(options, base,
-                                                                  {{KV_FLOAT32, f32},
-                                                                   {KV_FLOAT16, f16},
-                                                                   {KV_INT8, i8, i8, KV_FLOAT32, f32},
-                                                                   {KV_INT8, i8, i8, KV_FLOAT16, f16},
-                                                                   {KV_INT4, u8, u8, KV_FLOAT32, f32},
-                                                                   {KV_INT4, u8, u8, KV_FLOAT16, f16},
-                                                                   {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-                                                                   {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
+                                kv::LinearAttentionOp<LinearAttentionKernel>, kv::AllReduceOp<AllReduceKernel>>(
+      options, base,
+      {{KV_FLOAT32, f32},
+       {KV_FLOAT16, f16},
+       {KV_INT8, i8, i8, KV_FLOAT32, f32},
+       {KV_INT8, i8, i8, KV_FLOAT16, f16},
+       {KV_INT4, u8, u8, KV_FLOAT32, f32},
+       {KV_INT4, u8, u8, KV_FLOAT16, f16},
+       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+       {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the

@@ -6,6 +6,7 @@
 
 #include "experts.h"
 #include "linear.h"
+#include "linear_attention.h"
 #include "merge_cache.h"
 #include "vote_attention.h"
 
@@ -110,6 +111,26 @@ struct ExpertsOp : Operator<ExpertsOp<TKernel>, TKernel> {
   }
   size_t GetOutputTypeCount() const { return 1; }
   ONNXTensorElementDataType GetOutputType(size_t) const { return cache.element; }
+};
+
+template <class TKernel>
+struct LinearAttentionOp : Operator<LinearAttentionOp<TKernel>, TKernel> {
+  using Base = Operator<LinearAttentionOp<TKernel>, TKernel>;
+  using Base::Base;
+
+  // Models compute it in float32, whatever their own type.
+  static bool takes(const CacheType& x) { return x.type == KV_FLOAT32; }
+  const char* GetName() const { return "LinearAttention"; }
+  size_t GetInputTypeCount() const { return LinearAttentionNode::kInputs; }
+  ONNXTensorElementDataType GetInputType(size_t i) const {
+    return i == LinearAttentionNode::kLength ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64
+                                             : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  }
+  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
+    return i > LinearAttentionNode::kLength ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+  }
+  size_t GetOutputTypeCount() const { return 2; }
+  ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
 };
 
 template <class TKernel>

@@ -207,6 +207,11 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
             f"backend.name is {recipe.backend.name}, which is not supported where {why}",
             f"--set backend.name={default()}",
         )
+    if (device := getattr(recipe.backend, "device", "cpu")) != "cpu":
+        raise UsageError(
+            f"backend.device is {device}, which is not supported where {why}",
+            "--set backend.device=cpu",
+        )
     if recipe.backend.tensor_parallel > 1:
         raise UsageError(
             f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, but {why}, which ranks cannot share",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +18,11 @@ from transformers import JambaConfig
 from kvexport.backends.onnxruntime.operators import library
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
-from kvexport.errors import UsageError
+from kvexport.engine.options import EngineOptions
+from kvexport.engine.request import Request
+from kvexport.errors import SnapshotError, UsageError
 from kvexport.export.build import build, read_model
+from kvexport.language.settings import GenerationSettings
 from kvexport.ops.linear_attention import (
     DOMAIN,
     OPERATOR,
@@ -28,6 +32,7 @@ from kvexport.ops.linear_attention import (
     linear_attention_functions,
 )
 from kvexport.recipe.fields import Recipe
+from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from tests.support import models
 from tests.support.hybrids import CONFIGS, SIZES
@@ -93,6 +98,85 @@ def test_keys_are_merged_past_the_budget(name: str, tmp_path: Path) -> None:
 def test_drafts_are_refused_by_name(hybrid: tuple[Engine, Path]) -> None:
     with pytest.raises(UsageError, match="layer 0 has a recurrent state, from which no token can be removed"):
         read_model(recipe_of(hybrid[1], speculate={"draft": "ngram"}))
+
+
+def _answer(engine: Engine, *requests: Request) -> list[list[int]]:
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return [[token.id for token in request.tokens] for request in requests]
+
+
+def test_sessions_forks_and_prefixes_keep_the_states(hybrid: tuple[Engine, Path]) -> None:
+    """Every way gives the answer of an engine that reads the prompt by itself; noise keeps answers out of loops."""
+    plain, settings = hybrid[0], GenerationSettings(do_sample=False, max_new_tokens=24)
+    noise = np.random.default_rng(0).gumbel(size=(2, 160, models.SIZES["vocab_size"])).astype(np.float32)
+    processors = [[lambda ids, logits, rows=rows: logits + rows[len(ids)]] for rows in noise]
+    (prompt,) = models.random_ids(5, 70)
+    request, other = (Request(prompt, settings, processors=p) for p in processors)
+    right, another = _answer(plain, request)[0], _answer(plain, other)[0]
+    assert right != another
+
+    first = Request(prompt, settings, processors=processors[0])
+    fork = first.fork()
+    fork.processors = processors[1]
+    assert _answer(plain.with_options(EngineOptions(lanes=1)), first, fork) == [right, another]
+
+    cached = plain.with_options(EngineOptions(prefix_memory=1 << 24))
+    _answer(cached, Request(np.append(prompt[:50], 1), settings))
+    later = Request(prompt, settings, processors=processors[0])
+    assert _answer(cached, later) == [right]
+    assert later.cached_tokens == 32
+
+    half = Request(prompt, settings, processors=processors[0])
+    number = plain.add(half)
+    while len(half.tokens) < 10:
+        plain.step()
+    snapshot = Snapshot.from_bytes(plain.preempt(number).to_bytes(), plain.manifest)
+    fresh = plain.with_options(EngineOptions())
+    rest = _answer(fresh, Request((), start=snapshot, processors=processors[0]))[0]
+    assert [token.id for token in half.tokens] + rest == right
+
+
+@pytest.mark.parametrize("name", ["recurrent_state", "conv_state"])
+def test_states_of_another_size_are_refused_by_name(hybrid: tuple[Engine, Path], name: str) -> None:
+    engine = hybrid[0]
+    request = Request([1, 2, 3], GenerationSettings(max_new_tokens=9))
+    number = engine.add(request)
+    engine.step()
+    snapshot = engine.preempt(number)
+    tensor = f"past_key_values.layer.2.{name}"
+    state = {**snapshot.state, tensor: snapshot.state[tensor][..., 1:].copy()}
+    with pytest.raises(SnapshotError, match=rf"{tensor} is float32 \[.*\], the artifact has float32 \["):
+        Snapshot.from_bytes(replace(snapshot, state=state).to_bytes(), engine.manifest)
+    lost = {key: array for key, array in snapshot.state.items() if key != tensor}
+    with pytest.raises(SnapshotError, match=f"{tensor}' is missing"):
+        Snapshot.from_bytes(replace(snapshot, state=lost).to_bytes(), engine.manifest)
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"cache": {"method": "full", "periodic": {"slots": 120}}}, "cache.periodic.slots is 120"),
+        ({"backend": {"name": "tensorrt"}}, "backend.name is tensorrt"),
+        ({"backend": {"device": "cuda"}}, "backend.device is cuda"),
+        ({"backend": {"tensor_parallel": 2}}, "backend.tensor_parallel is 2"),
+    ],
+)
+def test_settings_that_cannot_keep_a_state_are_refused_by_name(
+    hybrid: tuple[Engine, Path], sections: dict[str, Any], problem: str
+) -> None:
+    model, limits = {"path": str(hybrid[1]), "dtype": "float32"}, {"max_length": 160}
+    fields = {"model": model, "limits": limits, "export": {"prefill_chunk": 32}, **sections}
+    recipe = Recipe.model_validate(fields)
+    with pytest.raises(UsageError, match=f"{problem}.*layer 0 has a recurrent state"):
+        read_model(recipe)
+
+
+def test_an_artifact_with_states_is_not_loaded_on_cuda(hybrid: tuple[Engine, Path]) -> None:
+    with pytest.raises(UsageError, match="layer 0 has a recurrent state, which is not supported on cuda"):
+        load(hybrid[0].path, device="cuda")
 
 
 def test_another_recurrence_is_refused_by_name(tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ LINEAR = {
 BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # of a weight; groups of 32, a float16 scale each
 NORM_ROWS = 8  # above, a norm is a launch of its own
 # Launches of a step beside its layers, by the nodes of a decoder (docs/measurements/cuda.md): positions and
-# rotary factors 8, the embedding, the last row 7 (GatherND is two), the cast of the logits, the length 2; and the six
+# rotary factors 8, the embedding, the last row 6, the cast of the logits, the length 2; and the six
 # nodes that find the largest logits. A packed embedding takes five more.
-BESIDE, PACKED_EMBEDDING = 8 + 1 + 7 + 1 + 2 + 6, 5
+BESIDE, PACKED_EMBEDDING = 8 + 1 + 6 + 1 + 2 + 6, 5
 
 
 @dataclass(frozen=True)

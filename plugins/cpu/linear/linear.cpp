@@ -206,8 +206,11 @@ struct Linear {
 #endif
     if (is_rounded(weight)) {
       const PanelLayout l = layout_of(weight, a.inputs);
-      for (int j = 0; j < columns; j += kPanelColumns)
-        panel_products(weight, l, (column + j) / kPanelColumns, rounded_for(l), first, count, result + j, kBlock);
+      const RoundedRows& x = rounded_for(l);
+      for (int64_t i = 0; i < count; i += x.tile_rows)  // the tile stays in the caches while the block's panels pass by
+        for (int j = 0; j < columns; j += kPanelColumns)
+          panel_products(weight, l, (column + j) / kPanelColumns, x, first + i,
+                         count - i < x.tile_rows ? count - i : x.tile_rows, result + i * kBlock + j, kBlock);
       return;
     }
     for (int64_t i = 0; i < (count + kTileRows - 1) / kTileRows * kTileRows * kBlock; ++i) result[i] = 0.0f;

@@ -76,8 +76,9 @@ struct PanelGroups {
 // The dot products of one block of kRows rows with W x kSlices columns; `integers` are the block's. kBlock: 0 where the
 // block is shorter than kMostBlock. ahead: what is fetched meanwhile.
 template <Read kRead, int kRows, int kBlock, int kBytes>
-static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* values, int size, const uint8_t* ahead,
-                                    const NumbersOf& table, DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
+static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* values, int64_t apart, int size,
+                                    const uint8_t* ahead, const NumbersOf& table,
+                                    DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
   constexpr int kUnit = unit_of(kRead);
   const int block = kBlock ? kBlock : size;
   for (int k = 0; k < block; k += kUnit, integers += kPanelLine) {
@@ -90,7 +91,7 @@ static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* value
       if (kRead == Read::kEight && DotsOf<kRead>::kCentered) all ^= static_cast<int32_t>(0x80808080);
       for (int i = 0; i < kRows; ++i)
         for (int p = 0; p < kBytes; ++p) {
-          const int8_t* const x = values + (p * kRows + i) * block + k;
+          const int8_t* const x = values + p * apart + i * block + k;
           if (kUnit == 8)
             dots[i][p][s].add(low, x), dots[i][p][s].add(high, x + 4);
           else
@@ -105,8 +106,8 @@ static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* value
 // As dots_of_block, by products of matrices of two columns and two rows, eight inputs each. Where the number of rows is
 // odd, the last one is multiplied twice.
 template <Read kRead, int kRows, int kBlock, int kBytes>
-static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int size, const NumbersOf& table,
-                                        DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
+static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int64_t apart, int size,
+                                        const NumbersOf& table, DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
   constexpr int kPairs = (kRows + 1) / 2;
   const int block = kBlock ? kBlock : size;
   int32x4_t sums[kPairs][kBytes][kSlices][2] = {};
@@ -115,8 +116,8 @@ static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* v
     for (int i = 0; i < kPairs; ++i)
       for (int p = 0; p < kBytes; ++p) {
         const int second = min_of(2 * i + 1, kRows - 1);
-        rows[i][p] = vcombine_s8(vld1_s8(values + (p * kRows + 2 * i) * block + k),
-                                 vld1_s8(values + (p * kRows + second) * block + k));
+        const int8_t* const x = values + p * apart + k;
+        rows[i][p] = vcombine_s8(vld1_s8(x + 2 * i * block), vld1_s8(x + second * block));
       }
     for (int s = 0; s < kSlices; ++s) {
       const uint8x16_t all = vld1q_u8(integers + 4 * W * s);
@@ -156,6 +157,7 @@ struct PanelBlock {
   const uint8_t *integers, *ahead;
   int size, offsets;  // offsets: whether values have one
   const int8_t* values;
+  int64_t apart;  // bytes from high to low ones
   const float *step, *sum;
   const int32_t* start;
   NumbersOf table;
@@ -171,16 +173,16 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
   for (int i = 0; i < kCount; ++i)
     for (int p = 0; p < kBytes; ++p)
       for (int s = 0; s < kSlices; ++s) {
-        const vi start = splat_i(b.start[(kFirst + p) * kRows + kFrom + i]) << (bits_of(kRead) - 4);
+        const vi start = splat_i(b.start[(kFirst + p) * kRows + kFrom + i]);
         dots[i][p][s] = DotsOf<kRead>(DotsOf<kRead>::kCentered ? vi{} : start);
       }
-  const int8_t* const values = b.values + (kFirst * kRows + kFrom) * b.size;
+  const int8_t* const values = b.values + kFirst * b.apart + kFrom * b.size;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   if constexpr (kCount > 1)
-    matrix_dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.size, b.table, dots);
+    matrix_dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.table, dots);
   else
 #endif
-    dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.size, b.ahead, b.table, dots);
+    dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.ahead, b.table, dots);
   for (int s = 0; s < kSlices; ++s) {
     const vf unit = kPass == Pass::kHigh ? scale[s] * 256.0f : scale[s];
     for (int i = 0; i < kCount; ++i) {
@@ -218,9 +220,10 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
                block,
                groups.kind != PanelGroups::kNone,
                x.values,
+               x.apart,
                x.step,
                x.sum,
-               x.start4,
+               bits_of(kRead) == 4 ? x.start4 : x.start8,
                kRead == Read::kTable ? NumbersOf(weight.table) : NumbersOf()};
   vf y[kRows][kSlices] = {};
   for (int64_t g = 0; g < l.groups; ++g) {
@@ -232,8 +235,13 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
     __builtin_prefetch(b.ahead, 0, 3), b.ahead += numbers;
     for (int64_t i = 0; i < blocks; ++i) {
       add_block<kRead, kRows, kBlock, kTall ? Pass::kHigh : Pass::kBoth>(b, scale, offset, y);
-      if (kTall && *fine++) add_low_bytes<kRead, kRows, kBlock>(fine[-1], b, scale, offset, y);
-      b.integers += bytes, b.ahead += bytes, b.values += block * kParts * kRows;
+      if (kTall && __builtin_expect(*fine++, 0)) {
+        PanelBlock low = b;
+        if (W == 8)
+          __asm__("" : "+r"(low.integers));  // the rare pass reads them anew; there is no register to keep one
+        add_low_bytes<kRead, kRows, kBlock>(fine[-1], low, scale, offset, y);
+      }
+      b.integers += bytes, b.ahead += bytes, b.values += block * kRows;
       b.step += kRows, b.sum += kRows, b.start += kParts * kRows;
     }
   }

@@ -13,8 +13,8 @@
 // square of its row, and v = 256 round(x / (256 step)). What remains of the error of 8 bits is in blocks of small
 // numbers. Which blocks those are depends on the row alone, so a row's products do not depend on the rows beside it.
 //
-// Rows lie in tiles: [tile][block][high, low][row][inputs of the block], so that what a tile of products reads
-// together lies together. The last tile has fewer rows.
+// Rows lie in tiles: [tile][high, low][block][row][inputs of the block], so that what a tile of products reads
+// together lies together, and low bytes that nothing reads are in no cache. The last tile has fewer rows.
 #pragma once
 
 #include "../core/scratch.h"
@@ -31,7 +31,7 @@ constexpr int kFewRows = 8, kTallRows = 12, kGroupRows = 4;
 #elif defined(__aarch64__)
 constexpr int kFewRows = 4, kTallRows = 4, kGroupRows = 2;
 #else
-constexpr int kFewRows = 2, kTallRows = 3, kGroupRows = 1;  // 16 registers
+constexpr int kFewRows = 2, kTallRows = 4, kGroupRows = 1;  // 16 registers
 #endif
 constexpr int kParts = 2;                 // of a rounded number: high and low
 constexpr float kMostRounded = 32512.0f;  // 127 x 256
@@ -42,9 +42,10 @@ constexpr float kLeastRounded = 1e-33f;  // over which 32512 is a finite number
 // One tile of rows.
 struct RoundedTile {
   const int8_t* values;
-  const float *step, *sum;  // [blocks, rows]
-  const int32_t* start4;    // [blocks, kParts, rows], for weights of 4 bits
-  const uint8_t* fine;      // [blocks], of a tall tile: a bit for each group with a low byte that is not 0
+  int64_t apart;                   // bytes from the high bytes of a block to its low ones
+  const float *step, *sum;         // [blocks, rows]
+  const int32_t *start4, *start8;  // [blocks, kParts, rows], for weights of 4 and of 8 bits
+  const uint8_t* fine;             // [blocks], of a tall tile: a bit for each group with a low byte that is not 0
   int rows;
 };
 
@@ -54,13 +55,13 @@ struct RoundedRows {
   int64_t rows = 0, blocks = 0;
   int8_t* values = nullptr;
   float *step = nullptr, *sum = nullptr;
-  int32_t* start4 = nullptr;
+  int32_t *start4 = nullptr, *start8 = nullptr;
   uint8_t* fine = nullptr;  // [tiles, blocks]
 
   // Bytes of memory; a multiple of 4 for every row, so that rounded rows may lie behind others.
   static size_t bytes(int block, int64_t rows, int64_t inputs) {
     const int64_t blocks = (inputs + block - 1) / block;
-    return static_cast<size_t>(rows * blocks * (block * kParts + 20));
+    return static_cast<size_t>(rows * blocks * (block * kParts + 28));
   }
   RoundedRows() = default;
   RoundedRows(int block, int64_t rows, int64_t inputs, uint8_t* memory)
@@ -72,7 +73,8 @@ struct RoundedRows {
     const int64_t count = rows * blocks;
     step = reinterpret_cast<float*>(memory), sum = step + count;
     start4 = reinterpret_cast<int32_t*>(sum + count);
-    values = reinterpret_cast<int8_t*>(start4 + count * kParts);
+    start8 = start4 + count * kParts;
+    values = reinterpret_cast<int8_t*>(start8 + count * kParts);
     fine = reinterpret_cast<uint8_t*>(values + count * block * kParts);
   }
 
@@ -81,8 +83,14 @@ struct RoundedRows {
   RoundedTile tile(int64_t first) const {
     const int64_t at = first * blocks;
     const int count = static_cast<int>(rows - first < tile_rows ? rows - first : tile_rows);
-    return {values + at * block * kParts,      step + at, sum + at, start4 + at * kParts,
-            fine + first / tile_rows * blocks, count};
+    return {values + at * block * kParts,
+            count * blocks * block,
+            step + at,
+            sum + at,
+            start4 + at * kParts,
+            start8 + at * kParts,
+            fine + first / tile_rows * blocks,
+            count};
   }
 
   // Rounds the rows of a tile; row_of(i): row i [inputs].
@@ -101,7 +109,7 @@ struct RoundedRows {
         if (inputs - b * block < block)
           from =
               static_cast<const float*>(memcpy(padded, from, static_cast<size_t>(inputs - b * block) * sizeof(float)));
-        if (round_block(from, coarse, first * blocks + b * count, i, count))
+        if (round_block(from, coarse, first, b, i, count))
           fine[tile * blocks + b] |= static_cast<uint8_t>(1 << i / kGroupRows);
       }
     }
@@ -115,15 +123,12 @@ struct RoundedRows {
     return load(padded);
   }
 
-  static int sum_of(vi v) {
-    int all = 0;
-    for (int i = 0; i < W; ++i) all += v[i];
-    return all;
-  }
+  // The sum of the lanes, each of which is below 2^16 in magnitude.
+  static int sum_of(vi v) { return static_cast<int>(kv::KV_ISA::sum(__builtin_convertvector(v, vf))); }
 
-  // Rounds one block of row i of a tile of `count` rows; `at` is the number of the tile's block of row 0. Returns
-  // whether the block has low bytes. coarse: the largest number of a block that has none.
-  bool round_block(const float* x, float coarse, int64_t at, int i, int count) const {
+  // Rounds block b of row i of the tile of `count` rows that begins with row `first`. Returns whether the block has low
+  // bytes. coarse: the largest number of a block that has none.
+  bool round_block(const float* x, float coarse, int64_t first, int64_t b, int i, int count) const {
     typedef int8_t vs __attribute__((vector_size(W)));
     const float infinite = __builtin_inff();
     vf highest{};
@@ -134,8 +139,9 @@ struct RoundedRows {
     const float most = max(highest);
     const bool usable = most >= kLeastRounded && most < infinite, both = !tall || !(most <= coarse);
     const vf factor = splat(usable ? (both ? kMostRounded : kMostRounded / 256.0f) / most : 0.0f);
-    int8_t* const first = values + (at * kParts + i) * block;
-    int8_t* const second = first + count * block;
+    const int64_t at = first * blocks + b * count;
+    int8_t* const upper_bytes = values + first * blocks * block * kParts + (b * count + i) * block;
+    int8_t* const lower_bytes = upper_bytes + count * blocks * block;
     vi highs{}, lows{};
     for (int k = 0; k < block; k += W) {
       const int inputs = block - k < W ? block - k : W;
@@ -152,13 +158,14 @@ struct RoundedRows {
       }
       highs += high, lows += low;
       const vs upper = __builtin_convertvector(high, vs), lower = __builtin_convertvector(low, vs);
-      memcpy(first + k, &upper, static_cast<size_t>(inputs));
-      memcpy(second + k, &lower, static_cast<size_t>(inputs));
+      memcpy(upper_bytes + k, &upper, static_cast<size_t>(inputs));
+      memcpy(lower_bytes + k, &lower, static_cast<size_t>(inputs));
     }
     const float size = most < kLeastRounded ? 0.0f : most < infinite ? most / kMostRounded : __builtin_nanf("");
     const int high = sum_of(highs), low = sum_of(lows);
     step[at + i] = size, sum[at + i] = size * static_cast<float>(256 * high + low);
     start4[kParts * at + i] = -8 * high, start4[kParts * at + count + i] = -8 * low;
+    start8[kParts * at + i] = -128 * high, start8[kParts * at + count + i] = -128 * low;
     return both;
   }
 };

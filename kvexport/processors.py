@@ -17,16 +17,16 @@ class Threads(NamedTuple):
     """The number of threads of a model on this machine.
 
     Attributes:
-        count: The number of threads.
+        number: The number of threads.
         reasons: Why there are fewer threads than physical cores; empty if every physical core has a thread.
     """
 
-    count: int
+    number: int
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
         """Return the number of threads and the reasons for it."""
-        return f"{self.count}: {'; '.join(self.reasons)}" if self.reasons else f"{self.count}: one for each core"
+        return f"{self.number}: {'; '.join(self.reasons)}" if self.reasons else f"{self.number}: one for each core"
 
 
 def suitable_threads(root: Path = Path("/"), usable: frozenset[int] | None = None) -> Threads:

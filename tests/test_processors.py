@@ -55,5 +55,5 @@ def test_threads_suit_the_processor_and_the_container(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     threads = suitable_threads(tmp_path, frozenset(usable))
-    assert threads.count == count
+    assert threads.number == count
     assert reason in str(threads) if reason else not threads.reasons

@@ -186,7 +186,7 @@ def _threads() -> int:
     ONNX Runtime then also binds each of its threads to a core.
     """
     threads = suitable_threads()
-    return threads.count if threads.reasons else 0
+    return threads.number if threads.reasons else 0
 
 
 def _no_device(device: str) -> UsageError:

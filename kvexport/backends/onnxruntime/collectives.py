@@ -58,4 +58,4 @@ def _address(memory: mmap) -> ctypes.c_void_p:
 
 def threads_of_rank(ranks: int) -> int:
     """Return the default number of CPU threads of each of `ranks` tensor-parallel ranks on this machine."""
-    return max(1, suitable_threads().count // ranks)
+    return max(1, suitable_threads().number // ranks)

@@ -36,7 +36,7 @@ import psutil
 from benchmarks.soak_client import Client, Reference, Session
 
 ROOT = Path(__file__).resolve().parents[1]
-CLIENTS, DISK = 6, 48 << 20
+CLIENTS, DISK = 6, 256 << 20  # room for the conversations of an hour
 MOUNTED = "KVEXPORT_SOAK_MOUNTED"
 
 

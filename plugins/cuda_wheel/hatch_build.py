@@ -1,6 +1,6 @@
 """Hatch's hooks of kvexport-cuda: the libraries of KVEXPORT_CUDA_LIBRARIES, a folder with a folder cudaN for CUDA N.
 
-`python -m tools.release` compiles them; those of other versions of CUDA are added to the folder before.
+`python plugins/build.py onnxruntime-cuda --out FOLDER/cudaN` compiles those of the CUDA version N that is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Libraries(BuildHookInterface):  # type: ignore[misc]
         folder = Path(os.environ.get(VARIABLE, ""))
         libraries = sorted(folder.glob("cuda*/libkvexport_*.so")) if VARIABLE in os.environ else []
         if not libraries:
-            raise RuntimeError(f"{VARIABLE}={folder} has no libraries cudaN/libkvexport_*.so: python -m tools.release")
+            raise RuntimeError(
+                f"{VARIABLE}={folder} has no libraries cudaN/libkvexport_*.so: "
+                f"python plugins/build.py onnxruntime-cuda --out {folder}/cudaN"
+            )
         own = _hooks_of_kvexport(Path(self.root))
         everything = b"\0".join(path.read_bytes() for path in libraries)
         build_data["pure_python"] = False

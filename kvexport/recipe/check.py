@@ -45,10 +45,10 @@ def check_recipe(tree: Tree, label: str, findings: Findings) -> Recipe | None:
     path = get(tree, PATH)
     if isinstance(path, Leaf):
         data["model"]["path"] = _local(path)
-    for section, key in FILES:
-        file = get(tree, (section, key))
+    for section, name in FILES:
+        file = get(tree, (section, name))
         if isinstance(file, Leaf) and isinstance(file.value, str) and file.value:
-            data[section][key] = os.path.normpath(file.origin.folder / file.value)
+            data[section][name] = os.path.normpath(file.origin.folder / file.value)
     cache = data.get("cache", {})
     method = None
     if isinstance(cache, dict) and isinstance(cache.get("parameters", {}), dict):

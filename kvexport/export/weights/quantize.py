@@ -97,7 +97,7 @@ class Rounded:
             yield from (values[rows.start : rows.stop] for rows in row_blocks(len(values), 4 * k, BLOCK_BYTES))
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of rounded weights are in the order of the input features."""
+        """Raise NotImplementedError, because rounded weights have no stored order of their columns."""
         raise NotImplementedError
 
 

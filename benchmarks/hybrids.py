@@ -35,14 +35,13 @@ from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from kvexport.state.sessions import SessionStore  # noqa: E402
-
 import kvexport  # noqa: E402
 from kvexport.artifact.reading import load_manifest  # noqa: E402
 from kvexport.engine.options import EngineOptions  # noqa: E402
 from kvexport.engine.request import FINISHED, Request  # noqa: E402
 from kvexport.export.build import build  # noqa: E402
 from kvexport.language.settings import GenerationSettings  # noqa: E402
+from kvexport.state.session_store import SessionStore  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.hybrids import CONFIGS  # noqa: E402
 

@@ -30,7 +30,12 @@ from kvexport.validate import merges
 ROOT = Path(__file__).parent.parent
 PLUGINS = ROOT / "plugins"
 PRODUCTS = ("cpu/linear/linear.cpp", "cpu/experts/experts.cpp")
-SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", *PRODUCTS)
+SOURCES = (
+    "cpu/attention/vote_attention.cpp",
+    "cpu/merge/merge_cache.cpp",
+    "cpu/recurrence/linear_attention.cpp",
+    *PRODUCTS,
+)
 DISPATCH = "cpu/dispatch.cpp"
 BINDING = "bindings/onnxruntime/library.cpp"
 RANKS = "cpu/ranks/all_reduce.cpp"

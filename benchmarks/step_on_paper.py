@@ -57,13 +57,13 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Of a layer's four products."""
+        """The weights of a layer's four products."""
         query, cache = self.heads * self.group * self.size, self.heads * self.size
         return self.hidden * (2 * query + 2 * cache + 3 * self.inner)
 
     @property
     def weights(self) -> int:
-        """That a step reads: all but the embedding."""
+        """The weights that a step reads: all but the embedding."""
         return self.layers * self.layer_weights + self.vocabulary * self.hidden
 
 
@@ -74,7 +74,7 @@ SHAPES = (
 
 
 def linear_seconds(shape: Shape, weights: str, rows: int) -> float:
-    """Of all products."""
+    """The seconds of all products of a step."""
     panel = 8 if rows <= 8 else 32
     count = shape.weights
     return max(
@@ -85,7 +85,7 @@ def linear_seconds(shape: Shape, weights: str, rows: int) -> float:
 
 
 def attention_seconds(shape: Shape, batch: int) -> float:
-    """Of all layers, one average of logits, over a cache in float16."""
+    """The seconds of attention in all layers, over a cache in float16."""
     slots = shape.layers * shape.heads * batch * shape.budget
     counted = {1: 1, 3: 4}[shape.group]
     instructions = COUNTS[f"decode, float16, group {counted}, per slot"] * shape.size / 128

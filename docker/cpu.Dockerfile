@@ -2,7 +2,7 @@
 #
 #   docker build -f docker/cpu.Dockerfile -t kvexport:cpu .
 #   docker run --rm --read-only --tmpfs /tmp -v "$PWD/artifacts:/artifacts:ro" kvexport:cpu generate /artifacts/ARTIFACT "a prompt"
-#   docker compose -f docker/compose.yaml up
+#   ARTIFACT="$PWD/artifacts/ARTIFACT" KVEXPORT_API_KEY=KEY docker compose -f docker/compose.yaml up
 #
 # PYTHON_DIGEST=sha256:... pins the base. EXTRAS=export,serve adds what building takes (PyTorch, transformers, onnx).
 ARG PYTHON_TAG=3.12-slim-trixie

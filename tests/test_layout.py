@@ -94,7 +94,7 @@ def module_of(path: Path) -> str:
 
 
 def import_graph(paths: dict[str, Path]) -> dict[str, set[str]]:
-    """Of every module the modules of `paths` that it names in an import: of a function's and of type checking too."""
+    """Return for each module the modules of `paths` that it imports, in functions and for type checking too."""
     graph: dict[str, set[str]] = {}
     for module, path in paths.items():
         named = set()

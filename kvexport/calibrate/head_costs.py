@@ -47,8 +47,8 @@ class HeadCosts:
         """
         for i, layer in enumerate(shape.geometry):
             if layer.sliding_window or layer.softcap or layer.sink_logits:
-                problem = f"layer {i} has a sliding window, a softcap or sink logits, of which this knows nothing"
-                raise UsageError(problem, "--of text, which measures layers")
+                problem = f"layer {i} has a sliding window, a softcap or sink logits, which this measurement leaves out"
+                raise UsageError(problem, "kvexport calibrate --of text, which measures budgets of layers")
         resolved = recipe.model_dump(mode="json")
         self._resolved = {
             **resolved,

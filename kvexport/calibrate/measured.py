@@ -65,7 +65,7 @@ def budgets_of(length: int, least: float) -> list[int]:
         raise UsageError(
             f"a text of {length} tokens is too short: a head has at least {math.ceil(least)} slots, and caches of up "
             "to half the text are compared",
-            f"--length {math.ceil(4 * least)}, or more",
+            f"texts of at least {math.ceil(4 * least)} tokens: limits.max_length, or --length of kvexport calibrate",
         )
     return [math.ceil(low * (high / low) ** (i / (BUDGETS - 1)) - 1e-9) for i in range(BUDGETS)]
 

@@ -28,7 +28,7 @@ from kvexport.export.weights.casting import read_blocks
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)")
 _PAIRED_BIASES = ("_q.bias", "_k.bias")
 _ROPE_FACTORS = "rope_freqs.weight"
-# Of Llama 3.1 and 3.2: of what a file holds no more than the factors that come of it (transformers' _compute_llama3).
+# The settings of Llama 3.1 and 3.2. A file has only the factors that follow from them (transformers' _compute_llama3).
 _LLAMA3 = [
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     for factor in (8.0, 32.0)

@@ -99,7 +99,7 @@ def test_cases_that_once_failed_hold() -> None:
 
 
 def test_random_calls_under_thread_sanitizer() -> None:
-    """Of the best instruction set here; how threads share the work is the same code for all."""
+    """The best instruction set of this machine is tested; how threads share the work is the same code for all."""
     said = subprocess.run([fuzz("native"), "0", "0"], capture_output=True, text=True, check=True).stdout
     alone = ["-DKV_AVX512_ALONE=ON"] if said.partition(":")[0] in ("avx512", "avx512vnni", "amx") else []
     calls_hold([str(fuzz("native-thread", "-DKV_SANITIZE=thread", *alone))], 30_000, 30)

@@ -36,6 +36,6 @@ USER 10001
 WORKDIR /artifacts
 EXPOSE 8000
 # For `kvexport serve`; other commands serve nothing: docker run --no-healthcheck.
-HEALTHCHECK --interval=30s --timeout=5s --start-period=60s CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+HEALTHCHECK --interval=30s --timeout=5s --start-period=60s CMD ["python", "-c", "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["kvexport"]
 CMD ["--help"]

@@ -215,7 +215,7 @@ def _key(recipe: LoadedRecipe, checkpoint: Checkpoint, calibrate: bool | None) -
     from kvexport.export.model.checkpoint import facts_of
     from kvexport.version import __version__
 
-    facts = [__version__, recipe.resolved, calibrate is not False, facts_of(checkpoint)]
+    facts = [__version__, recipe.resolved, calibrate, facts_of(checkpoint)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -49,6 +49,9 @@ class HeadCosts:
             if layer.sliding_window or layer.softcap or layer.sink_logits:
                 problem = f"layer {i} has a sliding window, a softcap or sink logits, which this measurement leaves out"
                 raise UsageError(problem, "kvexport calibrate --of text, which measures budgets of layers")
+        if len(heads := {layer.kv_heads for layer in shape.geometry}) > 1:
+            problem = f"layers have different numbers of KV heads ({', '.join(map(str, sorted(heads)))})"
+            raise UsageError(problem, "kvexport calibrate --of text, which measures budgets of layers")
         resolved = recipe.model_dump(mode="json")
         self._resolved = {
             **resolved,

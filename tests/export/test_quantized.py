@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import kvexport
 from kvexport.errors import UsageError
 from kvexport.export.build import read_model
-from kvexport.export.model.checkpoint import Checkpoint, read_checkpoint
+from kvexport.export.model.checkpoint import Checkpoint, facts_of, read_checkpoint
 from kvexport.export.model.tensors import dense_values
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
@@ -28,6 +30,14 @@ from tests.support.tiny_model import RECIPE
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 DOWN = "model.layers.1.mlp.down_proj"
+
+
+def test_facts_of_a_checkpoint_change_with_files_of_packed_weights_alone(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    quantized(tiny_checkpoint, tmp_path / "quantized", GPTQ, gptq)
+    checkpoint = replace(read_checkpoint(tmp_path / "quantized"), tensors={})
+    before = facts_of(checkpoint)
+    os.utime(tmp_path / "quantized" / "model.safetensors", (1, 1))
+    assert facts_of(checkpoint) != before
 
 
 def checkpoint_of(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Checkpoint:

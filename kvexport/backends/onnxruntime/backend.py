@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -183,10 +184,12 @@ BACKEND = OnnxRuntime()
 def _threads() -> int:
     """Return the threads of a model on this machine; 0 where ONNX Runtime's own choice is the same.
 
-    ONNX Runtime then also binds each of its threads to a core.
+    ONNX Runtime then also binds each of its threads to a core. It counts the cores of the whole machine, also where
+    this process may use only some of them.
     """
     threads = suitable_threads()
-    return threads.number if threads.reasons else 0
+    restricted = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    return threads.number if threads.reasons or restricted else 0
 
 
 def _no_device(device: str) -> UsageError:
@@ -211,10 +214,10 @@ def _providers() -> tuple[list[str], str]:
 def _native(device: str) -> Native:
     if lacks := devices.problems(device) if device != "cpu" else []:
         return Native("", "; ".join(problem for problem, _ in lacks), devices.fix_of(device, lacks))
-    path = native.library(device)
-    if path is None:
-        return Native("", *native.why_no_library(device))
     try:
+        path = native.library(device)
+        if path is None:
+            return Native("", *native.why_no_library(device))
         native.require_runnable(path)
         pages = native.why_small_pages(path) if device == "cpu" else ""
         packed = native.packed_layout(path, 32, 64) if device == "cpu" else ""

@@ -107,7 +107,13 @@ class TensorRT(Backend):
 
         Whether TensorRT accepts the plugins is only known when engines are built.
         """
-        path = plugin.library()
+        try:
+            path = plugin.library()
+        except EnvironmentProblem as error:
+            row = f"none: {error.problem}. To mend it: {error.fix}"
+            return Diagnosis(
+                {"TensorRT plugins": row}, {"tensorrt_plugins": {"problem": error.problem, "fix": error.fix}}
+            )
         if path is not None:
             return Diagnosis({"TensorRT plugins": str(path)}, {"tensorrt_plugins": {"library": str(path)}})
         problem, fix = plugin.why_no_library()

@@ -42,6 +42,7 @@ class Checkpoint:
         tensors: Its tensors by name.
         computed: Weights that are computed from tensors, such as packed ones, by the name that the weight would have.
         notes: Notes on content that is not kept unchanged.
+        files: The files that hold the weights, packed ones too.
         fingerprint: sha256 (hex) over the bytes of config.json and, in the order of names, every shard's name, size and
             header. No weight is read, so it distinguishes architectures and file layouts, not two trainings of one
             layout.
@@ -54,6 +55,7 @@ class Checkpoint:
     fingerprint: str
     computed: Mapping[str, Source] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
 
     def require_folder(self, purpose: str) -> None:
         """Raise UsageError if the weights are in a GGUF file, because `purpose` needs a config that can be changed."""
@@ -66,7 +68,7 @@ class Checkpoint:
 
 def facts_of(checkpoint: Checkpoint) -> list[Any]:
     """Return JSON values that change when a checkpoint does: its fingerprint, and the size and time of its files."""
-    files = sorted({entry.file for entry in checkpoint.tensors.values()})
+    files = sorted(checkpoint.files)
     return [checkpoint.fingerprint, [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
 
 
@@ -152,7 +154,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     home: dict[str, str] = {}
     _update(digest.update, config_bytes)
     refuse_link(path / INDEX)
-    for shard_name, promised in sorted(list_shards(path).items()):
+    shards = list_shards(path)
+    for shard_name, promised in sorted(shards.items()):
         refuse_link(path / shard_name)
         shard = read_shard(path / shard_name)
         _update(digest.update, shard_name.encode(), str(shard.size).encode(), shard.header)
@@ -169,11 +172,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 f"download {shard_name} and {INDEX} again",
             )
         tensors.update((name, entry) for name, entry in shard.tensors.items() if promised is None or name in promised)
+    files = tuple((path / name).resolve() for name in shards)
     if quantization is None:
-        return Checkpoint(path, config, tensors, generation_config, digest.hexdigest())
+        return Checkpoint(path, config, tensors, generation_config, digest.hexdigest(), files=files)
     computed, used, notes = read_quantized(quantization, tensors)
     rest = {name: entry for name, entry in tensors.items() if name not in used}
-    return Checkpoint(path, config, rest, generation_config, digest.hexdigest(), computed, tuple(notes))
+    return Checkpoint(path, config, rest, generation_config, digest.hexdigest(), computed, tuple(notes), files)
 
 
 def _from_gguf(path: Path) -> Checkpoint:
@@ -183,7 +187,7 @@ def _from_gguf(path: Path) -> Checkpoint:
     config, generation = (
         parse_object(texts / name, read_file(texts / name)) for name in ("config.json", "generation_config.json")
     )
-    return Checkpoint(texts, config, tensors, generation, gguf.digest, computed)
+    return Checkpoint(texts, config, tensors, generation, gguf.digest, computed, files=(path,))
 
 
 @contextmanager

@@ -35,13 +35,17 @@ def driver_major() -> int | None:
 def _newest(name: str) -> Path:
     """Return the library of the newest CUDA that the driver runs; without a driver, of the newest CUDA.
 
+    If this distribution was packed without the library, the path is of a file that does not exist.
+
     Raises:
-        FileNotFoundError: There is no such library.
+        FileNotFoundError: The driver is too old for every version of the library.
     """
     majors = sorted(int(path.parent.name.removeprefix("cuda")) for path in FOLDER.glob(f"cuda*/{name}"))
+    if not majors:
+        return FOLDER / name
     driver = driver_major()
     fitting = [major for major in majors if driver is None or major <= driver]
     if not fitting:
-        built = ", ".join(map(str, majors)) or "no version of CUDA"
-        raise FileNotFoundError(f"{name} is built for {built}, and the driver supports CUDA up to {driver}")
+        built = ", ".join(map(str, majors))
+        raise FileNotFoundError(f"{name} is built for CUDA {built}, and the driver supports CUDA up to {driver}")
     return FOLDER / f"cuda{fitting[-1]}" / name

@@ -16,6 +16,7 @@ from typing import Any
 
 import length_figure
 from budget_tables import head_budgets, listed, once, once_queries, small_listed
+from decoder_tables import decoder_tables
 from table_parts import BUDGETS, ROOT, load, name_of, shown, table
 
 from kvexport.evaluate.statistics import mean
@@ -300,7 +301,7 @@ def tables() -> dict[str, str]:
         texts[f"recall {asked}"] = recall(2000, known=asked == "known")
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
     texts |= {"packed quality": packed_quality(), "small cache": small_cache(), "awq": awq()}
-    texts |= {"small listed": small_listed(), "head budgets": head_budgets()}
+    texts |= {"small listed": small_listed(), "head budgets": head_budgets(), **decoder_tables()}
     texts |= {f"once {task}": once(task) for task in ("text", "codes")} | {"once queries": once_queries()}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
         texts["recall text"] = recall_text()

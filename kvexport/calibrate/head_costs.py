@@ -121,7 +121,7 @@ class _Full:
         """Return causal attention [1, Hq, T, Dv] over all positions, and store the layer's tensors."""
         from torch.nn.functional import scaled_dot_product_attention
 
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer: int = options["layer"]
         scale = self.geometry[layer].scale
         output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         self.last = (query, key, value, output)

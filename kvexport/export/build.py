@@ -44,7 +44,8 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     from kvexport.export.model.adapter import read_recipe_checkpoint
     from kvexport.export.model.checkpoint import is_gguf, resolve_checkpoint
     from kvexport.export.model.config import load_config, says_quantized
-    from kvexport.export.model.hf_model import build_fake, probe_layers
+    from kvexport.export.model.hf_model import build_fake
+    from kvexport.export.model.probe import probe_layers
     from kvexport.export.model.rotary import read_rotary
     from kvexport.export.model.wheel import WHEEL
     from kvexport.quiet import quiet_exporter

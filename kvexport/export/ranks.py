@@ -23,7 +23,7 @@ from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import ALL_REDUCE
-from kvexport.export.model.hf_model import probe_layers
+from kvexport.export.model.probe import probe_layers
 from kvexport.export.model.shape import ModelShape
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.weights.casting import read_rows, row_blocks

@@ -29,10 +29,26 @@ def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[l
     return past if any(past) else [sorted(of) for of in rows]
 
 
-def measure_divergence(result: Any, own: list[dict[int, Row]], full: list[dict[int, Row]]) -> None:
-    """Measure KL(full cache || engine) and top-1 agreement at every position of `full`, and append them to `result`."""
-    for engine_rows, full_rows in zip(own, full, strict=True):
-        positions = sorted(full_rows)
+def untouched_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
+    """Return the positions of each sequence with logits before which no cache can have evicted anything."""
+    return [[p for p in sorted(of) if p < min(budgets)] for of in rows]
+
+
+def mean_kl_at(positions: list[list[int]], own: list[dict[int, Row]], full: list[dict[int, Row]]) -> tuple[float, int]:
+    """Return the mean of KL(full cache || engine) in nats at positions of each sequence, and their number."""
+    values = [
+        kl(full_rows[p], engine_rows[p])
+        for at, engine_rows, full_rows in zip(positions, own, full, strict=True)
+        for p in at
+    ]
+    return float(np.mean(values)) if values else 0.0, len(values)
+
+
+def measure_divergence(
+    result: Any, positions_of: list[list[int]], own: list[dict[int, Row]], full: list[dict[int, Row]]
+) -> None:
+    """Measure KL(full cache || engine) and top-1 agreement at positions of each sequence, and append to `result`."""
+    for positions, engine_rows, full_rows in zip(positions_of, own, full, strict=True):
         result.positions.append(positions)
         result.kl.append([kl(full_rows[p], engine_rows[p]) for p in positions])
         result.agrees.append([bool(full_rows[p].argmax() == engine_rows[p].argmax()) for p in positions])

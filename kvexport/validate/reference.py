@@ -16,7 +16,7 @@ from kvexport.cache import CachePlan, LayerGeometry, cache_geometry, layer_cache
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes, used_slots
-from kvexport.export.hooks.attention import IMPLEMENTATION, TokenLogits, attending
+from kvexport.export.hooks.attention import IMPLEMENTATION, TokenLogits, attending, output_projection
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
@@ -55,7 +55,7 @@ class _Eager:
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        layer = self.plan.cache_of(module.layer_idx)  # type: ignore[arg-type]
+        layer = self.plan.cache_of(options["layer"])
         caches, sink_logits = self.caches[layer], options.get("s_aux")
         count = len(caches)
         heads = [x.chunk(count, 1) for x in (query, key, value)]
@@ -209,7 +209,7 @@ def full_logits(
     def pick(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (arguments[0][:, picked], *arguments[1:])
 
-    model.get_output_embeddings().register_forward_pre_hook(pick)
+    output_projection(model).register_forward_pre_hook(pick)
     logits_of = []
     for ids, at in zip(tokens, positions, strict=True):
         picked[:] = at

@@ -149,6 +149,10 @@ class ValidationResult:
         own_kl: Mean KL(PyTorch || engine) in nats, where each runs independently from the first token to the last.
         own_kl_allowed: The largest value of `own_kl` that passes.
         own_compared: The number of logits rows behind `own_kl`.
+        first_kl: Mean KL(transformers || engine) in nats at the positions before which nothing was evicted. The model
+            of transformers runs with its own attention, cache and positions, and reads a whole sequence at once. The
+            largest value that passes is `own_kl_allowed`.
+        first_compared: The number of logits rows behind `first_kl`.
         parted: For each lane in which a tie made the independent run select other entries than PyTorch's, the tokens
             seen by then. Later logits of the lane are not part of `own_kl`.
         kl: For each sequence KL(full cache || engine) in nats at `positions`.
@@ -179,6 +183,8 @@ class ValidationResult:
     own_kl: float = 0.0
     own_kl_allowed: float = 0.0
     own_compared: int = 0
+    first_kl: float = 0.0
+    first_compared: int = 0
     parted: dict[int, int] = field(default_factory=dict)
     kl: list[list[float]] = field(default_factory=list)
     agrees: list[list[bool]] = field(default_factory=list)
@@ -239,6 +245,11 @@ class ValidationResult:
             problems.append(
                 f"an independent run of the engine is {self.own_kl:.3g} nats from an independent run of PyTorch, "
                 f"allowed {self.own_kl_allowed:.3g}"
+            )
+        if not self.first_kl <= self.own_kl_allowed:
+            problems.append(
+                f"before anything was evicted the engine is {self.first_kl:.3g} nats from the model of transformers "
+                f"with its own attention, cache and positions, allowed {self.own_kl_allowed:.3g}"
             )
         return problems
 

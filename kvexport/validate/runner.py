@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.ranks.comparison import runners
+from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.perturbation import NO_TELEMETRY
@@ -75,7 +76,7 @@ def validate_artifact(
     from kvexport.export.weights.importance import as_built
     from kvexport.validate.compare import LAYERS, tolerance_of
     from kvexport.validate.comparison import Comparison
-    from kvexport.validate.divergence import compared_positions, measure_divergence
+    from kvexport.validate.divergence import compared_positions, mean_kl_at, measure_divergence, untouched_positions
     from kvexport.validate.reference import TorchReference, full_logits
     from kvexport.validate.telemetry import Telemetry
 
@@ -130,11 +131,23 @@ def validate_artifact(
     if watching:
         result.telemetry = watching.rows()
     with progress("comparing with the uncompressed model", None):
-        positions = compared_positions(comparison.independent.logits, result.budgets)
-        full = full_logits(shape.checkpoint, recipe, tokens, positions)
-        measure_divergence(result, comparison.independent.logits, full)
+        own = comparison.independent.logits
+        positions = compared_positions(own, result.budgets)
+        untouched = untouched_positions(own, result.budgets if _is_exact(recipe, shape.model.config) else [0])
+        every = [sorted({*a, *b}) for a, b in zip(positions, untouched, strict=True)]
+        full = full_logits(shape.checkpoint, recipe, tokens, every)
+        measure_divergence(result, positions, own, full)
+        result.first_kl, result.first_compared = mean_kl_at(untouched, own, full)
     result.seconds = time.monotonic() - began
     return result
+
+
+def _is_exact(recipe: Recipe, config: Any) -> bool:
+    """Return whether an engine that has evicted nothing computes what transformers' own model computes."""
+    from kvexport.export.model.hf_model import length_notes
+
+    rounds, selects = recipe.cache.dtype != "model", recipe.cache.periodic.slots is not None
+    return not (rounds or selects or length_notes(config, recipe.rotary_length))
 
 
 def _whole_calls(prefill: list[bool]) -> set[int]:

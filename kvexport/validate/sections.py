@@ -74,6 +74,10 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         **({} if result.top_logits_hold is None else {"top logits": "right" if result.top_logits_hold else "WRONG"}),
         "independent run": f"KL {result.own_kl:.2g} nats from PyTorch's over {result.own_compared} tokens, allowed "
         f"{result.own_kl_allowed:g}{_parted(result)}",
+        "before anything was evicted": f"KL {result.first_kl:.2g} nats from transformers' own attention, cache and "
+        f"positions over {result.first_compared} tokens, allowed {result.own_kl_allowed:g}"
+        if result.first_compared
+        else "not compared",
         **distances,
         "time": f"{result.seconds:.0f} s",
     }

@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": (
         "MambaConfig",
         {"hidden_size": 64, "num_hidden_layers": 2},
-        "layers without attention (state-space or linear attention",
+        "has no layer that attends (state-space or linear attention alone)",
     ),
     "jamba": (
         "JambaConfig",
@@ -73,7 +73,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bert": ("BertConfig", {**models.SIZES, "pad_token_id": 0}, "is not causal"),
     "doge": ("DogeConfig", models.SIZES, "computes with its attention mask in code of its own"),
-    "xlstm": ("xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "layers without attention (state-space"),
+    "xlstm": ("xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "has no layer that attends"),
+    "minimax": ("MiniMaxConfig", models.SIZES, "keeps its cache in a class of its own"),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        {"hidden_size": 64, "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "vocab_size": 100},
+        "lets queries see summaries of tokens, made by a compressor",
+    ),
+    "xlnet": ("XLNetConfig", {"d_model": 64, "n_layer": 2, "n_head": 4}, "computes attention in its own code"),
+    "blip": ("BlipConfig", {}, "needs pixel_values in every call; only models that run on tokens alone"),
+    "git": ("GitConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "computes attention in its own code"),
     "gemma3n": ("Gemma3nConfig", {}, "the last 15 layers of gemma3n read the keys of other layers"),
     "gemma4_text": (
         "Gemma4TextConfig",
@@ -143,14 +152,24 @@ def test_a_config_that_makes_no_model(tmp_path: Path) -> None:
     assert "no-such-activation" in error.problem
 
 
-def test_integers_in_a_checkpoint_are_refused() -> None:
-    from kvexport.export.model.hf_model import buffers_as_parameters
+def test_integers_in_a_checkpoint_are_refused_if_a_token_reads_them(tmp_path: Path, monkeypatch: Any) -> None:
+    from transformers.models.llama import modeling_llama
 
-    model: Any = torch.nn.Module()
-    model.config = models.llama()
-    model.register_buffer("table", torch.arange(3))
-    with pytest.raises(UsageError, match=r"keeps integers in its checkpoint \('.table', torch.int64\)"):
-        buffers_as_parameters(model)
+    class Router(modeling_llama.LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.register_buffer("table", torch.arange(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (self.table if reads else 1)
+
+    reads = False
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Router)
+    checkpoint = dummy_checkpoint(tmp_path / "checkpoint", models.llama())
+    read_model(recipe_for(checkpoint), weights=False)
+    reads = True
+    with pytest.raises(UsageError, match=r"keeps integers in its checkpoint \('model.layers.0.mlp.table', torch.int64"):
+        read_model(recipe_for(checkpoint), weights=False)
 
 
 def test_rotary_frequencies_of_the_longest_sequence_are_announced() -> None:

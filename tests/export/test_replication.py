@@ -26,7 +26,8 @@ from kvexport.export.build import build
 from kvexport.export.graph import tracer
 from kvexport.export.graph.layers import Layers, find_layers
 from kvexport.export.graph.replicate import replicate_layers
-from kvexport.export.model.hf_model import build_fake, probe_layers
+from kvexport.export.model.hf_model import build_fake
+from kvexport.export.model.probe import probe_layers
 from tests.support import models
 
 # Of Gemma two kinds of layers, of which one has a window and rotary frequencies of its own; the copy lies between both

@@ -23,7 +23,8 @@ from transformers.models.llama import modeling_llama
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.export.build import build
-from kvexport.export.model.hf_model import build_fake, probe_layers
+from kvexport.export.model.hf_model import build_fake
+from kvexport.export.model.probe import probe_layers
 from kvexport.export.model.rotary import read_rotary
 from kvexport.methods.slots import Rotary
 from kvexport.validate.runner import validate_artifact

@@ -39,5 +39,8 @@ CONFIGS: dict[str, Any] = {
         **SIZES, **MAMBA, layer_types=["mamba", "attention", "mamba"], num_local_experts=4, num_experts_per_tok=2,
         shared_intermediate_size=96,
     ),
-    "zamba2": lambda: Zamba2Config(**SIZES, **MAMBA),
+    "zamba2": lambda: Zamba2Config(
+        **{**SIZES, "num_hidden_layers": 4}, layers_block_type=["linear_attention", "hybrid"] * 2, n_mamba_heads=4,
+        mamba_ngroups=2, mamba_d_state=16, chunk_size=16,
+    ),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from kvexport.errors import UsageError
 from kvexport.export.graph.layers import Layers, find_layers, left_out, wrapped
 from kvexport.export.graph.replicate import BORDER, replicate_layers
 from kvexport.export.hooks.attention import TokenLogits, attending
+from kvexport.export.hooks.complex_pairs import complex_as_pairs
 from kvexport.export.hooks.experts import ATTRIBUTES as EXPERTS_ATTRIBUTES
 from kvexport.export.hooks.experts import EXPERTS, expert_layouts
 from kvexport.export.hooks.recurrence import LINEAR_ATTENTION, RecurrentCache, recurring
@@ -113,7 +114,7 @@ class _Tracing:
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        layer = self.plan.cache_of(module.layer_idx)  # type: ignore[arg-type]
+        layer = self.plan.cache_of(options["layer"])
         inputs = {
             "query": query,
             "key": key,
@@ -163,7 +164,7 @@ class _Decoder(nn.Module):
             fitting = torch.minimum(query_length, self.plan.caches[0].capacity - used)
         tracing = _Tracing(self.operator, self.plan, position, fitting, state)
         self.token_logits.query_length = query_length if self.last_logits else None
-        with attending(tracing), recurring(self.model, states):
+        with attending(tracing), recurring(self.model, states), complex_as_pairs():
             logits = self.model(
                 input_ids=input_ids, position_ids=rotated_by, past_key_values=states, use_cache=True
             ).logits
@@ -284,7 +285,7 @@ def _shape_experts(graph: ir.Model, model: Any) -> None:
     """Give the expert weights of a trace the shapes that they have in an artifact."""
     names = initializer_names(model)
     for name, layout in expert_layouts(model).items():
-        value = graph.graph.initializers.get(names[name])
+        value = graph.graph.initializers.get(names.get(name, ""))  # experts of an encoder are left out
         if value is not None:
             assert value.shape is not None
             value.shape = ir.Shape(layout.artifact_shape(value.shape.numpy()))

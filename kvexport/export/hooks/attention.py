@@ -34,7 +34,7 @@ class Attending(Protocol):
             query: [B, Hq, T, D].
             key: [B, H, T, D], the new tokens' keys.
             value: [B, H, T, Dv], the new tokens' values.
-            options: The other arguments that transformers passes, such as the scale.
+            options: The other arguments that transformers passes, such as the scale, and `layer`, the layer's number.
         """
         ...
 
@@ -44,18 +44,18 @@ class Attending(Protocol):
 
 
 _current: ContextVar[Attending] = ContextVar("attending")
-_latents: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("latents")  # of layers with latent attention
+_cached: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("cached")  # by layer, the arguments of `update`
 
 
 @contextlib.contextmanager
 def attending(attention: Attending) -> Iterator[None]:
     """Let the model's attention layers call `attention` within this context."""
-    token, latents = _current.set(attention), _latents.set({})
+    token, cached = _current.set(attention), _cached.set({})
     try:
         yield
     finally:
         _current.reset(token)
-        _latents.reset(latents)
+        _cached.reset(cached)
 
 
 class PassThroughCache(Cache):
@@ -78,7 +78,7 @@ class PassThroughCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values. Layers with latent attention pass latents and rotated keys instead."""
         self.updated.add(layer_idx)
-        _latents.get()[layer_idx] = key_states, value_states
+        _cached.get()[layer_idx] = key_states, value_states
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -123,10 +123,11 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     options["attention_mask"] = attention_mask
+    options["layer"] = _layer_of(module, key)
     if is_latent(module):
         if options.get("scaling") is None:
             options["scaling"] = key.shape[3] ** -0.5
-        latent, rotated = _latents.get()[module.layer_idx]  # type: ignore[index]
+        latent, rotated = _cached.get()[options["layer"]]
         absorbed = absorbed_query(module, query), latent_key(latent, rotated), latent
         output = expanded_output(module, _current.get().attend(module, *absorbed, options))
     else:
@@ -136,12 +137,36 @@ def _attention(
     return output.contiguous(), None
 
 
+def _layer_of(module: nn.Module, key: Tensor) -> int | None:
+    """Return the number of the layer whose attention `module` computes; None if the module does not know it.
+
+    Layers that share an attention module (Zamba 2) pass their numbers to `Cache.update` alone, which returned `key`.
+    """
+    for layer, (own, _) in _cached.get().items():
+        if own is key:
+            return layer
+    return getattr(module, "layer_idx", None)
+
+
 def _mask(*args: Any, mask_function: Any = None, **options: Any) -> Any:
     return _current.get().mask(mask_function)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
 AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+
+
+def output_projection(model: Any) -> Any:
+    """Return the module that projects hidden states to logits: that of a wrapper, or of the decoder inside it.
+
+    Raises:
+        UsageError: transformers names no such module.
+    """
+    for module in model.modules():
+        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        if head is not None:
+            return head
+    raise UsageError(f"{model.config.model_type} has no projection to logits that transformers names")
 
 
 class TokenLogits:
@@ -156,7 +181,7 @@ class TokenLogits:
 
     def __init__(self, model: Any) -> None:
         self.query_length: Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._pick)
+        output_projection(model).register_forward_pre_hook(self._pick)
 
     def _pick(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.query_length is None:

@@ -105,7 +105,7 @@ def refuse_experts(model: nn.Module, backend: str) -> None:
 def chosen_shares(model: nn.Module) -> dict[str, float]:
     """Return the share of an experts tensor that a decode step of one sequence reads, by the parameter's name.
 
-    The model has been probed (`kvexport.export.model.hf_model.probe_layers`). In a module that the probe did not run,
+    The model has been probed (`kvexport.export.model.probe.probe_layers`). In a module that the probe did not run,
     the share is 1.
     """
     shares: dict[str, float] = {}

@@ -53,16 +53,11 @@ def check_expansions(model: Any) -> None:
     """Run the expansion of a model on a few random numbers, and compare it with the one that this module assumes.
 
     Raises:
-        UsageError: A layer expands its latents in another way, or picks tokens with an indexer.
+        UsageError: A layer expands its latents in another way.
     """
     for name, module in model.named_modules():
         if not is_latent(module):
             continue
-        if getattr(module, "indexer", None) is not None:
-            raise UsageError(
-                f"{model.config.model_type} picks the tokens that a query sees with an indexer ('{name}.indexer'), "
-                "whose keys would have to be merged with the latents; it cannot be exported"
-            )
         if not _is_known(module):
             raise UsageError(
                 f"{model.config.model_type} has latent attention ('{name}') that expands its keys and values in "

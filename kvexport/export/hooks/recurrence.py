@@ -147,9 +147,10 @@ class RecurrentCache(PassThroughCache):
         """Collect the state of a layer's linear attention after this call, and return it.
 
         Raises:
-            UsageError: The state does not come from a function that `recurring` replaced.
+            UsageError: In a trace, the state does not come from a function that `recurring` replaced. (A reference in
+                float64 receives a copy.)
         """
-        if recurrent_states is not self._computed:
+        if self.traced and recurrent_states is not self._computed:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes its recurrent state in code of its own (state-space "
                 "or linear attention other than the gated delta rule, Kimi's delta attention and Mamba-2); it cannot "

@@ -64,7 +64,7 @@ def load_config(source: str, recipe: Recipe) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
     positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and recipe.rotary_length > positions:
+    if positions is not None and 0 < positions < recipe.rotary_length:
         _refuse_length(recipe, kind, positions)
     return config
 

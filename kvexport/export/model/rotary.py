@@ -68,7 +68,7 @@ class _Probe:
             raise _NotRotary("keys are latents, of which only the last numbers are rotated")
         if self.modules and not hasattr(sys.modules[type(module).__module__], APPLY):
             raise _NotRotary(f"{type(module).__name__} rotates keys in code of its own")
-        self.layers[module.layer_idx] = self.latest  # type: ignore[index]
+        self.layers[options["layer"]] = self.latest
         self.latest = None
         return query.new_empty(*query.shape[:3], value.shape[3])
 

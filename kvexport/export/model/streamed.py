@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvexport.errors import UsageError
+from kvexport.export.hooks.attention import output_projection
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import first_line_of, load_config
 from kvexport.export.model.hf_model import buffers_as_parameters, on_meta, parameter_sources
@@ -59,7 +60,7 @@ def run_streamed(
     with quiet_exporter():
         model = float_model(checkpoint, recipe)
         sources = parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        head, embedding = output_projection(model), model.get_input_embeddings()
         if unread := next((name for name, _ in model.named_parameters() if name not in sources), ""):
             raise UsageError(
                 f"parameter '{unread}' of {model.config.model_type} is assembled from several tensors, and inputs of "

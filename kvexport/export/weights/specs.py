@@ -13,6 +13,7 @@ from torch import nn
 from kvexport import backends
 from kvexport.errors import UsageError
 from kvexport.export.graph.tracer import initializer_names
+from kvexport.export.hooks.attention import output_projection
 from kvexport.export.hooks.experts import chosen_shares, expert_layouts
 from kvexport.export.hooks.latent import expansion_weights
 from kvexport.export.model.checkpoint import Checkpoint
@@ -114,7 +115,7 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
     packing = PackedFormat(section.bits, section.symmetric, section.group, "none" if section.symmetric else "zero")
     if problem := _problem(packing, recipe):
         raise UsageError(f"weights are to be rounded to {packing.label}, and {problem[0]}", problem[1])
-    head = model.get_output_embeddings()
+    head = output_projection(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, layout in expert_layouts(model).items():
         if name in parameters and parameters[name].ndim == 3:

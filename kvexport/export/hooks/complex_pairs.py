@@ -1,0 +1,72 @@
+"""The hook of complex numbers: a trace computes with pairs of real numbers in their place.
+
+The rotary embeddings of DeepSeek V2 and Llama 4 turn queries and keys by a product of complex numbers, which ONNX
+operators do not take. `complex_as_pairs` replaces the functions of PyTorch that make complex numbers by functions that
+make `Pairs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Pairs:
+    """Complex numbers as pairs of real numbers, with the operations that rotary embeddings use.
+
+    Attributes:
+        parts: [..., 2], the real and the imaginary part of every number.
+    """
+
+    def __init__(self, parts: Tensor) -> None:
+        self.parts = parts
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the numbers."""
+        return self.parts.device
+
+    def __mul__(self, other: Pairs | float) -> Pairs:
+        if not isinstance(other, Pairs):
+            return Pairs(self.parts * other)
+        (a, b), (c, d) = self.parts.unbind(-1), other.parts.unbind(-1)
+        return Pairs(torch.stack([a * c - b * d, a * d + b * c], -1))
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Pairs:
+        return Pairs(self.parts[(*index, slice(None))])
+
+    def unsqueeze(self, dim: int) -> Pairs:
+        """Return the numbers with a dimension of size 1 inserted at `dim`."""
+        return Pairs(self.parts.unsqueeze(dim if dim >= 0 else dim - 1))
+
+    def to(self, device: Any) -> Pairs:
+        """Return the numbers on a device."""
+        return Pairs(self.parts.to(device))
+
+
+def _polar(size: Tensor, angle: Tensor) -> Pairs:
+    return Pairs(torch.stack([size * angle.cos(), size * angle.sin()], -1))
+
+
+def _view_as_real(x: Pairs) -> Tensor:
+    return x.parts
+
+
+FUNCTIONS = {"polar": _polar, "view_as_complex": Pairs, "view_as_real": _view_as_real}
+
+
+@contextlib.contextmanager
+def complex_as_pairs() -> Iterator[None]:
+    """Let the functions of PyTorch that make complex numbers make `Pairs` within this context."""
+    own = {name: getattr(torch, name) for name in FUNCTIONS}
+    try:
+        for name, function in FUNCTIONS.items():
+            setattr(torch, name, function)
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(torch, name, function)

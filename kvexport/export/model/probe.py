@@ -1,0 +1,254 @@
+"""Detection of the attention and the states of a decoder's layers, in a forward pass without weights.
+
+A model that kvexport cannot export is refused with an error that names the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvexport.cache import LayerGeometry, LayerStates
+from kvexport.errors import UsageError
+from kvexport.export.hooks.attention import attending
+from kvexport.export.hooks.experts import expert_modules
+from kvexport.export.hooks.recurrence import RecurrentCache, recurring
+from kvexport.export.model.config import first_line_of
+from kvexport.export.model.hf_model import is_composite
+
+PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
+PROBE_SPAN = 1 << 18
+STATELESS = ("moe", "mlp")  # names of layers in configs that compute each token by itself (Nemotron-H)
+
+
+class _Probe:
+    """A recorder of how each layer calls its attention, in a forward pass on fake tensors."""
+
+    def __init__(self, model: Any) -> None:
+        self.model_type = model.config.model_type
+        self.cache = RecurrentCache(self.model_type)
+        self.layers: dict[int, LayerGeometry] = {}
+        self._windows: list[tuple[Any, int]] = []  # of masks that were looked at; layers share them
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        index = options["layer"]
+        name = f"{self.model_type} layer {index} ({type(module).__name__})"
+        if index is None or index in self.layers:
+            raise UsageError(f"{name} runs attention more than once per token, or does not say which layer it is")
+        if not getattr(module, "is_causal", True):
+            raise UsageError(f"{name} is not causal")
+        if index not in self.cache.updated:
+            raise UsageError(f"{name} has no cache of its own: it reads another layer's keys")
+        mask = options["attention_mask"]
+        if not any(mask is seen for seen, _ in self._windows):
+            self._windows.append((mask, self._window(name, mask)))
+        window = next(window for seen, window in self._windows if mask is seen)
+        declared = options.get("sliding_window") or 0
+        if window != declared and declared:
+            raise UsageError(f"{name} declares a window of {declared}, but its mask shows {window or 'every position'}")
+        scale = options.get("scaling")
+        self.layers[index] = LayerGeometry(
+            query_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            key_size=key.shape[3],
+            value_size=value.shape[3],
+            sliding_window=window,
+            softcap=float(options.get("softcap") or 0.0),
+            scale=float(key.shape[3] ** -0.5 if scale is None else scale),
+            sink_logits=options.get("s_aux") is not None,
+        )
+        return query.new_empty(*query.shape[:3], value.shape[3])
+
+    def mask(self, mask_function: Any) -> Any:
+        return mask_function
+
+    def _window(self, name: str, mask_function: Any) -> int:
+        """Return the size of a layer's sliding window, the number of positions that a query sees; 0 for all.
+
+        A query's own position counts.
+
+        Raises:
+            UsageError: The mask is neither causal nor a plain window.
+        """
+        if mask_function is None:
+            return 0
+        widths = set()
+        for q in PROBE_POSITIONS:
+            visible: Any
+            with unset_fake_temporarily():
+                zero, query, keys = torch.tensor(0), torch.tensor(q), torch.arange(q - PROBE_SPAN, q + 2)
+                try:
+                    visible = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(keys.shape[0])
+                except IndexError:  # it looks positions up among the tokens of this call
+                    visible = None
+                if visible is None or isinstance(visible, FakeTensor):
+                    raise UsageError(
+                        f"{name} has a mask that depends on more than positions (attention in chunks or blocks); it "
+                        "cannot be kept in a merging cache"
+                    )
+                count = int(visible.sum())
+                plain = bool(visible[-1 - count : -1].all())
+            if not plain:
+                raise UsageError(
+                    f"{name} has a mask that is neither causal nor a sliding window; it cannot be kept in a merging "
+                    "cache"
+                )
+            widths.add(0 if count == keys.shape[0] - 1 else count)
+        if len(widths) != 1:
+            raise UsageError(
+                f"{name} attends in chunks of positions (a mask that is neither causal nor a sliding window)"
+            )
+        return widths.pop()
+
+
+class Layout(NamedTuple):
+    """The layers of a model as a probe found them.
+
+    Attributes:
+        geometry: The attention of each layer that attends.
+        attention_layers: The numbers of these layers; empty if every layer attends.
+        states: The recurrent states of the layers that have one.
+    """
+
+    geometry: list[LayerGeometry]
+    attention_layers: tuple[int, ...]
+    states: tuple[LayerStates, ...]
+
+
+def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
+    """Return the geometry of every layer's attention, and the recurrent states of the other layers.
+
+    Raises:
+        UsageError: A layer has a state that cannot be exported, or an unusual attention; the error names it.
+    """
+    probe, reads = _Probe(model), _Reads()
+    kind = model.config.model_type
+    _refuse_other_inputs(model)
+    failure: Exception | None = None
+    try:
+        with attending(probe), recurring(model, probe.cache), torch.no_grad(), mode, reads:
+            tokens = torch.zeros(1, 2, dtype=torch.int64)
+            model(input_ids=tokens, position_ids=tokens, past_key_values=probe.cache, use_cache=True)
+    except UsageError:
+        raise
+    except Exception as error:
+        failure = error
+    _refuse_experts(model)
+    if failure and "'function' object" in str(failure):  # the mask, which stays a function of positions here
+        raise UsageError(
+            f"{kind} computes with its attention mask in code of its own; only causal masks and sliding windows can be "
+            "kept in a merging cache"
+        ) from failure
+    if failure and type(probe.cache).__name__ in str(failure):
+        raise UsageError(
+            f"{kind} keeps its cache in a class of its own, not in those of transformers; it cannot be exported"
+        ) from failure
+    if failure:
+        raise UsageError(
+            f"{kind} cannot be traced without its weights: {type(failure).__name__}: {first_line_of(failure)}"
+        ) from failure
+    text = model.config.get_text_config()
+    states = probe.cache.states()
+    _refuse_missing_layers(kind, text, probe, {layer.layer for layer in states})
+    if not probe.layers:
+        raise UsageError(
+            f"{kind} has no layer that attends (state-space or linear attention alone), so it has no cache to compress"
+        )
+    _refuse_own_positions(model)
+    _refuse_integers(model, reads)
+    if is_composite(model.config):
+        _keep_read(model, reads)
+    attending_layers = tuple(sorted(probe.layers))
+    geometry = [probe.layers[i] for i in attending_layers]
+    every = len(attending_layers) == text.num_hidden_layers and not states
+    return Layout(geometry, () if every else attending_layers, states)
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A recorder of the tensors that PyTorch operations read, by the tensors' ids."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ids: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ids.update(id(x) for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _keep_read(model: Any, reads: _Reads) -> None:
+    """Remove the parameters that a forward pass on tokens does not read: those of image and audio encoders."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in reads.ids:
+                module._parameters[name] = None
+
+
+def _refuse_other_inputs(model: Any) -> None:
+    """Raise UsageError if the model does not run on tokens alone."""
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        required = parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+        if required and name != "input_ids":
+            raise UsageError(
+                f"{model.config.model_type} needs {name} in every call; only models that run on tokens alone can be "
+                "exported"
+            )
+
+
+def _refuse_missing_layers(kind: str, text: Any, probe: _Probe, stateful: set[int]) -> None:
+    """Raise UsageError if a layer neither attends nor has a state, unless its kind is named in `STATELESS`."""
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    missing = [i for i in range(text.num_hidden_layers) if i not in probe.layers and i not in stateful]
+    for i in missing:
+        if i in probe.cache.updated:
+            raise UsageError(
+                f"{kind} layer {i} computes attention in its own code, not through the attention interface of "
+                "transformers; only decoders that use it can be exported"
+            )
+    missing = [i for i in missing if kinds[i] not in STATELESS]
+    if missing:
+        raise UsageError(
+            f"{kind} has layers without attention, whose state it keeps in code of its own (state-space or linear "
+            f"attention): {len(missing)} of {text.num_hidden_layers}, the first is layer {missing[0]}; it cannot be "
+            "exported"
+        )
+
+
+def _refuse_integers(model: Any, reads: _Reads) -> None:
+    """Raise UsageError if a forward pass on tokens reads integers that checkpoints store."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            stored = buffer is not None and name not in module._non_persistent_buffers_set
+            if stored and id(buffer) in reads.ids:
+                raise UsageError(
+                    f"{model.config.model_type} keeps integers in its checkpoint ('{prefix}.{name}', {buffer.dtype}); "
+                    "only models whose tensors are floats can be exported"
+                )
+
+
+def _refuse_own_positions(model: Any) -> None:
+    taken = "position_ids" in inspect.signature(model.forward).parameters
+    # RoBERTa's kin begin at the padding id where nobody says so, and at 0 where somebody does.
+    if not taken or any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise UsageError(
+            f"{model.config.model_type} numbers positions in its own way, not as position_ids from 0; it cannot be "
+            "exported"
+        )
+
+
+def _refuse_experts(model: Any) -> None:
+    """Raise UsageError if the model computes experts in code of its own, which no registered function can replace."""
+    known = {name for name, _ in expert_modules(model)}
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("Experts") and name not in known:
+            raise UsageError(
+                f"{model.config.model_type} has mixture-of-experts layers (the first is '{name}') that it computes in "
+                "its own code, not through the experts interface of transformers; only decoders that use it can be "
+                "exported"
+            )

@@ -158,8 +158,8 @@ def _refuse_own_attention(config: Any) -> None:
     if not _has_heads(config):
         if any(_has_heads(part) for name in config.sub_configs if (part := getattr(config, name, None)) is not None):
             raise UsageError(
-                f"{config.model_type} is made of several models ({', '.join(config.sub_configs)}), of which transformers "
-                "names none as the decoder of text; it cannot be exported"
+                f"{config.model_type} is made of several models ({', '.join(config.sub_configs)}), of which "
+                "transformers names none as the decoder of text; it cannot be exported"
             )
         raise UsageError(
             f"{config.model_type} has no layer that attends (state-space or linear attention alone), so it has no "

@@ -37,7 +37,8 @@ class Pairs:
         return Pairs(torch.stack([a * c - b * d, a * d + b * c], -1))
 
     def __getitem__(self, index: tuple[Any, ...]) -> Pairs:
-        return Pairs(self.parts[(*index, slice(None))])
+        position: tuple[Any, ...] = (*index, slice(None))
+        return Pairs(self.parts[position])
 
     def unsqueeze(self, dim: int) -> Pairs:
         """Return the numbers with a dimension of size 1 inserted at `dim`."""

@@ -7,7 +7,7 @@ packages are missing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.model_state import LoadedModel
+    from kvexport.methods.base import Method
     from kvexport.packages import Package
     from kvexport.recipe.fields import Recipe
     from kvexport.report.sections import Section
     from kvexport.terminal import Progress
 
+# A function that opens the bytes of an ONNX model of one node with a number of threads; the result has `run` and
+# `get_inputs`.
+NodeOpener = Callable[[bytes, int], Any]
 # A function that adds a backend's files to a staged artifact and returns the manifest with these files.
 Preparation = Callable[["Path", "Manifest", Callable[[str, "int | None"], "Progress"]], "Manifest"]
 
@@ -244,6 +248,18 @@ class Backend(ABC):
             group: The number of inputs that share a scale.
             has_offset: Whether the scales are accompanied by zero points or minima.
             picked: Whether single rows are read, as from an embedding.
+        """
+        return None
+
+    def node_opener(self, operators: Sequence[str], method: Method) -> NodeOpener | None:
+        """Return a function that opens models of single nodes with this machine's native kernels.
+
+        Args:
+            operators: The names of kvexport's operators that must have a native kernel.
+            method: The compression method.
+
+        Returns:
+            The function, or None if the backend has no native kernel of one of the operators here.
         """
         return None
 

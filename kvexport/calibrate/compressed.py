@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvexport import backends
+from kvexport.backends.base import NodeOpener
 from kvexport.cache import LayerCache, LayerGeometry
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
@@ -38,34 +40,35 @@ def compressed_attention(
     parts, dtypes = [], cache.dtypes()
     state: Sequence[Tensor] = [torch.from_numpy(np.zeros(x, dtypes[name])) for name, x in cache.shapes(1).items()]
     attend, merge = layer_attributes(method, layer), merge_attributes(cache, method)
-    native = _is_native(cache, method)
+    opener = native_opener(cache, method)
     for first in range(0, inputs[0].shape[2], chunk):
         new = [x[:, :, first : first + chunk].contiguous() for x in inputs]
         tokens = new[0].shape[2]
         position = torch.arange(first, first + tokens)[None]
         arguments: Any = (*new, position, torch.tensor([[tokens]]), *state)
-        if native:
-            output, *state = _run(_attention_session(attend), arguments)
+        if opener is not None:
+            output, *state = _run(_attention_session(attend, opener), arguments)
         else:
             arguments = (*arguments[:10], None, *arguments[10:])
             output, *state = vote_attention(*arguments, attributes=attend)
         parts.append(output)
         if int((state[2] > 0).sum(-1).max()) > cache.budget:
-            state = _run(_merge_session(merge), state) if native else merge_cache(*state, attributes=merge)
+            state = (
+                merge_cache(*state, attributes=merge) if opener is None else _run(_merge_session(merge, opener), state)
+            )
     return torch.cat(parts, 2)
 
 
-def _is_native(cache: LayerCache, method: Method) -> bool:
-    """Return whether the native operators compute this layer. They take plain float32 caches here."""
-    from kvexport.backends.onnxruntime.operators import library, why_function
+def native_opener(cache: LayerCache, method: Method) -> NodeOpener | None:
+    """Return the function that opens nodes of native operators for a layer, or None if PyTorch computes the layer.
 
-    path, plain = library(), len(cache.state) == 5 and not cache.sliding_window
-    kinds = {str(dtype) for name, dtype in cache.dtypes().items()}
-    return (
-        plain
-        and kinds <= {"float32", "int32"}
-        and not any(why_function(path, op, method) for op in ("VoteAttention", "MergeCache"))
-    )
+    Native operators take plain float32 caches here.
+    """
+    plain = len(cache.state) == 5 and not cache.sliding_window
+    if not plain or not {str(dtype) for dtype in cache.dtypes().values()} <= {"float32", "int32"}:
+        return None
+    openers = (backend.node_opener(("VoteAttention", "MergeCache"), method) for backend in backends.all_backends())
+    return next((opener for opener in openers if opener is not None), None)
 
 
 def _run(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -77,30 +80,29 @@ def _run(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _attention_session(attributes: VoteAttentionAttributes) -> Any:
+def _attention_session(attributes: VoteAttentionAttributes, opener: NodeOpener) -> Any:
     from kvexport.ops.onnx_function import vote_attention_node_attributes
     from kvexport.schema.operators import VOTE_ATTENTION
 
     names = VOTE_ATTENTION.input_names[:10], VOTE_ATTENTION.output_names[:6]
-    return _session("VoteAttention", vote_attention_node_attributes(attributes), *names)
+    return _session(opener, "VoteAttention", vote_attention_node_attributes(attributes), *names)
 
 
 @lru_cache(maxsize=64)
-def _merge_session(attributes: MergeCacheAttributes) -> Any:
+def _merge_session(attributes: MergeCacheAttributes, opener: NodeOpener) -> Any:
     from kvexport.ops.onnx_function import merge_cache_node_attributes
     from kvexport.schema.operators import MERGE_CACHE
 
     names = MERGE_CACHE.input_names[:5], MERGE_CACHE.output_names[:5]
-    return _session("MergeCache", merge_cache_node_attributes(attributes), *names)
+    return _session(opener, "MergeCache", merge_cache_node_attributes(attributes), *names)
 
 
-def _session(op: str, attributes: dict[str, Any], inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+def _session(
+    opener: NodeOpener, op: str, attributes: dict[str, Any], inputs: Sequence[str], outputs: Sequence[str]
+) -> Any:
     """Return a session of one native operator with float32 caches."""
-    import onnxruntime
     import torch
     from onnx import TensorProto, helper
-
-    from kvexport.backends.onnxruntime.operators import library
 
     ranks = {"query": 4, "key": 4, "value": 4, "votes": 3, "score": 4, "query_length": 2, "output": 4}
 
@@ -115,9 +117,5 @@ def _session(op: str, attributes: dict[str, Any], inputs: Sequence[str], outputs
     node = helper.make_node(op, inputs, outputs, domain="kvexport", **attributes)
     graph = helper.make_graph([node], op, [info(name) for name in inputs], [info(name) for name in outputs])
     opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS]
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(str(library()))
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return opener(model, torch.get_num_threads())

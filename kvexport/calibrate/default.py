@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from kvexport import backends
 from kvexport.allocation import least_slots
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.recipe.fields import Recipe
@@ -67,9 +68,7 @@ def prefers_layers(recipe: Recipe) -> bool:
 
     On a GPU each KV head with a budget of its own is a launch, and ranks share the heads of a cache.
     """
-    backend = recipe.backend
-    on_cpu = backend.name == "onnxruntime" and getattr(backend, "device", "cpu") == "cpu"
-    return not on_cpu or backend.tensor_parallel > 1
+    return backends.get(recipe.backend.name).needs_gpu(recipe) or recipe.backend.tensor_parallel > 1
 
 
 def _measured_settings(recipe: Recipe, most_seconds: float | None, progress: Show) -> list[str]:

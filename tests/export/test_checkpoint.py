@@ -318,7 +318,7 @@ def test_a_directory_without_usable_weights_says_what_it_has(tmp_path: Path) -> 
     (tmp_path / "consolidated.safetensors").write_bytes(write_file(one(), bytes(8)))
     assert "'consolidated.safetensors'" in refusal(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "merge_and_unload" in refusal(tmp_path)
+    assert "weights.merge_adapter=" in refusal(tmp_path)
 
 
 def test_a_cached_snapshot_without_safetensors_is_converted_by_its_hub_id(tmp_path: Path) -> None:

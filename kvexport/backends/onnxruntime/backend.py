@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvexport.backends.base import Backend, Collectives, Description, Diagnosis, LoadOptions, Runners
+from kvexport.backends.base import Backend, Collectives, Description, Diagnosis, LoadOptions, NodeOpener, Runners
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.collectives import NativeCollectives, threads_of_rank
@@ -18,10 +18,12 @@ from kvexport.packages import Package
 from kvexport.processors import suitable_threads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.onnxruntime.model import LoadedModel
+    from kvexport.methods.base import Method
     from kvexport.recipe.fields import Recipe
 
 CPU_PROVIDER = devices.PROVIDERS["cpu"]
@@ -130,6 +132,11 @@ class OnnxRuntime(Backend):
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
         """Return for each custom operator whether a native kernel or its ONNX function runs it, and why."""
         return {op: str(how) for op, how in native.implementations(manifest, device).items()}
+
+    def node_opener(self, operators: Sequence[str], method: Method) -> NodeOpener | None:
+        """Return `open_node` if the library of native operators has kernels for all operators and the method."""
+        path = native.library()
+        return None if any(native.why_function(path, op, method) for op in operators) else native.open_node
 
     def diagnose(self) -> Diagnosis:
         """Return ONNX Runtime's providers, the state of the native operators and the largest number of ranks."""

@@ -10,7 +10,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvexport.backends import libraries
 from kvexport.errors import EnvironmentProblem
@@ -242,3 +242,18 @@ def _ask(path: Path, question: str) -> str:
     function.restype = ctypes.c_char_p
     answer: bytes = function()
     return answer.decode()
+
+
+def open_node(model: bytes, threads: int) -> Any:
+    """Return a session of ONNX Runtime's CPU provider for an ONNX model whose nodes are native operators.
+
+    Args:
+        model: The bytes of the model.
+        threads: The number of threads.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(library()))
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

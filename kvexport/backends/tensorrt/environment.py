@@ -15,7 +15,7 @@ OLDEST = (11,)  # the oldest TensorRT: strongly typed networks only, int64, the 
 OLDEST_GPU = (7, 5)  # the oldest GPU that every TensorRT 11 supports
 INSTALL = "pip install 'kvexport[tensorrt]', or use the image of docker/tensorrt.Dockerfile"
 JETSON = Path("/etc/nv_tegra_release")  # JetPack's file, on every Jetson
-INSTALL_JETSON = "JetPack 7.2.2 or newer, which has TensorRT 11 (JetPack 6 has TensorRT 10), or --backend onnxruntime"
+INSTALL_JETSON = "JetPack 7.2.2 or newer, which has TensorRT 11 (JetPack 6 has TensorRT 10), or another --backend"
 REBUILD = "kvexport build --from ARTIFACT --backend tensorrt, on the machine that is to run it"
 
 

@@ -154,9 +154,21 @@ def write_texts(gguf: Gguf, folder: Path) -> None:
     _write_json(folder / "config.json", config)
 
 
+class _Metadata(dict[str, Any]):
+    """The metadata of an architecture by keys without its name, which the error of a missing key has."""
+
+    def __init__(self, kind: str, metadata: Mapping[str, Any]) -> None:
+        prefix = f"{kind}."
+        super().__init__({key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)})
+        self._prefix = prefix
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(self._prefix + key)
+
+
 def _config(gguf: Gguf) -> dict[str, Any]:
     kind, architecture = _architecture(gguf)
-    meta = {key.removeprefix(f"{kind}."): x for key, x in gguf.metadata.items() if key.startswith(f"{kind}.")}
+    meta = _Metadata(kind, gguf.metadata)
     heads = meta["attention.head_count"]
     base = shortest(meta.get("rope.freq_base", 10000.0))
     rotated, size = meta.get("rope.dimension_count"), meta.get("attention.key_length")

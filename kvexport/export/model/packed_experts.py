@@ -91,6 +91,8 @@ def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter:
             return
         wildcard = re.compile(re.escape(pattern.lstrip("^")).replace(r"\*", r"(\d+)"))
         matches = [(match, name) for name in names if (match := wildcard.search(name)) is not None]
+        if names and not matches:  # the checkpoint's names are others, which transformers renames before the rule
+            return
         found[pattern] = {int(match[1]): name for match, name in matches}
     example = next((names for numbers in found.values() for names in numbers.values()), parameter)
     count = max((number for numbers in found.values() for number in numbers), default=-1) + 1

@@ -101,7 +101,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
             return {"result": "no text", "reason": "transformers does not run the model on tokens alone"}
         engine = load(build(recipe, folder / "artifact"))
     except UsageError as error:
-        return {"result": "refused", "reason": " ".join(error.problem.split())[:400]}
+        return {"result": "refused", "reason": " ".join(error.problem.replace(f"{folder}/", "").split())[:400]}
     except Exception as error:
         return {"result": "leaked", "reason": _line(error)}
     own_logits = models.given_tokens_logits(engine, ids, (50, 20))

@@ -169,7 +169,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """Record a decoder layer's call of its attention as one of the layer's operations."""
-        self._note("attention", (query, key, value, options))
+        same = {name: option for name, option in options.items() if name != "layer"}  # each layer's number is its own
+        self._note("attention", (query, key, value, same))
         return query.new_empty(*query.shape[:3], value.shape[3])
 
     def mask(self, mask_function: Any) -> Any:

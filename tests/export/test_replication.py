@@ -219,7 +219,8 @@ def test_layers_whose_graphs_differ_are_not_copied(change: Callable[[ir.Model], 
 def test_every_copy_in_an_artifact_has_its_own_weights_and_state(tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["gemma3"]())
     recipe = models.make_recipe(checkpoint, cache=CACHE, export=EXPORT, limits=LIMITS)
-    with mock.patch.object(tracer, "trace_decoder", lambda *_, **__: traces("gemma3").copied.clone()):
+    copied = traces("gemma3").copied  # traced before the function that traces is replaced
+    with mock.patch.object(tracer, "trace_decoder", lambda *_, **__: copied.clone()):
         engine = load(build(recipe, tmp_path / "artifact"))
     sequences = models.random_ids(1, 50, 60)
     got = models.given_tokens_logits(engine, sequences, (40, 40))

@@ -44,7 +44,7 @@ class Metadata(MetadataHookInterface):  # type: ignore[misc]
     """Requires the kvexport of the same version, whose operators the kernels implement."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set `dependencies`."""
+        """Set the dependency of kvexport-cuda: kvexport of the same version."""
         root = Path(self.root)
         metadata["dependencies"] = [f"kvexport=={_hooks_of_kvexport(root).version_of(root / '../..')}"]
 

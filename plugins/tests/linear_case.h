@@ -119,10 +119,9 @@ struct LinearCase {
 
   double tolerance() const { return shape.type == KV_FLOAT16 ? 1.5e-3 : 1e-5; }
 
-  // A column of a weight; for a packed one also the size of the terms of each number, which bounds its rounding error,
-  // and of the number that is multiplied with a rounded input.
+  // A column of a weight; for a packed one also the size of the terms of each number, which bounds its rounding error.
   struct Column {
-    std::vector<double> value, terms, multiplied;
+    std::vector<double> value, terms;
   };
   // The columns of a product and of the gate for one output.
   struct Columns {
@@ -130,15 +129,10 @@ struct LinearCase {
   };
 
   Column column_of(int i, int64_t column) const {
-    const size_t packed_inputs = packed_of[i] ? call.inputs : 0;
-    Column result{std::vector<double>(call.inputs), std::vector<double>(packed_inputs),
-                  std::vector<double>(packed_inputs)};
+    Column result{std::vector<double>(call.inputs), std::vector<double>(packed_of[i] ? call.inputs : 0)};
     double *const value = result.value.data(), *const terms = result.terms.data();
     for (int64_t k = 0; k < call.inputs; ++k) value[k] = weight(i, column, k);
-    for (int64_t k = 0; k < call.inputs && packed_of[i]; ++k) {
-      terms[k] = packed_of[i]->terms(column, k);
-      result.multiplied[k] = packed_of[i]->multiplied(column, k);
-    }
+    for (int64_t k = 0; k < call.inputs && packed_of[i]; ++k) terms[k] = packed_of[i]->terms(column, k);
     return result;
   }
   Columns columns_of(int i, int64_t column) const {
@@ -167,8 +161,7 @@ struct LinearCase {
     *size = 0.0;
     for (int64_t k = 0; k < call.inputs; ++k) {
       if (k % 32 == 0) rounding += highest * block, coarse += std::min(highest, small) * block, highest = block = 0.0;
-      highest = std::max(highest, std::fabs(x[k]));
-      block += is_packed ? std::max(std::fabs(w[k]), column.multiplied[k]) : std::fabs(w[k]);
+      highest = std::max(highest, std::fabs(x[k])), block += std::fabs(w[k]);
       sum += x[k] * w[k], *size += std::fabs(x[k] * w[k]);
     }
     rounding += highest * block, coarse += std::min(highest, small) * block;

@@ -73,15 +73,6 @@ struct PackedWeight {
            (kind == kMinimum ? real(offset, g) : 0.0f);
   }
 
-  // Returns the size of the number that a kernel multiplies with a rounded input: an unsigned number less the middle of
-  // its range. A kernel adds the offset's part from inputs that it does not round.
-  double multiplied(int64_t column, int64_t k) const {
-    if (has_table()) return std::fabs(value(column, k));
-    const int middle = is_signed ? 0 : 1 << (bits - 1);
-    const int64_t g = column * (inputs / group) + k / group;
-    return std::fabs((integer(integers, column * inputs + k) - middle) * static_cast<double>(real(scale, g)));
-  }
-
   // Returns a bound on the terms of a value.
   double terms(int64_t column, int64_t k) const {
     const int64_t g = column * (inputs / group) + k / group;

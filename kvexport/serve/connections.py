@@ -72,7 +72,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Admit a new client connection within the limit of open connections.
 
-        If the limit is reached, the connection that has waited longest without a complete request is closed for it. If
+        If the limit is reached, a connection without a complete request is closed for it (see `_free_a_place`). If
         there is no such connection, the new one is closed.
         """
         if len(self.connections) >= self.limit and not self._free_a_place():
@@ -121,11 +121,15 @@ class Connection(H11Protocol):
         return self.conn.their_state is h11.IDLE or self._receives != ""
 
     def _free_a_place(self) -> bool:
-        """Close the connection that has waited longest without a complete request. Return False if there is none."""
+        """Close the connection that has waited longest without a complete request. Return False if there is none.
+
+        A client between two requests keeps its connection for as long as there is one that has sent no complete request
+        or only a piece of its next. Otherwise a flood of these within one turn of the event loop would close it.
+        """
         waiting = [c for c in self.connections if isinstance(c, Connection) and c.waits]
         if not waiting:
             return False
-        oldest = min(waiting, key=lambda connection: connection._since)
+        oldest = min(waiting, key=lambda c: (c.cycle is not None and not c._receives, c._since))
         self.connections.discard(oldest)
         oldest.transport.abort()
         return True

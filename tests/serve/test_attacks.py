@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 from collections.abc import Iterator
@@ -55,6 +56,29 @@ def test_a_request_that_does_not_arrive_loses_its_connection(engine: Engine, mon
             wait_until(lambda: not alive)
             client.close()
         assert server.ask("/health")[0] == 200
+
+
+def test_a_flood_of_half_requests_closes_no_answered_client(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was answered and waits for its client's next request outlives newer ones with half a head."""
+    monkeypatch.setattr("kvexport.serve.run.connection_limit", lambda: 3)
+    with running(engine) as server:
+        target = Target(server.url, None)  # type: ignore[arg-type]
+        client = http.client.HTTPConnection(*target.address(), timeout=30)
+        client.connect()
+        socket = client.sock
+        flood = []
+        for turn in range(2):
+            client.request("GET", "/health")
+            answer = client.getresponse()
+            assert (answer.status, answer.read()) == (200, b'{"status":"ok"}')
+            assert client.sock is socket
+            for _ in range(8 if turn == 0 else 0):
+                flood.append(target.connect())
+                flood[-1].sendall(b"GET / HT")
+                wait_until(lambda: server.connections.accepted == 1 + len(flood))
+        client.close()
+        for one in flood:
+            one.close()
 
 
 def test_a_full_server_gives_places_to_complete_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
-"""A tiny random Llama with a tokenizer of single characters, and an artifact of it, each made once per session;
-processes to kill."""
+"""Fixtures for all tests: a tiny random Llama and an artifact of it, fake GPUs, and processes to kill.
+
+The Llama's tokenizer has one token for each character. The Llama and its artifact are made once per session.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,25 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# What traces most of the functions that others then take, and long tests in few files: at the end they would keep one
-# worker alone.
+# These tests run first. They trace most of the functions that other tests reuse, or they are long and in few files: at
+# the end they would occupy one worker while the others are idle.
 FIRST = ("tests/conformance/test_merge_cache.py", "tests/validate/", "tests/plugins/", "tests/tools/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """FIRST in its order, then all else in its own."""
+    """Move the tests of FIRST to the front, in its order, and keep the order of all others."""
     items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: no collection need look at it again. To trace makes few cycles of many objects."""
+    """Exempt all imported objects from garbage collection, and collect less often: tracing makes few cycles."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of traces, which workers that run side by side share, and processes that tests start."""
+    """The folder of traced functions, shared by parallel workers and by processes that tests start."""
     own = tmp_path_factory.getbasetemp()
     if not hasattr(pytestconfig, "workerinput"):
         yield own / "traces"
@@ -54,14 +56,17 @@ def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2 layers, hidden size 32, 4 query heads over 2 KV heads, vocabulary 64 (one id per character of ALPHABET), no
-    eos."""
+    """The folder of a random Llama, built by `make_checkpoint`.
+
+    It has 2 layers, hidden size 32, 4 query heads over 2 KV heads, a vocabulary of 64 (one id for each character of
+    ALPHABET) and no end-of-sequence token.
+    """
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
 @pytest.fixture(scope="session")
 def tiny_recipe(tiny_checkpoint: Path) -> Path:
-    """The recipe's file, beside the checkpoint: KeepKV with a budget of 32 slots, chunks of 16, 512 positions."""
+    """The recipe's file, beside the tiny checkpoint: KeepKV with a budget of 32 slots, chunks of 16, 512 positions."""
     path = tiny_checkpoint.parent / "tiny.yaml"
     path.write_text(yaml.safe_dump(RECIPE))
     return path
@@ -69,7 +74,7 @@ def tiny_recipe(tiny_checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny_recipe: Path) -> Path:
-    """The recipe, built. Tests must not change it."""
+    """The artifact that the tiny recipe gives. Tests must not change it."""
     import kvexport
 
     return kvexport.build(tiny_recipe, tiny_recipe.parent / "artifact")
@@ -77,7 +82,7 @@ def tiny_artifact(tiny_recipe: Path) -> Path:
 
 @pytest.fixture
 def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty recipe folder, which is also next to the current directory."""
+    """An empty folder in place of that of shipped recipes. The current directory is another empty folder beside it."""
     from kvexport.recipe import inherit
 
     folder = tmp_path / "recipes"
@@ -97,7 +102,7 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_sync() -> Iterator[None]:
-    """Nothing here loses power; on a busy disk syncs would be much of the time of these tests."""
+    """Replace `os.fsync` by nothing, because syncs on a busy disk would take much of the time of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
@@ -105,7 +110,7 @@ def no_sync() -> Iterator[None]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
-    """A GPU and TensorRT, neither real, without plugins."""
+    """A fake GPU with a fake TensorRT that has no plugins."""
     from tests.support import fake_cuda, fake_tensorrt
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -117,7 +122,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
 
 @pytest.fixture
 def plugins(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A plugin library that takes what ONNX Runtime's native operators take."""
+    """The path of a fake plugin library that has the operators of ONNX Runtime's native library."""
     from kvexport.backends.onnxruntime import operators as native
 
     if native.library() is None:

@@ -1,4 +1,4 @@
-"""Artifacts that the tests of kvexport.artifact.publish make, damage and kill the making of."""
+"""Artifacts for tests of kvexport.artifact.publish, and processes that build artifacts and can be killed meanwhile."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvexport.artifact.reading import load_checked
 PYTHON_PATH = {**os.environ, "PYTHONPATH": str(Path(kvexport.__file__).parent.parent)}
 NAMESPACE = ["unshare", "--map-root-user", "--mount", "sh", "-ec"]
 
-# A process that has imported the package and forks one child per line of JSON: it prints the child's pid, and its wait
-# status at the end.
+# A process that imports the package and forks one child per line of JSON. It prints the child's pid, and the child's
+# wait status at the end.
 FORKS = """
 import ctypes, json, os, signal, sys, time
 from pathlib import Path
@@ -120,7 +120,7 @@ def build(target: Path, label: str = "first") -> Path:
 
 
 def assert_whole(target: Path) -> str:
-    """The label of the artifact, after checking that every file is of the same build."""
+    """Check that all files of the artifact are of one build, and return its label."""
     manifest = load_checked(target)
     for name in manifest["files"]:
         assert (target / name).read_text().startswith(manifest["label"])
@@ -132,7 +132,7 @@ def beside(target: Path) -> list[str]:
 
 
 def rewrite(target: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest the way an attacker would: with its own digest made right again."""
+    """Change the manifest and recompute its own digest, as an attacker would."""
     path = target / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)

@@ -1,4 +1,4 @@
-"""Snapshots' bytes, changed at random."""
+"""Random changes of the bytes of snapshots."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ FIXED = 8 + 4 + 4 + 32
 
 
 def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header, and the tensors' bytes."""
+    """Return the header and the bytes of the tensors."""
     size = int.from_bytes(data[12:16], "little")
     return json.loads(data[FIXED : FIXED + size]), data[FIXED + size :]
 
 
 def signed(header: Any, payload: bytes) -> bytes:
-    """A snapshot of this header, its digest computed anew."""
+    """Return a snapshot with this header and a matching digest of the header."""
     text = json.dumps(header).encode()
     fixed = b"kvexsnap" + (1).to_bytes(4, "little") + len(text).to_bytes(4, "little")
     return fixed + hashlib.sha256(text).digest() + text + payload
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> tuple[str, bytes]:
-    """(what was done, other bytes). "resigned": the digests were computed anew."""
+    """Return the kind of a random change and the changed bytes. A "resigned" change comes with recomputed digests."""
     kind = ("flip", "flip", "cut", "insert", "swap", "zeros", "resigned header", "resigned tensor")[rng.integers(8)]
     at = int(rng.integers(len(data))) if rng.random() < 0.5 else int(rng.integers(min(len(data), 4096)))
     some = int(rng.integers(1, 64))
@@ -50,7 +50,7 @@ def mutated(data: bytes, rng: np.random.Generator) -> tuple[str, bytes]:
 
 
 def _change(header: dict[str, Any], rng: np.random.Generator) -> None:
-    """Put something else somewhere in the header."""
+    """Remove a random value of the header, or replace it by another."""
     strange = (None, -1, 0, 1, 2**63, 1e300, "", "past_key_values.0.key", [], {}, [[]], True, "\ud800", 10**30)
     place: Any = header
     while True:
@@ -73,7 +73,7 @@ def _change(header: dict[str, Any], rng: np.random.Generator) -> None:
 
 
 def _with_other_numbers(header: dict[str, Any], payload: bytes, rng: np.random.Generator) -> bytes:
-    """Change numbers of a tensor, and every digest with them."""
+    """Change up to 4 bytes of a random tensor, and recompute all digests."""
     changed, at = bytearray(payload), 0
     chosen = int(rng.integers(len(header["tensors"])))
     for i, entry in enumerate(header["tensors"]):

@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging pipe; skips the test where there is none."""
+"""A headless Chromium, controlled through its debugging pipe. Tests are skipped on machines without Chromium."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 
-# The browser reads descriptor 3 and writes 4.
+# The browser reads commands from descriptor 3 and writes answers to descriptor 4.
 LAUNCH = """
 import fcntl, os, sys
 pipes = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
@@ -39,7 +39,11 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Tab:
-    """One page. problems: errors of its script, of what it loads, and of its policy."""
+    """A browser tab.
+
+    Attributes:
+        problems: Errors of the page's script, of the files it loads, and of its content security policy.
+    """
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = os.fdopen(commands, "wb", 0), os.fdopen(answers, "rb", 0)
@@ -51,7 +55,7 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """What a method of the debugging protocol gives."""
+        """Call a method of the debugging protocol and return its result."""
         self._number += 1
         number = self._number
         session = {"sessionId": self._session} if self._session else {}
@@ -78,13 +82,13 @@ class Tab:
         return message
 
     def run(self, expression: str) -> Any:
-        """The value of an expression in the page."""
-        given = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in given, given
-        return given["result"].get("value")
+        """Return the value of a JavaScript expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 60) -> Any:
-        """Until an expression is true in the page."""
+        """Wait until a JavaScript expression is true in the page, and return its value."""
         end = time.monotonic() + seconds
         while not (value := self.run(expression)):
             assert time.monotonic() < end, (expression, self.problems)
@@ -92,14 +96,14 @@ class Tab:
         return value
 
     def screenshot(self, path: Path) -> None:
-        """The page as a PNG."""
+        """Save the page as a PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Tab]:
-    """A tab of a browser of its own."""
-    program = next((found for name in NAMES if (found := shutil.which(name))), None)
+    """Start a browser for the duration of the `with` block, and yield a tab."""
+    program = next((path for name in NAMES if (path := shutil.which(name))), None)
     if program is None:
         pytest.skip("not reached: there is no Chromium (apt-get install chromium)")
     ours, theirs = os.pipe(), os.pipe()

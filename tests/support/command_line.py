@@ -1,4 +1,4 @@
-"""The command line, in this process and in one of its own."""
+"""Functions that run the command line, in this process or in another."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Ranks that call the sum of plugins/cuda/ranks/ranks.h by themselves: threads of one process over the kernels compiled
-for the host, or processes of their own."""
+"""Ranks that only call the all-reduce of plugins/cuda/ranks/ranks.h, with kernels compiled for the host.
+
+The ranks are threads of one process, or separate processes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ LONG = 1 << 62  # nanoseconds
 
 
 class View(ctypes.Structure):
-    """KvCudaRanks."""
+    """The C structure KvCudaRanks."""
 
     _fields_ = (
         ("rank", ctypes.c_int),
@@ -32,7 +34,10 @@ class View(ctypes.Structure):
 
 @contextlib.contextmanager
 def multiprocessors(count: int = 16) -> Iterator[None]:
-    """Of the kernels on the host within this context: as many as all blocks of the largest sum take at a time."""
+    """Set the number of multiprocessors of the kernels on the host within the `with` block.
+
+    The default is enough for all blocks of the largest sum to run at once.
+    """
     library, limit = load(HOST), ctypes.c_size_t(101376)
     library.kv_host_set(0, 0, count, limit)
     try:
@@ -42,16 +47,19 @@ def multiprocessors(count: int = 16) -> Iterator[None]:
 
 
 def sum_of(library: Any) -> Callable[[View, str, int, int, int, int], str]:
-    """kv_cuda_all_reduce over addresses: the view, the type, the part, the sum, elements, the stream; why not, or
-    ""."""
+    """Return a function that calls kv_cuda_all_reduce with addresses.
+
+    Its arguments are the view, the dtype, the addresses of the rank's part and of the sum, the number of elements, and
+    the stream. It returns the error message, or "" on success.
+    """
     function = library.kv_cuda_all_reduce
     function.restype = ctypes.c_char_p
     pointer, number = ctypes.c_void_p, ctypes.c_size_t
     function.argtypes = [ctypes.POINTER(View), ctypes.c_int, pointer, pointer, number, pointer]
 
     def call(view: View, dtype: str, part: int, to: int, count: int, stream: int = 0) -> str:
-        said = function(view, TYPES[dtype], part, to, count, stream)
-        return said.decode() if said else ""
+        problem = function(view, TYPES[dtype], part, to, count, stream)
+        return problem.decode() if problem else ""
 
     return call
 
@@ -62,7 +70,7 @@ def mailbox_bytes(library: Any) -> int:
 
 
 def in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The sum of the parts in their order, in float32, rounded once. uint16: bits of bfloat16."""
+    """Return the float32 sum of the parts in their order, rounded once to their dtype. uint16 means bfloat16."""
     brain = parts[0].dtype == np.uint16
     total = None
     for part in parts:
@@ -78,11 +86,16 @@ def random_part(rng: np.random.Generator, count: int, dtype: str) -> np.ndarray:
 
 
 class Ranks:
-    """Threads. word: why there are no sums any more."""
+    """Ranks as threads of this process.
+
+    Attributes:
+        word: The flag in memory that tells why the ranks stopped making sums, 0 while they work.
+        pause: A function that each rank calls before each sum.
+    """
 
     def __init__(self, library: Any, count: int, patience: int = LONG) -> None:
         self.sum, size = sum_of(library), mailbox_bytes(library)
-        self.pause: Callable[[int], None] = lambda rank: None  # before each sum of a rank
+        self.pause: Callable[[int], None] = lambda rank: None
         self.word = np.zeros(1, np.uint32)
         self.boxes = [_aligned(size) for _ in range(count)]
         self.pool = ThreadPoolExecutor(count)
@@ -91,7 +104,10 @@ class Ranks:
             view.mailbox[:count] = [box.ctypes.data for box in self.boxes]
 
     def run(self, parts: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Of every rank what it sums in turn, to what it gets; fewer ranks than there are: the others do not come."""
+        """Sum the parts of every rank in turn, and return the sums that every rank gets.
+
+        If `parts` has fewer entries than there are ranks, the remaining ranks do not take part.
+        """
         return list(self.pool.map(self._one, range(len(parts)), parts))
 
     def _one(self, rank: int, parts: Sequence[np.ndarray]) -> list[np.ndarray]:

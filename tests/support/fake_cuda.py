@@ -1,7 +1,7 @@
-"""cuda.bindings.runtime on the host: device memory is host memory, and a stream does its work when somebody waits for
-it.
+"""A fake of cuda.bindings.runtime on the host.
 
-Only what kvexport calls is there, under the real names (`test_tensorrt_api.py` holds them to the real package).
+Device memory is host memory. A stream executes its work when a caller waits for the stream. The fake has only the
+functions that kvexport calls, under their real names; `test_tensorrt_api.py` compares them with the real package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class cudaStreamCaptureMode(IntEnum):
 
 
 class Stream:
-    """Work waits here; while it is captured, it goes into a graph and is not done."""
+    """A queue of work. While the stream is captured, new work goes into a graph and is not executed."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
@@ -47,8 +47,12 @@ class Stream:
 
 
 class FakeCuda:
-    """The module's functions. errors: function name -> the error that it gives; log: what was called, with its
-    arguments."""
+    """The functions of the module.
+
+    Attributes:
+        errors: The error that a function returns, by the function's name.
+        log: The calls of functions, with their arguments.
+    """
 
     cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode = cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode
     cudaStreamNonBlocking = 1
@@ -138,7 +142,7 @@ class FakeCuda:
             stream.add(work)
 
     def _allocate(self, size: int) -> int:
-        """Memory at a multiple of 256 bytes, full of what was there before."""
+        """Return memory at a multiple of 256 bytes, filled with 0xAB as with old data."""
         block = ctypes.create_string_buffer(b"\xab" * (size + 256), size + 256)
         address = -(-ctypes.addressof(block) // 256) * 256
         self.memory[address] = block
@@ -146,7 +150,7 @@ class FakeCuda:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
-    """`from cuda.bindings import runtime` gives `cuda`."""
+    """Make `from cuda.bindings import runtime` import `cuda`."""
     bindings = ModuleType("cuda.bindings")
     bindings.runtime = cuda  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))

@@ -1,5 +1,8 @@
-"""PyTorch with a GPU that is not there: what asks for the device gets the host's memory, streams and graphs do nothing,
-and events read a clock that goes on by a millisecond at each. So code for a GPU runs to its last line without one."""
+"""A fake GPU for PyTorch, so that code for a GPU runs to its last line without one.
+
+Tensors on the device are in the host's memory. Streams and graphs do nothing. Events read a clock that advances by a
+millisecond at each reading.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-ALIGNED = 256  # as a device's memory
+ALIGNED = 256  # bytes, as for a device's memory
 
 
 class OnTheHost(TorchFunctionMode):
-    """Puts what is made on the device into the host's memory, as aligned as it would be there."""
+    """A mode of PyTorch that makes tensors for the device in the host's memory, with the device's alignment."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -28,7 +31,7 @@ class OnTheHost(TorchFunctionMode):
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """A copy of bytes at an aligned address."""
+    """Return a copy of bytes at an aligned address."""
     room = torch.empty(x.numel() + ALIGNED, dtype=torch.uint8)
     start = -room.data_ptr() % ALIGNED
     copy = room[start : start + x.numel()]
@@ -37,7 +40,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 class Clock:
-    """graphs: how many were captured and how often they were replayed."""
+    """The fake GPU's clock, with counts of captured graphs and of their replays."""
 
     def __init__(self) -> None:
         self.now, self.captured, self.replayed = 0.0, 0, 0
@@ -49,7 +52,7 @@ class Clock:
 
 @contextlib.contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """Within it there is one; its clock."""
+    """Pretend within the `with` block that PyTorch has a GPU, and yield its clock."""
     clock = Clock()
 
     class Event:

@@ -1,7 +1,8 @@
-"""Several GPUs on the host: CUDA's driver, whose memory is files that other processes map by a handle, and an ONNX
-Runtime whose CUDA provider is that of the CPU.
+"""Several fake GPUs on the host.
 
-Only the functions that kvexport calls are there, under the real names (`test_mailboxes.py` holds them to cuda.h).
+The fake of CUDA's driver has memory in files, which other processes map by a handle. ONNX Runtime's CPU provider stands
+in for its CUDA provider. The driver has only the functions that kvexport calls, under their real names;
+`test_mailboxes.py` compares them with cuda.h.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvexport.backends.onnxruntime.device_array import DeviceArray
 from plugins.building import make
 
 ON_HOST = make.host_output("onnxruntime-cuda-host")
-# A worker of `kvexport.ranks.processes` that has GPUs too.
+# The program of a worker of `kvexport.ranks.processes` that also has fake GPUs.
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from tests.support import fake_gpus; "
     "fake_gpus.install(setattr, fake_gpus.Driver()); from kvexport.ranks.worker import main; main()"
@@ -26,8 +27,14 @@ PROGRAM = (
 
 
 class Driver:
-    """log: what was called. answers: of functions that fail, by name. apart: pairs of GPUs that do not reach one
-    another. held: memory by its address, with its file, of all drivers of this process."""
+    """The fake of CUDA's driver.
+
+    Attributes:
+        log: The calls of functions.
+        answers: The error codes of functions that fail, by name.
+        apart: Pairs of GPUs that cannot reach each other's memory.
+        held: The memory of all drivers of this process, by address, with its file.
+    """
 
     held: ClassVar[dict[int, tuple[Any, int]]] = {}
 
@@ -85,7 +92,7 @@ class Driver:
 
     def cuMemAlloc_v2(self, memory: Any, size: Any) -> None:
         file = os.memfd_create("gpu")
-        os.write(file, b"\xab" * size.value)  # what was there before
+        os.write(file, b"\xab" * size.value)  # old data
         memory._obj.value = self._mapped(file)
 
     def cuMemsetD8_v2(self, memory: Any, value: Any, size: Any) -> None:
@@ -119,7 +126,7 @@ class Driver:
 
 
 def names_of_cuda_h(header: Path) -> set[str]:
-    """The driver's functions by the names that its library exports."""
+    """Return the names that the driver's library exports for the functions that cuda.h declares."""
     import re
 
     text = header.read_text(encoding="utf-8", errors="replace")
@@ -129,7 +136,7 @@ def names_of_cuda_h(header: Path) -> set[str]:
 
 
 class OnCpu(DeviceArray):
-    """A device's tensor in memory of the CPU."""
+    """A device's tensor in the CPU's memory."""
 
     def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
         assert device == "cuda"
@@ -137,13 +144,18 @@ class OnCpu(DeviceArray):
 
 
 def load_driver(driver: Driver) -> Callable[..., Any]:
-    """ctypes.CDLL with this driver in the place of CUDA's."""
+    """Return a replacement of ctypes.CDLL that gives this driver in place of CUDA's."""
     real = ctypes.CDLL
     return lambda name, *rest, **named: driver if name == devices.DRIVER else real(name, *rest, **named)
 
 
 def install(put: Callable[[Any, str, Any], None], driver: Driver) -> Driver:
-    """This process has the driver's GPUs, and ONNX Runtime computes on them. put: setattr, or monkeypatch's."""
+    """Give this process the driver's GPUs, and make ONNX Runtime compute for them on the CPU.
+
+    Args:
+        put: setattr, or the setattr of a monkeypatch.
+        driver: The fake driver.
+    """
     real = model_sessions.open_session
 
     def open_session(path: Path, *, device: str, graphs: bool = False, **rest: Any) -> Any:

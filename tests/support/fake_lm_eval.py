@@ -1,7 +1,6 @@
-"""lm-evaluation-harness as far as a model class meets it: the abstract class, and the registry of names. Nothing else
-is there.
+"""A fake of lm-evaluation-harness: only the abstract class of models and the registry of names.
 
-Where the real package is installed it is used, and `test_evaluate_lm_eval.py` holds this one to it.
+Where the real package is installed, tests use it, and `test_evaluate_lm_eval.py` compares this fake with it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ NAMES: dict[str, type] = {}
 
 
 class LM(abc.ABC):
-    """The harness's class: what is abstract there is abstract here, so that a model that lacks one of them cannot be
-    made."""
+    """The harness's base class of models, with the same abstract methods: a model without one cannot be constructed."""
 
     def __init__(self) -> None:
         self._rank, self._world_size = 0, 1
@@ -33,12 +31,12 @@ class LM(abc.ABC):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> LM:
-        """The harness hands on what is not None."""
+        """Construct the model from the arguments and the additional settings that are not None, as the harness does."""
         return cls(**arg_dict, **{name: x for name, x in (additional_config or {}).items() if x is not None})
 
 
 def register_model(*names: str) -> Callable[[type], type]:
-    """Registers a subclass of LM."""
+    """Return a decorator that registers a subclass of LM."""
 
     def decorate(cls: type) -> type:
         assert issubclass(cls, LM), f"Model '{cls.__name__}' must extend LM class"
@@ -49,14 +47,14 @@ def register_model(*names: str) -> Callable[[type], type]:
 
 
 def get_model(model_name: str) -> type:
-    """What is registered under a name."""
+    """Return the class that is registered under a name."""
     if model_name not in NAMES:
         raise ValueError(f"Attempted to load model '{model_name}', but no model for this name found!")
     return NAMES[model_name]
 
 
 def install() -> None:
-    """Puts the modules that kvexport imports into `sys.modules`."""
+    """Put the modules that kvexport imports into `sys.modules`."""
     for name, contents in {
         "lm_eval": {},
         "lm_eval.api": {},

@@ -1,9 +1,10 @@
-"""TensorRT's Python API on the host: a plan is the ONNX graph it was parsed from, weights and all, and ONNX Runtime
-runs it.
+"""A fake of TensorRT's Python API on the host.
 
-Only what kvexport uses is there, under the real names and with the real parameters (`test_tensorrt_api.py` holds them
-to the real package); another attribute is an AttributeError, as it is with pybind11's classes. A plugin is ONNX
-Runtime's native operator of the same name.
+A plan is the ONNX graph from which it was parsed, with its weights. ONNX Runtime runs it. A plugin is ONNX Runtime's
+native operator of the same name.
+
+The fake has only the names that kvexport uses, with the real parameters; `test_tensorrt_api.py` compares them with the
+real package. Any other attribute raises an AttributeError, as pybind11's classes do.
 """
 
 from __future__ import annotations
@@ -193,7 +194,14 @@ LEAN = (
 def install(
     monkeypatch: pytest.MonkeyPatch, cuda: fake_cuda.FakeCuda, *, version: str = VERSION, lean: bool = False
 ) -> ModuleType:
-    """`import tensorrt` (or tensorrt_lean, and no tensorrt) gives these, over that GPU, with nothing registered."""
+    """Make `import tensorrt` give this fake on the GPU `cuda`, with no plugin registered.
+
+    Args:
+        monkeypatch: Undoes the installation.
+        cuda: The fake GPU.
+        version: The value of `tensorrt.__version__`.
+        lean: Install `tensorrt_lean` instead, so that `import tensorrt` fails.
+    """
     global _cuda
     _cuda = cuda
     forget_plugins()

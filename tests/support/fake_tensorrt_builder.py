@@ -1,4 +1,4 @@
-"""The building half of `fake_tensorrt`: a plan is the ONNX graph it was parsed from, weights and all."""
+"""The building half of `fake_tensorrt`. A plan is the ONNX graph from which it was parsed, with its weights."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ParserError:
 
 class OnnxParser:
     __slots__ = ("_errors", "_logger", "_network")
-    refused: str = ""  # an operator that this parser does not know
+    refused: str = ""  # an operator that the parser refuses
 
     def __init__(self, network: INetworkDefinition, logger: ILogger) -> None:
         self._network, self._logger = network, logger
@@ -181,7 +181,7 @@ class Builder:
         return IOptimizationProfile()
 
     def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
-        """The length of what describes the plan, that, and the model."""
+        """Return a plan: the length of its description in 8 bytes, the description as JSON, and the ONNX model."""
         if self.failing:
             self._logger.log(ILogger.Severity.ERROR, self.failing)
             return None
@@ -209,7 +209,7 @@ class Builder:
 
 
 def _read_external(tensor: Any, folder: Path) -> None:
-    """As TensorRT does, without onnx's own refusal of files that have several names."""
+    """Read a tensor's external data as TensorRT does. onnx's own reader refuses files with several names."""
     about = {entry.key: entry.value for entry in tensor.external_data}
     if not about:
         return

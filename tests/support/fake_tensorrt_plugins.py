@@ -1,4 +1,4 @@
-"""The plugin half of `fake_tensorrt`: a registry whose libraries are files that list plugins."""
+"""The plugin half of `fake_tensorrt`: a registry whose libraries are text files with a list of plugins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def PluginFieldCollection(fields: list[PluginField]) -> list[PluginField]:
 
 class IPluginCreatorV3One:
     __slots__ = ("name", "plugin_namespace", "plugin_version")
-    refused: str = ""  # the plugin that is not made
+    refused: str = ""  # the name of the plugin that cannot be created
     fields: dict[str, Any] = {}  # noqa: RUF012  # of the last one
 
     def __init__(self, name: str, version: str) -> None:
@@ -42,7 +42,7 @@ class IPluginRegistry:
         self.loaded: list[str] = []
 
     def load_library(self, plugin_path: str) -> object | None:
-        """A library is a file that lists its plugins' names and versions."""
+        """Load a library: a file that lists the names and versions of plugins."""
         self.loaded.append(plugin_path)
         text = Path(plugin_path).read_text()
         if not text.startswith("plugins"):
@@ -67,6 +67,6 @@ def get_plugin_registry() -> IPluginRegistry:
 
 
 def forget_plugins() -> None:
-    """As in a fresh process."""
+    """Empty the registry, as in a fresh process."""
     global _registry
     _registry = IPluginRegistry()

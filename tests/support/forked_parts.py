@@ -1,5 +1,7 @@
-"""`python -m tools.gpu_check` whose parts are copies of this process: on the host to import PyTorch anew for each would
-take most of their time."""
+"""`python -m tools.gpu_check` whose parts are forks of this process.
+
+On the host, importing PyTorch anew in each part would take most of the time.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,20 @@ import traceback
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import numpy  # noqa: F401 - what every part imports
+import numpy  # noqa: F401 - imported once here, because every part imports it
 import torch
 
 from tools.gpu_check import __main__ as gpu_check
 
 
 class Copy:
-    """In the place of subprocess.Popen, as `gpu_check` uses it."""
+    """A replacement of subprocess.Popen, with the methods that `gpu_check` uses."""
 
     def __init__(self, command: list[str], **_: Any) -> None:
-        self.streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - closed when they were read
+        self.streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - closed after they are read
         self.pid = os.fork()
         if not self.pid:
-            sys.argv = command[2:]  # less the interpreter and -m
+            sys.argv = command[2:]  # without the interpreter and -m
             self._run()
 
     def _run(self) -> NoReturn:

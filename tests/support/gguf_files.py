@@ -1,4 +1,4 @@
-"""GGUF files as bytes, written by the format's description, and a tiny Llama in one."""
+"""GGUF files as bytes, written by the format's specification, and a tiny Llama in one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text(value: str) -> bytes:
 
 
 def entry(value: Any) -> tuple[int, bytes]:
-    """A value of the metadata as (type, bytes)."""
+    """Return a value of the metadata as (type, bytes)."""
     if isinstance(value, str):
         return STRING, text(value)
     if isinstance(value, bool):
@@ -34,7 +34,12 @@ def entry(value: Any) -> tuple[int, bytes]:
 
 
 def gguf(entries: dict[str, tuple[int, bytes]], tensors: Tensors) -> bytes:
-    """A file of version 3: entries as (type, bytes), tensors as (dims with the fastest first, type, bytes)."""
+    """Return a GGUF file of version 3.
+
+    Args:
+        entries: The metadata as (type, bytes), by key.
+        tensors: The tensors as (dims with the fastest first, type, bytes), by name.
+    """
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))
     head += b"".join(text(key) + struct.pack("<I", kind) + value for key, (kind, value) in entries.items())
     data = b""
@@ -45,7 +50,7 @@ def gguf(entries: dict[str, tuple[int, bytes]], tensors: Tensors) -> bytes:
 
 
 def q8_0(weight: NDArray[np.float32]) -> tuple[bytes, NDArray[np.float32]]:
-    """(blocks, the values that they stand for)."""
+    """Return a weight as Q8_0 blocks, and the values that the blocks represent."""
     groups = weight.reshape(-1, 32)
     scale = (np.abs(groups).max(1, keepdims=True) / 127).astype(np.float16)
     levels = np.rint(groups / scale.astype(np.float32)).clip(-127, 127).astype(np.int8)
@@ -53,7 +58,7 @@ def q8_0(weight: NDArray[np.float32]) -> tuple[bytes, NDArray[np.float32]]:
     return blocks.tobytes(), (scale.astype(np.float32) * levels).reshape(weight.shape)
 
 
-# transformers' names -> llama.cpp's
+# llama.cpp's names of weights, by the names of transformers
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -87,25 +92,33 @@ SIZES = {
 def decoder(
     config: dict[str, Any], weights: dict[str, NDArray[np.float32]], tokens: list[str], **more: Any
 ) -> tuple[bytes, dict[str, NDArray[np.float32]]]:
-    """A decoder (the config's model_type) whose matrices are Q8_0, rows of a Llama's queries and keys as llama.cpp
-    stores them; and what they stand for."""
+    """Return a decoder as a GGUF file with Q8_0 matrices, and the values that its weights represent.
+
+    A Llama's query and key weights have their rows in llama.cpp's order.
+
+    Args:
+        config: The model's config. Its model_type names the architecture.
+        weights: The weights, by the names of transformers.
+        tokens: The vocabulary.
+        **more: Further entries of the metadata.
+    """
     kind_of_model = config["model_type"]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors: Tensors = {}
-    meant = {}
+    represented = {}
     for name, weight in weights.items():
         found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
         assert found
         layer, own, part = found.groups()
         stored = NAMES[own]
         data, kind = weight.tobytes(), F32
-        meant[name] = weight
+        represented[name] = weight
         if weight.ndim == 2:
             kind = Q8_0
-            data, meant[name] = q8_0(weight)
+            data, represented[name] = q8_0(weight)
             if (
                 kind_of_model == "llama" and stored in heads
-            ):  # convert_hf_to_gguf.py, LlamaModel.permute, of the blocks of each row
+            ):  # LlamaModel.permute of convert_hf_to_gguf.py, on the blocks of each row
                 half = weight.shape[0] // heads[stored] // 2
                 rows = np.frombuffer(data, np.uint8).reshape(heads[stored], 2, half, -1)
                 data = rows.swapaxes(1, 2).tobytes()
@@ -124,17 +137,20 @@ def decoder(
         "tokenizer.ggml.add_bos_token": True,
         **more,
     }
-    return gguf({key: entry(value) for key, value in metadata.items()}, tensors), meant
+    return gguf({key: entry(value) for key, value in metadata.items()}, tensors), represented
 
 
 def tiny_gguf(checkpoint: Path, file: Path, **more: Any) -> dict[str, NDArray[np.float32]]:
-    """A tiny checkpoint (of a Llama: that of `conftest.py`) as a GGUF file; returns the weights that it stands for."""
+    """Write a tiny checkpoint as a GGUF file, and return the values that its weights represent.
+
+    The Llama of `conftest.py` is one possible checkpoint.
+    """
     import json
 
     from safetensors.numpy import load_file
 
     tokens = ["<|end|>", "a", "b", "ab", *(chr(i) for i in range(ord("c"), ord("c") + 60))]
     config = json.loads((checkpoint / "config.json").read_text())
-    data, meant = decoder(config, load_file(checkpoint / "model.safetensors"), tokens, **more)
+    data, represented = decoder(config, load_file(checkpoint / "model.safetensors"), tokens, **more)
     file.write_bytes(data)
-    return meant
+    return represented

@@ -1,4 +1,4 @@
-"""A real server on a port of its own, in a thread of this process, and the tiny model behind it."""
+"""A real HTTP server on a free port, in a thread of this process, with the tiny model behind it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from kvexport.engine.engine import Engine
 from kvexport.language.chat import ChatTemplate
 
 T = TypeVar("T")
-# In the words of its alphabet: letters, digits, space and full stop. An answer is written as it was begun.
+# A chat template with only the characters of the model's alphabet: letters, digits, space and full stop. A message of
+# the assistant is written as the generation prompt begins it.
 TEMPLATE = (
     "{% for m in messages %}{{ 'say' if m.role == 'assistant' else m.role }} {{ m.content }}. {% endfor %}"
     "{% if add_generation_prompt %}say {% endif %}"
@@ -27,14 +28,14 @@ TEMPLATE = (
 
 
 def engine_of(artifact: Path) -> Engine:
-    """The tiny model, with a chat template."""
+    """Load the tiny model with a chat template."""
     engine = kvexport.load(artifact, threads=1)
     engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, "the test")
     return engine
 
 
 def prompt(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation in the words of TEMPLATE."""
+    """Return the text that TEMPLATE makes of a conversation."""
     role = {"assistant": "say"}
     return "".join(f"{role.get(m['role'], m['role'])} {m['content']}. " for m in messages) + "say "
 
@@ -64,7 +65,7 @@ class Running:
     """
 
     def __init__(self, url: str, service: Any = None, server: Any = None) -> None:
-        """Describe a server. One in another process has only its address."""
+        """Describe a server. A server in another process has only its address."""
         self.url, self.service, self.server = url, service, server
         self.connections: Connections = server.server_state.connections if server is not None else Connections()
 
@@ -91,7 +92,17 @@ class Running:
     def ask(
         self, path: str, body: Any = None, method: str = "", headers: Mapping[str, str] = {}
     ) -> tuple[int, dict[str, str], Any]:
-        """Status, headers and body of an answer; JSON bodies are read. body: JSON, or bytes as they are."""
+        """Send a request, and return the status, the headers and the body of the answer.
+
+        Args:
+            path: The path of the request.
+            body: An object that is sent as JSON, or bytes that are sent unchanged.
+            method: GET or POST if it is empty, depending on the body.
+            headers: Further headers.
+
+        Returns:
+            The body is parsed if it is JSON.
+        """
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         given = {"Content-Type": "application/json", **headers}
         request = urllib.request.Request(
@@ -114,8 +125,13 @@ def _read(answer: Any) -> tuple[int, dict[str, str], Any]:
 
 @contextmanager
 def running(engine: Engine, send_buffer: int = 0, **settings: Any) -> Iterator[Running]:
-    """A server over the engine, until the end of the block. send_buffer: bytes that the system takes for a client that
-    does not read, 0 = as it likes."""
+    """Run a server over the engine until the end of the `with` block.
+
+    Args:
+        engine: The engine.
+        send_buffer: The bytes that the system buffers for a client that does not read. 0 keeps the system's default.
+        **settings: Values of ServeSettings.
+    """
     from kvexport.serve.app import create_app
     from kvexport.serve.run import Server, listen
     from kvexport.serve.settings import ServeSettings
@@ -140,7 +156,7 @@ def running(engine: Engine, send_buffer: int = 0, **settings: Any) -> Iterator[R
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Fails after a minute."""
+    """Wait until a condition holds. Fail after a minute."""
     end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""The tiny model over other characters, those of JSON among them, with a chat template that knows tools."""
+"""The tiny model with an alphabet that includes JSON's characters, and a chat template for tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.http_server import engine_of
 from tests.support.tiny_model import RECIPE
 
 ALPHABET = string.ascii_lowercase + string.digits + ' .,:;{}[]"<>/_-\\\n()=' + "AUSTN"
-# Calls as Hermes and Qwen write them.
+# Tool calls have the format of Hermes and Qwen.
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}<tool_call></tool_call>\n{% endif %}"
     "{% for m in messages %}{{ m.role }} {{ m.content }}"
@@ -39,7 +39,7 @@ def make_tool_artifact(checkpoint: Path, folder: Path) -> Path:
     """Build an artifact whose own tokenizer and chat template take tools.
 
     Args:
-        checkpoint: The tiny checkpoint, of which the weights are taken.
+        checkpoint: The tiny checkpoint, whose weights are used.
         folder: An empty folder, for a checkpoint and its artifact.
 
     Returns:
@@ -56,7 +56,7 @@ def make_tool_artifact(checkpoint: Path, folder: Path) -> Path:
 
 
 def json_engine(artifact: Path) -> Engine:
-    """An engine of its own."""
+    """Load a new engine with the tokenizer and the chat template of this module."""
     engine = engine_of(artifact)
     engine.tokenizer = Tokenizer(json_tokenizer())
     engine.grammars = Grammars(engine.tokenizer, engine.vocabulary)

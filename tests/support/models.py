@@ -1,4 +1,4 @@
-"""Small random models, artifacts of them, and Hugging Face's answers: what several test files share."""
+"""Small random models, artifacts of them, and Hugging Face's logits, for several test files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvexport.export.build import build
 from kvexport.export.graph import tracer
 from kvexport.recipe.fields import Recipe
 
-# One shape of attention for all families, so that they share the operators' functions.
+# All families have the same attention shape, so that they share the operators' traced functions.
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 64,
@@ -43,7 +43,10 @@ def llama(**changes: Any) -> LlamaConfig:
 def save_checkpoint(
     folder: Path, config: Any, *, dtype: torch.dtype = torch.float32, shard: str = "1GB", scale: float = 0.15
 ) -> Path:
-    """Random weights of a size at which attention is neither flat nor a single peak, biases and norms included."""
+    """Save a model with random weights, biases and norms.
+
+    `scale` is the standard deviation of the weights: at 0.15 attention is neither flat nor a single peak.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -54,7 +57,7 @@ def save_checkpoint(
                 parameter.normal_(0.0, scale)
         for name, tensor in model.state_dict().items():
             if name not in dict(model.named_parameters(remove_duplicate=False)) and tensor.is_floating_point():
-                tensor.add_(torch.rand_like(tensor) * 0.5)  # buffers that were trained
+                tensor.add_(torch.rand_like(tensor) * 0.5)  # trained buffers
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
 
@@ -82,14 +85,13 @@ def make_recipe(
 
 
 def build_shared(recipe: Recipe, out: Path, **options: Any) -> Path:
-    """`build`, but traces that an earlier build made of the same arguments are taken again: most of a build's time goes
-    into them."""
+    """Call `build`, but reuse traces of an earlier build with the same arguments: tracing takes most of the time."""
     with _remembered_traces():
         return build(recipe, out, **options)
 
 
 def hugging_face_logits(checkpoint: Path, sequences: Sequence[Ids]) -> list[Logits]:
-    """Logits [length, vocabulary] of whole sequences, in float32, by the model's own code and checkpoint loading."""
+    """Return Hugging Face's float32 logits [length, vocabulary] of whole sequences, loaded from the checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():
         return [model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy() for ids in sequences]
@@ -106,8 +108,17 @@ def given_tokens_logits(
     prompt_lengths: Sequence[int],
     after_call: Callable[[Any], None] | None = None,
 ) -> list[Logits]:
-    """Logits of every token (the artifact gives all of them) of given sequences in one batch: the prompts in chunks,
-    the rest token by token; a sequence that ended is an idle lane. after_call(lanes) is called after each call."""
+    """Return the logits of every token of given sequences, computed in one batch.
+
+    The artifact must give the logits of all tokens. Prompts are read in chunks, all other tokens one by one. A sequence
+    that has ended is an idle lane.
+
+    Args:
+        engine: The engine.
+        sequences: The tokens of each sequence.
+        prompt_lengths: How many tokens of each sequence are its prompt.
+        after_call: A function that is called with the lanes after each call.
+    """
     lanes = engine.lanes(len(sequences))
     rows: list[list[Logits]] = [[] for _ in sequences]
 
@@ -142,5 +153,5 @@ def _trace_decoder(model: Any, mode: Any, plan: Any, *, last_logits: bool) -> An
     key = repr((model.config.to_json_string(), model.dtype, shapes, plan.cache_positions, last_logits))
     if key not in _traces:
         _traces[key] = _real_trace_decoder(model, mode, plan, last_logits=last_logits)
-    # Finishing a decoder changes its graph.
+    # Finishing a decoder changes its graph, so each caller gets a copy.
     return _traces[key].clone()

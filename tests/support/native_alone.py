@@ -1,5 +1,7 @@
-"""Builds without tracing the operators' functions, which takes seconds for every shape of heads: what is built so runs
-by the native operators alone, as its tests have to."""
+"""Builds that skip tracing the operators' ONNX functions, which takes seconds for every shape of heads.
+
+Their artifacts run only with the native operators, as the tests of these operators require.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
 @contextlib.contextmanager
 def native_alone() -> Iterator[None]:
-    """Within this context the functions of builds hand on their inputs. Of caches of five state tensors."""
+    """Replace the operators' functions within the `with` block by ones that pass their inputs on.
+
+    It works for caches of five state tensors.
+    """
     with (
         mock.patch.object(graphs, "vote_attention_function", lambda *_, **__: _hands_on(VOTE_ATTENTION, ["query"])),
         mock.patch.object(graphs, "merge_cache_function", lambda *_, **__: _hands_on(MERGE_CACHE, [])),

@@ -1,5 +1,4 @@
-"""Random nodes, mostly malformed, in a process of their own: whatever they are, the answer is a session, outputs, or an
-error.
+"""Random nodes, mostly malformed, in a separate process. Each must give a session, outputs, or an error.
 
 python -m tests.support.node_fuzz SEED CASES prints how many sessions were made and how many of them ran.
 """
@@ -49,7 +48,7 @@ ODD: list[Any] = [
 ]
 SIZES: list[Any] = ["B", "T", "C", 0, 1, 2, 3, 4, 7, 8, 12, 16, 64]
 OTHER, POOLED, BALLOT = merge_of(ZeroMerge(residual=0.3)), merge_of(SnapKV()), merge_of(Ballot(zip="vote"))
-# What counts is a part of the queries: which of them see a slot is then read off its position.
+# With this statistic only some of the queries count. Which queries see a slot depends on its position.
 WINDOWED = VOTE_ATTENTION | {"scores": "log_ema", "decay": [0.9], "window": [3], "recency_weight": [2.0]}
 
 
@@ -77,13 +76,13 @@ def reshaped(rng: random.Random, shapes: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def tensors(rng: random.Random, made: Any) -> dict[str, np.ndarray]:
-    """Random ones of the declared shapes, with symbols mostly alike."""
+def tensors(rng: random.Random, session: Any) -> dict[str, np.ndarray]:
+    """Return random inputs of the declared shapes. The same symbol has mostly the same size."""
     numbers = np.random.default_rng(rng.randrange(2**32))
     sizes = {"B": rng.choice([0, 1, 3]), "T": rng.choice([0, 1, 5]), "C": rng.choice([0, 1, 16, 40])}
     dtypes: dict[str, Any] = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
     feed = {}
-    for given in made.get_inputs():
+    for given in session.get_inputs():
         known = given.shape or [sizes["B"], H, sizes["C"], D]
         shape = [size if isinstance(size, int) else sizes.get(size, 2) for size in known]
         if rng.random() < 0.03 and shape:
@@ -102,7 +101,7 @@ def main(seed: int, cases: int) -> None:
     made = ran = 0
     for case in range(seed, seed + cases):
         rng = random.Random(case)
-        print(case, file=sys.stderr)  # the last line of a process that dies
+        print(case, file=sys.stderr)  # a process that dies has printed the number of its case last
         attention = rng.random() < 0.5
         node = (
             rng.choice([VOTE_ATTENTION, WINDOWED])

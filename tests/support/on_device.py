@@ -1,4 +1,4 @@
-"""The runtime's device path without a device: state in the CPU's memory, held by ONNX Runtime."""
+"""The runtime's device path without a device: the state is in the CPU's memory, held by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, TOP_LOG
 
 
 def onto_device(engine: Any, *, graphs: bool = False) -> Any:
-    """The engine, whose state from now on is where a device's would be. graphs: with the calls that capture and replay
-    CUDA graphs, which are runs as all others here."""
+    """Return the engine with its state held as on a device.
+
+    Args:
+        engine: The engine, which is changed.
+        graphs: Whether to take the calls that capture and replay CUDA graphs. Here they run like all other calls.
+    """
     sessions = engine.model
     sessions.zeros = partial(DeviceArray, "cpu")
     sessions.graphs = {DECODER, MERGE, TOP_LOGITS} if graphs else set()

@@ -1,4 +1,4 @@
-"""One sequence and one KV head through the two operators, as plain arrays [slots, ...]: for theorems about methods."""
+"""The two operators on one sequence and one KV head, as plain arrays [slots, ...], for theorems about methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECAY = 0.9
 
 
 def cache_of(key: Any, value: Any = None, votes: Any = None, score: Any = None, position: Any = None) -> Arrays:
-    """One sequence, one KV head: key [C, D], value [C, Dv], votes, score, position [C]."""
+    """Return a cache of one sequence and one KV head: key [C, D], value [C, Dv], and votes, score, position [C]."""
     key = np.asarray(key, np.float64)
     count = len(key)
     return {
@@ -31,7 +31,7 @@ def cache_of(key: Any, value: Any = None, votes: Any = None, score: Any = None, 
 
 
 def merged(cache: Arrays, method: Method, budget: int, *, sinks: int = 0, recent: int = 0) -> Arrays:
-    """The used slots after MergeCache, in order of position."""
+    """Return the occupied slots after MergeCache, in order of position."""
     attributes = MergeCacheAttributes(method, budget, sinks, recent)
     key, value, votes, score, position = merge_cache(*tensors_of(cache), attributes=attributes)
     used = int((votes > 0).sum())
@@ -55,7 +55,7 @@ def tensors_of(cache: Arrays, spare: int = 0) -> list[torch.Tensor]:
 
 
 def attended(cache: Arrays, query: Any, *, alpha: float, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Output and probabilities of one query over a cache, in float64: the definition itself."""
+    """Return the output and the probabilities of one query over a cache, in float64, by the definition of attention."""
     logits = cache["key"] @ np.asarray(query, np.float64) * scale
     mass = cache["votes"] ** alpha * np.exp(logits - logits.max())
     probability = mass / mass.sum()
@@ -64,7 +64,7 @@ def attended(cache: Arrays, query: Any, *, alpha: float, scale: float = 1.0) -> 
 
 
 def score_for(logit: Any, position: Any) -> np.ndarray:
-    """The stored score whose bias-corrected average is exp(logit) when the latest token is at max(position)."""
+    """Return the stored score whose bias-corrected average is exp(logit) when the latest token is at max(position)."""
     position = np.asarray(position)
     return np.asarray(logit, np.float64) + np.log1p(-(DECAY ** (position.max() - position + 1)))
 
@@ -79,7 +79,11 @@ def appended(
     alpha: float = 1.0,
     query_length: int | None = None,
 ) -> tuple[np.ndarray, Arrays]:
-    """VoteAttention of one sequence and head: query, key, value [T, D]. Output [T, Dv] and the used slots."""
+    """Run VoteAttention on one sequence and head.
+
+    Returns:
+        The output [T, Dv] and the occupied slots, for query, key and value [T, D].
+    """
     query, key, value = (torch.tensor(np.asarray(x), dtype=torch.float32)[None, None] for x in (query, key, value))
     tokens = query.shape[2]
     first = int(cache["position"].max(initial=-1)) + 1
@@ -106,7 +110,7 @@ def appended(
 
 
 def random_cache(seed: int, count: int = 14, size: int = 6, *, shift: float = 0.0) -> tuple[Arrays, np.ndarray]:
-    """A cache with fractional votes and the query whose logits (plus `shift`) its scores are."""
+    """Return a cache with fractional votes, and the query whose logits (plus `shift`) are the cache's scores."""
     rng = np.random.default_rng(seed)
     query = rng.normal(size=size)
     key = rng.normal(size=(count, size)) + shift * query / (query @ query)

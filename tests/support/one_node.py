@@ -1,4 +1,4 @@
-"""Models of one native operator, well-formed unless a test changes something, and tensors for them."""
+"""ONNX models of one native operator, and tensors for them. A model is well-formed unless a test changes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOTE_ATTENTION = operators.VOTE_ATTENTION.node_attributes(
 
 
 def merge_of(method: Method, **more: Any) -> dict[str, Any]:
-    """The attributes of a MergeCache of this method, which is a merge policy."""
+    """Return the attributes of a MergeCache node for a method that is a merge policy."""
     policy = method.policy()
     assert policy is not None
     kinds = [statistic.kind for statistic in method.statistics]
@@ -39,9 +39,9 @@ KEEPKV = merge_of(KeepKV(pool=2))
 KVSLIMMER = merge_of(KVSlimmer(), inverse_frequencies=[1.0, 0.5], rotary_interleaved=0)
 GRKV_5 = merge_of(GRKV(queries=5))
 RING, RING_PREFIX = ("query", "query_seen"), {"VoteAttention": "past_", "MergeCache": ""}
-# Query and KV heads, tokens, slots, sizes of keys and values.
+# Query heads, KV heads, tokens, slots, and the sizes of keys and values.
 HQ, H, T, C, D, DV = 4, 2, 3, 16, 8, 12
-Shape = Sequence[int | str] | None  # None: of unknown rank
+Shape = Sequence[int | str] | None  # None: unknown rank
 
 
 def state_shapes(prefix: str = "", statistics: int = 1) -> dict[str, Shape]:
@@ -70,7 +70,7 @@ def model(
     bfloat: bool = False,
     absent: Sequence[str] = (),
 ) -> bytes:
-    """The model of one node, its cache float32 unless said otherwise. absent: inputs that the node leaves out."""
+    """Return the ONNX model of one node. Its cache is float32 by default. `absent` names inputs that it leaves out."""
     element = TensorProto.BFLOAT16 if bfloat else TensorProto.FLOAT16 if half else TensorProto.FLOAT
     outputs = [f"present_{name}" for name in STATE]
     if op == "VoteAttention":
@@ -120,7 +120,7 @@ def session(made: bytes, threads: int = 1) -> Any:
 def state(
     rng: np.random.Generator, batch: int, used: int, capacity: int = C, statistics: int = 1, *, half: bool = False
 ) -> dict[str, Any]:
-    """A cache whose first `used` slots hold something."""
+    """Return a cache whose first `used` slots are occupied."""
     dtype = np.float16 if half else np.float32
     votes = np.where(np.arange(capacity) < used, rng.uniform(0.5, 3, (batch, H, capacity)), 0.0)
     return {
@@ -133,7 +133,7 @@ def state(
 
 
 def ring(rng: np.random.Generator, op: str, batch: int, rows: int, now: int) -> dict[str, Any]:
-    """Reference queries that have seen up to `now` tokens; the first is not there yet."""
+    """Return reference queries that have seen up to `now` tokens. The first row is empty."""
     seen = np.sort(rng.integers(1, now + 1, (batch, H, rows)).astype(np.int32), axis=-1)
     seen[..., 0] = 0
     query = rng.normal(size=(batch, H, rows, D)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Recipes of periodic choices."""
+"""Recipes with periodic selection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SLOTS, EVERY, DELAY, SINKS, RECENT = 36, 8, 3, 2, 6
 
 
 def recipe_of(checkpoint: Path, *, method: str = "h2o", parameters: Any = None, **periodic: Any) -> Any:
-    """`periodic` over the defaults of these tests; slots=None: the full cache alone."""
+    """Return a recipe with periodic selection. slots=None gives the full cache without selection."""
     settings = {"slots": SLOTS, "every": EVERY, **periodic}
     return make_recipe(
         checkpoint,

@@ -1,8 +1,8 @@
-"""A rank that is a process, over kernels on the host: prints a digest of what it sums.
+"""A rank as a process of its own, with kernels on the host. It prints a digest of its sums.
 
-    python -m tests.support.rank_on_host LIBRARY RANK RANKS MEMORY      MEMORY: the number of an open file
+    python -m tests.support.rank_on_host LIBRARY RANK RANKS MEMORY
 
-The memory holds the word of `KvCudaRanks`, and from 4096 on the mailboxes.
+MEMORY is the number of an open file. It holds the word of `KvCudaRanks`, and the mailboxes from byte 4096 on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_SECONDS = 120
 
 
 def sums_of_processes(library: Path, count: int) -> list[str]:
-    """What ranks of this library print, or the last line of their error."""
+    """Run all ranks of this library as processes, and return what each prints, or the last line of its error."""
     file = os.memfd_create("ranks")
     os.ftruncate(file, 4096 + count * mailbox_bytes(ctypes.CDLL(str(library))))
     command = [sys.executable, "-m", "tests.support.rank_on_host", str(library)]
@@ -41,23 +41,23 @@ def sums_of_processes(library: Path, count: int) -> list[str]:
         for rank in range(count)
     ]
     os.close(file)
-    said = [process.communicate(timeout=MOST_SECONDS) for process in started]
-    return [output.strip() or errors.strip().splitlines()[-1] for output, errors in said]
+    outputs = [process.communicate(timeout=MOST_SECONDS) for process in started]
+    return [output.strip() or errors.strip().splitlines()[-1] for output, errors in outputs]
 
 
 def parts(count: int) -> list[list[np.ndarray]]:
-    """Of every sum the parts of all ranks."""
+    """Return the parts of all ranks, for every sum."""
     rng = np.random.default_rng(count)
     return [[random_part(rng, size, "float32") for _ in range(count)] for size in SIZES]
 
 
 def digest(count: int) -> str:
-    """What a rank prints that is right."""
+    """Return the digest that a rank prints if all its sums are right."""
     return hashlib.sha256(b"".join(in_order(of_all).tobytes() for of_all in parts(count))).hexdigest()
 
 
 def main() -> None:
-    """One rank."""
+    """Run one rank."""
     library, rank, count = ctypes.CDLL(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     memory = mmap(int(sys.argv[4]), 0)
     begin, size, call = ctypes.addressof(ctypes.c_char.from_buffer(memory)), mailbox_bytes(library), sum_of(library)
@@ -65,17 +65,18 @@ def main() -> None:
     view.mailbox[:count] = [begin + 4096 + i * size for i in range(count)]
     if reports := getattr(library, "kv_ptx_reports", None):
         reports.restype = ctypes.c_char_p
-        # Threads and blocks in random turns, the same ones in every process: blocks of one number run at a time.
+        # Threads and blocks take turns in a random order, the same in every process: blocks of one number run at the
+        # same time.
         library.kv_host_set(2, 1, 4, ctypes.c_size_t(101376))
-    found = hashlib.sha256()
+    digest_of_sums = hashlib.sha256()
     for of_all in parts(count):
         total = np.full_like(of_all[0], 77)
-        said = call(view, "float32", of_all[rank].ctypes.data, total.ctypes.data, total.size)
-        if said:
-            sys.exit((reports and reports().decode()) or said)
-        found.update(total.tobytes())
+        problem = call(view, "float32", of_all[rank].ctypes.data, total.ctypes.data, total.size)
+        if problem:
+            sys.exit((reports and reports().decode()) or problem)
+        digest_of_sums.update(total.tobytes())
     word = int.from_bytes(memory[:4], "little")
-    print(f"no sum: {word:#x}" if word else found.hexdigest())
+    print(f"no sum: {word:#x}" if word else digest_of_sums.hexdigest())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Recipes that a test writes into the fixture `recipe_dir`, and what is wrong with one."""
+"""Functions that write recipes into the fixture `recipe_dir`, and that list the mistakes in a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes that differ from a shipped one in the method alone, and the recipes of tests/recipes."""
+"""Recipes that differ from a shipped one only in the method, and the recipes of tests/recipes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.paths import ROOT
 
 TINY_CHECKPOINT = ROOT / "recipes" / "checkpoints" / "tiny"
 SMALL_CHECKPOINT = ROOT / "tests" / "checkpoints" / "small"
-# The recent share of the budget that a method needs in a cache of 64 slots; a half otherwise.
+# The recent share of the budget that a method needs in a cache of 64 slots. All other methods keep a half.
 RECENT = {"ballot": 0.3, "kvslimmer": 0.25, "asymkv": 0.25}
 
 

@@ -1,4 +1,4 @@
-"""What a browser and an XML parser get out of a report's page."""
+"""A report's page as an HTML parser and an XML parser read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOID = {"meta"}
 
 
 class Page(HTMLParser):
-    """Checks that tags balance and keeps what was seen."""
+    """An HTML parser that checks that tags are balanced and collects the contents of the page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

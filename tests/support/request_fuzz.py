@@ -1,5 +1,7 @@
-"""Random HTTP requests to a server: valid bodies with values replaced, removed, repeated or of another type, and bytes
-that are no JSON."""
+"""Random HTTP requests to a server.
+
+They are valid bodies with values replaced, removed, repeated or of another type, and bytes that are not JSON.
+"""
 
 from __future__ import annotations
 

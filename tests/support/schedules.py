@@ -1,4 +1,4 @@
-"""Random schedules of everything that can happen to requests, each held to what its sequence is answered alone."""
+"""Random schedules of all events of requests. Each answer must equal the one without other requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvexport.errors import DeadlineError
 from kvexport.state.session_store import SessionStore
 from kvexport.state.snapshot import Snapshot
 
-CHUNK, VOCABULARY = 16, 64  # of the tiny artifact
-Turn = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]  # a prompt, and settings
+CHUNK, VOCABULARY = 16, 64  # the chunk and the vocabulary of the tiny artifact
+Turn = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]  # a prompt and its settings
 CHOICES: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 1},
     {"max_new_tokens": 5},
@@ -31,14 +31,14 @@ CHOICES: tuple[dict[str, Any], ...] = (
 
 
 class Alone:
-    """What a conversation is answered by itself, turn by turn, in an engine where nothing else runs."""
+    """The answers to conversations, turn by turn, from an engine that runs nothing else."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._known: dict[tuple[Turn, ...], tuple[list[int], str, Snapshot]] = {}
 
     def answer(self, turns: tuple[Turn, ...]) -> tuple[list[int], str, Snapshot]:
-        """Tokens, text and state of the last turn."""
+        """Return the tokens, the text and the snapshot of the answer to the last turn."""
         if turns not in self._known:
             start = self.answer(turns[:-1])[2] if len(turns) > 1 else None
             ids, settings = turns[-1]
@@ -54,7 +54,13 @@ class Alone:
 
 @dataclass
 class Talk:
-    """A conversation: its turns, the requests that answered the last one, one after another, and its session."""
+    """A conversation.
+
+    Attributes:
+        turns: The turns so far.
+        requests: The requests that answered the last turn, one after another.
+        name: The name of its session.
+    """
 
     turns: tuple[Turn, ...]
     requests: list[Request]
@@ -73,7 +79,10 @@ class Talk:
 
 
 class Schedule:
-    """One schedule over engines, between which sequences migrate; some prompts begin alike. folder: of sessions."""
+    """A random schedule over several engines, between which sequences move. Some prompts have the same beginning.
+
+    `folder` holds the sessions.
+    """
 
     def __init__(self, engines: Sequence[Engine], alone: Alone, folder: Path, seed: int) -> None:
         self.rng, self.alone, self.engines = np.random.default_rng(seed), alone, engines
@@ -89,7 +98,7 @@ class Schedule:
         self.happened: Counter[str] = Counter()
 
     def run(self, steps: int) -> Counter[str]:
-        """All of it, to the end; how often each thing happened."""
+        """Run the schedule to its end, and return how often each event happened."""
         events = {self.join: 0.25, self.fork: 0.1, self.cancel: 0.06, self.preempt: 0.12, self.resume: 0.12}
         events |= {self.turn: 0.15, self.expire: 0.02}
         for _ in range(steps):
@@ -123,13 +132,13 @@ class Schedule:
                     self.idle.append(talk)
 
     def join(self) -> None:
-        """A new conversation, some with a priority."""
+        """Start a new conversation, sometimes with a priority."""
         n = int(self.rng.integers(1, 60))
         ids = [3 * i % 50 for i in range(int(self.rng.integers(50)))] + self.rng.integers(0, VOCABULARY, n).tolist()
         self._add(Talk(((tuple(ids), self._settings()),), []), None)
 
     def fork(self) -> None:
-        """More answers to a prompt, some of which come after it was read."""
+        """Fork a running request, sometimes after its prompt was read."""
         if not self.running:
             return
         engine, talk = self._one(self.running)
@@ -160,7 +169,7 @@ class Schedule:
             self.happened["preempt"] += 1
 
     def resume(self) -> None:
-        """On either engine."""
+        """Continue a preempted request on a random engine."""
         if self.parked:
             snapshot, talk = self.parked.pop(int(self.rng.integers(len(self.parked))))
             talk.requests.append(Request((), start=snapshot, keep=bool(talk.name)))
@@ -168,7 +177,7 @@ class Schedule:
             self.happened["resume"] += 1
 
     def turn(self) -> None:
-        """The next turn of a conversation that is kept, of both of two that were one."""
+        """Add the next turn of a session, sometimes as two different continuations of it."""
         if self.idle:
             talk = self.idle.pop(int(self.rng.integers(len(self.idle))))
             start = self.store.get(talk.name)

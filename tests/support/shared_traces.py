@@ -1,5 +1,4 @@
-"""The operators' ONNX functions, of which a worker of pytest-xdist takes what another has traced: a trace takes
-seconds."""
+"""A folder of the operators' traced ONNX functions, shared by the workers of pytest-xdist. One trace takes seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ import onnx
 
 @contextmanager
 def shared_traces(folder: Path) -> Iterator[Path]:
-    """Until the end of the block, what is traced is kept in `folder`, and what is there is not traced."""
+    """Save traced functions in `folder` within the `with` block, and load those that `folder` has."""
     from kvexport.export.graph import graphs
     from kvexport.ops import onnx_function
 
@@ -52,5 +51,5 @@ def _has_one(attributes: Any) -> bool:
 
 
 def _code(method: Any) -> str:
-    """Of a method's file: tests make up several of one name."""
+    """Return the source of the method's file. Several tests define methods with the same name."""
     return inspect.getsource(sys.modules[type(method).__module__])

@@ -1,10 +1,10 @@
-"""A process that runs commands of kvexport, one forked child each, and signals a child when it reaches a place.
+"""A process that runs commands of kvexport in forked children, and sends a child a signal at a certain function call.
 
     python -m tests.support.signalled TRACES
 
 Each line of stdin is a job in JSON: `arguments` of the command line; `place`, "module:function", at whose call the
-child gets `signal`; `stdout`, `stderr`: files; `folder` for temporary files. The exit code of the child is answered,
-and whether the place was reached. Forked children need not import torch again.
+child gets `signal`; `reached`, a file that is created at that call; `stdout` and `stderr`, files; `folder` for
+temporary files. The process prints the exit code of the child. Forked children need not import torch again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def signal_at(place: str, number: int, reached: Path) -> None:
-    """Replace a function by one that signals this process, and then does its work."""
+    """Replace a function by one that sends this process a signal before it does its work."""
     name, _, function = place.partition(":")
     module, process = importlib.import_module(name), os.getpid()
     real = getattr(module, function)
@@ -28,7 +28,7 @@ def signal_at(place: str, number: int, reached: Path) -> None:
     def signalled(*arguments: Any, **named: Any) -> Any:
         if not reached.exists():
             reached.touch()
-            os.kill(process, number)  # handled by the main thread, whichever thread this is
+            os.kill(process, number)  # the main thread handles the signal, whichever thread sends it
         return real(*arguments, **named)
 
     setattr(module, function, signalled)
@@ -50,7 +50,7 @@ def run(job: dict[str, Any]) -> None:
 
 
 def serve_jobs() -> None:
-    """Import what all children need, then run jobs until stdin ends."""
+    """Import the modules that all children need, then run jobs until stdin ends."""
     models = "transformers.models.llama.modeling_llama"
     for name in ("kvexport.export.stages", "kvexport.export.model.hf_model", "kvexport.calibrate.layer_shares", models):
         importlib.import_module(name)

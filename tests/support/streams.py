@@ -1,4 +1,4 @@
-"""Clients that read a stream byte by byte, stop reading, or go away."""
+"""HTTP clients that read a stream byte by byte, stop reading, or close the connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 class RawClient:
-    """A connection of its own that has sent a request and reads no more than it is told to."""
+    """A client that sends one request and reads the answer only when told to."""
 
     def __init__(self, url: str, path: str, body: Any, receive_buffer: int = 0) -> None:
         address = urlsplit(url)
@@ -23,7 +23,7 @@ class RawClient:
         self.socket.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
     def read_until(self, text: bytes) -> bytes:
-        """What came, until `text` was in it or the other end closed."""
+        """Read until the answer contains `text` or the server closes the connection, and return everything read."""
         seen = b""
         while text not in seen and (chunk := self.socket.recv(4096)):
             seen += chunk

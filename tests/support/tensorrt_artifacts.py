@@ -1,4 +1,4 @@
-"""Artifacts with TensorRT engines, built and run on the fakes."""
+"""Artifacts with TensorRT engines, built and run on the fakes of CUDA and TensorRT."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""TensorRT's own Python bindings and NVIDIA's cuda-bindings, without TensorRT, CUDA or a GPU: what they export can be
-read.
+"""The API that TensorRT's Python bindings and NVIDIA's cuda-bindings export, read without TensorRT, CUDA or a GPU.
 
-    python tests/support/tensorrt_bindings.py        # fetches them into build-cache/tensorrt-bindings; nothing is
-    installed elsewhere
+    python tests/support/tensorrt_bindings.py
 
-The bindings ask the loader for TensorRT's libraries, so empty ones of the same names, which export what is looked up,
-stand in their place.
+This command fetches the bindings into build-cache/tensorrt-bindings and installs nothing elsewhere. The bindings need
+TensorRT's libraries at import. Empty libraries of the same names stand in for them: they export the symbols that are
+looked up.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STUBS = {
     ),
     "libnvinfer_plugin.so.11": ("initLibNvInferPlugins",),
 }  # fmt: skip
-# Runs in a process of its own: what it imports has no libraries behind it, and nobody else is to find it.
+# This runs in a separate process, so that no other code imports these bindings without their libraries.
 DUMP = """
 import ctypes, json, sys
 folder = sys.argv[1]
@@ -58,24 +57,26 @@ print(json.dumps(found))
 
 
 def folder() -> Path | None:
-    """Where the bindings are; the variable KVEXPORT_TENSORRT_BINDINGS comes first."""
+    """Return the folder of the bindings, or None. The variable KVEXPORT_TENSORRT_BINDINGS has precedence."""
     place = Path(os.environ.get(VARIABLE) or FETCHED)
     return place if (place / "tensorrt_bindings" / "__init__.py").is_file() else None
 
 
 def api(place: Path) -> dict[str, Any]:
-    """Every public class and function of both packages, with its members' docstrings, in which pybind11 writes the
-    signatures."""
+    """Return every public class and function of both packages, with the docstrings of its members.
+
+    pybind11 writes the signatures into the docstrings.
+    """
     command = [sys.executable, "-c", DUMP, str(place), *STUBS]
     environment = {**os.environ, "PYTHONPATH": str(place)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    classes: dict[str, Any] = json.loads(done.stdout)
+    return classes
 
 
 def fetch() -> None:
-    """The packages into FETCHED, and the stubs beside them."""
+    """Download the packages into FETCHED, and compile the stub libraries beside them."""
     fresh = FETCHED.with_name(FETCHED.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     command = [

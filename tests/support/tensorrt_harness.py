@@ -1,7 +1,6 @@
-"""The TensorRT plugins as TensorRT would call them, in ctypes (plugins/tests/tensorrt_harness.cpp), and as a caller of
-both operators.
+"""The TensorRT plugins called through ctypes as TensorRT calls them (plugins/tests/tensorrt_harness.cpp).
 
-What runs is the plugins' own source with the kernels and CUDA's runtime on the host: tensors are numpy arrays.
+The plugins' own source runs, with the kernels and CUDA's runtime on the host. Tensors are numpy arrays.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.conformance.cuda_library import STATE, HostMemory
 
 Arrays = dict[str, np.ndarray]
 FLOAT, HALF, INT32, BF16, INT64 = 0, 1, 3, 7, 8  # nvinfer1::DataType
-TYPES = {"float32": FLOAT, "float16": HALF, "int32": INT32, "uint16": BF16, "int64": INT64}  # numpy has no bfloat16
+TYPES = {"float32": FLOAT, "float16": HALF, "int32": INT32, "uint16": BF16, "int64": INT64}  # uint16: bfloat16's bits
 FIELD_FLOAT32, FIELD_INT32, FIELD_CHAR, FIELD_INT64 = 1, 5, 6, 10  # nvinfer1::PluginFieldType
 LINEAR = 0
 BUILD, RUNTIME = 0, 1
@@ -31,7 +30,7 @@ INPUTS = ("query", "key", "value", "position", "query_length", *(f"past_{name}" 
 
 
 def what_is_missing(target: str = "tensorrt-harness") -> str | None:
-    """Why a target of the plugins cannot be compiled here, None where it can."""
+    """Return why a target of the plugins cannot be compiled on this machine, or None."""
     lacks = make.missing(target)
     return f"not reached: the TensorRT plugins: {lacks}" if lacks else None
 
@@ -46,7 +45,10 @@ class Field(ctypes.Structure):
 
 
 class Tensor(ctypes.Structure):
-    """size: a number below zero is a size that is not known; most: the largest that a profile allows."""
+    """A tensor as the harness describes it.
+
+    In `size`, a number below zero is an unknown size. `most` has the largest size that a profile allows.
+    """
 
     _fields_ = [
         ("type", ctypes.c_int32),
@@ -68,17 +70,20 @@ class Tensor(ctypes.Structure):
 
 
 def parsed(attributes: Mapping[str, Any]) -> dict[str, tuple[int, bytes, int]]:
-    """Fields (type, bytes, length) as TensorRT's parser makes them of a node's attributes: strings end with a zero."""
-    made = {}
+    """Return the fields (type, bytes, length) that TensorRT's parser makes of a node's attributes.
+
+    Strings end with a zero byte.
+    """
+    fields = {}
     for name, value in attributes.items():
         values = value if isinstance(value, list) else [value]
         if isinstance(value, str):
-            made[name] = (FIELD_CHAR, value.encode() + b"\0", len(value) + 1)
+            fields[name] = (FIELD_CHAR, value.encode() + b"\0", len(value) + 1)
         elif isinstance(values[0], float):
-            made[name] = (FIELD_FLOAT32, np.array(values, np.float32).tobytes(), len(values))
+            fields[name] = (FIELD_FLOAT32, np.array(values, np.float32).tobytes(), len(values))
         else:
-            made[name] = (FIELD_INT32, np.array(values, np.int32).tobytes(), len(values))
-    return made
+            fields[name] = (FIELD_INT32, np.array(values, np.int32).tobytes(), len(values))
+    return fields
 
 
 ATTENTION = parsed(
@@ -106,7 +111,7 @@ class Harness:
         return str(self.library.kvt_log().decode())
 
     def create(self, op: str, fields: Mapping[str, tuple[int, bytes, int]], phase: int = BUILD) -> Plugin | None:
-        """None where the creator refuses; `log` says why."""
+        """Create a plugin, or return None if the creator refuses. `log` has the reason."""
         array = (Field * len(fields))(
             *(Field(name.encode(), data, kind, length) for name, (kind, data, length) in fields.items())
         )
@@ -125,7 +130,7 @@ class Plugin:
         return getattr(self.harness.library, f"kvt_{name}")(self.at, *arguments)
 
     def another(self, how: str) -> Plugin:
-        """By "clone", "attach" (to a context) or "again" (out of the fields that an engine keeps)."""
+        """Return a copy, by "clone", "attach" (to a context) or "again" (from the fields that an engine stores)."""
         made = self._call(how)
         assert made, self.harness.log()
         return Plugin(self.harness, made)
@@ -146,7 +151,7 @@ class Plugin:
         return int(self._call("aliased", output))
 
     def asked(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None, *more: Any) -> Any:
-        """What a method answers that takes input and output tensors."""
+        """Return the answer of a method that takes input and output tensors."""
         self._outputs = (Tensor * self.outputs)(*(outputs or [Tensor.of(FLOAT, ())] * self.outputs))
         return self._call(name, (Tensor * len(inputs))(*inputs), len(inputs), self._outputs, self.outputs, *more)
 
@@ -163,8 +168,11 @@ class Plugin:
 
 
 class Caller:
-    """Both operators through a plugin that went the whole way: created, written and read again, attached to a context,
-    run. Calls of the names and types of cuda_library.Caller's. memory: the kernels', one of cuda_library's."""
+    """Both operators, run by plugins that were created, serialized, read again and attached to a context.
+
+    Its methods have the names and types of those of cuda_library.Caller. `memory` is the kernels' memory, one of the
+    classes in cuda_library.
+    """
 
     def __init__(self, harness: Harness, memory: Any = None) -> None:
         self.harness, self.memory = harness, memory or HostMemory()
@@ -175,7 +183,7 @@ class Caller:
         return self._run("VoteAttention", vote_attention_node_attributes(attributes), given, names, "past_", in_place)
 
     def prepared_attention(self, inputs: Arrays, attributes: Any) -> tuple[Callable[[], None], dict[str, Any]]:
-        """A function that enqueues one in-place call, and what it writes, in the kernels' memory."""
+        """Return a function that enqueues one in-place call, and the call's outputs in the kernels' memory."""
         given = {name: inputs[name] for name in INPUTS if name in inputs}
         names = ("output", *(f"present_{name}" for name in STATE))
         return self._prepared("VoteAttention", vote_attention_node_attributes(attributes), given, names, "past_", True)
@@ -204,7 +212,7 @@ class Caller:
         shapes, types = plugin.output_shapes(tensors), plugin.output_types(tensors)
         assert shapes is not None and types is not None, self.harness.log()
         dtypes = {number: np.dtype(name) for name, number in TYPES.items()}
-        # Not in place the outputs hold what no operator would write.
+        # When the operator does not work in place, its outputs are filled with a value that it would not write.
         made = {
             name: self.memory.put(np.full(s, 77, dtypes[t])) for name, s, t in zip(names, shapes, types, strict=True)
         }
@@ -214,7 +222,7 @@ class Caller:
         outputs = [Tensor.of(t, shape, data=data) for t, shape, data in zip(types, shapes, addresses, strict=True)]
         assert all(plugin.supports(i, [*tensors, *outputs]) for i in range(len(tensors) + len(outputs)))
         assert plugin.asked("configure", tensors, outputs) == 0, self.harness.log()
-        workspace = self.memory.bytes(plugin.asked("workspace", tensors, outputs), 0)[1:]  # aligned to nothing
+        workspace = self.memory.bytes(plugin.asked("workspace", tensors, outputs), 0)[1:]  # not aligned
         assert plugin.asked("shape_change", tensors, outputs) == 0, self.harness.log()
         given_, got, scratch = (
             (Tensor * len(tensors))(*tensors),

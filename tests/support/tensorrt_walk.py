@@ -1,4 +1,4 @@
-"""A walk over a graph that says what of it TensorRT's own list of operators does not allow."""
+"""Checks of a graph against TensorRT's documented list of operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvexport.backends.tensorrt.graphs import for_tensorrt, plugin_refusal
 
 DOCUMENTED = json.loads((Path(__file__).parent / "tensorrt_operators.json").read_text())
 OPERATORS = {*DOCUMENTED["supported"], *DOCUMENTED["added"]}
-# Inputs that say a shape, by operator.
+# Inputs that define a shape, by operator.
 SHAPES = {
     "Reshape": [1], "Expand": [1], "ConstantOfShape": [0], "Slice": [1, 2, 3, 4], "Range": [0, 1, 2], "TopK": [1],
     "Tile": [1], "OneHot": [1], "Split": [1], "Squeeze": [1], "Unsqueeze": [1], "Pad": [1], "Resize": [2, 3],
@@ -38,7 +38,7 @@ def attribute(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
 
 
 def problems(model: onnx.ModelProto) -> Iterator[str]:
-    """What TensorRT's list of operators says against the graph."""
+    """Return the places where the graph violates TensorRT's list of operators."""
     by_value = {value.name for value in model.graph.input}  # known only when the engine runs
     constant = {value.name for value in model.graph.initializer}
     for node in model.graph.node:
@@ -71,7 +71,7 @@ def graphs(artifact: Path) -> dict[str, onnx.ModelProto]:
 
 
 def artifact_problems(artifact: Path) -> list[str]:
-    """Of an artifact's graphs, where the operators are plugins and where they are functions."""
+    """Return the problems of an artifact's graphs, with plugins for the operators and with functions for them."""
     refusals = (lambda _: None, plugin_refusal("off"))
     return [
         p

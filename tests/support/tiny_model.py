@@ -1,4 +1,4 @@
-"""The tiny random Llama of `conftest.py`: its alphabet, one token a character, its recipe, and prompts for it."""
+"""The tiny random Llama of `conftest.py`: its alphabet with one token per character, its recipe, and prompts for it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ PROMPTS = [list(range(1, 46)), list(range(5, 12)), [3]]
 
 
 def generated(engine: Any, count: int = 40) -> list[list[int]]:
-    """What an engine of it makes of the prompts: far past the budget of 32 slots, in a ragged batch."""
+    """Return an engine's answers to PROMPTS, a ragged batch that goes far beyond the budget of 32 slots."""
     return [completion.token_ids for completion in engine.generate(PROMPTS, max_new_tokens=count)]
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """2 layers, hidden size 32, 4 query heads over 2 KV heads, vocabulary 64 (one id per character of ALPHABET), no
-    eos."""
+    """Save a random Llama with a tokenizer of single characters.
+
+    It has 2 layers, hidden size 32, 4 query heads over 2 KV heads, a vocabulary of 64 (one id for each character of
+    ALPHABET) and no end-of-sequence token.
+    """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -52,7 +55,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def make_artifact(folder: Path) -> Path:
-    """Of it, for programs that are no tests."""
+    """Build an artifact of the tiny Llama, for programs that are not tests."""
     import kvexport
     from kvexport.recipe.fields import Recipe
 

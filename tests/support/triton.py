@@ -1,5 +1,7 @@
-"""Triton's model configurations read, and its sequence batcher over ONNX Runtime: what the documentation of Triton says
-of implicit state, and nothing of Triton's own code."""
+"""A reader of Triton's model configurations, and its sequence batcher over ONNX Runtime.
+
+The batcher follows the documentation of implicit state in Triton. It uses none of Triton's code.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ TYPES = {"TYPE_FP32": np.float32, "TYPE_FP16": np.float16, "TYPE_INT32": np.int3
 
 
 def parsed(text: str) -> dict[str, list[Any]]:
-    """A protobuf message in text: of every field the list of its values."""
+    """Parse a protobuf message in text format into a list of values for each field."""
     lines = (line for line in text.splitlines() if not line.startswith("#"))
     return _message(lines)
 
@@ -37,8 +39,11 @@ def _message(lines: Iterator[str]) -> dict[str, list[Any]]:
 
 
 class SequenceBatcher:
-    """`oldest`: calls of sequences that have one waiting, of one shape, in one batch; states in and out by their places
-    in two sorted lists, zeros at a sequence's start."""
+    """Triton's sequence batcher with the strategy `oldest`.
+
+    One batch has the waiting calls of several sequences, all of one shape. Input states and output states belong
+    together by their places in two sorted lists. The states of a new sequence are zeros.
+    """
 
     def __init__(self, model: Path) -> None:
         config = parsed((model / "config.pbtxt").read_text())
@@ -60,7 +65,7 @@ class SequenceBatcher:
         self.kept: dict[int, dict[str, Any]] = {}
 
     def call(self, batch: dict[int, list[int]], width: int) -> dict[int, np.ndarray[Any, Any]]:
-        """The logits after the tokens of each sequence, padded to `width`."""
+        """Return the logits after the tokens of each sequence. The tokens are padded to `width`."""
         assert len(batch) <= self.most
         ids = np.array([[*tokens, *[0] * (width - len(tokens))] for tokens in batch.values()], np.int64)
         feeds = {"input_ids": ids, "query_length": np.array([[len(t)] for t in batch.values()], np.int64)}

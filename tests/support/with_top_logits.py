@@ -1,4 +1,4 @@
-"""Artifacts that find fewer top logits of a row than other artifacts do, or none."""
+"""Copies of artifacts that find fewer top logits of a row, or none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from kvexport.export.graph import top_logits
 
 
 def with_top_logits(artifact: Path, out: Path, count: int, *, engines: bool = False) -> Path:
-    """A copy that finds so many; 0: one as it was built before there were any. engines: it has those of TensorRT."""
+    """Copy an artifact, and change the number of top logits that it finds.
+
+    Args:
+        artifact: The original.
+        out: The folder of the copy.
+        count: The number of top logits. With 0 the copy is like an artifact from before top logits existed.
+        engines: Whether the artifact has TensorRT engines.
+    """
     shutil.copytree(artifact, out)
     manifest = load_manifest(out)
     content = manifest.to_json()

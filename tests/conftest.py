@@ -20,8 +20,8 @@ from tests.support.tiny_model import RECIPE, make_checkpoint
 if TYPE_CHECKING:
     from tests.support.fake_cuda import FakeCuda
 
-# Before anything imports torch: these tensors are so small that waking a second thread takes longer than the work, and
-# a worker of pytest-xdist has no second core to itself.
+# This precedes every import of torch. The tensors are so small that waking a second thread takes longer than the work,
+# and each worker of pytest-xdist has only one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

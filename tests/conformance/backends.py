@@ -40,7 +40,7 @@ SYMBOLIC = {
 
 
 def state_names(key: np.ndarray, method: Method | None = None) -> tuple[str, ...]:
-    """Return the names of the state tensors of a cache with such keys, and of the method."""
+    """Return the names of the state tensors of a cache with keys of this type, and of the method."""
     own = tuple(tensor.name for tensor in method.extra_state) if method else ()
     return (*STATE, *(SCALES if key.dtype in (np.int8, np.uint8) else ()), *own)
 
@@ -52,25 +52,25 @@ def _sizes(key: np.ndarray, value: np.ndarray) -> tuple[int, int]:
 
 
 class Backend(Protocol):
-    """One implementation of both operators, over numpy arrays with the names and shapes of the contract.
+    """An implementation of both operators, over numpy arrays with the names and shapes of the contract.
 
-    docs/reference/contract.md, section 3, defines them. A small cache has its scales after the five tensors, a method
-    its own tensors after them.
+    docs/reference/contract.md, section 3, defines them. The scales of a small cache follow the five tensors, and a
+    method's own tensors follow the scales.
     """
 
     name: str
 
     def available(self) -> str | None:
-        """Return why this machine cannot run the backend, None if it can."""
+        """Return why this machine cannot run the backend, or None if it can."""
 
     def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
-        """Return `output` and the five `present_*` of inputs by names; a model without `sink_logits` omits them."""
+        """Return `output` and the five `present_*`, by name. The inputs of a model without sinks lack `sink_logits`."""
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
-        """Return why the backend has no kernel for this merge, None if it has one."""
+        """Return why the backend has no kernel for this merge, or None if it has one."""
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-        """Return the five `present_*` of the five state tensors by their names."""
+        """Return the five `present_*` tensors by name."""
 
 
 class Torch:
@@ -105,7 +105,7 @@ class Torch:
 
 
 class OnnxFunction:
-    """The model-local functions, inlined by ONNX Runtime on the CPU; tracing each meaning takes seconds."""
+    """The ONNX functions of the operators, inlined by ONNX Runtime on the CPU. Tracing one of them takes seconds."""
 
     name = "onnx-function"
 
@@ -125,7 +125,7 @@ class OnnxFunction:
 class NativeCpu:
     """The native operators in ONNX Runtime on the CPU, in models of one node without a function.
 
-    So only the native operators can have run.
+    Without the function, only the native operators can run the node.
     """
 
     name = "native-cpu"
@@ -171,9 +171,9 @@ BACKENDS: list[Backend] = [
 
 
 def chosen() -> list[str]:
-    """Return the backends that ``KVEXPORT_BACKENDS`` names; all known ones if it is not set."""
-    asked = os.environ.get("KVEXPORT_BACKENDS", "")
-    return [name.strip() for name in asked.split(",") if name.strip()] or [backend.name for backend in BACKENDS]
+    """Return the backends that ``KVEXPORT_BACKENDS`` names, or all backends if the variable is not set."""
+    names = os.environ.get("KVEXPORT_BACKENDS", "")
+    return [name.strip() for name in names.split(",") if name.strip()] or [backend.name for backend in BACKENDS]
 
 
 def reached() -> list[Backend]:
@@ -215,7 +215,7 @@ def _vote_attention_session(
     sinks: bool,
     native: Path | None,
 ) -> Any:
-    """Return a session of VoteAttention. types: of the query, and of the cache."""
+    """Return a session of VoteAttention. `types` are the types of the query and of the cache."""
     import torch
 
     from kvexport.ops.onnx_function import vote_attention_function, vote_attention_node_attributes
@@ -286,7 +286,7 @@ def _merge_cache_session(
 ) -> Any:
     from kvexport.ops.onnx_function import merge_cache_node_attributes
 
-    # One function serves every budget: the node says which.
+    # One function serves every budget, because the budget is an attribute of the node.
     any_budget = replace(attributes, budget=0)
     function = None if native else _merge_cache_function(any_budget, heads, sizes, statistics, cache_type)
     types = _state_types(cache_type)
@@ -306,7 +306,7 @@ def _merge_cache_session(
 
 
 def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int, cache_type: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the state; 0 is a batch or capacity that stays open."""
+    """Return the shapes of the state. A 0 stands for a batch or capacity of any size."""
     slots = (0, heads, 0)
     scales = dict.fromkeys(SCALES, slots) if cache_type in SMALL_TYPES.values() else {}
     types = _state_types(cache_type)
@@ -336,7 +336,7 @@ def _state_types(cache_type: str) -> dict[str, np.dtype[Any]]:
 def _session(
     op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]
 ) -> Any:
-    """Return a session of a model of one node: a function, or the native operator of the library at a path."""
+    """Return a session of a model of one node, whose meaning is a function or the native library at a path."""
     import onnx
     import onnxruntime
     from onnx import helper

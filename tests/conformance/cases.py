@@ -1,7 +1,7 @@
-"""Seeded inputs of the two operators: every kind of cache that the contract allows, and the tolerances of comparisons.
+"""Seeded inputs of the two operators, for every kind of cache that the contract allows, and tolerances of comparisons.
 
-Every profile (attributes, heads, sizes, dtype) costs the `onnx-function` backend a trace of some seconds, so there are
-few profiles with several features each. Scenarios (which lanes, how full) cost nothing and run for every profile.
+For each profile (attributes, heads, sizes, dtype) the backend `onnx-function` traces for some seconds, so there are few
+profiles with several features each. Scenarios (which lanes, how full) cost nothing and run for every profile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOG_EMA = Statistic("log_ema", 0.9)
 
 @dataclass(frozen=True)
 class Profile:
-    """One meaning of VoteAttention. heads: (query, KV); sizes: (key, value)."""
+    """One set of attributes, sizes and types of VoteAttention. `heads` is (query, KV), `sizes` is (key, value)."""
 
     name: str
     attributes: VoteAttentionAttributes
@@ -55,7 +55,7 @@ PROFILES = [
         sinks=True,
     ),
     Profile("half-group2", VoteAttentionAttributes(8**-0.5, 1.0, (LOG_EMA,)), (4, 2), (8, 16), "float16"),
-    # Kernels have another way for few tokens where no score is to be kept.
+    # Kernels have a separate path for few tokens without scores.
     Profile(
         "unscored-sinks-sliding-window-group3",
         VoteAttentionAttributes(8**-0.5, 1.0, (Statistic(),), softcap=20.0, sliding_window=7),
@@ -69,9 +69,13 @@ PROFILES = [
 
 @dataclass(frozen=True)
 class Scenario:
-    """A ragged batch. lanes: (used slots, new tokens) of each sequence. seen: tokens before this call, as a multiple of
-    the capacity.
-    peak: the largest magnitude of a logit."""
+    """A ragged batch.
+
+    Attributes:
+        lanes: The used slots and new tokens of each sequence.
+        seen: The tokens before this call, as a multiple of the capacity.
+        peak: The largest magnitude of a logit.
+    """
 
     name: str
     capacity: int
@@ -89,16 +93,20 @@ SCENARIOS = [
     Scenario("chunk-as-long-as-the-cache", 8, 8, ((0, 8), (3, 5), (8, 0))),
     Scenario("far-beyond-the-budget", 12, 4, ((8, 4), (7, 2)), seen=5000.0),
     Scenario("logits-of-200", 12, 4, ((8, 4), (0, 4), (3, 2)), peak=200.0),
-    # Kernels take slots in blocks, of 64 or fewer, and whole ones by another way.
+    # Kernels take slots in blocks of 64 or fewer, and have a separate path for whole blocks.
     Scenario("several-blocks", 200, 11, ((189, 11), (70, 11), (128, 5))),
     Scenario("several-blocks-logits-of-200", 200, 11, ((189, 11), (70, 11), (128, 5)), peak=200.0),
-    # Kernels split the slots of a large cache: of the fourth lane, 16 and 4, which the first new token does not see.
+    # Kernels split the slots of a large cache. The fourth lane has 16 slots in one split and 4 in the next, which the
+    # first new token does not see.
     Scenario("few-tokens-in-splits", 2100, 5, ((2095, 5), (1300, 3), (0, 5), (15, 5), (40, 0))),
 ]
 
 
 def vote_attention_inputs(profile: Profile, scenario: Scenario) -> Arrays:
-    """Inputs of VoteAttention. Slots are in permuted order, votes are fractional, empty slots hold rubbish."""
+    """Return inputs of VoteAttention.
+
+    Positions are random, votes are fractional, empty slots hold arbitrary numbers.
+    """
     rng = np.random.default_rng(zlib.crc32(f"{profile.name}/{scenario.name}".encode()))
     (query_heads, heads), (key_size, value_size) = profile.heads, profile.sizes
     batch, tokens, capacity = len(scenario.lanes), scenario.tokens, scenario.capacity
@@ -138,9 +146,9 @@ def _scores(rng: np.random.Generator, statistic: Statistic, shape: tuple[int, ..
 
 
 def _positions(rng: np.random.Generator, before: int, count: int) -> np.ndarray:
-    """Return distinct positions, half of them among the latest; the rest may be beyond a sliding window.
+    """Return distinct positions, half of them among the latest. The others may be beyond a sliding window.
 
-    Rubbish positions are below `count`.
+    Positions of empty slots are below `count`.
     """
     low = max(before - 3 * count, 0)
     pool = np.arange(low, max(before, count))
@@ -149,7 +157,7 @@ def _positions(rng: np.random.Generator, before: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MergeProfile:
-    """One meaning of MergeCache without the budget; sinks and recent come from the scenario."""
+    """One meaning of MergeCache without its budget, sinks and recent window."""
 
     name: str
     method: str
@@ -173,7 +181,7 @@ class MergeProfile:
 
 
 SINKS, RECENT = 2, 3
-# Powers of two: the float32 product with a number of positions is exact.
+# Powers of two make the float32 product with a position exact.
 PARTLY = Rotary((1.0, 0.25, 0.03125))  # six of eight dimensions
 INTERLEAVED = Rotary((1.0, 0.5, 0.125), interleaved=True)
 BY_PLACE = Rotary((1.0, 0.25, 0.03125), cache_positions=True)
@@ -236,7 +244,7 @@ MERGE_PROFILES = [
     ),
     MergeProfile("kvslimmer-places", "kvslimmer", {"tau": 0.3}, rotary=BY_PLACE),
 ]
-# A method that no profile names is held to the contract with its defaults.
+# Every method without a profile above is tested with its default parameters.
 MERGE_PROFILES += [
     MergeProfile(name, name) for name in all_methods() if name not in {profile.method for profile in MERGE_PROFILES}
 ]
@@ -244,7 +252,13 @@ MERGE_PROFILES += [
 
 @dataclass(frozen=True)
 class MergeScenario:
-    """used: slots of each sequence and KV head. seen: the position of the last token, as a multiple of the capacity."""
+    """A batch of caches to merge.
+
+    Attributes:
+        used: The used slots of each sequence and KV head.
+        seen: The position of the last token, as a multiple of the capacity.
+        peak: The largest magnitude of a logit.
+    """
 
     name: str
     capacity: int
@@ -268,10 +282,10 @@ MERGE_SCENARIOS = [
 def merge_cache_state(
     profile: MergeProfile, scenario: MergeScenario, statistics: tuple[Statistic, ...] | None = None
 ) -> Arrays:
-    """A state for MergeCache whose scores lie well apart, so that rounding cannot change which slots are evicted.
-    statistics: others than the profile's.
+    """Return a state for MergeCache whose scores are far apart, so that rounding cannot change which slots are evicted.
 
-    Keys lie in bundles, so that cosines fall on both sides of every threshold, but not near one.
+    Keys lie in bundles, so that cosines fall on both sides of every threshold, but not near one. `statistics` replace
+    those of the profile.
     """
     rng = np.random.default_rng(zlib.crc32(f"{profile.name}/{scenario.name}".encode()))
     batch, heads, capacity = len(scenario.used), profile.kv_heads, scenario.capacity
@@ -313,8 +327,11 @@ def merge_cache_state(
 
 
 def _own_state(profile: MergeProfile, scenario: MergeScenario, state: Arrays) -> Arrays:
-    """A ring of queries, for a method that keeps one: logits reach the scenario's peak, some have not seen the latest
-    slots, and the first row of every second sequence is still empty."""
+    """Return the reference queries of a method that fits, and nothing for other methods.
+
+    Logits reach the scenario's peak, some queries have not seen the latest slots, and the first row of every second
+    sequence is still empty.
+    """
     if not isinstance(method := profile.build_method(), Fitting):
         return {}
     rng = np.random.default_rng(5)

@@ -1,4 +1,4 @@
-"""Comparisons of a backend's outputs with the oracle's."""
+"""Comparisons of a backend's outputs with those of the oracle."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from kvexport.methods.slots import Statistic
 from kvexport.schema.state import STATE_NAMES as STATE
 
 Arrays = dict[str, np.ndarray]
-# "Nothing seen yet" of a log_ema: backends store a very low finite number, the oracle minus infinity.
+# The log_ema of a slot that no query has seen: backends store a very low finite number, the oracle minus infinity.
 LOG_NOTHING = -1e29
 
 
 def state_of(outputs: Arrays) -> Arrays:
-    """Return the state tensors among an operator's outputs: the five, and a method's own."""
+    """Return the state tensors among an operator's outputs: the five, and those of a method."""
     return {name.removeprefix("present_"): x for name, x in outputs.items() if name.startswith("present_")}
 
 
 def by_position(state: Arrays, b: int, h: int) -> Arrays:
-    """The used slots of one head in order of position; score is [K, slots]. Fails unless the used slots are a
-    prefix."""
+    """Return the used slots of one head in order of position. The score is [K, slots].
+
+    Raises:
+        AssertionError: The used slots are not the first ones.
+    """
     used = int((state["votes"][b, h] > 0).sum())
     assert (state["votes"][b, h, :used] > 0).all(), "used slots are no prefix"
     assert (state["votes"][b, h, used:] == 0).all()
@@ -38,7 +41,7 @@ def assert_finite(outputs: Arrays) -> None:
 
 
 def assert_near(actual: np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
-    """|actual - expected| <= tolerance * max |expected| (1 at least)."""
+    """Assert that |actual - expected| <= tolerance * max(1, max |expected|)."""
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     if expected.size:
         error = np.abs(actual.astype(np.float64) - expected).max()
@@ -47,8 +50,10 @@ def assert_near(actual: np.ndarray, expected: np.ndarray, tolerance: float, what
 
 
 def assert_near_each(actual: np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
-    """|actual - expected| <= tolerance * |expected|, element by element: for positive quantities, which sum without
-    cancelling."""
+    """Assert that |actual - expected| <= tolerance * |expected| for each element.
+
+    The tensors are positive quantities, whose sums have no cancellation.
+    """
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     error = np.abs(actual.astype(np.float64) - expected)
     worst = error - tolerance * np.abs(expected) - 1e-30
@@ -60,8 +65,10 @@ def assert_near_each(actual: np.ndarray, expected: np.ndarray, tolerance: float,
 def assert_scores(
     actual: np.ndarray, expected: np.ndarray, statistics: tuple[Statistic, ...], tolerance: float, what: str
 ) -> None:
-    """[K, slots] each: sums of probabilities within `tolerance` of themselves, logarithms within `tolerance` of their
-    magnitude."""
+    """Assert that two scores [K, slots] are equal within the tolerance.
+
+    It is relative to each sum of probabilities, and to the largest magnitude of the logarithms.
+    """
     for k, statistic in enumerate(statistics):
         if statistic.kind == "probability":
             assert_near_each(actual[k], expected[k], tolerance, f"{what} {k}")
@@ -107,7 +114,7 @@ def permuted(state: Arrays, seed: int) -> Arrays:
 
 
 def _reordered(state: Arrays, order_of: Callable[[np.ndarray], np.ndarray]) -> Arrays:
-    """order_of: of the used slots of a head, by their positions."""
+    """Return the state with the used slots of each head in the order that `order_of` returns for their positions."""
     result = {name: x.copy() for name, x in state.items()}
     for b, h in np.ndindex(*state["votes"].shape[:2]):
         used = int((state["votes"][b, h] > 0).sum())

@@ -1,6 +1,6 @@
-"""Samples the cases of the backend *cuda-ptx*, which takes a hundred times as long as others.
+"""A hook that runs only a sample of the cases of the backend *cuda-ptx*, which takes a hundred times as long as others.
 
-A case's name decides whether it runs; ``KVEXPORT_EVERY_PTX=1`` runs all of them.
+A hash of a case's name decides whether it runs. ``KVEXPORT_EVERY_PTX=1`` runs all of them.
 """
 
 from __future__ import annotations

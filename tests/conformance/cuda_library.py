@@ -1,6 +1,6 @@
-"""The CUDA kernels through their C ABI (plugins/cuda/kvexport_cuda.h), on a GPU and compiled for the host.
+"""Calls of the CUDA kernels through their C ABI (plugins/cuda/kvexport_cuda.h), on a GPU and compiled for the host.
 
-It needs only numpy; on a GPU PyTorch allocates the memory. The libraries are the targets ``cuda`` and ``cuda-host`` of
+They need only numpy; on a GPU PyTorch allocates the memory. The libraries are the targets ``cuda`` and ``cuda-host`` of
 plugins/build.py.
 """
 
@@ -26,22 +26,22 @@ from tests.support.paths import ROOT
 
 Arrays = dict[str, np.ndarray]
 HOST, DEVICE, PTX = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda", "cuda-ptx"))
-OTHER_LIBRARY = "KVEXPORT_CUDA_HOST"  # names one to test instead of HOST
+OTHER_LIBRARY = "KVEXPORT_CUDA_HOST"  # the path of a library to test instead of HOST
 EVERY_PTX = "KVEXPORT_EVERY_PTX"  # all kernels and all cases of the backend cuda-ptx
 COUNTER_BYTES = 1 << 18
-# numpy has no bfloat16: its bits stand as uint16. The last three are types of small caches.
+# numpy has no bfloat16: uint16 holds its bits. The last three are types of small caches.
 TYPES = {"float32": 0, "float16": 1, "uint16": 2, "int8": 3, "int4": 4, "k8v4": 5}
 SMALL_TYPES = {("int8", "int8"): "int8", ("uint8", "uint8"): "int4", ("int8", "uint8"): "k8v4"}
 
 
 def _structures() -> dict[str, Any]:
     """Return the structs of plugins/abi/kvexport.h, from the schema from which that file is generated."""
-    made: dict[str, Any] = {"int": ctypes.c_int, "float": ctypes.c_float}
+    types: dict[str, Any] = {"int": ctypes.c_int, "float": ctypes.c_float}
     for name, fields in structs().items():
-        kinds = [(field, made.get(field.type, ctypes.c_void_p)) for field in fields]
+        kinds = [(field, types.get(field.type, ctypes.c_void_p)) for field in fields]
         members = [(field.name, kind * field.count if field.count else kind) for field, kind in kinds]
-        made[name] = type(name, (ctypes.Structure,), {"_fields_": members})
-    return made
+        types[name] = type(name, (ctypes.Structure,), {"_fields_": members})
+    return types
 
 
 STRUCTURES = _structures()
@@ -80,16 +80,16 @@ class Where(ctypes.Structure):
     ]
 
 
-IN_ORDER, EARLY, EARLY_WEIGHTS = range(3)  # of plugins/cuda/kvexport_cuda.h: when launches begin
+IN_ORDER, EARLY, EARLY_WEIGHTS = range(3)  # when launches begin, as in plugins/cuda/kvexport_cuda.h
 
 
 def cache_type_of(key: np.ndarray, value: np.ndarray) -> str:
-    """Return the type of a cache with such keys and values."""
+    """Return the type of a cache with keys and values of these dtypes."""
     return SMALL_TYPES.get((key.dtype.name, value.dtype.name), key.dtype.name)
 
 
 def names_of(key: np.ndarray) -> tuple[str, ...]:
-    """Return the names of the state tensors of a cache with such keys."""
+    """Return the names of the state tensors of a cache with keys of this dtype."""
     return (*STATE, *SCALE_NAMES) if key.dtype in (np.int8, np.uint8) else STATE
 
 
@@ -111,12 +111,12 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def float32_of(bits: np.ndarray) -> np.ndarray:
-    """Return the numbers of the bits of bfloat16 in float32."""
+    """Return the float32 numbers that these bits of bfloat16 represent."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class HostMemory:
-    """Arrays with which the kernels compiled for the host can be called."""
+    """The memory of kernels that are compiled for the host."""
 
     stream = 0
 
@@ -128,7 +128,7 @@ class HostMemory:
         return copy
 
     def bytes(self, size: int, zeros: int) -> np.ndarray:
-        """Return `size` bytes, the first `zeros` of them zero and the others not, aligned to 256 bytes."""
+        """Return `size` bytes, aligned to 256 bytes. The first `zeros` are 0 and the others are 0xFF."""
         raw = np.full(size + 256, 0xFF, np.uint8)
         start = -raw.ctypes.data % 256
         raw[start : start + zeros] = 0
@@ -142,7 +142,7 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Arrays on a GPU, which PyTorch allocates."""
+    """A GPU's memory, which PyTorch allocates."""
 
     def __init__(self) -> None:
         import torch
@@ -151,7 +151,7 @@ class DeviceMemory:
         self.stream = torch.cuda.current_stream().cuda_stream
 
     def put(self, x: np.ndarray) -> Any:
-        """Return a copy on the device; the bits of bfloat16 become int16, which every PyTorch has."""
+        """Return a copy on the device. The bits of bfloat16 become int16, which every PyTorch has."""
         return self.torch.from_numpy(np.ascontiguousarray(x.view(np.int16) if x.dtype == np.uint16 else x)).cuda()
 
     def bytes(self, size: int, zeros: int) -> Any:
@@ -167,7 +167,7 @@ class DeviceMemory:
 
 
 class Caller:
-    """A library with its kind of memory, and a workspace that grows. begin: when launches begin (KvCuda.begin)."""
+    """A library with its kind of memory, and a workspace that grows. `begin` is KvCuda.begin: when launches begin."""
 
     begin = IN_ORDER
 
@@ -187,7 +187,7 @@ class Caller:
         return lambda: self._check(function(call, where))
 
     def _run(self, operator: str, call: Any) -> None:
-        """Run a call with rubbish in the workspace, so that no result depends on an earlier call."""
+        """Run a call whose workspace is filled with 0xFF, so that no result depends on an earlier call."""
         enqueue = self.prepared(operator, call)
         self.workspace[COUNTER_BYTES:] = 0xFF
         enqueue()
@@ -244,7 +244,7 @@ class Caller:
 def vote_attention_call(
     attributes: Any, dtype: str, query: tuple[int, ...], key: tuple[int, ...], value_size: int
 ) -> Any:
-    """Return a call without its pointers. query [B, Hq, T, D]; key [B, H, C, D]."""
+    """Return a call without its pointers. The query is [B, Hq, T, D], the key [B, H, C, D]."""
     batch, query_heads, tokens, _ = query
     sizes = {"heads": key[1], "capacity": key[2], "key_size": key[3], "value_size": value_size}
     call = VoteAttention(
@@ -279,7 +279,7 @@ def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_si
 
 
 def lacks(method: Any) -> str | None:
-    """Return why there is no kernel for a method, None if there is one."""
+    """Return why a method has no kernel, or None if it has one."""
     policy = method.policy()
     if policy is None:
         return f"the method {method.name} is no merge policy"
@@ -311,7 +311,7 @@ class CudaOnHost:
 
 
 class CudaPtx(CudaOnHost):
-    """nvcc's PTX of the kernels, run on the host in random order with checks of every access (plugins/tests/ptx)."""
+    """nvcc's PTX of the kernels, run on the host in random order, with checks of every access (plugins/tests/ptx)."""
 
     name = "cuda-ptx"
 
@@ -326,20 +326,20 @@ class CudaPtx(CudaOnHost):
 
 
 def weight_bytes(call: Any) -> list[tuple[int, int]]:
-    """Return the addresses and bytes of a Linear's weights, scales, zero points and minima."""
-    found, plain = [], 16 if call.type else 32
+    """Return the addresses and sizes in bytes of the weights, scales, zero points and minima of a Linear."""
+    ranges, plain = [], 16 if call.type else 32
     weights = [(call.products[i].outputs, call.products[i].weight) for i in range(call.count)]
     for outputs, weight in (*weights, (call.products[0].outputs, call.gate)):
         count = outputs * call.inputs
-        found.append((weight.data, count * (weight.bits or plain) // 8))
+        ranges.append((weight.data, count * (weight.bits or plain) // 8))
         if weight.bits:
             groups = count // weight.group
-            found += [
+            ranges += [
                 (weight.scale, groups * (2 if weight.scale_type else 4)),
                 (weight.zero, groups * weight.bits // 8),
             ]
-            found.append((weight.minimum, groups * (2 if weight.minimum_type else 4)))
-    return [(begin, size) for begin, size in found if begin]
+            ranges.append((weight.minimum, groups * (2 if weight.minimum_type else 4)))
+    return [(begin, size) for begin, size in ranges if begin]
 
 
 class PtxCaller(Caller):
@@ -361,12 +361,15 @@ class PtxCaller(Caller):
         self.set_order(2, late=True)
 
     def set_order(self, order: int, *, late: bool, multiprocessors: int = 4) -> None:
-        """Set the order of threads and blocks: 0 forwards, 1 backwards, 2 random; late: copies happen at their wait."""
+        """Set the order of threads and blocks: 0 forwards, 1 backwards, 2 random. A late copy happens at its wait."""
         self.library.kv_host_set(order, late, multiprocessors, 101376)
 
     def instructions(self, program: str, of: int = 0) -> int:
-        """Of a program since the last question: of all threads, 1: of all warps (of each its longest thread), or 2:
-        of the longest thread."""
+        """Return the number of instructions of a program since the last call.
+
+        `of` selects the sum over all threads (0), the sum over all warps of each warp's longest thread (1), or the
+        longest thread (2).
+        """
         return int(self.library.kv_ptx_instructions(program.encode(), of))
 
     def _run(self, operator: str, call: Any) -> None:

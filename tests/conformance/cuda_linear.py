@@ -1,4 +1,4 @@
-"""Linear's kernels through their C ABI: a call of any form from arrays, and weights in any storage."""
+"""Linear's kernels through their C ABI: calls of any form from arrays, and weights in any storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def stored(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Return numbers in the type of a call; bfloat16 as its bits."""
+    """Return numbers in the dtype of a call, bfloat16 as its bits."""
     return bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
 
 
@@ -26,7 +26,7 @@ def exact(x: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Weight:
-    """A weight [outputs, inputs]: its stored tensors, and its values."""
+    """A weight [outputs, inputs], with its stored tensors and its values."""
 
     parts: Arrays
     values: np.ndarray
@@ -51,12 +51,12 @@ class Weight:
         return cls(held, dequantize(packing, outputs, inputs, held).astype(np.float64), packing)
 
     def view(self, held: dict[str, Any], address: Any) -> Any:
-        """As the call has it. held: its parts in the kernels' memory."""
+        """Return the weight's C structure. `held` are its parts in the kernels' memory."""
         if self.packing is None:
             return LinearWeight(data=address(held["weight"]))
         kind = TYPES[self.packing.scale_dtype]
-        made = LinearWeight(data=address(held["weight"]), bits=self.packing.bits, is_signed=self.packing.signed)
-        made.group, made.scale_type, made.scale, made.minimum_type = (
+        view = LinearWeight(data=address(held["weight"]), bits=self.packing.bits, is_signed=self.packing.signed)
+        view.group, view.scale_type, view.scale, view.minimum_type = (
             self.packing.group,
             kind,
             address(held["scale"]),
@@ -64,29 +64,29 @@ class Weight:
         )
         for part in ("zero", "minimum"):
             if part in held:
-                setattr(made, part, address(held[part]))
-        return made
+                setattr(view, part, address(held[part]))
+        return view
 
 
 @dataclass
 class Case:
-    """A call: its form, type, and stored arrays by the form's names."""
+    """A call of Linear: its form, its dtype, and its stored arrays by the form's names."""
 
     form: Form
     dtype: str
     feeds: Arrays
     weights: dict[str, Weight]
-    offset: int = 0  # bytes by which tensors lie beyond an aligned address
+    offset: int = 0  # bytes between an aligned address and a tensor
     _kept: list[Any] = field(default_factory=list)
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Return batch and tokens."""
+        """Return the batch and the tokens."""
         shape = self.feeds["input"].shape
         return shape[0], shape[2] if self.form.input_heads else shape[1]
 
     def call(self, caller: Caller) -> tuple[Any, list[Any]]:
-        """Return the call with its tensors in the library's memory, and the outputs."""
+        """Return the call, with its tensors in the library's memory, and the outputs."""
         form, memory = self.form, caller.memory
 
         def put(x: np.ndarray) -> Any:
@@ -147,8 +147,17 @@ def case(
     *,
     seed: int = 0,
 ) -> Case:
-    """A random one. outputs: of a product, of which those that are rotated have as many as fits their heads. packings:
-    of the weights, the gate's last; none: they are plain."""
+    """Return a call with random tensors.
+
+    Args:
+        form: The form of Linear.
+        dtype: The dtype of the call.
+        rows: Batch and tokens.
+        inputs: The number of inputs.
+        outputs: The number of outputs of a product. A rotated product has as many as fit its heads.
+        packings: The formats of the weights, the gate's last. Without formats the weights are plain.
+        seed: The seed of the numbers.
+    """
     rng, (batch, tokens) = np.random.default_rng(seed), rows
     planes = max(1, outputs // 4)
     sizes = [2 * planes * h if any(form.rotated) and h else outputs + 6 * i for i, h in enumerate(form.output_heads)]

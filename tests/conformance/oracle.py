@@ -1,9 +1,9 @@
 """The two operators in float64 numpy with plain loops.
 
 They are written only from docs/reference/contract.md and the methods' definitions, and share no code with
-`kvexport.ops` or the methods' rules: the oracle only reads attributes of `kvexport`. It stores scores as ln S if the
-contract says so, but takes every sum in the linear domain, in which float64 represents logits beyond +-200.
-`oracle_rules` defines which slots each method evicts and where they merge.
+`kvexport.ops` or the methods' rules: the oracle only reads attributes of `kvexport`. Where the contract stores a score
+S as ln S, the oracle does too, but it takes every sum in the linear domain, where float64 represents logits beyond
++-200. `oracle_rules` defines which slots each method evicts and where they merge.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _updated(
         counted += weight * visible[t]
     if statistic.kind == "probability":
         return np.where(fresh, 0.0, past) * decay**n + seen
-    # The mean over those that count stands for all queries of the call that see the slot.
+    # The mean over the queries that count represents all queries of the call that see the slot.
     standing = sum(decay ** (length - 1 - t) * visible[t] for t in range(length))
     fresh_average = (1.0 - decay) * standing * seen / np.where(counted > 0, counted, 1.0)
     average = np.exp(np.where(fresh, -np.inf, past)) * decay**length + fresh_average
@@ -106,7 +106,7 @@ def _updated(
 
 
 def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-    """Return the five tensors `present_*`, floats in float64: every slot in its row, zeros after them."""
+    """Return the five tensors `present_*`, floats in float64. Each slot is in its row, and later rows are 0."""
     result = {
         name: np.zeros(state[name].shape, state[name].dtype if name == "position" else np.float64)
         for name in STATE_NAMES
@@ -125,7 +125,7 @@ def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
 
 
 def _rows(kept: list[Slot]) -> list[Slot]:
-    """Return the slot of each of the first rows: slots there stay, and the lowest hole takes the last slot."""
+    """Return the slots in the order of their rows. A slot keeps its row, and the last slot moves to the lowest hole."""
     at = {slot.row: slot for slot in kept}
     return [at[row] if row in at else at.pop(max(at)) for row in range(len(kept))]
 
@@ -148,7 +148,7 @@ def _slots(state: Arrays, b: int, h: int) -> list[Slot]:
 
 
 def _queries(state: Arrays, b: int, h: int) -> list[tuple[np.ndarray, int]]:
-    """The reference queries of a head, where the method keeps such, with the number of tokens that each has seen."""
+    """Return the reference queries of a head, if it has any, each with the number of tokens that it has seen."""
     if "query" not in state:
         return []
     return list(zip(state["query"][b, h].astype(np.float64), state["query_seen"][b, h].tolist(), strict=True))
@@ -158,26 +158,28 @@ def _merge_sequence(
     heads: list[list[Slot]], attributes: MergeCacheAttributes, queries: list[list[tuple[np.ndarray, int]]]
 ) -> list[list[Slot]]:
     """Return the remaining slots of every head in order of position."""
-    found = []
+    heads_before = []
     for slots, references in zip(heads, queries, strict=True):
         now = slots[-1].position if slots else -1
         if attributes.sliding_window:
             slots = [slot for slot in slots if slot.position > now - attributes.sliding_window]
         free = [slot for slot in slots if attributes.sinks <= slot.position <= now - attributes.recent]
         count = max(len(slots) - attributes.budget, 0)
-        found.append(Head(slots, free, count, now, attributes.sinks, attributes.method, attributes.rotary, references))
+        heads_before.append(
+            Head(slots, free, count, now, attributes.sinks, attributes.method, attributes.rotary, references)
+        )
     if attributes.method.name == "full":
-        return [head.slots for head in found]
+        return [head.slots for head in heads_before]
     rule = RULES[attributes.method.name]()
-    orders = [rule.leaving(head, found) for head in found]  # before anything merges
+    orders = [rule.leaving(head, heads_before) for head in heads_before]  # before anything merges
     kept = []
-    for head, order in zip(found, orders, strict=True):
+    for head, order in zip(heads_before, orders, strict=True):
         leaving = order[: head.count]
         stays = [slot for slot in head.slots if not any(slot is other for other in leaving)]
         places = [slot.position for slot in head.slots]
         rule.merge(head, leaving, stays)
         kept.append(sorted(stays, key=lambda slot: slot.position))
         if attributes.rotary.cache_positions:
-            for place, slot in enumerate(kept[-1]):  # a merged slot was where its latest member was
+            for place, slot in enumerate(kept[-1]):  # a merged slot was at the place of its latest member
                 slot.key = turned(slot.key, place - places.index(slot.position), attributes.rotary)
     return kept

@@ -17,7 +17,10 @@ ERF = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def integers(stored: Array, kind: str, shape: tuple[int, ...]) -> Array:
-    """The whole numbers of a packed tensor: `stored` are bytes, of 4 bits two in each, the first in the low half."""
+    """Return the whole numbers of a packed tensor, whose bytes are `stored`.
+
+    A byte has two numbers of 4 bits, the first in its low half.
+    """
     if kind.endswith("8"):
         return stored.view(kind).reshape(shape).astype(np.float64)
     flat = stored.reshape(-1)
@@ -26,7 +29,7 @@ def integers(stored: Array, kind: str, shape: tuple[int, ...]) -> Array:
 
 
 def dequantized(numbers: Array, scale: Array, zero: Array | None, minimum: Array | None) -> Array:
-    """(numbers - zero) scale, or numbers scale + minimum, of [experts, outputs, inputs] in groups."""
+    """Return (numbers - zero) scale, or numbers scale + minimum, of [experts, outputs, inputs] in groups."""
     experts, outputs, inputs = numbers.shape
     groups = numbers.reshape(experts, outputs, scale.shape[2], -1)
     if zero is not None:
@@ -38,7 +41,7 @@ def dequantized(numbers: Array, scale: Array, zero: Array | None, minimum: Array
 
 
 def activation(kind: str, x: Array, slope: float) -> Array:
-    """The function of the gate."""
+    """Return the activation function of the gate."""
     if kind == "silu":
         return x / (1 + np.exp(-slope * x))
     if kind == "gelu":
@@ -50,8 +53,11 @@ def activation(kind: str, x: Array, slope: float) -> Array:
 
 
 def rounded(x: Array, block: int) -> Array:
-    """A row as the CPU kernels round it among many rows: each block to multiples of 1/127 of its largest magnitude, or
-    of 1/32512 if that magnitude is above five times the root mean square of the row."""
+    """Round a row as the CPU kernels do if an expert has many rows.
+
+    Each block is rounded to multiples of 1/127 of its largest magnitude, or of 1/32512 if that magnitude is above five
+    times the root mean square of the row.
+    """
     blocks = np.pad(x, (0, -len(x) % block)).reshape(-1, block)
     largest = np.abs(blocks).max(1, keepdims=True)
     step = largest / np.where(largest > 5 * np.sqrt(np.mean(x**2)), 32512, 127)
@@ -62,9 +68,11 @@ def rounded(x: Array, block: int) -> Array:
 def experts(
     attributes: Mapping[str, Any], tensors: Mapping[str, Array], blocks: tuple[int, int] | None = None
 ) -> Array:
-    """The output [tokens, hidden]. Weights are floats [experts, outputs, inputs]; a number that is no expert's counts
-    for nothing. blocks: the inputs of the two products are rounded by blocks of so many, for experts of 48 tokens or
-    more."""
+    """Return the output [tokens, hidden] for float weights [experts, outputs, inputs].
+
+    Indices that belong to no expert contribute nothing. If `blocks` is given, the inputs of the two products are
+    rounded in blocks of these sizes, for experts of 48 tokens or more.
+    """
     down = tensors["down"]
     counts = np.bincount(np.where(tensors["indices"] < 0, len(down), tensors["indices"]).reshape(-1).clip(0, len(down)))
     output = np.zeros_like(tensors["input"], np.float64)

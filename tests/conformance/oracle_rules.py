@@ -1,7 +1,7 @@
 """Every method's rule in float64 over plain lists of slots: which slots are evicted, in which order, how they merge.
 
-The rules are written from the methods' definitions (docs/reference/methods.md and their papers), not from
-`kvexport.methods`, of which only parameters are read.
+The rules are written from the methods' definitions (docs/reference/methods.md and their papers). They read parameters
+of `kvexport.methods` but none of its code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ class Slot:
     votes: float
     score: np.ndarray
     position: int
-    row: int  # of the cache, where it lies
+    row: int  # the slot's row in the cache
 
 
 @dataclass
 class Head:
-    """One head before a merge, slots in order of position. free: neither sinks nor recent; count: how many leave;
-    queries: the reference queries, each with the number of tokens that it has seen."""
+    """One head before a merge, with its slots in order of position.
+
+    Attributes:
+        free: The slots that are neither sinks nor recent.
+        count: How many slots are evicted.
+        now: The position of the latest token.
+        queries: The reference queries, each with the number of tokens that it has seen.
+    """
 
     slots: list[Slot]
     free: list[Slot]
@@ -43,7 +49,7 @@ class Head:
     queries: list[tuple[np.ndarray, int]]
 
     def seen(self, slot: Slot) -> int:
-        """Return how many queries have seen a slot since its latest token, including that token's own."""
+        """Return how many queries have seen a slot since its latest token, including the query of that token."""
         return self.now - slot.position + 1
 
 
@@ -61,7 +67,7 @@ class Rule:
         return RULES[selector]().importance(head, slot)
 
     def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
-        """Return all free slots, the first to be evicted first."""
+        """Return all free slots in the order of their eviction."""
         return sorted(head.free, key=lambda slot: self.selecting(head, slot))
 
     def merge(self, head: Head, leaving: list[Slot], stays: list[Slot]) -> None:
@@ -80,9 +86,9 @@ class SnapKV(Rule):
 
 
 class Joint(Rule):
-    """A method in which all slots with one target merge with it at once.
+    """A method in which all slots with the same target merge with it at once.
 
-    `target` returns a slot's target, `weights` the members' weights.
+    `target` returns a slot's target, and `weights` returns the weights of the members of a merge set.
     """
 
     def target(self, head: Head, slot: Slot, targets: list[Slot]) -> Slot | None:
@@ -99,7 +105,7 @@ class Joint(Rule):
         return sum(slot.votes for slot in members)
 
     def score(self, head: Head, members: list[Slot]) -> np.ndarray:
-        """Return a set's score: the sum of probabilities, or the mean of exp(logit) averages by votes."""
+        """Return a merge set's score: the sum of probabilities, or the mean exp(logit) average, weighted by votes."""
         rows = []
         for k, statistic in enumerate(head.method.statistics):
             if statistic.kind == "probability":
@@ -143,8 +149,11 @@ class Joint(Rule):
 
 
 class KeepKV(Joint):
-    """merge-first: of the `pool` times `count` lowest scores, those with a neighbour of higher score above the
-    threshold come first."""
+    """KeepKV's rule.
+
+    With the order merge-first, the slots of the `pool` times `count` lowest scores are searched first: those that have
+    a neighbour of higher score above the threshold precede the others.
+    """
 
     def importance(self, head: Head, slot: Slot) -> float:
         return self.corrected(head, slot, 0)
@@ -191,7 +200,7 @@ class KeepKV(Joint):
         return math.exp(math.log(sum(weights)) - self.mean_logit(head, members, weights))
 
     def factor(self, head: Head, members: list[Slot], weights: list[float]) -> float | None:
-        """Return the factor of the key; None if fractional votes are stored instead."""
+        """Return the factor of the key, or None if fractional votes are stored instead."""
         if head.method.zip in ("mean", "count"):
             return 1.0
         if head.method.zip == "vote":
@@ -212,7 +221,7 @@ class Ballot(KeepKV):
         return float(slot.score[0]) / head.seen(slot)
 
     def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
-        """least-error: of the `pool` times `count` least attended, those first that another stands for best."""
+        """With the order least-error, sort the `pool` times `count` least attended slots by the merge's error."""
         by_importance = Rule.leaving(self, head, heads)
         if head.method.order == "least-attended":
             return by_importance
@@ -268,7 +277,8 @@ class NeighbourPairs(Joint):
         def attention(place: int) -> float:
             if not head.method.share_pairs:
                 return sum(self.selecting(head, s) for s in self.pairs(head)[place])
-            # Pairs are matched by where their older slot stands among all slots of its head.
+            # Pairs of different heads correspond if their older slots have the same place among all slots of their
+            # heads.
             at = index_of(head.slots, self.pairs(head)[place][0])
             total = 0.0
             for other in heads:
@@ -355,7 +365,10 @@ class D2O(Joint):
 
 class KVMerger(Joint):
     def runs(self, head: Head) -> list[list[Slot]]:
-        """Joined neighbours: the `count` pairs of highest cosine above the threshold, heavy hitters left out."""
+        """Return the runs of joined neighbours.
+
+        The `count` pairs with the highest cosine above the threshold join. Heavy hitters are left out.
+        """
         heavy = int(np.float32(head.method.heavy) * np.float32(len(head.free)))
         by_mass = sorted(head.free, key=lambda s: -self.selecting(head, s))
         light = [not any(s is h for h in by_mass[:heavy]) for s in head.free]
@@ -407,7 +420,7 @@ class GRKV(SnapKV):
         return attention(logits, visible, np.array([s.votes for s in slots]) ** head.method.vote_exponent)
 
     def logits(self, head: Head, slots: list[Slot]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the logits [W, slots], and which of them a query has seen."""
+        """Return the logits [W, slots], and for each whether the query has seen the slot."""
         visible = np.array([[s.position < seen for s in slots] for _, seen in head.queries])
         return np.array([[query @ s.key for s in slots] for query, _ in head.queries]), visible
 
@@ -425,7 +438,7 @@ class GRKV(SnapKV):
 
 
 class AttentionMatching(GRKV):
-    """after: ballot is its rule, whose merge the fit follows."""
+    """Attention Matching's rule. With after: ballot the fit follows the merge of Ballot's rule."""
 
     def importance(self, head: Head, slot: Slot) -> float:
         read = self.read(head, head.slots)[:, index_of(head.slots, slot)]
@@ -477,7 +490,7 @@ def index_of(slots: list[Slot], slot: Slot) -> int:
 
 
 def highest(slots: list[Slot], value: Any) -> Slot | None:
-    """Return the slot of the highest value; of equals the first, which has the lowest position."""
+    """Return the slot of the highest value, the first one (of the lowest position) if several are equal."""
     return max(slots, key=value) if slots else None
 
 

@@ -1,4 +1,4 @@
-"""The oracle's arithmetic on keys and values, in float64 and one at a time."""
+"""The oracle's arithmetic on keys and values, in float64, one vector at a time."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def attention(logits: np.ndarray, visible: np.ndarray, votes: np.ndarray) -> np.
 
 
 def ridge_regression(design: np.ndarray, wanted: np.ndarray, ridge: float) -> np.ndarray:
-    """The x of least ``|design x - wanted|^2 + ridge |x|^2``, by the normal equations."""
+    """Return the x with the least ``|design x - wanted|^2 + ridge |x|^2``, from the normal equations."""
     size = design.shape[1]
     return np.linalg.solve(design.T @ design + ridge * np.eye(size), design.T @ wanted)

@@ -1,6 +1,6 @@
 """Kernels whose PTX lacks a barrier, a fence or a wait, and calls that run them.
 
-The runner of plugins/tests/ptx must find each of these faults.
+The runner of plugins/tests/ptx must report each of these faults.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ KINDS = {
     "earlier": r"griddepcontrol\.wait;",
 }
 BOTH = (Statistic("probability", 0.98), Statistic("log_ema", 0.95))
-MULTIPROCESSORS = 3  # so few that a split of `decode` has more blocks of slots than there are stages for
+MULTIPROCESSORS = 3  # so few that a split of `decode` has more blocks of slots than stages
 
 
 def places(body: str, kind: str) -> list[tuple[int, int]]:
-    """Return the positions of the instructions of a kind in a kernel's PTX."""
-    return [found.span() for found in re.finditer(KINDS[kind], body)]
+    """Return the positions of all instructions of a kind in a kernel's PTX."""
+    return [match.span() for match in re.finditer(KINDS[kind], body)]
 
 
 def without(kind: str, which: int | None = None, instead: str = "") -> Callable[[str], str]:
     """Return a function that replaces one instruction of a kind, or all of them, in PTX."""
 
     def alter(body: str) -> str:
-        found = places(body, kind)
-        assert found, f"there is no {kind}"
-        for begin, end in reversed(found if which is None else found[which : which + 1]):
+        spans = places(body, kind)
+        assert spans, f"there is no {kind}"
+        for begin, end in reversed(spans if which is None else spans[which : which + 1]):
             body = body[:begin] + instead + body[end:]
         return body
 
@@ -54,7 +54,7 @@ def without(kind: str, which: int | None = None, instead: str = "") -> Callable[
 
 
 def writes_early(body: str) -> str:
-    """Return PTX that stores to its first address argument before it waits for earlier launches."""
+    """Return PTX that stores to the kernel's first address argument before it waits for earlier launches."""
     address = re.search(r"ld\.param\.u64\s+%\w+,\s*(\[[^\]]+\]);", body)
     assert address, "there is no address"
     store = f"{{ .reg .b64 %first; ld.param.u64 %first, {address[1]}; st.global.u32 [%first], 0; }}\n"
@@ -62,7 +62,7 @@ def writes_early(body: str) -> str:
 
 
 def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1, dtype: str = "float16") -> Arrays:
-    """Run tokens against caches of several splits. cache_type: the type of a small cache."""
+    """Run tokens against caches of several splits. `cache_type` is the type of a small cache, or empty."""
     rng, heads, capacity, size = np.random.default_rng(3), 2, 400, 64
     shape = (2, heads, capacity)
     x = {"query": rng.normal(size=(2, group * heads, tokens, size)).astype(dtype)}
@@ -78,7 +78,7 @@ def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1,
 
 
 def merge(caller: PtxCaller, method: str, *, slots: int = 200, in_order: bool = True, dtype: str = "float16") -> Arrays:
-    """Merge two heads, of which 40 slots have to be evicted."""
+    """Merge two heads that have to evict 40 slots each."""
     made, rng, shape, size = all_methods()[method](), np.random.default_rng(4), (1, 2, slots), 32
     x = {name: rng.normal(size=(*shape, size)).astype(dtype) for name in ("key", "value")}
     x["votes"] = np.ones(shape, np.float32)
@@ -89,18 +89,18 @@ def merge(caller: PtxCaller, method: str, *, slots: int = 200, in_order: bool = 
 
 
 def linear(caller: PtxCaller) -> Arrays:
-    """Run rows after a norm times int4 weights of three chunks.
+    """Multiply rows, after a norm, by int4 weights of three chunks.
 
-    The weights are once such that earlier launches may write them, and once constant.
+    The weights are first treated as tensors that earlier launches may write, and then as constants.
     """
-    packing, held, made = PackedFormat(4, True, 32), caller.begin, {}
+    packing, held, results = PackedFormat(4, True, 32), caller.begin, {}
     one = case(Form(norm=1, packed=(1,), group=(32,)), "float16", (1, 3), 768, 64, (packing,))
     try:
         for name, caller.begin in (("changing", EARLY), ("staying", EARLY_WEIGHTS)):
-            (made[name],) = one.run(caller)
+            (results[name],) = one.run(caller)
     finally:
         caller.begin = held
-    return made
+    return results
 
 
 CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
@@ -120,12 +120,12 @@ CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
 
 
 def found(program: str, alter: Callable[[str], str], path: Path, right: Arrays | None = None) -> str:
-    """Return the report that finds a mutant of one program's PTX; "" if there is none."""
+    """Return the report of the fault in a mutant of one program's PTX, or "" if no fault is found."""
     return faults(library.mutant(make.build("cuda-ptx"), program, alter, path), program, right)
 
 
 def faults(path: Path, call: str, right: Arrays | None = None) -> str:
-    """Return the report, or "other results", that finds a library of mutants in one of CALLS; "" if nothing does."""
+    """Run one of CALLS with a library of mutants, and return the report of its fault, "other results", or ""."""
     caller = PtxCaller(path)
     for order, late in ((2, True), (0, False), (1, True)):
         caller.set_order(order, late=late, multiprocessors=MULTIPROCESSORS)

@@ -1,4 +1,4 @@
-"""A small cache in float64 numpy: storing rows and reading them.
+"""A small cache in float64 numpy: how rows are stored and read.
 
 It is written only from docs/reference/contract.md ("A small cache").
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-# Of every type of cache: bits of a key's numbers, and of a value's.
+# The bits of a key's numbers and of a value's numbers, for every type of cache.
 BITS = {"int8": (8, 8), "int4": (4, 4), "k8v4": (8, 4)}
 FOUR_BITS = np.array([0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -39, -25, -12])
 
@@ -30,13 +30,17 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def stored(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [..., D] as int8 numbers, or codes of four bits, two in a byte [..., D / 2], and float32 scales [...]."""
+    """Store rows [..., D].
+
+    Returns:
+        int8 numbers [..., D], or codes of four bits, two in a byte [..., D / 2]; and float32 scales [...].
+    """
     turned = rows.astype(np.float64) @ hadamard(rows.shape[-1])
     scale = bfloat16(np.abs(turned).max(-1) / 127)
     numbers = np.clip(np.rint(turned / np.where(scale > 0, scale, 1.0)[..., None]), -127, 127).astype(np.int8)
     if bits == 8:
         return numbers, scale
-    # Of two that are as near the one nearer to 0, which comes first.
+    # If two numbers are equally near, the one nearer to 0 is chosen: it comes first in this order.
     order = np.argsort(np.abs(FOUR_BITS), kind="stable")
     nearest = np.abs(numbers[..., None] - FOUR_BITS[order].astype(np.float64)).argmin(-1)
     codes = order[nearest].astype(np.uint8)
@@ -57,7 +61,7 @@ def plain(held: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def half_steps(held: np.ndarray) -> np.ndarray:
-    """Of every number [..., D] how far from it a number may lie that is stored as it, as a multiple of the scale."""
+    """Return the largest rounding error of each stored number [..., D], as a multiple of the scale."""
     if held.dtype == np.int8:
         return np.full(held.shape, 0.51)
     ascending = np.sort(FOUR_BITS)
@@ -67,7 +71,7 @@ def half_steps(held: np.ndarray) -> np.ndarray:
 
 
 def unmistakable(rng: np.random.Generator, rows: np.ndarray, bits: int) -> np.ndarray:
-    """Rows near `rows` that lie so far from where a rounding changes that float32 stores them as float64 does."""
+    """Return rows near `rows`, far from every rounding boundary, so that float32 stores them as float64 does."""
     held, scale = stored(rows, bits)
     numbers, far = numbers_of(held), 0.3 if bits == 8 else 3.0
     off = rng.uniform(-far, far, numbers.shape) * (np.abs(numbers) < 126)
@@ -75,7 +79,7 @@ def unmistakable(rng: np.random.Generator, rows: np.ndarray, bits: int) -> np.nd
 
 
 def small(state: Arrays, cache_type: str, prefix: str = "") -> Arrays:
-    """Return a state whose keys and values have this type of cache, with their scales."""
+    """Return the state with its keys and values stored in this type of cache, with their scales."""
     result = dict(state)
     for name, bits in zip(("key", "value"), BITS[cache_type], strict=True):
         result[f"{prefix}{name}"], result[f"{prefix}{name}_scale"] = stored(state[f"{prefix}{name}"], bits)
@@ -83,7 +87,7 @@ def small(state: Arrays, cache_type: str, prefix: str = "") -> Arrays:
 
 
 def wide(state: Arrays, prefix: str = "") -> Arrays:
-    """Return the values of a small state in float64, without scales."""
+    """Return the float64 values of a small state, without scales."""
     result = {name: x for name, x in state.items() if not name.endswith("_scale")}
     for name in ("key", "value"):
         result[prefix + name] = plain(state[prefix + name], state[f"{prefix}{name}_scale"])

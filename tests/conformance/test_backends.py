@@ -1,4 +1,4 @@
-"""Names the implementations that the conformance suite runs."""
+"""Tests of the list of implementations that the conformance suite runs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_the_reference_backends_are_always_reached() -> None:
     assert {b.name for b in reached()} >= always & set(chosen())
 
 
-# What no native kernel has, and why; its graphs run from their functions. A method that is added stands here, or has a
-# kernel.
+# The methods without a native kernel, and why. Their graphs run as ONNX functions. A new method needs a kernel or an
+# entry here.
 WITHOUT_NATIVE_KERNEL = {
     "kvmerger": "the method kvmerger has no native kernel: it has no merge policy",
     "cam": "the method cam has no native kernel: it has no merge policy",

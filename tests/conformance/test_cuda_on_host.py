@@ -1,7 +1,7 @@
 """The CUDA kernels' source, run on the host: every phase over all threads, every block (plugins/cuda/core/block.h).
 
 These tests go beyond the conformance suite: caches of many blocks and splits, all head and group sizes, all types, and
-properties of the execution that the host can show. Nothing here ran on a GPU.
+properties of the execution that the host can show. None of them uses a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.conformance.cuda_library import (
 from tests.conformance.oracle import merge_cache, vote_attention
 
 Arrays = dict[str, np.ndarray]
-ORDERS = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]  # of threads and blocks; whether copies are late
+ORDERS = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]  # the order of threads and blocks; whether copies are late
 BOTH = (Statistic("probability", 0.98), Statistic("log_ema", 0.95))
 WINDOWED = (Statistic("probability", 0.98, 5, 1.2), Statistic("log_ema", 0.95, 4, 1.2))
 
@@ -73,8 +73,10 @@ def inputs_of(
     dtype: str = "float32",
     peak: float = 0.0,
 ) -> Arrays:
-    """A ragged batch whose slots lie in order of position, as appends and merges leave them; rubbish in empty ones.
-    peak: the largest magnitude of a query times a key, if it matters."""
+    """Return a ragged batch whose slots are in order of position, as appends and merges leave them.
+
+    Empty slots hold arbitrary numbers. `peak` is the largest magnitude of a query times a key, or 0 for any.
+    """
     rng = np.random.default_rng(7)
     batch, (query_heads, kv_heads), (key_size, value_size) = len(used), heads, sizes
     slots = (batch, kv_heads, capacity)
@@ -129,8 +131,9 @@ def test_decode_over_many_splits_for_every_group(caller: Caller, group: int) -> 
     hold_to_oracle(caller, inputs, VoteAttentionAttributes(0.3, 1.0, BOTH))
 
 
-# Of 420 slots, in splits of one or two blocks: full but for one and without room, empty with a token and without, one
-# block, one block and the token in a split of its own, several blocks and one slot less.
+# The used slots of caches of 420 slots, in splits of one or two blocks. In order: all but one, empty with a token,
+# empty without, all, one slot less than a block, a block with the token in a split of its own, one slot less than
+# several blocks, several blocks, and one slot less again.
 EDGES = [419, 0, 0, 420, 31, 32, 127, 128, 95]
 
 
@@ -189,8 +192,11 @@ def test_window_softcap_and_sinks(caller: Caller, tokens: int, statistics: tuple
 @pytest.mark.parametrize("tokens", [1, 45])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller, tokens: int, dtype: str) -> None:
-    """A thread that reads what another writes in the same phase, a block that reads another's unfinished work, or a
-    stage that is read before its copies arrive or overwritten while it is in use, would show."""
+    """No bit of the output depends on the order in which threads, blocks and late copies run.
+
+    It would depend on it if a thread read a value that another writes in the same phase, if a block read the unfinished
+    work of another, or if a stage was read before its copies arrive or overwritten while it is in use.
+    """
     inputs = inputs_of((8, 2), (64, 32), 600, tokens, [555, 130, 300], 2, dtype)
     attributes = VoteAttentionAttributes(0.1, 1.0, BOTH, sliding_window=400)
     results = []
@@ -271,7 +277,9 @@ def merge_case(
     dtype: str = "float32",
     sizes: tuple[int, int] = (32, 32),
 ) -> tuple[Arrays, Any]:
-    """Caches of hundreds of slots, of which a tenth has to leave. sizes: of a key and of a value."""
+    """Return caches of hundreds of slots, a tenth of which has to be evicted. `sizes` are those of a key and of a
+    value.
+    """
     rng = np.random.default_rng(3)
     name, _, by_place = method.partition(" by ")
     made = all_methods()[name](**parameters)
@@ -285,7 +293,7 @@ def merge_case(
     x = {name: bfloat16(a) if dtype == "bfloat16" else a.astype(dtype) for name, a in x.items()}
     x["votes"] = np.where(rng.random(slots) < 0.7, 1.0, rng.integers(2, 5, slots)).astype(np.float32)
     x["votes"] *= np.arange(capacity) < np.array([420, 397, 200])[:, None, None]
-    # Scores far apart, so that no rounding decides; averages of logits near 1.
+    # Scores are so far apart that no rounding decides. The averages correspond to logits near 1.
     ranks = rng.permuted(np.broadcast_to(np.arange(capacity) / capacity, (batch, heads, statistics, capacity)), axis=-1)
     x["score"] = (ranks * 4.0 + 0.001).astype(np.float32)
     positions = np.sort(rng.choice(np.arange(4, 3000), size=capacity - 4, replace=False))
@@ -340,7 +348,11 @@ def test_no_bit_of_a_merge_depends_on_the_order_of_threads_and_blocks(
 
 @pytest.mark.parametrize("method", ["keepkv", "ballot", "zeromerge"])
 def test_no_bit_of_a_merge_depends_on_how_its_work_is_shared_out(caller: Caller, method: str) -> None:
-    """More blocks of a head than there are rows, and one for all; with slack far beyond what leaves, and without."""
+    """The division of a merge's work among blocks changes no bit of the result.
+
+    The cases are more blocks per head than rows and one block for all heads, with much more slack than the merge evicts
+    and without slack.
+    """
     state, attributes = merge_case(method, {}, dtype="float16")
     for used in (420, 388):
         state["votes"] *= np.arange(420) < used
@@ -374,7 +386,7 @@ def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(
 @pytest.mark.parametrize("method", ["h2o", "ballot"])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_budget_of_16384_slots(caller: Caller, method: str, backwards: bool) -> None:
-    """What stays and what the votes add up to: the oracle's loops would take minutes."""
+    """A merge to 16384 slots keeps the right positions, or the right sum of votes: the oracle would take minutes."""
     made, capacity, budget = all_methods()[method](), 16384 + 40, 16384
     rng, shape = np.random.default_rng(5), (1, 1, capacity)
     state = {name: rng.normal(size=(*shape, 8)).astype(np.float32) for name in ("key", "value")}
@@ -448,7 +460,7 @@ def test_a_workspace_that_is_too_small_is_refused(caller: Caller) -> None:
 def test_what_shared_memory_does_not_hold_is_known_before_anything_runs(
     caller: Caller, method: str, first: int, limit: int
 ) -> None:
-    """A search for targets takes more than a choice among few slots."""
+    """The library says beforehand whether a merge fits shared memory: a search for targets needs more."""
     made, ask = all_methods()[method](), caller.library.kv_cuda_merge_cache_problem
     ask.restype = ctypes.c_char_p
     set_host(caller.library, shared_limit=limit)
@@ -472,8 +484,10 @@ def test_what_shared_memory_does_not_hold_is_known_before_anything_runs(
 
 
 def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
-    """A sample of the above, and of `test_garbage.py`, under the address and undefined-behaviour sanitizers; shared
-    memory ends where the launch says."""
+    """A sample of these tests and of `test_garbage.py` passes under the address and undefined-behaviour sanitizers.
+
+    Shared memory ends at the size of the launch.
+    """
     try:
         library = make.build("cuda-sanitized")
     except make.Missing as error:

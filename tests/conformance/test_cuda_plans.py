@@ -1,6 +1,6 @@
-"""The division of the CUDA kernels' work on GPUs that this machine lacks, for the shapes of the shipped recipes.
+"""Tests of how the CUDA kernels divide their work on GPUs that this machine lacks, for the shipped recipes' shapes.
 
-The library for the host answers: it checks every launch and runs none.
+They ask the library for the host, which checks every launch and runs none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.conformance.cuda_library import Caller, merge_cache_call, vote_attent
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 from tests.conformance.test_cuda_on_host import set_host
 
-# Layers, query heads, KV heads, and elements of a head of the checkpoints.
+# Layers, query heads, KV heads, and elements per head of the checkpoints.
 SHAPES = {
     "llama2-7b-keepkv": (32, 32, 32, 128),
     "llama31-8b-keepkv": (32, 32, 8, 128),
@@ -31,13 +31,13 @@ SHAPES = {
     "smollm2-135m-keepkv": (30, 9, 3, 64),
     "smollm2-135m-chat": (30, 9, 3, 64),
 }
-# Multiprocessors, and bytes of shared memory of a block.
+# Multiprocessors, and bytes of shared memory per block.
 DEVICES = {"H100 or H200": (132, 232448), "Orin": (16, 166912)}
-SLOTS = 32  # of a block of slots, of which a split is made
+SLOTS = 32  # slots per block of slots; a split consists of such blocks
 
 
 def blocks_of(library: ctypes.CDLL, device: str, operator: str, call: Any) -> dict[str, int]:
-    """The blocks of a call's launches on a device, by program."""
+    """Return the number of blocks in a call's launches on a device, by program."""
     multiprocessors, shared = DEVICES[device]
     set_host(library, multiprocessors=multiprocessors, shared_limit=shared)
     ask = getattr(library, f"kv_cuda_{operator}_problem")
@@ -45,13 +45,13 @@ def blocks_of(library: ctypes.CDLL, device: str, operator: str, call: Any) -> di
     assert ask(ctypes.byref(call)) is None
     lines = library.kv_host_checked().decode().splitlines()
     set_host(library)
-    # A program's name follows its own length, as compilers write it.
+    # Compilers write a name's length before the name.
     named = [re.fullmatch(r"N2kv4cuda(\d+)(\w+) (\d+)", line) for line in lines]
     return {found[2][: int(found[1])]: int(found[3]) for found in named if found}
 
 
 def layers_of(name: str) -> tuple[Any, int, list[LayerCache]]:
-    """A recipe, the query heads of its checkpoint, and layers of every budget: the largest, one between, the least."""
+    """Return a recipe, its checkpoint's query heads, and the layers of the largest, a middle and the least budget."""
     recipe = load_recipe(name, []).recipe
     layers, query_heads, kv_heads, size = SHAPES[name]
     plan = plan_cache(recipe, [LayerGeometry(query_heads, kv_heads, size, size)] * layers)
@@ -62,8 +62,11 @@ def layers_of(name: str) -> tuple[Any, int, list[LayerCache]]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_decode_step_keeps_the_multiprocessors_busy(caller: Caller, name: str, device: str) -> None:
-    """At batch 1, 8 and 32, for a cache within its budget and one about to merge: nine tenths of the multiprocessors
-    have slots, and the fullest has less than twice the mean, to a block of slots, wherever there is one for each."""
+    """A decode step uses nearly all multiprocessors at batch 1, 8 and 32, before a merge and after it.
+
+    If there is a block of slots for each multiprocessor, nine tenths of them have slots, and the fullest has less than
+    twice the mean plus a block of slots.
+    """
     recipe, query_heads, layers = layers_of(name)
     method, many = recipe.cache.build_method(), DEVICES[device][0]
     attributes = VoteAttentionAttributes(0.1, 1.0, method.statistics)
@@ -79,7 +82,7 @@ def test_a_decode_step_keeps_the_multiprocessors_busy(caller: Caller, name: str,
             for slots in (layer.budget + 1, layer.budget + recipe.cache.merge_every):
                 share = [caller.library.kv_host_share(i, splits, slots, SLOTS) for i in range(splits)]
                 assert sum(share) == slots and sum(x % SLOTS != 0 for x in share) <= 1, "no whole blocks of slots"
-                # Blocks go to the multiprocessors in turn.
+                # The device assigns blocks to the multiprocessors in turn.
                 load = np.bincount(np.arange(count) % many, np.tile(share, heads), many)
                 if heads * -(-slots // SLOTS) >= many:
                     assert (load > 0).mean() >= 0.9 and load.max() < 2 * load.mean() + SLOTS, (
@@ -92,7 +95,10 @@ def test_a_decode_step_keeps_the_multiprocessors_busy(caller: Caller, name: str,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_of_a_merge_fill_the_device_and_no_more(caller: Caller, name: str, device: str) -> None:
-    """However large the slack: places for what leaves after some decoded tokens, not for what a chunk could evict."""
+    """The blocks of a merge's launches fill the device but do not grow with the slack.
+
+    A merge has places for the slots that some decoded tokens evict, not for those that a chunk could evict.
+    """
     recipe, _, layers = layers_of(name)
     method, many = recipe.cache.build_method(), DEVICES[device][0]
     for layer in layers:

@@ -1,5 +1,8 @@
-"""The CUDA kernels over a small cache, on the host, beside the conformance suite's cases: caches of many blocks and
-splits, all head and group sizes, every type of a query, and the execution itself (test_cuda_on_host.py)."""
+"""The CUDA kernels over a small cache, run on the host, beyond the cases of the conformance suite.
+
+The caches have many blocks and splits, all head and group sizes, and every type of a query. Some tests check the
+execution itself, as in test_cuda_on_host.py.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ every_type = pytest.mark.parametrize("cache_type", BITS)
 
 
 def small_inputs(cache_type: str, *shape: Any, dtype: str = "float32", peak: float = 0.0) -> Arrays:
-    """`inputs_of` over a small cache; NaN and rubbish in empty slots."""
+    """Return `inputs_of` over a small cache, with NaN and arbitrary numbers in empty slots."""
     x = inputs_of(*shape, peak=peak)
     rng = np.random.default_rng(4)
     x |= {name: unmistakable(rng, x[name], bits) for name, bits in zip(("key", "value"), BITS[cache_type], strict=True)}
@@ -50,7 +53,11 @@ def hold_to_oracle(
     tolerance: float = 4e-5,
     single: float = 4e-5,
 ) -> None:
-    """Rows as the oracle stores them, of float32 and float16; output and scores of the rows that are stored."""
+    """Assert that attention over a small cache equals the oracle's.
+
+    New rows are stored as the oracle stores them, for float32 and float16 queries. The output and the scores are those
+    of the stored rows.
+    """
     actual = caller.vote_attention(inputs, attributes)
     exact = {name: float32_of(x) if x.dtype == np.uint16 else x for name, x in inputs.items()}
     clean = exact | {f"past_{n}_scale": np.nan_to_num(exact[f"past_{n}_scale"]) for n in ("key", "value")}
@@ -120,7 +127,7 @@ def test_window_softcap_and_sinks(caller: Caller, cache_type: str, tokens: int, 
 
 @every_type
 def test_logits_of_200_and_scales_far_apart(caller: Caller, cache_type: str) -> None:  # noqa: F811
-    """Values whose scales grow and fall by 2^60 from slot to slot, and queries of every size."""
+    """Attention is right for logits of 200, for values whose scales vary by 2^60, and for queries of any size."""
     set_host(caller.library)
     inputs = small_inputs(cache_type, (4, 2), (64, 64), 150, 1, [140, 40], 2, peak=200.0)
     single = 4 * single_precision(200.0)
@@ -145,7 +152,7 @@ def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(
     for order, late in ORDERS:
         set_host(caller.library, order, late)
         results.append(caller.vote_attention(inputs, attributes))
-    for limit in (30000, 232448):  # of shared memory, in which other numbers of stages fit
+    for limit in (30000, 232448):  # the limit of shared memory, which changes the number of stages that fit
         set_host(caller.library, shared_limit=limit)
         results.append(caller.vote_attention(inputs, attributes))
     set_host(caller.library)

@@ -50,7 +50,7 @@ def empty(profile: MergeProfile, capacity: int) -> Arrays:
 def new_tokens(
     profile: MergeProfile, rng: np.random.Generator, seen: int, tokens: int, peak: float, state: Arrays
 ) -> Arrays:
-    """Keys around few centres, and queries whose logits reach `peak`."""
+    """Return new tokens with keys around few centres, and queries whose logits reach `peak`."""
     key_size, value_size = profile.sizes
     centre = np.random.default_rng(0).normal(size=(4, key_size))
     key = centre[rng.integers(0, 4, (BATCH, profile.kv_heads, tokens))] + 0.3 * rng.normal(
@@ -66,7 +66,7 @@ def new_tokens(
 
 
 def assert_same_slots(actual: Arrays, expected: Arrays) -> None:
-    """Both caches hold the same slots, bit by bit, whatever their rows."""
+    """Assert that both caches have the same slots, bit by bit, in any rows."""
     for b, h in np.ndindex(*expected["votes"].shape[:2]):
         a, e = by_position(actual, b, h), by_position(expected, b, h)
         for name in STATE:
@@ -75,8 +75,11 @@ def assert_same_slots(actual: Arrays, expected: Arrays) -> None:
 
 @every_kernel
 def test_twenty_times_the_budget_stays_finite_and_bounded(backend: Backend, profile: MergeProfile) -> None:
-    """Attention is PyTorch's throughout; merges are the backend's. Logits reach 200 in every other call. A cache whose
-    slots lie as merges leave them merges into what it would if they lay in order of position."""
+    """A cache that merges over twenty times its budget stays finite, with bounded norms and votes.
+
+    PyTorch computes the attention, the backend the merges. Logits reach 200 in every other call. The order of the slots
+    does not change a merge.
+    """
     budget, chunk, rng = 12, 8, np.random.default_rng(11)
     attention, attributes = attention_of(profile), profile.attributes(budget)
     capacity = 20 * budget if not attributes.method.compresses else budget + chunk
@@ -102,8 +105,10 @@ def test_twenty_times_the_budget_stays_finite_and_bounded(backend: Backend, prof
 
 @every_profile
 def test_within_the_budget_attention_is_the_uncompressed_models(profile: MergeProfile) -> None:
-    """Softmax attention over all tokens, by its definition, in chunks and single tokens; the merge after each must
-    change nothing."""
+    """Within the budget attention is the softmax attention over all tokens, in chunks and single tokens.
+
+    The merge after each call changes nothing.
+    """
     if profile.sliding_window:
         profile = replace(profile, sliding_window=0)
     length, rng = 20, np.random.default_rng(12)
@@ -136,7 +141,10 @@ def test_within_the_budget_attention_is_the_uncompressed_models(profile: MergePr
 def test_a_constant_score_is_returned_unchanged_whatever_counts(
     window: int, recency_weight: float, logit: float
 ) -> None:
-    """Oracle 9 with a window and a recency weight: the average's correction depends on a slot's age alone."""
+    """A log_ema with a window and a recency weight is exact for a constant logit.
+
+    Its correction depends only on the slot's age.
+    """
     from kvexport.methods.slots import Statistic
 
     profile = MergeProfile("constant", "keepkv", {"decay": 0.95})

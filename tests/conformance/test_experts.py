@@ -1,4 +1,4 @@
-"""Experts: ONNX Runtime's CPU kernel, the ONNX function and PyTorch compute what the oracle computes."""
+"""ONNX Runtime's CPU kernel of Experts, its ONNX function and PyTorch compute the same as the oracle."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ FORMS = [
     ExpertsForm("silu", limit=0.5),
     ExpertsForm("silu", slope=1.702, limit=0.7, up_offset=1.0, bias=1),
 ]
-# (type of the integers, the inputs that follow a weight, type of the scales, group of first, group of down)
+# (type of the integers, number of inputs per weight, type of the scales, group of first, group of down)
 PACKINGS = [
     ("int4", 1, "float16", 32, 32),
     ("uint4", 2, "float16", 32, 16),
     ("int8", 1, "float32", 16, 48),
     ("uint8", 3, "float16", 64, 24),
-    ("uint4", 3, "float32", 192, 96),  # a row is a group
-    ("int4", 2, "float16", 6, 2),  # no panels: read at rest
+    ("uint4", 3, "float32", 192, 96),  # one group per row
+    ("int4", 2, "float16", 6, 2),  # no panels: the weights are read as they are stored
     ("uint4", 4, "float16", 32, 48),  # with a table
-    ("uint4", 5, "uint8", 32, 16),  # and exponents
+    ("uint4", 5, "uint8", 32, 16),  # with a table and exponents
     ("uint4", 5, "uint8", 6, 2),
 ]
 # (tokens, experts, chosen): a step, a few lanes, a prompt whose experts get rows of tiles and of blocks, one expert
@@ -49,7 +49,10 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def draw(form: ExpertsForm, tokens: int, count: int, chosen: int, *, hidden: int = 192, inner: int = 96) -> Arrays:
-    """Random tensors of a call, in float64. The last of several experts is rarely chosen, and one number is none's."""
+    """Return random tensors of a call, in float64.
+
+    The last of several experts is rarely chosen, and two indices belong to no expert.
+    """
     rng = np.random.default_rng(tokens + count)
     picked = [rng.permutation(count)[:chosen] for _ in range(tokens)]
     indices = np.array(picked, np.int64).reshape(tokens, chosen)
@@ -70,7 +73,7 @@ def draw(form: ExpertsForm, tokens: int, count: int, chosen: int, *, hidden: int
 
 
 def packed(form: ExpertsForm, tensors: Arrays, packing: Any) -> tuple[ExpertsForm, Arrays, list[TensorProto]]:
-    """The form with packed weights, the tensors with what these stand for, and the initializers of the weights."""
+    """Return the form with packed weights, the tensors with these weights' values, and the initializers."""
     kind, offset, scale_type, *groups = packing
     rng, stored, values = np.random.default_rng(1), [], dict(tensors)
     for weight, group in zip(WEIGHTS, groups, strict=True):
@@ -111,7 +114,7 @@ def packed(form: ExpertsForm, tensors: Arrays, packing: Any) -> tuple[ExpertsFor
 
 
 def model_of(form: ExpertsForm, tensors: Arrays, weights: list[TensorProto], dtype: str) -> onnx.ModelProto:
-    """One Experts node; what is no initializer is an input."""
+    """Return a model of one Experts node, whose inputs are the tensors that have no initializer."""
     node = helper.make_node(
         "Experts", form.inputs, ["output"], domain="kvexport", overload=form.overload, **form.attributes
     )
@@ -142,17 +145,17 @@ def run(model: onnx.ModelProto, tensors: Arrays, dtype: str, *, native: bool, th
 
 
 def in_type(tensors: Arrays, dtype: str) -> Arrays:
-    """The tensors as a call of this type reads them."""
+    """Return the float64 values of the tensors after rounding to the dtype of a call."""
     return {name: x if x.dtype == np.int64 else x.astype(dtype).astype(np.float64) for name, x in tensors.items()}
 
 
 def difference(
-    found: np.ndarray[Any, Any], form: ExpertsForm, tensors: Arrays, blocks: tuple[int, int] | None = None
+    actual: np.ndarray[Any, Any], form: ExpertsForm, tensors: Arrays, blocks: tuple[int, int] | None = None
 ) -> float:
-    """The largest difference from the oracle, as a share of the largest output."""
+    """Return the largest difference from the oracle, relative to the largest output."""
     right = oracle.experts(form.attributes, tensors, blocks)
-    assert found.shape == right.shape
-    return float(np.abs(found - right).max(initial=0) / np.abs(right).max(initial=1e-30))
+    assert actual.shape == right.shape
+    return float(np.abs(actual - right).max(initial=0) / np.abs(right).max(initial=1e-30))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.overload)
@@ -179,7 +182,7 @@ def test_packed_experts_are_the_oracles(packing: Any, form: ExpertsForm, runs: s
         taken = replace(taken, float_input=int(runs == "native, float input"))
         model = model_of(taken, tensors, weights, "float32")
         found = run(model, tensors, "float32", native=runs != "function")
-        # Rows of numbers that all are above 0 cancel in the sums with minima.
+        # Rows whose numbers are all above 0 lose digits in the sums with minima.
         allowed = 3e-4 if runs == "native" else 1e-4 if "minimum" in PACKED[packing[1]] else 5e-6
         first, down = (next((block for block in (32, 16, 8) if group % block == 0), 0) for group in packing[3:])
         rounding = (first, down) if runs == "native" and first and down else None  # without panels nothing is rounded
@@ -249,6 +252,6 @@ def test_a_malformed_node_is_refused(change: dict[str, Any], problem: str) -> No
         if attribute.name in change:
             model.graph.node[0].attribute.remove(attribute)
     model.graph.node[0].attribute.extend(helper.make_attribute(name, value) for name, value in change.items())
-    del model.functions[:]  # whose shapes would be found wrong first
+    del model.functions[:]  # otherwise the functions' shapes would be refused first
     with pytest.raises(Exception, match=problem):
         run(model, tensors, "float32", native=True)

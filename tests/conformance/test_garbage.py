@@ -1,9 +1,11 @@
-"""The CUDA kernels on caches that no engine makes: positions that tie, in any order or of any size, votes that are no
-prefix, infinite numbers and NaN, as where a builder times the operators on what its memory holds.
+"""The CUDA kernels on caches that no engine makes.
 
-What comes out is not defined. That it ends, is the same in every order of threads and blocks, and leaves the counters
-at zero is; and nothing outside of a buffer may be read or written, which `test_cuda_on_host.py` looks for by running
-this file under the sanitizers.
+Positions tie, are in any order or of any size; occupied slots are not the first ones; numbers are infinite or NaN. A
+TensorRT builder runs the operators on such caches, because it times them on the contents of its memory.
+
+The results are undefined. But a call must end, give the same bits in every order of threads and blocks, and leave the
+counters at zero. It must read or write nothing outside of a buffer: `test_cuda_on_host.py` checks this by running this
+file under the sanitizers.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def holes(state: Arrays, rng: np.random.Generator) -> None:
 
 
 def no_numbers(state: Arrays, rng: np.random.Generator) -> None:
-    for name, x in state.items():  # every byte is a number of a small cache, whose scales may be none
+    for name, x in state.items():  # a small cache's bytes are all numbers; only its scales may be none
         if x.dtype.kind == "f" and name != "votes":
             x[...] = rng.choice(NUMBERS, x.shape).astype(x.dtype)
 

@@ -1,7 +1,7 @@
-"""Linear's CUDA kernels on the host: their own source, and nvcc's PTX of it, against PyTorch in double precision.
+"""Linear's CUDA kernels on the host, from their source and from nvcc's PTX, against PyTorch in double precision.
 
-All forms, types, packed weights, odd sizes and numbers of rows; what the host can show of the execution itself is as in
-`test_cuda_on_host.py`. Nothing here ran on a GPU.
+The tests cover all forms, types, packed weights, odd sizes and numbers of rows. They check the execution itself as
+`test_cuda_on_host.py` does. None of them uses a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.ops.test_linear import FORMS, meaning
 from tests.ops.test_linear_packed import FORMATS, MIXED, OFFSETS, STEPS
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Of the largest output. Rows of float32 that meet packed weights may become bfloat16.
+# Relative to the largest output. float32 rows may be rounded to bfloat16 if the weights are packed.
 TOLERANCE = {"float32": 3e-6, "float16": 3e-3, "bfloat16": 2e-2, "rounded": 8e-3}
 
 
@@ -43,7 +43,10 @@ def packed_form(packing: PackedFormat, **steps: Any) -> Form:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.overload or "plain")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_form_is_what_pytorch_computes(caller: Caller, form: Form, dtype: str) -> None:
-    """Rows of one panel and of several, on tensor cores; and inputs that fill no step of theirs, on the others."""
+    """Every form equals PyTorch for rows of one panel and of several.
+
+    Some inputs fill the steps of tensor cores, the others run without tensor cores.
+    """
     for rows, inputs, outputs in (((1, 1), 288, 100), ((2, 4), 96, 28), ((1, 17), 192, 132), ((3, 3), 30, 10)):
         one = case(form, dtype, rows, inputs, outputs)
         check(one, one.run(caller))
@@ -55,7 +58,7 @@ def test_every_packed_weight_is_what_its_integers_stand_for(caller: Caller, pack
     for rows, inputs, outputs in (((1, 1), 768, 37), ((1, 7), 768, 70), ((1, 9), 768, 130)):
         one = case(packed_form(packing), dtype, rows, inputs, outputs, (packing,))
         check(one, one.run(caller), rounded=dtype == "float32")
-    # Inputs as they are, and a row that is a group of no whole steps.
+    # Inputs that are not rounded, and rows that are one group each without a whole number of steps.
     for float_input, inputs in ((1, 768), (0, 98)):
         of_row = replace(packing, group=packing.group if inputs == 768 else inputs)
         one = case(packed_form(of_row, float_input=float_input), dtype, (1, 3), inputs, 5, (of_row,))

@@ -1,5 +1,4 @@
-"""Every backend's MergeCache against the float64 oracle, the invariants of the contract, and long runs of both
-operators."""
+"""Every backend's MergeCache against the float64 oracle, the contract's invariants, and long runs of both operators."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from tests.conformance.oracle import merge_cache, vote_attention
 from tests.conformance.oracle_rules import RULES
 
 Arrays = dict[str, np.ndarray]
-# A backend stands beside the profiles that it has a kernel for; test_backends.py names those it has none for.
+# Each backend runs the profiles for which it has a kernel. test_backends.py lists the others.
 every_merge = pytest.mark.parametrize(
     ("backend", "profile"),
     [
@@ -56,7 +55,7 @@ def attributes_of(profile: MergeProfile, scenario: MergeScenario) -> MergeCacheA
 
 
 def right(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-    """The oracle's cache; of a method that it does not know, what the method itself says in PyTorch."""
+    """Return the oracle's cache, or PyTorch's for a method that the oracle does not have."""
     knows = attributes.method.name in RULES or not attributes.method.compresses
     return state_of(merge_cache(state, attributes) if knows else Torch().merge_cache(state, attributes))
 
@@ -93,7 +92,10 @@ def test_equals_the_oracle(backend: Backend, profile: MergeProfile, scenario: Me
 def test_a_fit_after_a_merge_whose_keys_are_turned_equals_the_oracle(
     backend: Backend, dtype: str, scenario: MergeScenario
 ) -> None:
-    """Beside the functions' profile: of those, each takes seconds to trace."""
+    """A fit equals the oracle after a merge that rotates keys.
+
+    It is not among MERGE_PROFILES, because the functions take seconds to trace each of those.
+    """
     profile = next(p for p in MERGE_PROFILES if p.name == "attention-matching-after-ballot")
     test_equals_the_oracle(backend, replace(profile, dtype=dtype, rotary=BY_PLACE), scenario)
 
@@ -116,7 +118,7 @@ def test_keeps_the_budget_the_sinks_and_the_recent(
             if not attributes.method.recent_receives:
                 safe |= inside & (old["position"] > now - RECENT)
             kept = np.isin(new["position"], old["position"][safe])
-            if profile.rotary.cache_positions:  # held to the oracle, turned: here their length, and sinks as they are
+            if profile.rotary.cache_positions:  # rotated: only the length is compared, and sinks do not change
                 rows = (new["key"][kept], old["key"][safe])
                 lengths = [np.linalg.norm(x.astype(np.float64), axis=-1) for x in rows]
                 np.testing.assert_allclose(*lengths, rtol=stored_precision(profile.dtype, 1.0))
@@ -178,9 +180,11 @@ RUNS = [
 @pytest.mark.parametrize("backend", reached(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize(("attention", "merging"), RUNS, ids=lambda name: name)
 def test_a_long_ragged_run_equals_the_oracle_at_every_step(backend: Backend, attention: str, merging: str) -> None:
-    """Five times the budget, in chunks and single tokens, merged when the next call would not fit. The oracle starts
-    every step from the backend's own cache, so that a tie broken by rounding early does not show as a difference
-    later."""
+    """A ragged run over five times the budget, in chunks and single tokens, equals the oracle at every step.
+
+    The cache is merged when the next call would not fit. The oracle starts every step from the backend's own cache, so
+    that a tie that rounding broke early does not cause a later difference.
+    """
     profile = next(p for p in PROFILES if p.name == attention)
     merge_profile = next(p for p in MERGE_PROFILES if p.name == merging)
     merge_profile = replace(merge_profile, kv_heads=profile.heads[1], sizes=profile.sizes, dtype=profile.dtype)

@@ -1,4 +1,4 @@
-"""Tests that the host's version of tensor cores (plugins/cuda/core/mma.h) has the layout of PTX.
+"""The host's version of tensor cores (plugins/cuda/core/mma.h) has the layout that PTX defines.
 
 All other host tests of kernels on tensor cores rely on this.
 """
@@ -16,10 +16,9 @@ from plugins.building.targets import HOST_FLAGS
 from plugins.building.tools import Missing, host_compiler
 from tests.conformance.cuda_library import ROOT, HostMemory, bfloat16, float32_of
 
-# (lane, element) -> number of the element, columns first, as CUTLASS states it for SM80_16x8x16_F32F16F16F32_TN: a
-# layout is (extents, strides) over the lane's digits and then the element's. A is 16 x 16 and C 16 x 8, numbered row +
-# 16 column; B is numbered by
-# its column, of 8, first: column + 8 row.
+# (lane, element) -> number of the element, columns first, from CUTLASS's SM80_16x8x16_F32F16F16F32_TN. A layout is
+# (extents, strides) over the digits of the lane and then of the element. A is 16 x 16 and C 16 x 8, numbered row + 16
+# column. B is numbered column + 8 row, with 8 columns.
 LAYOUTS = {
     "a": (((4, 8), (32, 1)), ((2, 2, 2), (16, 8, 128)), 16),
     "b": (((4, 8), (16, 1)), ((2, 2), (8, 64)), 8),
@@ -62,7 +61,7 @@ def test_elements_lie_where_cutlass_says(library: ctypes.CDLL, operand: str) -> 
     assert len(found) == 32 * count
 
 
-# What the figures of the PTX ISA show of a few lanes: (lane, element) at (row, column).
+# Elements of a few lanes from the figures of the PTX ISA: (lane, element) at (row, column).
 PTX = {
     "a": {
         (0, 0): (0, 0),
@@ -90,8 +89,10 @@ def test_elements_lie_where_the_figures_of_ptx_show_them(library: ctypes.CDLL, o
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rows", [0, 1], ids=["keys", "values"])
 def test_a_product_of_what_is_loaded_from_shared_memory(library: ctypes.CDLL, dtype: str, rows: int) -> None:
-    """Of whole numbers, which every sum holds exactly; rows of memory are 24 elements apart, and only 16 of them are
-    read."""
+    """A product of matrices loaded from shared memory is exact for whole numbers, as all sums are.
+
+    Rows of memory are 24 elements apart, and only 16 of them are read.
+    """
     rng, memory = np.random.default_rng(0), HostMemory()
     exact = rng.integers(-8, 9, size=(2, 2, 16, 24)).astype(np.float32)
     a, b = (memory.put(bfloat16(x) if dtype == "bfloat16" else x.astype(np.float16)) for x in exact)

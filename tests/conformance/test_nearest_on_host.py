@@ -1,5 +1,7 @@
-"""The nearest targets of 16-bit keys, whose products are made on tensor cores (plugins/cuda/merge/nearest_mma.h), run
-on the host: every edge of its tiles, each measure, keys that are equal."""
+"""The search for the nearest targets of 16-bit keys on tensor cores (plugins/cuda/merge/nearest_mma.h), on the host.
+
+The tests cover all edges of its tiles, each measure, and equal keys.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from tests.conformance.oracle import merge_cache
 from tests.conformance.test_cuda_on_host import Arrays, assert_same_bits, merge_case, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 
-STORED = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # of a mean that is rounded to the cache's type
-# By the cosine, among targets of higher importance and then all; by the error and then the distance; in two passes of
-# which recent slots receive.
+STORED = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # of means rounded to the cache's type
+# keepkv searches by the cosine, among targets of higher importance and then among all. ballot searches by the error and
+# then by the distance. zeromerge searches in two passes, of which one has the recent slots.
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("keepkv", {"zip": "vote", "order": "merge-first", "threshold": 0.5}),
     ("ballot", {}),
@@ -33,7 +35,7 @@ def in_float32(state: Arrays) -> Arrays:
 
 
 def one_head(method: str, parameters: dict[str, Any], evicted: int, **settings: Any) -> tuple[Arrays, Any]:
-    """A head of 300 slots, of which so many have to leave: the oracle's loops are slow."""
+    """Return a head of 300 slots, `evicted` of which have to be evicted. The oracle's loops would be slow for more."""
     state, attributes = merge_case(method, parameters, **settings)
     state = {name: (x[:1, :1, :, :300] if name == "score" else x[:1, :1, :300]).copy() for name, x in state.items()}
     return state, replace(attributes, budget=300 - evicted, recent=40)
@@ -55,7 +57,10 @@ def hold_to_oracle(caller: Caller, state: Arrays, attributes: Any, dtype: str) -
 def test_targets_are_those_of_the_meaning(
     caller: Caller, method: str, parameters: dict[str, Any], sizes: tuple[int, int], dtype: str
 ) -> None:
-    """Rows that fill 64 elements and that do not, tiles of 128 and of 64 rows, several splits; slots in any order."""
+    """The targets are right for head sizes that are multiples of 64 elements and others, and tiles of 128 and 64 rows.
+
+    There are several splits, and slots are in any order.
+    """
     set_host(caller.library, multiprocessors=9)
     state, attributes = one_head(method, parameters, 16, in_order=sizes[0] != 40, dtype=dtype, sizes=sizes)
     hold_to_oracle(caller, state, attributes, dtype)
@@ -63,16 +68,22 @@ def test_targets_are_those_of_the_meaning(
 
 @pytest.mark.parametrize(("which", "evicted"), [(0, 1), (2, 33), (2, 65), (0, 150), (1, 1), (1, 17), (1, 33)])
 def test_so_many_rows(caller: Caller, which: int, evicted: int) -> None:
-    """One, one more than the warps of a block have when all have the same or two have, and more than a tile; an
-    eviction pool of four rows, of 68 and of four more than a tile."""
+    """The targets are right for any number of evicted rows.
+
+    The numbers are one row; one row more than a tile has if all warps, or two warps, share the same rows; and more rows
+    than a tile. Ballot's eviction pools have 4 rows, 68, and four more than a tile.
+    """
     set_host(caller.library)
     hold_to_oracle(caller, *one_head(*METHODS[which], evicted, dtype="float16"), "float16")
 
 
 @pytest.mark.parametrize("of", [np.arange(300) % 100, np.arange(300) // 3 * 3], ids=["far", "near"])
 def test_a_key_is_at_no_distance_from_its_equal(caller: Caller, of: np.ndarray) -> None:
-    """Every key and value stands in the cache three times: merging one into another costs nothing, exactly, so that
-    those of the lowest positions are evicted, each into the first of its equals, which are in two splits or in one."""
+    """A key is at distance 0 from an equal key.
+
+    Every key and value is in the cache three times, so merging one into another has no error. Those of the lowest
+    positions are evicted, each into the first of its equals. The equals are in different splits or in one.
+    """
     set_host(caller.library, multiprocessors=7)
     state, attributes = one_head("ballot", {}, 16, dtype="float16")
     for name in ("key", "value"):
@@ -85,9 +96,12 @@ def test_a_key_is_at_no_distance_from_its_equal(caller: Caller, of: np.ndarray) 
 def test_of_equals_the_first_wherever_it_is(
     caller: Caller, method: str, parameters: dict[str, Any], dtype: str
 ) -> None:
-    """Few different keys of one length and values, exact in every type, and few different importances: equals are
-    evicted, kept in the eviction pool, as important as some of it, more important, and recent. Budgets down to one that
-    leaves nothing unprotected."""
+    """If several slots are equal the first one is evicted, or is the target, wherever it is.
+
+    There are few different keys of one length, few values, all exact in every type, and few different importances. So
+    equals are among the evicted slots, in the eviction pool, as important as some of the pool, more important, and
+    recent. Some budgets leave no slot unprotected.
+    """
     made = all_methods()[method](**parameters)
     for seed in range(24):
         rng = np.random.default_rng(seed)
@@ -101,7 +115,7 @@ def test_of_equals_the_first_wherever_it_is(
         state["votes"] = np.ones(shape, np.float32)
         state["position"] = rng.permutation(slots).astype(np.int32)[None, None]
         state["score"] = rng.integers(1, 6, (1, 1, len(made.statistics), slots)).astype(np.float32)
-        if method == "ballot":  # whose mean per observation selects
+        if method == "ballot":  # ballot selects by the mean per observation
             state["score"][:, :, 0] *= now - state["position"] + 1
         budget, sinks = slots - int(rng.integers(1, slots // 2)), int(rng.integers(0, 5))
         recent = min(int(rng.integers(0, slots)), budget - sinks)
@@ -111,7 +125,10 @@ def test_of_equals_the_first_wherever_it_is(
 
 @pytest.mark.parametrize("apart", [437, 1_000_000], ids=["in-two-windows", "each-in-one"])
 def test_positions_are_as_far_apart_as_they_may_be(caller: Caller, apart: int) -> None:
-    """Slots are put in order by a bit for each position, a window of 131,072 at a time."""
+    """Positions may be far apart.
+
+    Slots are sorted with one bit per position, in windows of 131,072 positions.
+    """
     state, attributes = one_head("ballot", {}, 16, in_order=False, dtype="float16")
     state["position"] = state["position"] // 2 * apart + state["position"] % 2
     hold_to_oracle(caller, state, replace(attributes, recent=40 * apart), "float16")

@@ -1,5 +1,4 @@
-"""A method is one file: written to the methods' folder it is found, runs in PyTorch and as an ONNX function, and keeps
-the contract."""
+"""A method is one file, which runs in PyTorch and as an ONNX function, and satisfies the contract."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def test_it_runs_in_every_backend_that_derives_methods(
             for name in STATE:
                 axis = -1 if name not in ("key", "value") else 0
                 assert (new[name] == old[name].take(stays, axis)).all(), name
-    # Native kernels know the methods that they were written for; a function is derived for any.
+    # Native kernels know only the methods for which they were written. A function can be derived for any method.
     for backend in reached():
         if backend.name == "onnx-function":
             start = time.perf_counter()

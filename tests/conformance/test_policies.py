@@ -1,5 +1,7 @@
-"""Methods are policies: which are, and why the others are not; two made-up ones, a file of Python each, that every
-backend runs; and any policy at all, held to PyTorch."""
+"""Tests of merge policies: which methods are policies, two invented ones, and random ones.
+
+Each invented policy is a file of Python. All backends run them, and all random policies equal PyTorch's result.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,14 @@ from tests.conformance.comparison import assert_same_cache, state_of
 from tests.support.tensorrt_harness import Harness, parsed, what_is_missing
 
 Arrays = dict[str, np.ndarray]
-# Why a method is code of its own, and no recombination of what the merge kernels do.
+# Why a method needs code of its own instead of a combination of the merge kernels' rules.
 OWN_CODE = {
     "cam": "values are shared out to the next slots, which no merge into one target is",
     "d2o": "the gate is the mean of the call's own cosines",
     "kvmerger": "runs of neighbours merge around a pivot",
     "random": "the order is a hash of the position",
 }
-# What tells the policies apart that are; a method that is added stands in one of the two lists.
+# The fields that distinguish the policies. A new method needs an entry in one of the two lists.
 POLICIES = {
     "asymkv": {"select": "score", "merge": "pair"},
     "attention_matching": {"select": "attended", "fit": Fit("votes_and_values", 0.05, 0.1, 1.0, 8, 3.0)},
@@ -71,7 +73,7 @@ def test_every_method_is_a_policy_or_says_why_not() -> None:
     for name, fields in POLICIES.items():
         policy = found[name]
         assert {field: getattr(policy, field) for field in fields} == fields, name
-        # One meaning: nothing of a policy is written a second time.
+        # A method with a policy has no second definition of its meaning.
         kind = all_methods()[name]
         assert kind.merge is Method.merge, f"{name} has a policy and a merge of its own"
         keeps = {base for base in kind.__mro__ if "keep_score" in vars(base)}
@@ -97,7 +99,7 @@ def test_a_policy_that_cannot_be_is_refused(fields: dict[str, Any], message: str
         MergePolicy(**fields)
 
 
-# ---- two made-up methods ----
+# ---- two invented methods ----
 
 POOLED_ZIP = '''
 """SnapKV's selection with ballot's merge."""
@@ -169,15 +171,18 @@ def made_up(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_recombination_of_primitives_is_native_by_one_file_of_python(made_up: MergeProfile) -> None:
-    """On every backend that this machine reaches; test_backends.py names the others."""
+    """A policy that recombines known rules runs natively on every backend that this machine can run.
+
+    test_backends.py lists the other backends.
+    """
     for scenario in MERGE_SCENARIOS:
         attributes, state = made_up.attributes(scenario.budget), merge_cache_state(made_up, scenario)
         right = state_of(Torch().merge_cache(state, attributes))
         single = single_precision(scenario.peak)
         for backend in reached():
             assert backend.lacks(attributes) is None, backend.name
-            found = state_of(backend.merge_cache(state, attributes))
-            assert_same_cache(found, right, made_up.statistics, single=single, stored=single)
+            actual = state_of(backend.merge_cache(state, attributes))
+            assert_same_cache(actual, right, made_up.statistics, single=single, stored=single)
 
 
 def test_the_tensorrt_plugin_takes_it_too(made_up: MergeProfile) -> None:
@@ -192,7 +197,7 @@ def test_the_tensorrt_plugin_takes_it_too(made_up: MergeProfile) -> None:
 
 
 class AnyPolicy(Method):
-    """A policy and its statistics as they are given."""
+    """A method with a given policy and given statistics."""
 
     name: ClassVar[str] = "any-policy"
     summary: ClassVar[str] = "-"
@@ -211,7 +216,10 @@ class AnyPolicy(Method):
 
 
 def any_policy(rng: random.Random) -> AnyPolicy:
-    """Words at random, numbers among a few each, statistics that the policy can read. No fit, and what takes one."""
+    """Return a policy with random words, random numbers among a few, and the statistics that it needs.
+
+    It has no fit, and no rule that needs one.
+    """
     words = {a.name: [word for word in a.words if word != "attended"] for a in POLICY if a.kind == "word"}
     fields: dict[str, Any] = {name: rng.choice(known) for name, known in words.items()}
     fields |= {"pooled": rng.choice([1, 3, 5]), "eviction_pool": rng.choice([1, 2, 4]), "tau": rng.choice([0.0, 0.3])}
@@ -233,7 +241,7 @@ def any_policy(rng: random.Random) -> AnyPolicy:
 
 @cache
 def any_case(seed: int) -> tuple[AnyPolicy, MergeCacheAttributes, Arrays, Arrays]:
-    """A policy, its call, a state, and what PyTorch makes of it."""
+    """Return a random policy, its call, a state, and PyTorch's result."""
     scenario = MergeScenario("any", 24, 14, ((24, 24), (19, 17), (15, 4)))
     profile = MergeProfile("any", "h2o", sizes=(8, 12))
     rng = random.Random(seed)
@@ -248,12 +256,12 @@ def any_case(seed: int) -> tuple[AnyPolicy, MergeCacheAttributes, Arrays, Arrays
     "backend", [b for b in reached() if isinstance(b, NativeCpu | CudaOnHost)], ids=lambda b: b.name
 )
 def test_any_policy_means_to_native_kernels_what_it_means_in_pytorch(backend: Backend) -> None:
-    """400 of them, whose words and switches cover every pair of each other many times over."""
+    """Native kernels and PyTorch agree on 400 random policies, which cover every pair of words many times."""
     for seed in range(400):
         method, attributes, state, right = any_case(seed)
-        found = state_of(backend.merge_cache(state, attributes))
+        actual = state_of(backend.merge_cache(state, attributes))
         try:
-            assert_same_cache(found, right, method.statistics, single=2e-5, stored=2e-5)
+            assert_same_cache(actual, right, method.statistics, single=2e-5, stored=2e-5)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {method.given}") from error
 
@@ -261,7 +269,10 @@ def test_any_policy_means_to_native_kernels_what_it_means_in_pytorch(backend: Ba
 @pytest.mark.parametrize("backend", [b for b in reached() if b.name.startswith("native")], ids=lambda b: b.name)
 @pytest.mark.parametrize("name", ["grkv", "attention_matching"])
 def test_queries_that_read_nothing_but_evicted_slots_read_anew_what_is_left(backend: Backend, name: str) -> None:
-    """Where an evicted slot has e^190 times the mass of all others, float32 holds nothing of theirs beside it."""
+    """A query that read only evicted slots reads the remaining slots after the merge.
+
+    An evicted slot has e^190 times the mass of all others, so float32 holds nothing of the others' mass beside it.
+    """
     method = all_methods()[name](queries=4, selector="h2o", change_max=10.0)
     profile = MergeProfile("lost", name, {"queries": 4, "selector": "h2o", "change_max": 10.0})
     state = merge_cache_state(profile, MergeScenario("lost", 24, 14, ((24, 24),)), method.statistics)
@@ -277,8 +288,8 @@ def test_queries_that_read_nothing_but_evicted_slots_read_anew_what_is_left(back
     right = state_of(Torch().merge_cache(state, attributes))
     assert not (right["position"] == state["position"][0, 0, evicted]).any(), "it is evicted"
     assert not np.isin(right["value"][0, :, :14], state["value"]).all(), "and others' values take its place"
-    found = state_of(backend.merge_cache(state, attributes))
-    assert_same_cache(found, right, method.statistics, single=2e-5, stored=2e-5)
+    actual = state_of(backend.merge_cache(state, attributes))
+    assert_same_cache(actual, right, method.statistics, single=2e-5, stored=2e-5)
 
 
 @pytest.mark.parametrize("backend", [b for b in reached() if b.name.startswith("native")], ids=lambda b: b.name)

@@ -1,9 +1,8 @@
-"""Prefill on tensor cores (plugins/cuda/attention/prefill_mma.h), run on the host: the edges of its tiles, and what
-a chunk can bring, in both types.
+"""Prefill on tensor cores (plugins/cuda/attention/prefill_mma.h), run on the host in both 16-bit types.
 
-A block takes 128 rows against blocks of 64 slots, or 64 against 32 above 128 elements; the statistics take 128 slots
-against 64 rows, or 64 against 32. Small cases are held to the float64 oracle, large ones to the operator's meaning in
-PyTorch.
+The tests cover the edges of its tiles, and all kinds of chunks. A block takes 128 rows against blocks of 64 slots, or
+64 against 32 above 128 elements. The statistics take 128 slots against 64 rows, or 64 against 32. Small cases are
+compared with the float64 oracle, large ones with the operator's definition in PyTorch.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def hold_to_pytorch(caller: Caller, inputs: Arrays, attributes: VoteAttentionAtt
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("tokens", [2, 47], ids=lambda x: f"{x}-tokens")
 def test_slots_up_to_and_across_the_edges_of_blocks(caller: Caller, dtype: str, size: int, tokens: int) -> None:
-    """Full and nearly full blocks of slots, an empty cache, one that the chunk fills, and one that is full."""
+    """Attention is right for full and nearly full blocks of slots, and for empty, full and newly filled caches."""
     inputs = inputs_of((6, 2), (size, size), 195, tokens, [128, 63, 0, 195 - tokens, 195], 2, dtype)
     hold_to_pytorch(caller, inputs, VoteAttentionAttributes(size**-0.5, 1.0, BOTH), dtype)
 
@@ -71,7 +70,7 @@ def test_slots_up_to_and_across_the_edges_of_blocks(caller: Caller, dtype: str, 
 @every_type
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 16])
 def test_rows_of_every_group_across_the_edges_of_tiles(caller: Caller, dtype: str, group: int) -> None:
-    """The chunk ends beside a tile's end and on it; the second sequence brings a token less."""
+    """Attention is right if a chunk ends at the end of a tile or beside it. The second sequence has a token less."""
     tokens = 128 // group + 2
     inputs = inputs_of((group, 1), (64, 64), 70 + tokens, tokens, [70, 5], 2, dtype)
     inputs["query_length"][1] = 128 // group
@@ -89,7 +88,10 @@ def test_keys_and_values_of_other_sizes(caller: Caller, dtype: str, sizes: tuple
 @pytest.mark.parametrize("statistics", [BOTH, WINDOWED, (Statistic(),)], ids=["both", "windowed", "none"])
 @pytest.mark.parametrize("window", [0, 90])
 def test_windows_softcaps_and_sinks(caller: Caller, dtype: str, statistics: tuple[Statistic, ...], window: int) -> None:
-    """With a window of 90 positions, which lie two apart, whole blocks are hidden from some rows and some from all."""
+    """Attention is right with a window of 90 positions, softcaps and sinks.
+
+    Positions are two apart, so the window hides whole blocks of slots from some rows, and some blocks from all rows.
+    """
     inputs = inputs_of((6, 2), (64, 64), 290, 70, [220, 130, 0, 290], len(statistics), dtype)
     inputs["sink_logits"] = np.linspace(-1, 2, 6).astype(np.float32)
     hold_to_pytorch(
@@ -99,7 +101,7 @@ def test_windows_softcaps_and_sinks(caller: Caller, dtype: str, statistics: tupl
 
 @every_type
 def test_a_window_that_some_rows_of_a_tile_have_left(caller: Caller, dtype: str) -> None:
-    """A block of slots that the first row of a tile sees whole, and the last one in part."""
+    """A window may include a whole block of slots for the first row of a tile, but only a part for the last row."""
     inputs = inputs_of((1, 1), (64, 64), 460, 140, [300], 1, dtype)
     hold_to_pytorch(caller, inputs, VoteAttentionAttributes(0.125, 1.0, EMA, sliding_window=300), dtype)
 
@@ -108,7 +110,7 @@ def test_a_window_that_some_rows_of_a_tile_have_left(caller: Caller, dtype: str)
 @pytest.mark.parametrize("scenario", [x for x in SCENARIOS if x.tokens > 1], ids=lambda x: x.name)
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda x: x.name)
 def test_the_suite_in_both_types(caller: Caller, dtype: str, profile: Profile, scenario: Scenario) -> None:
-    """The cases of the suite, most of them in float32 there: logits up to 200, ragged, empty and full caches."""
+    """The conformance suite's cases of chunks hold in both 16-bit types, most of which are float32 there."""
     sizes = (profile.sizes[0], (profile.sizes[1] + 7) // 8 * 8)  # rows of whole vectors
     inputs = vote_attention_inputs(replace(profile, dtype="float16", sizes=sizes), scenario)
     if dtype == "bfloat16":
@@ -125,8 +127,7 @@ def test_the_suite_in_both_types(caller: Caller, dtype: str, profile: Profile, s
 
 @every_type
 def test_logits_up_to_200_over_many_blocks(caller: Caller, dtype: str) -> None:
-    """A row's maximum moves by hundreds from one block to the next: all that came before is worth nothing, or all that
-    follows."""
+    """A row's maximum may change by hundreds between blocks, so that all earlier or all later blocks count nothing."""
     inputs, peak = inputs_of((4, 2), (64, 64), 260, 40, [200, 190], 1), 200.0
     inputs["past_key"] *= np.linspace(0.1, 1, 260)[:, None].astype(np.float32)
     inputs["past_key"][1] = inputs["past_key"][1, :, ::-1]

@@ -1,5 +1,8 @@
-"""The PTX of the CUDA kernels, run on the host: mutants that lack what orders memory are found, and the kernels take no
-more instructions than plugins/cuda/instructions.json records."""
+"""The PTX of the CUDA kernels, run on the host.
+
+The runner finds mutants that lack an instruction that orders memory. The kernels take no more instructions than
+plugins/cuda/instructions.json records.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def test_a_merge_without_barriers_is_found(tmp_path: Path) -> None:
 
 @needs_library
 @pytest.mark.parametrize(
-    ("alter", "said"),
+    ("alter", "report"),
     [
         (without("earlier"), "reads global bytes before it has waited for earlier launches"),
         (writes_early, "writes global bytes before it has waited for earlier launches"),
@@ -73,9 +76,9 @@ def test_a_merge_without_barriers_is_found(tmp_path: Path) -> None:
     ids=["no wait", "a write before"],
 )
 def test_kernels_that_begin_before_earlier_ones_have_ended_are_found(
-    alter: Callable[[str], str], said: str, tmp_path: Path
+    alter: Callable[[str], str], report: str, tmp_path: Path
 ) -> None:
-    assert said in found("Order", alter, tmp_path / "mutant.so")
+    assert report in found("Order", alter, tmp_path / "mutant.so")
 
 
 @needs_library

@@ -1,5 +1,7 @@
-"""Both operators over a small cache, in every backend that has it, against the float64 oracle: which is given what the
-numbers stand for, and whose rows are then stored again."""
+"""Both operators over a small cache, in every backend that has it, against the float64 oracle.
+
+The oracle reads the values of the stored numbers, and its results are stored again.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def merges_it(backend: Backend) -> bool:
     return not isinstance(backend, CudaOnHost | CudaBindingOnHost)
 
 
-# A trace takes seconds: the function has fewer profiles, and the type that is both others at once where that is enough.
+# A trace takes seconds, so the functions have fewer profiles. k8v4 covers both other types where that suffices.
 TRACED = {("h2o-group2", "k8v4"), ("keepkv-key-merge-first", "int8"), ("ballot-places", "int4")}
 every_backend = pytest.mark.parametrize(
     ("backend", "cache_type"),
@@ -61,8 +63,10 @@ every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scena
 
 
 def cases(profiles: Sequence[Profile] | Sequence[MergeProfile]) -> list[Any]:
-    """Every backend that is reached with every profile that it is asked for, and has: over int8, and over int4 or k8v4
-    in turn; the function as `TRACED` says."""
+    """Return every backend that this machine runs, with every profile that the backend has.
+
+    Each profile has the type int8, and alternately int4 or k8v4. The functions have only the cases of `TRACED`.
+    """
     return [
         pytest.param(backend, profile, cache_type, id=f"{backend.name}-{profile.name}-{cache_type}")
         for backend in filter(has_it, reached())
@@ -97,7 +101,7 @@ def test_attention_equals_the_oracle(backend: Backend, profile: Profile, cache_t
     new = {name: stored(inputs[name], bits[name]) for name in bits}
     expected = vote_attention(wide(inputs, "past_") | {name: plain(*x) for name, x in new.items()}, profile.attributes)
     assert actual["output"].dtype == inputs["query"].dtype
-    # A rotated product rounds as many times again, and its sum is the same however its terms cancel out.
+    # The product with a rotated row has four times as many roundings, even if the terms of its sum cancel out.
     single, rounded = 4 * single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
     assert_near(actual["output"], expected["output"], max(single, rounded), "output")
     for b, (used, length) in enumerate(scenario.lanes):
@@ -117,8 +121,7 @@ def test_attention_equals_the_oracle(backend: Backend, profile: Profile, cache_t
 
 @every_backend
 def test_a_long_sequence_keeps_what_it_reads(backend: Backend, cache_type: str) -> None:
-    """Ten times the budget, in chunks and single tokens with merges between: what PyTorch stores is stored, bit for
-    bit."""
+    """A sequence of ten times the budget, in chunks and single tokens with merges, stores the same bits as PyTorch."""
     if not merges_it(backend):
         pytest.skip("not reached: there is no kernel that merges a small cache")
     profile = next(p for p in PROFILES if p.name == "h2o-group2")
@@ -192,12 +195,12 @@ def test_a_merge_equals_the_oracle(
             old = plain_state[name][b, h][:used]
             for i in range(kept):
                 same = np.flatnonzero((old == right[i]).all(-1))
-                if len(same):  # neither merged nor turned: the same bits
+                if len(same):  # neither merged nor rotated: the same bits
                     bits = [(state[name][b, h][j].tobytes(), state[scale][b, h][j]) for j in same]
                     assert (got[name][i].tobytes(), got[scale][i]) in bits, f"{where}: {name} {i} was stored again"
                 else:
                     step = np.abs(rows[i] - right[i]).max() / got[scale][i]
-                    # Half a step of each number, which the rotation back adds up.
+                    # Half a step of each number, combined by the rotation back.
                     half = np.linalg.norm(half_steps(got[name][i]))
                     allowed = half + single * np.abs(right[i]).max() / got[scale][i]
                     assert step <= allowed, f"{where}: {name} {i} is {step:.3g} steps off"
@@ -214,7 +217,7 @@ def test_a_fit_after_a_merge_equals_the_oracle_over_every_type(backend: Backend,
 @every_backend
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_zeros_are_stored_as_zeros_and_attended_to(backend: Backend, cache_type: str, tokens: int) -> None:
-    """Rows of zeros, and of numbers too small for a scale, have the scale 0, and no NaN comes of them."""
+    """Rows of zeros, and of numbers too small for a scale, have the scale 0 and cause no NaN."""
     profile = next(p for p in PROFILES if p.name == "h2o-group2")
     inputs = small_inputs(profile, Scenario("zeros", 12, tokens, ((5, tokens), (0, tokens))), cache_type)
     inputs["key"][0], inputs["value"][1] = 0.0, 1e-35

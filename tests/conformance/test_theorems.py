@@ -1,7 +1,7 @@
 """The theorems of the methods' papers, tested on every backend: closed forms, bounds and conserved quantities.
 
-Attention before and after a merge is computed here, in float64, from its definition. Heads have two sinks and three
-recent slots (`cases.SINKS`, `RECENT`); both heads of a profile have random caches of their own.
+The tests compute attention before and after a merge in float64, from its definition. Heads have two sinks and three
+recent slots (`cases.SINKS`, `RECENT`). Both heads of a profile have random caches of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROFILE = {profile.name: profile for profile in MERGE_PROFILES}
 
 
 def on(*names: str) -> Any:
-    """These profiles, on every backend that runs them."""
+    """Return a decorator that runs a test with these profiles on every backend that has a kernel for them."""
     pairs = [(backend, PROFILE[name]) for backend in reached() for name in names]
     return pytest.mark.parametrize(
         ("backend", "profile"),
@@ -38,7 +38,10 @@ def on(*names: str) -> Any:
 def head_of(
     profile: MergeProfile, key: np.ndarray, value: np.ndarray, *, votes: Any = None, logit: Any = None, mass: Any = None
 ) -> Arrays:
-    """One head with slots at positions 0, 1, ...; a `log_ema` that corrects to `logit`, and probability sums `mass`."""
+    """Return one head with slots at positions 0, 1, ...
+
+    Its `log_ema` corrects to `logit`, and its sums of probabilities are `mass`.
+    """
     count = len(key)
     position = np.arange(count)
     score = np.zeros((len(profile.statistics), count))
@@ -59,7 +62,7 @@ def head_of(
 
 
 def merged(backend: Backend, profile: MergeProfile, heads: list[Arrays], leave: int) -> list[Arrays]:
-    """The heads of one sequence after MergeCache has let `leave` slots go."""
+    """Return the heads of one sequence after MergeCache has evicted `leave` slots."""
     types = {"key": profile.dtype, "value": profile.dtype, "votes": "float32", "score": "float32", "position": "int32"}
     state = {name: np.stack([head[name] for head in heads])[None].astype(types[name]) for name in types}
     result = state_of(backend.merge_cache(state, profile.attributes(len(heads[0]["key"]) - leave)))
@@ -79,8 +82,10 @@ def attended(head: Arrays, query: np.ndarray, alpha: float) -> np.ndarray:
 def random_heads(
     profile: MergeProfile, seed: int, free: int, *, spread: float = 1.0, error: float = 0.0
 ) -> tuple[list[Arrays], np.ndarray]:
-    """Heads whose keys lie `spread` around one centre, and the query of which their scores are the logits, but for
-    `error` each."""
+    """Return heads whose keys lie within `spread` of one centre, and the query whose logits are their scores.
+
+    The scores have relative errors of up to `error`.
+    """
     rng = np.random.default_rng(seed)
     size, value_size = profile.sizes
     count = SINKS + free + RECENT
@@ -115,7 +120,7 @@ def test_guarded_key_factors_do_not_change_the_current_querys_output(
 ) -> None:
     heads, query = random_heads(profile, seed, 9, spread=0.3)
     for before, after in zip(heads, merged(backend, profile, heads, leave), strict=True):
-        # Eq. 7 divides by a logit: float32 holds it to what that logit leaves.
+        # Eq. 7 divides by a logit, which limits the precision of float32.
         np.testing.assert_allclose(attended(after, query, 1.0), attended(before, query, 1.0), rtol=2e-3, atol=2e-3)
 
 
@@ -157,8 +162,10 @@ def test_key_factors_within_the_limit_scale_the_key(
 
 
 def twins(profile: MergeProfile, seed: int) -> list[Arrays]:
-    """Three pairs of identical keys and values between sinks and recent, in dimensions that no rotary embedding turns,
-    of one norm."""
+    """Return heads with three pairs of equal keys and values between the sinks and the recent slots.
+
+    The keys have one norm, and lie in dimensions that no rotary embedding rotates.
+    """
     rng = np.random.default_rng(seed)
     size, value_size = profile.sizes
     turned = 2 * len(profile.rotary.inverse_frequencies)
@@ -199,7 +206,7 @@ def test_equal_pairs_lose_attention_where_no_vote_counts(backend: Backend, profi
     query = np.random.default_rng(3).normal(size=profile.sizes[0])
     for before, after in zip(heads, merged(backend, profile, heads, 1), strict=True):
         assert np.abs(attended(after, query, 0.0) - attended(before, query, 0.0)).max() > 1e-3
-        # The sag: a pair of 2 s / Z is left with s / (Z - s).
+        # A pair has 2 s / Z of the attention before its merge, and s / (Z - s) afterwards.
         s, z = masses(before, query, 0.0), masses(before, query, 0.0).sum()
         (gone,) = np.setdiff1d(before["position"], after["position"])
         (rest,) = np.flatnonzero((after["key"] == before["key"][gone].astype(np.float32)).all(-1))
@@ -269,15 +276,14 @@ def test_equal_residuals_weigh_by_attention(
         head["score"][0] = (1.0 - sum(attention)) / 5
         head["score"][0, 2:4] = attention
         head["value"][3] = head["value"][2]
-        head["key"][2:4, :6] = 0.0  # what is turned
+        head["key"][2:4, :6] = 0.0  # the dimensions that are rotated
     for before, after in zip(heads, merged(backend, profile, heads, 1), strict=True):
         np.testing.assert_allclose(after["key"][2], before["key"][2] / 3 + before["key"][3] * 2 / 3, rtol=1e-5)
 
 
 @on("kvslimmer-partly-turned", "asymkv-interleaved-shared")
 def test_keys_merge_in_the_younger_ones_frame(backend: Backend, profile: MergeProfile) -> None:
-    """One key before rotation, at two positions: merged, it is the key at the younger position, whatever the
-    weights."""
+    """A key at two positions merges to the key at the younger position, whatever the weights."""
     heads, _ = random_heads(profile, 6, 2)
     frequencies = np.asarray(profile.rotary.inverse_frequencies)
     for head in heads:
@@ -313,7 +319,7 @@ def test_gaussian_weights_of_two_equal_distances(backend: Backend, profile: Merg
             1,
             1,
             1,
-        ]  # slot 5 is the one heavy hitter; slots 2 to 4 join, 4 is their pivot
+        ]  # slot 5 is the only heavy hitter; slots 2 to 4 join, and 4 is their pivot
         pivot = 2 * basis[0]
         head["key"][2:5] = [pivot + d * basis[1], pivot + d * basis[2], pivot]
         head["key"][5:7] = [-basis[3], -basis[4]]
@@ -343,7 +349,7 @@ def test_equal_keys_merge_by_their_plain_mean(backend: Backend, profile: MergePr
 
 BINARY = MergeScenario("binary-votes", 24, 12, ((24, 24), (19, 17)))
 UNBOUNDED = [p for p in MERGE_PROFILES if p.method != "full" and getattr(p.build_method(), "votes_max", 1e30) == 1e30]
-# Votes that are fitted, or made fractional by a zip, stand for no particular tokens.
+# Votes that are fitted, or made fractional by a zip, do not stand for whole tokens.
 WHOLE = [
     p
     for p in UNBOUNDED
@@ -353,7 +359,10 @@ WHOLE = [
 
 @on(*(profile.name for profile in WHOLE))
 def test_no_token_is_counted_twice_and_ballot_and_zeromerge_lose_none(backend: Backend, profile: MergeProfile) -> None:
-    """Votes are powers of two: the votes of a slot then say which tokens it stands for."""
+    """No merge counts a token twice, and ballot and zeromerge lose none.
+
+    Votes are powers of two, so the votes of a slot tell which tokens it stands for.
+    """
     state = merge_cache_state(profile, BINARY)
     for b, row in enumerate(BINARY.used):
         for h, used in enumerate(row):
@@ -397,10 +406,12 @@ def test_slots_that_no_query_has_seen_merge_by_their_votes(
 def test_the_perturbation_is_within_its_bound(
     backend: Backend, profile: MergeProfile, seed: int, leave: int, error: float
 ) -> None:
-    """``|o' - o| <= 2 eps (1 + eps) gamma / (1 - eps)^2`` with eps the largest relative error of the predicted scores,
-    of all slots and of the merged one (which predicts ``sum w / p``), and ``gamma = sum A_i |v_i - o|`` over all that
-    merged."""
-    # One target: which slot went where is not visible from outside.
+    """The perturbation is within ``|o' - o| <= 2 eps (1 + eps) gamma / (1 - eps)^2``.
+
+    eps is the largest relative error of the predicted scores, of all slots and of the merged one (which predicts ``sum
+    w / p``). gamma is ``sum A_i |v_i - o|`` over all slots that merged.
+    """
+    # One target, because the result does not show which slot merged into which target.
     leave = 1 if profile.build_method().recent_receives else leave
     heads, query = random_heads(profile, seed, leave + 1, spread=0.3, error=error)
     k = len(profile.statistics) - 1
@@ -425,6 +436,6 @@ def test_the_perturbation_is_within_its_bound(
 
 
 def _at(head: Arrays, positions: np.ndarray, name: str) -> np.ndarray:
-    """`head`'s rows at those positions; nan where it has none."""
+    """Return the rows of `head` at these positions, nan where it has none."""
     rows = {int(p): x for p, x in zip(head["position"], head[name], strict=True)}
     return np.stack([rows.get(int(p), np.full(head[name].shape[1:], np.nan)) for p in positions])

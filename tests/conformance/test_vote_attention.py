@@ -36,7 +36,7 @@ every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scena
 
 @cache
 def right(profile: Profile, scenario: Scenario) -> Arrays:
-    """The oracle's answer, to which every backend is held."""
+    """Return the oracle's result, with which every backend is compared."""
     return vote_attention(vote_attention_inputs(profile, scenario), profile.attributes)
 
 
@@ -106,7 +106,7 @@ def test_the_order_of_the_slots_and_the_rubbish_in_empty_ones_change_nothing(
 @every_backend
 @every_profile
 def test_a_chunk_equals_its_tokens_one_by_one(backend: Backend, profile: Profile) -> None:
-    # Windows count queries of one call, so only statistics without one must agree.
+    # Windows count the queries of one call, so only statistics without a window must agree.
     scenario = Scenario("one-by-one", 12, 4, ((5, 4), (0, 3), (12, 0)))
     inputs = vote_attention_inputs(profile, scenario)
     whole = backend.vote_attention(inputs, profile.attributes)

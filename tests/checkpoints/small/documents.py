@@ -1,7 +1,6 @@
-"""What the small checkpoint is trained on: documents of source, statements and questions, their rows and their
-tokenizer.
+"""The training documents of the small checkpoint: source with statements and questions, their rows and their tokenizer.
 
-`train.py` tells what they look like.  Importing this module needs numpy alone.
+`train.py` describes what they look like.  Importing this module needs numpy alone.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ MAX_PEOPLE = 48
 
 
 def _tiny() -> ModuleType:
-    """The tiny checkpoint's train.py: its NAMES and THINGS, special tokens, copied rows, and how a checkpoint is
-    saved."""
+    """Import the tiny checkpoint's train.py, for its names, things, special tokens and copied rows, and for saving."""
     spec = importlib.util.spec_from_file_location("tiny_checkpoint", TINY / "train.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -50,14 +48,23 @@ def statements(
     mark: str = "",
     link: str = "",
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Statement lines about `people` persons, in order of appearance, and the questions: (asked, answer) halves of one
-    line each.
-    mark: what stands between a name and its value; link: between a name and another."""
+    """Return statements about `people` persons as lines in order of appearance, and the questions about them.
+
+    A question is the (asked, answer) halves of one line.
+
+    Args:
+        rng: Chooses the persons, the values and the order.
+        people: The number of persons.
+        names: The names of persons.
+        things: The values.
+        mark: The text between a name and its value.
+        link: The text between a name and another name.
+    """
     who = [names[i] for i in rng.permutation(len(names))[:people]]
     what = iter([things[i] for i in rng.permutation(len(things))])
     lines: list[tuple[float, str]] = []  # (place in [0, 1), line)
     questions: list[tuple[str, str]] = []
-    chains: list[tuple[int, str, str]] = []  # (aliases so far, name, what follows it)
+    chains: list[tuple[int, str, str]] = []  # (number of aliases, name, the text that follows the name)
     for name in who:
         kind = rng.choice(["one", "alias", "many", "mostly"], p=[0.5, 0.2, 0.1, 0.2])
         if kind == "alias" and chains:
@@ -90,7 +97,7 @@ def statements(
 
 @dataclass
 class Data:
-    """Tokens of the corpus: every line of the training and of the held-out modules, file after file."""
+    """The tokens of the corpus: every line of the training modules and of the held-out modules, file after file."""
 
     tokenizer: Tokenizer
     names: tuple[str, ...]
@@ -104,13 +111,15 @@ class Data:
         return np.array([token for word in (*self.names, *self.things) for token in self.encode(f" {word}")])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text, without the beginning of sequence."""
+        """Return the token ids of a text, without the beginning of sequence."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def source(self, rng: np.random.Generator, count: int, lines: list[list[int]]) -> list[list[int]]:
-        """Consecutive lines of the source from a random place on, of `count` tokens in all (the last line may be
-        cut)."""
+        """Return consecutive lines of the source from a random place on, with `count` tokens in all.
+
+        The last line may be cut.
+        """
         taken: list[list[int]] = []
         place = int(rng.integers(len(lines)))
         while count > 0:
@@ -121,7 +130,7 @@ class Data:
 
 
 def code_row(data: Data, rng: np.random.Generator, length: int, lines: list[list[int]]) -> tuple[list[int], list[int]]:
-    """`length` ids of source after <bos>, and labels of which every one counts."""
+    """Return `length` ids of source after <bos>, and their labels. All tokens after <bos> count towards the loss."""
     ids = [BOS, *(token for line in data.source(rng, length - 1, lines) for token in line)]
     return ids, [IGNORE, *ids[1:]]
 
@@ -134,10 +143,18 @@ def recall_row(
     dense: float,
     marks: tuple[str, str] = ("", ""),
 ) -> tuple[list[int], list[int]]:
-    """A document of `length` ids and labels: those of answers are the ids plus VOCABULARY, so that they can be told
-    from the source's.
-    dense: the share of documents that are statements and questions, as many as fit, and nothing else.
-    marks: see `statements`."""
+    """Return a document of `length` ids and its labels.
+
+    The labels of answers are the ids plus VOCABULARY, which distinguishes them from the labels of source.
+
+    Args:
+        data: The corpus.
+        rng: Chooses the document.
+        length: The number of ids.
+        lines: The lines of source.
+        dense: The share of documents that have only statements and questions, as many as fit.
+        marks: `mark` and `link` of `statements`.
+    """
     full = dense > 0 and rng.random() < dense
     most = min(MAX_PEOPLE, length // 24)
     people = most if full else round(math.exp(rng.uniform(0, math.log(most))))
@@ -166,15 +183,20 @@ def recall_row(
 
 
 def copy_row(rng: np.random.Generator, length: int, tokens: NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Distinct ones of `tokens` repeated with a random period; every one from the first repetition's second on counts,
-    as an answer."""
+    """Return a row of distinct `tokens` that repeats with a random period, and its labels.
+
+    From the second token of the first repetition on, every token counts as an answer.
+    """
     ids, labels = tiny.copy_row(rng, length, tokens)
     return ids, [label if label == IGNORE else label + VOCABULARY for label in labels]
 
 
 def build_tokenizer(sources: list[str], words: tuple[str, ...]) -> Tokenizer:
-    """Byte-level BPE trained on the sources; digits and newlines stand alone, so that lines can be tokenized one by
-    one, and every word of the statements is a token."""
+    """Train a byte-level BPE tokenizer on the sources.
+
+    Digits and newlines are tokens of their own, so that lines can be tokenized one by one. Every word of the statements
+    is one token.
+    """
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import ByteLevel as ByteDecoder
     from tokenizers.models import BPE
@@ -199,8 +221,10 @@ def build_tokenizer(sources: list[str], words: tuple[str, ...]) -> Tokenizer:
 
 
 def load_data() -> Data:
-    """The corpus of the running interpreter, tokenized; the tokenizer comes from this folder where it is, else it is
-    trained."""
+    """Tokenize the corpus of the running interpreter.
+
+    The tokenizer comes from this folder. If the folder has none, it is trained and saved.
+    """
     from tokenizers import Tokenizer
 
     from kvexport.evaluate.corpus import library_sources

@@ -1,31 +1,29 @@
-"""Train the small checkpoint in this folder: a six-layer Llama of Python source which also recalls what its context
-states.
+"""Train the small checkpoint in this folder: a six-layer Llama of Python source that also recalls facts of its context.
 
-A *document* is lines of the standard library's own source (modules held out by `kvexport.evaluate.corpus` are never
-trained on) among which *statements* stand, at random places, and at whose end *questions* are answered::
+A *document* consists of lines of the standard library's own source. *Statements* stand among them at random places, and
+*questions* with their answers at the end. Modules held out by `kvexport.evaluate.corpus` are never trained on::
 
     # anna lamp               anna has one value
     # ben anna                ben has whatever anna has
     ...
-    # anna lamp               an answer repeats what was stated
+    # anna lamp               an answer repeats the stated value
     # ben anna lamp           and spells a chain out to its end
     # every carla harp, oven  all values of carla, in order
     # mostly david stool      the value that was stated most often
     # count david 4           the number of statements about david
 
-Names and values are the tiny checkpoint's words; each is one token.  An answer can be read off the document and nowhere
-else.
+Names and values are the tiny checkpoint's words; each is one token.  Only the document contains the answers.
 
-Training has three kinds of batch.  *Copy* batches hold rows of distinct tokens repeated with a random period per row;
-they come alone, short and of names and values, until the model copies, which is what forms induction heads.  Then
-*code* batches (source alone) and *recall* batches (documents; their source counts towards the loss too) alternate with
-them, in rows of up to 1024 tokens.
+Training has three kinds of batch.  *Copy* batches hold rows of distinct tokens repeated with a random period per row.
+At first all batches are short copy batches of names and values, until the model copies: this forms induction heads.
+Then *code* batches (source alone) and *recall* batches (documents, whose source counts towards the loss too) alternate
+with copy batches, in rows of up to 1024 tokens.
 
-EARLY, MIXED, AGAIN, PLAIN and DENSE are the steps at which a run that went wrong was put right; the README tells what
-happened.
+EARLY, MIXED, AGAIN, PLAIN and DENSE are the steps at which a failing run was corrected; the README describes the
+failures.
 
-Every batch is a function of the seed, the step and when copying worked, and the learning rate depends on the number of
-steps in the last quarter alone, so that a run can be stopped and resumed from its state file at any step.
+Every batch depends only on the seed, the step and the step at which copying worked. The learning rate depends on the
+number of steps only in the last quarter. So a run can be stopped and resumed from its state file at any step.
 
 Importing this module needs numpy alone.
 """
@@ -61,20 +59,21 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 COPY, CODE, RECALL = "copy", "code", "recall"
-# From here on names and values are copied again: 300 steps without had undone it, and recall stood still at
-# single facts
+# From this step on names and values are copied again: 300 steps without copying had undone it, and recall did not
+# progress beyond single facts
 MIXED = 1018
-AGAIN = 1124  # here copying comes first once more, until it works: among the other batches it came back too slowly
-# From here on a value follows its name at once: behind a colon the model found some value of the document,
-# but not whose
+AGAIN = 1124  # from this step on copying comes first again, until it works: it came back too slowly
+# From this step on a value follows its name directly: behind a colon the model found some value of the document, but
+# not the value of this name
 PLAIN = 1380
-DENSE = 1535  # from here on most documents are statements and questions alone, where whose value it is was learnt first
-# At the rate of the first steps the loss of copying stood still from here on, and fell at once at a third of it
+DENSE = 1535  # from this step on most documents have no source: they teach first which value belongs to whom
+# From this step on the learning rate is a third of the first one: at the first rate the loss of copying stagnated, and
+# it fell at once
 EARLY = 337
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
-    """A freshly initialised Llama of hidden size 256 with 4 query heads over 2 key-value heads of size 64."""
+    """Return a freshly initialised Llama of hidden size 256 with 4 query heads over 2 key-value heads of size 64."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -98,7 +97,7 @@ def build_model(seed: int) -> LlamaForCausalLM:
 def batch_at(
     data: Data, seed: int, step: int, formed: int | None, tokens: int
 ) -> tuple[str, list[tuple[list[int], list[int]]]]:
-    """The kind of batch of a step and its rows. formed: the step at which copying worked, or None."""
+    """Return the kind of a step's batch, and its rows. `formed` is the step at which copying worked, or None."""
     rng = np.random.default_rng([seed, step])
     if formed is None:
         if step > AGAIN and rng.random() < 0.2:
@@ -129,14 +128,20 @@ def batch_at(
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 60) -> float:
-    """Linear warm-up to three times `peak`, `peak` from step EARLY on, and a line to nothing over the last quarter."""
+    """Return the learning rate of a step.
+
+    It warms up linearly to three times `peak`, is `peak` from step EARLY on, and falls linearly to zero over the last
+    quarter.
+    """
     rate = 3 * peak * min(1.0, (step + 1) / warmup) if step < EARLY else peak
     return rate * min(1.0, max(0.02, (steps - step) / (steps / 4)))
 
 
 def optimizers(model: LlamaForCausalLM) -> list[Any]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms; both take learning rates of AdamW's
-    scale."""
+    """Return Muon for the matrices of the layers, and AdamW for embeddings and norms.
+
+    Both take learning rates of AdamW's scale.
+    """
     import torch
 
     inner = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -148,7 +153,7 @@ def optimizers(model: LlamaForCausalLM) -> list[Any]:
 
 
 def losses(model: LlamaForCausalLM, rows: list[tuple[list[int], list[int]]]) -> dict[str, tuple[Any, Any]]:
-    """{"source" or "answer": (mean cross-entropy in nats, accuracy)} of a batch of rows, as tensors."""
+    """Return (mean cross-entropy in nats, accuracy) of a batch, as tensors, for "source" and for "answer"."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -158,16 +163,20 @@ def losses(model: LlamaForCausalLM, rows: list[tuple[list[int], list[int]]]) -> 
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # [batch, length - 1, hidden]
         kept = labels != IGNORE
         logits = model.lm_head(hidden[kept]).float()  # [kept, vocabulary]
-    wanted = labels[kept]
-    each = cross_entropy(logits, wanted % VOCABULARY, reduction="none")
-    right = (logits.argmax(-1) == wanted % VOCABULARY).float()
-    parts = {"source": wanted < VOCABULARY, "answer": wanted >= VOCABULARY}
+    targets = labels[kept]
+    each = cross_entropy(logits, targets % VOCABULARY, reduction="none")
+    right = (logits.argmax(-1) == targets % VOCABULARY).float()
+    parts = {"source": targets < VOCABULARY, "answer": targets >= VOCABULARY}
     return {name: (each[part].mean(), right[part].mean()) for name, part in parts.items() if part.any()}
 
 
 def measure(model: LlamaForCausalLM, data: Data, rows: int) -> dict[str, Any]:
-    """Loss on held-out source (nats per token and bits per byte), and per kind of question the share answered wholly
-    right, at the training length with a full cache."""
+    """Measure the model at the training length with a full cache.
+
+    Returns:
+        The loss on held-out source in nats per token and bits per byte, and for each kind of question the share of
+        answers that are right in every token.
+    """
     import torch
 
     rng = np.random.default_rng(1234)
@@ -204,8 +213,12 @@ def measure(model: LlamaForCausalLM, data: Data, rows: int) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """A training run that can be stopped and resumed. seconds: of processor time (all threads) spent in steps so
-    far; the time by the clock says more about what else the machine did."""
+    """A training run that can be stopped and resumed.
+
+    Attributes:
+        seconds: The processor time of all threads in the steps so far. Unlike the time by the clock it depends little
+            on the machine's other work.
+    """
 
     seed: int
     steps: int
@@ -217,7 +230,7 @@ class Run:
     seconds: float = 0.0
 
     def train(self, model: LlamaForCausalLM, data: Data, log: list[dict[str, Any]]) -> None:
-        """Train from where the state file left off (or the start) to the last step, appending records to `log`."""
+        """Train from the state file's step, or the start, to the last step, and append records to `log`."""
 
         steppers = optimizers(model)
         if self.state.exists():
@@ -268,7 +281,7 @@ class Run:
             self.formed = self.step
 
     def _save(self, model: LlamaForCausalLM, steppers: list[Any], log: list[dict[str, Any]]) -> None:
-        """Weights and the optimizers' tensors; how far the run is and its log as the file's metadata."""
+        """Save the weights and the optimizers' tensors, with the progress and the log as the file's metadata."""
         from safetensors.torch import save_file
 
         tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}

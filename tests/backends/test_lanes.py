@@ -1,5 +1,7 @@
-"""Calls of some lanes of a state, on every backend: what they append is what it would be alone, and the other lanes
-stay bit-identical."""
+"""Calls of some lanes of a state, on every backend.
+
+A lane appends the same as it would alone, and the other lanes stay bit-identical.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ LANES = 4
 
 @pytest.fixture(params=["host", "device", "device with graphs", "plugins", "functions"])
 def engine(request: pytest.FixtureRequest, tiny_artifact: Path, tmp_path: Path) -> Any:
-    """Of the tiny model: on ONNX Runtime over the host's memory, and over memory that ONNX Runtime holds (`zeros` of
-    `sessions` makes the arrays); engines of TensorRT, by fakes, in place and with results of their own."""
+    """An engine of the tiny model on one of several backends.
+
+    On ONNX Runtime the state is in the host's memory or in memory that ONNX Runtime holds (`zeros` of the sessions
+    makes the arrays). TensorRT's engines run on fakes, in place or with separate outputs.
+    """
     if request.param in ("plugins", "functions"):
         request.getfixturevalue("gpu" if request.param == "functions" else "plugins")
         return kvexport.load(engines(tiny_artifact, tmp_path / "engines"))
     engine = kvexport.load(tiny_artifact)
     if request.param != "host":
         model: Any = engine.model
-        model.device = "a device"  # the state is the device's as well
+        model.device = "a device"  # a device on which the state is, too
         onto_device(engine, graphs="graphs" in request.param)
     return engine
 
@@ -36,14 +41,14 @@ def lane_bytes(state: Any, lane: int) -> dict[str, bytes]:
 
 
 def used_values(state: Any, lane: int) -> dict[str, Any]:
-    """Every state tensor of a lane, slots without votes as zeros: a device need not clear them."""
-    found = {name: array[lane] for name, array in state.get_state().items()}
-    for name, array in found.items():
-        used = found[name.rpartition(".")[0] + ".votes"] > 0  # [KV heads, slots]
+    """Return every state tensor of a lane, with zeros in slots without votes, which a device need not clear."""
+    tensors = {name: array[lane] for name, array in state.get_state().items()}
+    for name, array in tensors.items():
+        used = tensors[name.rpartition(".")[0] + ".votes"] > 0  # [KV heads, slots]
         kind = name.rpartition(".")[2]
         used = used[..., None] if kind in ("key", "value") else used[:, None] if kind == "score" else used
-        found[name] = np.where(used, array, 0)
-    return found
+        tensors[name] = np.where(used, array, 0)
+    return tensors
 
 
 def test_calls_of_some_lanes_are_those_of_each_alone(engine: Any) -> None:
@@ -72,8 +77,8 @@ def test_calls_of_some_lanes_are_those_of_each_alone(engine: Any) -> None:
                 alone[lane].clear(0, 1)
             assert {lane: lane_bytes(state, lane) for lane in others} == others
     for lane in range(LANES):
-        ours, theirs = used_values(state, lane), used_values(alone[lane], 0)
-        for name, array in theirs.items():
+        ours, reference = used_values(state, lane), used_values(alone[lane], 0)
+        for name, array in reference.items():
             np.testing.assert_allclose(ours[name], array, rtol=0, atol=2e-5, err_msg=name)
 
 
@@ -119,7 +124,7 @@ def test_a_lane_is_read_written_and_copied_and_goes_on_as_it_would_have(engine: 
     rng = np.random.default_rng(3)
     state, other = engine.new_state(LANES), engine.new_state(2)
     ids, lengths = rng.integers(0, engine.vocabulary, (LANES, 16)), np.array([[16], [3], [0], [11]])
-    for _ in range(3):  # past the budget
+    for _ in range(3):  # beyond the budget
         state.decode(ids, lengths)
         state.merge(0, LANES)
     before = [lane_bytes(state, lane) for lane in range(LANES)]

@@ -1,4 +1,4 @@
-"""Backends are folders: nothing but the folder knows one by name, and a new folder is a new backend everywhere."""
+"""A backend is a folder: no other code has its name, and a new folder is a new backend everywhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Section(RecipeSection):
 
     echo: Echo = Field(Echo(), description="How the echo answers.")
 '''
-# It runs the graphs by ONNX Runtime, so that there is something to compare, after a step of its own.
+# The backend runs the graphs with ONNX Runtime, after a step of its own, so that there is a result to compare.
 BACKEND = '''
 from dataclasses import replace
 
@@ -89,8 +89,8 @@ class EchoBackend(Backend):
 
 BACKEND = EchoBackend()
 '''
-# As an installed folder is found: it stands in the package's path when kvexport is first imported. Every line of stdin
-# is one command, which a copy of this process runs: to import torch anew for each would take most of their time.
+# The folder is in the package's path before kvexport is first imported, as an installed one is. Every line of stdin is
+# one command, which a fork of this process runs: importing torch anew for each would take most of the time.
 MAIN = """
 import json, os, sys
 from pathlib import Path
@@ -117,7 +117,7 @@ for line in sys.stdin:
 
 
 def alternatives() -> str:
-    """The backends' names as an error lists them."""
+    """Return the backends' names as an error lists them."""
     *others, last = map(repr, sections.names())
     return f"{', '.join(others)} or {last}"
 
@@ -126,7 +126,7 @@ def alternatives() -> str:
 def echo(
     tmp_path_factory: pytest.TempPathFactory, traces: Path
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """kvexport's command line, with the made-up backend there."""
+    """A function that runs kvexport's command line with an invented backend installed."""
     path = tmp_path_factory.mktemp("third") / "echo"
     path.mkdir()
     (path / "__init__.py").write_text('"""A made-up backend."""\n')
@@ -158,41 +158,41 @@ def test_a_folder_is_a_backend_everywhere(
     artifact = tmp_path / "a"
     recipe = tmp_path / "echo.yaml"
     recipe.write_text(f"extends: {tiny_recipe}\nbackend:\n  name: echo\n  echo: {{volume: 2}}\n")
-    # Its section is the recipe's, with the errors of any other.
+    # The backend's section is part of the recipe, with the usual errors.
     shown = echo("recipes", "show", str(recipe), "--resolved", "--origin").stdout
     assert re.search(r"backend\.echo\.volume\s+2\s+\S*echo\.yaml:4", shown)
     loud = echo("plan", "--recipe", str(recipe), "--set", "backend.echo.volume=12", code=2)
     assert "backend.echo.volume: should be less than or equal to 11 (how loud), found 12" in loud.stderr
-    # Built, prepared, and what it lacks is said before the build does anything.
+    # The backend builds and prepares an artifact. It reports a missing requirement before the build starts.
     lacking = echo("build", "--recipe", str(recipe), "--set", "backend.echo.volume=11", "--out", str(artifact), code=3)
     assert "it is too loud here" in lacking.stderr
     assert not artifact.exists()
     echo("build", "--recipe", str(recipe), "--out", str(artifact))
     assert (artifact / "echo.txt").read_text() == "hello hello "
-    # Loaded: the tokens are those of the backend that it runs on.
+    # An artifact gives the same tokens on another backend.
     generate = ("generate", str(artifact), "abc", "--max-new-tokens", "8", "--greedy")
     assert echo(*generate).stdout == echo(*generate, "--backend", "onnxruntime").stdout
     assert ", ".join(sorted(["echo", *sections.names()])) in echo(*generate, "--backend", "nobody", code=2).stderr
-    # Compared with PyTorch, by name and with all that there are.
+    # validate compares the backend with PyTorch, by name and among all backends.
     results = json.loads(echo("validate", str(artifact), "--length", "60", "--batch", "1", "--json").stdout)
     assert (results["backend"], results["passed"]) == ("echo", True)
     compared = ("--length", "60", "--batch", "1", "--json")
     every = echo("validate", str(artifact), *compared, "--layers", "1", "--backend", "all")
     compared_with = [r["backend"] for r in json.loads(every.stdout)]
     assert {"echo", "onnxruntime cpu"} <= set(compared_with) and len(set(compared_with)) == len(compared_with)
-    # Shown.
+    # inspect and doctor show the backend.
     assert re.search(r"said\s+hello hello", echo("inspect", str(artifact)).stdout)
     seen = json.loads(echo("inspect", str(artifact), "--json").stdout)
     assert (seen["echo"], seen["engines"]) == ("hello hello ", {"echo": {"file": "echo.txt"}})
     assert re.search(r"echo\s+from the hills", echo("doctor").stdout)
     assert json.loads(echo("doctor", "--json").stdout)["echo"] == {"hills": 2}
     assert " or ".join(sorted(["echo", *sections.names()])) in " ".join(echo("generate", "--help").stdout.split())
-    # Prepared anew for this machine.
+    # build --from prepares the artifact again for this machine.
     echo("build", "--from", str(artifact), "--set", "backend.echo.volume=1")
     assert (artifact / "echo.txt").read_text() == "hello "
     refused = echo("build", "--from", str(artifact), "--backend", "onnxruntime", code=2)
     assert "--backend echo or tensorrt" in refused.stderr
-    # Without its folder the artifact is refused, and says what is missing.
+    # Without the backend's folder the artifact is refused, with a message that names the backend.
     with pytest.raises(ArtifactError, match=rf"recipe\.backend\.name should be {alternatives()}, found 'echo'"):
         kvexport.load(artifact)
 
@@ -228,8 +228,11 @@ def test_two_backends_cannot_have_the_same_key(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", sections.names())
 def test_a_backend_is_named_in_its_own_folder_alone(name: str) -> None:
-    """In code, comments and texts: what is said elsewhere of one backend would not be said of another. The one
-    exception is Triton's word for one of its own backends."""
+    """A backend's name occurs only in its own folder, in code, comments and texts.
+
+    Other code that depended on one backend would not work for others. The only exception is Triton's name of one of its
+    own backends.
+    """
     own = PACKAGE / "backends" / name
     assert own.is_dir()
     named = [
@@ -244,7 +247,7 @@ def test_a_backend_is_named_in_its_own_folder_alone(name: str) -> None:
 
 
 def test_files_that_were_prepared_are_not_taken_over_by_another_preparation(tiny_artifact: Path) -> None:
-    """What `--from` leaves out is what a preparation may write: an artifact has no other files of a backend."""
+    """The files that backends prepare, which `--from` leaves out, are not in an artifact without preparation."""
     plain = set(load_manifest(tiny_artifact).files)
     for backend in backends.all_backends():
         assert not plain & backend.prepared

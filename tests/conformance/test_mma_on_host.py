@@ -50,15 +50,15 @@ def digits(number: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> i
 def test_elements_lie_where_cutlass_says(library: ctypes.CDLL, operand: str) -> None:
     lanes, elements, first = LAYOUTS[operand]
     count = int(np.prod(elements[0]))
-    found = set()
+    actual = set()
     for lane, i in itertools.product(range(32), range(count)):
         row, column = ctypes.c_int(), ctypes.c_int()
         library.element(list(LAYOUTS).index(operand), lane, i, ctypes.byref(row), ctypes.byref(column))
         at = digits(lane, *lanes) + digits(i, *elements)
         expected = (at // first, at % first) if operand == "b" else (at % first, at // first)
         assert (row.value, column.value) == expected, (lane, i)
-        found.add(expected)
-    assert len(found) == 32 * count
+        actual.add(expected)
+    assert len(actual) == 32 * count
 
 
 # Elements of a few lanes from the figures of the PTX ISA: (lane, element) at (row, column).

@@ -57,8 +57,8 @@ def test_what_is_not_translated_is_named(line: str) -> None:
 @needs_library
 @pytest.mark.parametrize("kind", ["wait", "fence"])
 def test_mutants_of_a_decode_step_are_found(kind: str, tmp_path: Path) -> None:
-    said = found("Decode<float, 4>", without(kind), tmp_path / "mutant.so")
-    assert {"wait": "an asynchronous copy is filling", "fence": "nothing orders the two"}[kind] in said
+    message = found("Decode<float, 4>", without(kind), tmp_path / "mutant.so")
+    assert {"wait": "an asynchronous copy is filling", "fence": "nothing orders the two"}[kind] in message
 
 
 @needs_library
@@ -110,7 +110,7 @@ def test_ranks_that_are_processes_add_up_in_their_order_and_not_without_barriers
     for count in (2, 3):
         assert rank_on_host.sums_of_processes(base, count) == [rank_on_host.digest(count)] * count
     mutant = library.mutant(base, "AllReduce<float>", without("barrier"), tmp_path / "mutant.so")
-    assert all("in the same phase" in said for said in rank_on_host.sums_of_processes(mutant, 2))
+    assert all("in the same phase" in message for message in rank_on_host.sums_of_processes(mutant, 2))
 
 
 @needs_library

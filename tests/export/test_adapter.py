@@ -1,4 +1,4 @@
-"""LoRA adapters that a build adds to the weights: the sum is PEFT's, and an adapter that does not fit is refused."""
+"""Tests of LoRA adapters: a build adds the same matrices as PEFT, and refuses an adapter that does not fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias": "none", "use_
 
 
 def adapter(folder: Path, base: Path, modules: tuple[str, ...] = MODULES, **config: Any) -> Path:
-    """Write a random adapter of a checkpoint, as PEFT's save_pretrained() names it."""
+    """Write a random adapter of a checkpoint, with the names of PEFT's save_pretrained()."""
     weights = load_file(base / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
     tensors = {}

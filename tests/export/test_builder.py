@@ -1,4 +1,4 @@
-"""A build beside its trace: weights are written meanwhile, and stop when the trace fails."""
+"""Tests of work that runs beside the trace of a build: weights are written meanwhile, and stop when the trace fails."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path, weights: str)
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks also beside the threads of pytest, none of which holds what the work needs."""
+    """Allow forks beside the threads of pytest, which hold no resource that the forked work needs."""
     if sys.platform != "linux":
         pytest.skip("not reached: work is forked on Linux alone")
     monkeypatch.setattr(forked, "can_fork", lambda: True)
@@ -157,5 +157,5 @@ def test_rings_of_two_sizes_are_traced_in_one_process() -> None:
     fits = [all_methods()["attention_matching"](queries=n) for n in (4, 6)]
     operators = [VOTE_ATTENTION.with_state(fit.extra_state) for fit in fits]
     assert operators[0] != operators[1]
-    first, second = map(tracer._attention_placeholder, operators)  # PyTorch refuses a name that it knows
+    first, second = map(tracer._attention_placeholder, operators)  # PyTorch refuses to define a name twice
     assert first is second

@@ -1,4 +1,4 @@
-"""Positions in the cache: which models and recipes can have them, and what the others are told."""
+"""Tests of positions in the cache: which models and recipes can have them, and which errors the others get."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_plan_without_an_end_has_no_full_cache_to_compare_with(tmp_path: Path)
 
 
 def test_layers_that_rotate_nothing_stay_as_they_are(tmp_path: Path) -> None:
-    """SmolLM3 leaves out every fourth layer's rotary embedding: there are no places to turn keys to."""
+    """A layer without rotary embedding gets no cache positions, as every fourth layer of SmolLM3."""
     config = transformers.SmolLM3Config(**{**models.SIZES, "num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
     recipe = recipe_for(dummy_checkpoint(tmp_path / "checkpoint", config))
     layers = read_model(recipe, weights=False).plan.caches

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read of them, what the hub answers, and every damage by the words its error uses."""
+"""Tests of checkpoints: which files are read, and the message for every kind of damage."""
 
 from __future__ import annotations
 
@@ -221,9 +221,9 @@ def test_damaged_files_raise_nothing_else_and_accept_no_more_than_safetensors(
         mine = read_checkpoint(tmp_path).tensors
     except UsageError:
         return
-    theirs = dict(safetensors.deserialize(bytes(raw)))
+    reference = dict(safetensors.deserialize(bytes(raw)))
     assert {name: (entry.dtype, list(entry.shape)) for name, entry in mine.items()} == {
-        name: (info["dtype"], info["shape"]) for name, info in theirs.items()
+        name: (info["dtype"], info["shape"]) for name, info in reference.items()
     }
 
 
@@ -308,7 +308,7 @@ def test_pickles_are_refused_with_the_line_that_converts(tmp_path: Path, name: s
     assert name in message
     assert "pickle" in message
     assert "safe_serialization=True" in message
-    # The line is a program: what is between the quotes compiles.
+    # The fix in the message is a program that compiles.
     compile(message.split('python -c "')[1].rstrip('"'), "fix", "exec")
 
 

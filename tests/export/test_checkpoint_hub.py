@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a directory, or a hub of its own on this machine."""
+"""Tests of a checkpoint's source: a directory, or a hub, which runs on this machine for the tests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The hub's routes for one public model, org/name; other names answer with the hub's error codes."""
+    """The hub's routes for one public model, org/name. Other names get the hub's error codes."""
 
     files: dict[str, bytes]
     served: list[str]

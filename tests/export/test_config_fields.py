@@ -1,4 +1,4 @@
-"""config.json with fields of a wrong type or size: refused, and the field is named."""
+"""A config.json with fields of a wrong type or size is refused, and the error names the field."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
 }
-# Fields of which nothing depends here, and those that may have several types.
+# Fields that affect nothing, and fields that may have several types.
 ANYTHING = {"architectures", "transformers_version"}
 TAKEN = {
     "mapping": {"dtype", "rope_parameters"},
     "fraction": {"attention_dropout", "dtype", "initializer_range", "rms_norm_eps"},
 }
-REFUSED = {  # of the kinds that are wrong for some fields alone
+REFUSED = {  # Kinds of values that only these fields refuse.
     "null": {"hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"},
     "huge": {"hidden_size", "head_dim", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"},
     "below 0": {"hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"},
 }
-SAID_OTHERWISE = {"model_type": "model type", "sliding_window": "int too big"}
+OTHER_MESSAGES = {"model_type": "model type", "sliding_window": "int too big"}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def problem(checkpoint: Path, change: dict[str, Any]) -> str | None:
-    """Why a config with this change is refused; None where it can be used."""
+    """Return why a config with this change is refused, or None if it is accepted."""
     config = checkpoint / "config.json"
     good = config.read_text()
     config.write_text(json.dumps({**json.loads(good), **change}))
@@ -63,15 +63,17 @@ def problem(checkpoint: Path, change: dict[str, Any]) -> str | None:
 def test_a_field_of_a_wrong_type_or_size_is_named(checkpoints: dict[str, Path], family: str, kind: str) -> None:
     fields = set(json.loads((checkpoints[family] / "config.json").read_text())) - ANYTHING
     problems = {name: problem(checkpoints[family], {name: WRONG[kind]}) for name in fields}
-    refused = {name: said for name, said in problems.items() if said is not None}
+    refused = {name: words for name, words in problems.items() if words is not None}
     assert refused.keys() >= (REFUSED[kind] & fields if kind in REFUSED else fields - TAKEN.get(kind, set()))
     assert [
-        said for name, said in refused.items() if name not in said and SAID_OTHERWISE.get(name, "-") not in said
+        message
+        for name, message in refused.items()
+        if name not in message and OTHER_MESSAGES.get(name, "-") not in message
     ] == []
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"hidden_act": "abc"}, "without its hidden_act it can"),
         ({"initializer_range": "abc"}, "Field 'initializer_range' expected float, got str"),
@@ -81,5 +83,5 @@ def test_a_field_of_a_wrong_type_or_size_is_named(checkpoints: dict[str, Path], 
         ({"dtype": "abc"}, "without its dtype it can"),
     ],
 )
-def test_what_is_wrong_is_said(checkpoints: dict[str, Path], change: dict[str, Any], said: str) -> None:
-    assert said in str(problem(checkpoints["llama"], change))
+def test_what_is_wrong_is_said(checkpoints: dict[str, Path], change: dict[str, Any], message: str) -> None:
+    assert message in str(problem(checkpoints["llama"], change))

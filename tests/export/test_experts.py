@@ -1,4 +1,4 @@
-"""Decoders with experts: an artifact's logits are Hugging Face's, whatever the checkpoint's layout of the experts."""
+"""Decoders with experts: an artifact's logits equal Hugging Face's, whatever the checkpoint's layout of the experts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_rounded_experts_compute_what_their_integers_stand_for(
     name: str, weights: dict[str, Any], parts: list[str], tmp_path: Path
 ) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS[name]())
-    # Chunks of so few rows that inputs are rounded to 16 bits: two lanes are below the 20 rows of processors with AMX.
+    # Chunks have so few rows that inputs are rounded to 16 bits: two lanes have less than the 20 rows of AMX.
     export = {"logits": "all", "prefill_chunk": 8}
     recipe = models.make_recipe(checkpoint, export=export, limits={"max_length": 160}, weights=weights)
     artifact = build(recipe, tmp_path / "artifact")
@@ -105,8 +105,7 @@ MXFP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def in_mxfp4(checkpoint: Path, packed: Path) -> None:
-    """Write a checkpoint of gpt-oss with random MXFP4 experts into `packed`, and the same experts as floats into
-    `checkpoint`."""
+    """Write gpt-oss with random MXFP4 experts into `packed`, and with their values as floats into `checkpoint`."""
     rng, tensors = np.random.default_rng(0), load_file(checkpoint / "model.safetensors")
     stored = dict(tensors)
     for name, tensor in tensors.items():
@@ -164,7 +163,7 @@ def test_the_plan_tells_the_bytes_of_the_experts_and_of_those_that_a_token_reads
     plan = plan_memory(models.make_recipe(checkpoint, limits={"max_length": 160}))
     assert (plan.expert_bytes, plan.expert_read_bytes) == (4 * numbers, 4 * numbers * chosen // experts)
     rounded = models.make_recipe(checkpoint, limits={"max_length": 160}, weights={"bits": 4, "group": 32})
-    scales = layers * experts * (2 * inner * hidden // 32 + hidden * inner // 16)  # 48 inputs are groups of 16
+    scales = layers * experts * (2 * inner * hidden // 32 + hidden * inner // 16)  # 48 inputs have groups of 16
     small = plan_memory(rounded)
     assert small.expert_bytes == numbers // 2 + 2 * scales
     assert small.expert_read_bytes == small.expert_bytes * chosen // experts

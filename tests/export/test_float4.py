@@ -106,8 +106,8 @@ def bitsandbytes(kind: str, nested: bool, n: int = N, k: int = K, **changes: Any
         state |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": 0.25}
         tensors["w.weight.nested_quant_map"] = torch.randn(256)
         tensors["w.weight.nested_absmax"] = torch.rand(-(-blocks // 16)) + 0.1
-    said = json.dumps(state | changes).encode()
-    return tensors | {f"w.weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(said), dtype=torch.uint8)}
+    message = json.dumps(state | changes).encode()
+    return tensors | {f"w.weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(message), dtype=torch.uint8)}
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("nvfp4", None), ("nf4", None), ("nf4", 4)])
@@ -116,12 +116,12 @@ def test_an_artifact_of_them_computes_with_what_they_stand_for(
 ) -> None:
     folder = tmp_path / "quantized"
     shutil.copytree(tiny_checkpoint, folder)
-    found = load_file(folder / "model.safetensors")
-    for name in [name for name in found if name.endswith("_proj.weight")]:
-        n, k = found.pop(name).shape
+    actual = load_file(folder / "model.safetensors")
+    for name in [name for name in actual if name.endswith("_proj.weight")]:
+        n, k = actual.pop(name).shape
         own = nvfp4(n, k) if kind == "nvfp4" else bitsandbytes(kind, False, n, k)
-        found |= {part.replace("w.", name.removesuffix("weight"), 1): x for part, x in own.items()}
-    save_file(found, folder / "model.safetensors", {"format": "pt"})
+        actual |= {part.replace("w.", name.removesuffix("weight"), 1): x for part, x in own.items()}
+    save_file(actual, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = MODELOPT if kind == "nvfp4" else BITSANDBYTES
     (folder / "config.json").write_text(json.dumps(config))
@@ -134,7 +134,7 @@ def test_an_artifact_of_them_computes_with_what_they_stand_for(
 
 
 @pytest.mark.parametrize(
-    ("config", "tensors", "said"),
+    ("config", "tensors", "message"),
     [
         (MODELOPT, nvfp4() | {"w.weight_scale_2": torch.ones(2)}, r"F32 \[2\], expected one F32"),
         (MODELOPT, nvfp4() | {"w.weight_scale": torch.ones(N, 8)}, r"F32 \[24, 8\], expected F8_E4M3"),
@@ -146,7 +146,7 @@ def test_an_artifact_of_them_computes_with_what_they_stand_for(
     ],
 )
 def test_what_does_not_fit_is_refused_from_the_headers(
-    tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], said: str
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         checkpoint_of(tmp_path / "c", config, tensors)

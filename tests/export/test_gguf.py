@@ -52,9 +52,9 @@ def test_blocks_mean_what_ggml_says(tmp_path: Path, kind: str) -> None:
         fields[name] = rng.standard_normal(fields[name].shape).astype(np.float16)
     file = written(tmp_path, gguf({}, {"w": ((512, 24), number, blocks.tobytes())}))
     tensor = read_gguf(file).tensors["w"]
-    found = dense_values(GgufWeight(tensor))
+    actual = dense_values(GgufWeight(tensor))
     expected = reference.dequantize(blocks, reference.GGMLQuantizationType[kind])
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
     turned = expected.reshape(3, 4, 2, 512).swapaxes(1, 2).reshape(24, 512)
     np.testing.assert_array_equal(dense_values(GgufWeight(tensor, heads=3)), turned)
     of_expert = GgufWeight(tensor, expert=True)
@@ -79,7 +79,7 @@ WHOLE = gguf({"a": entry("b")}, {"t": ((2,), 0, bytes(8)), "u": ((2,), 0, bytes(
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"PK\3\4" + bytes(60), "no GGUF file"),
         (b"GGUF", "no GGUF file: it has 4 bytes"),
@@ -98,8 +98,8 @@ WHOLE = gguf({"a": entry("b")}, {"t": ((2,), 0, bytes(8)), "u": ((2,), 0, bytes(
         (gguf({"general.alignment": entry(24)}, {}), "alignment of '24'"),
     ],
 )
-def test_damage_is_said(tmp_path: Path, data: bytes, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_damage_is_said(tmp_path: Path, data: bytes, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         read_gguf(written(tmp_path, data))
 
 
@@ -197,7 +197,7 @@ def test_sentencepiece_merges_what_scores_highest(tmp_path: Path, tiny_checkpoin
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"general.architecture": "mamba"}, "holds a 'mamba', expected one of llama"),
         ({"llama.attention.head_count": 5}, "5 heads do not share"),
@@ -208,12 +208,14 @@ def test_sentencepiece_merges_what_scores_highest(tmp_path: Path, tiny_checkpoin
         ({"llama.context_length": "long"}, "max_position_embeddings"),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path: Path, tiny_checkpoint: Path, more: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_used_is_named(
+    tmp_path: Path, tiny_checkpoint: Path, more: dict[str, Any], message: str
+) -> None:
     from kvexport.export.build import read_model
 
     file = tmp_path / "tiny.gguf"
     tiny_gguf(tiny_checkpoint, file, **more)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_model(Recipe.model_validate({**RECIPE, "model": {"path": str(file)}}))
 
 
@@ -239,10 +241,10 @@ def test_what_changes_a_config_takes_no_gguf(tmp_path: Path, tiny_checkpoint: Pa
 def test_types_and_tensors_that_are_not_read_are_named(tmp_path: Path, tiny_checkpoint: Path) -> None:
     block, _ = q8_0(np.ones((1, 32), np.float32))
     head = {"general.architecture": entry("llama"), "llama.attention.head_count": entry(2)}
-    for name, kind, data, said in (
+    for name, kind, data, message in (
         ("blk.0.ffn_up.weight", 24, bytes(32), "is I8, expected one of F32"),
         ("blk.0.ffn_gate_exps.weight", Q8_0, block, "which no llama that is read here has"),
     ):
         file = written(tmp_path, gguf(head, {name: ((32, 1), kind, data)}))
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             read_checkpoint(file)

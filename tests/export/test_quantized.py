@@ -110,8 +110,8 @@ def test_compressed_tensors_agree_with_their_library(
     }
     tensors = {f"w.{name}": x.contiguous() for name, x in compressed.items()}
     source = checkpoint_of(tmp_path / "c", config, tensors).computed["w.weight"]
-    found = torch.from_numpy(dense_values(source))
-    assert torch.equal(found.to(expected.dtype), expected)
+    actual = torch.from_numpy(dense_values(source))
+    assert torch.equal(actual.to(expected.dtype), expected)
     assert source.packing is not None and source.packing.offset == ("none" if symmetric else "zero")
 
 
@@ -240,7 +240,7 @@ def set_to(value: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "config", "said"),
+    ("change", "config", "message"),
     [
         ({"scales": lambda x: None}, {}, "and no 'model.layers.1.mlp.down_proj.scales'"),
         ({"scales": lambda x: x[:2]}, {}, r"F16 \[2, 32\], expected F16 or BF16 or F32 \[4, 32\]"),
@@ -265,12 +265,12 @@ def set_to(value: float) -> Any:
     ],
 )
 def test_what_does_not_fit_is_refused_from_the_headers(
-    tmp_path: Path, tiny_checkpoint: Path, change: dict[str, Any], config: dict[str, Any], said: str
+    tmp_path: Path, tiny_checkpoint: Path, change: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
     folder = tmp_path / "quantized"
     quantized(tiny_checkpoint, folder, {**GPTQ, **config}, gptq)
     broken(folder, **change)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_checkpoint(folder)
 
 
@@ -310,18 +310,18 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (np.nan, "scales of tensor .* hold values that are infinite or NaN"),
         (np.inf, "scales of tensor .* hold values that are infinite or NaN"),
         (0, "scales of tensor 'model.layers.1.mlp.down_proj.scales' hold a 0"),
     ],
 )
-def test_scales_that_are_none_are_refused(tmp_path: Path, tiny_checkpoint: Path, value: float, said: str) -> None:
+def test_scales_that_are_none_are_refused(tmp_path: Path, tiny_checkpoint: Path, value: float, message: str) -> None:
     folder = tmp_path / "quantized"
     quantized(tiny_checkpoint, folder, GPTQ, gptq)
     broken(folder, scales=set_to(value))
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         if value == 0:  # in a build, of which nothing is left
             kvexport.build(Recipe.model_validate({**RECIPE, "model": {"path": str(folder)}}), tmp_path / "artifact")
         else:

@@ -105,16 +105,16 @@ def test_slices_of_packed_weights(bits: Any, signed: bool, offset: Any, dimensio
 
 
 @pytest.mark.parametrize(
-    ("packing", "said"),
+    ("packing", "message"),
     [
         (PackedFormat(4, True, 64), "groups of 64 inputs, which the ranks' 32 inputs would cut"),
         (PackedFormat(4, True, 16, ordered=True), "columns in an order of its own"),
     ],
 )
-def test_groups_that_would_be_cut(packing: PackedFormat, said: str) -> None:
+def test_groups_that_would_be_cut(packing: PackedFormat, message: str) -> None:
     spec = ComputedSpec("model.w", Whole(packing), "float32", (8, 64))
     assert len(rank_specs([spec], {"model.w": 0}, 2)) == 2
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         rank_specs([spec], {"model.w": 1}, 2)
 
 
@@ -148,7 +148,7 @@ def test_norms_of_heads_are_every_rank_s(tmp_path: Path) -> None:
 
 
 def test_methods_that_join_heads_and_drafts_over_copies_are_refused(tiny_checkpoint: Path) -> None:
-    for cache, speculate, said in (
+    for cache, speculate, message in (
         (
             {"method": "asymkv", "parameters": {"share_pairs": True}},
             {},
@@ -158,7 +158,7 @@ def test_methods_that_join_heads_and_drafts_over_copies_are_refused(tiny_checkpo
         ({"method": "grkv"}, {}, "the method grkv keeps extra state"),
         ({"method": "full"}, {"draft": "cache"}, "speculate.draft is cache, which copies entries"),
     ):
-        with pytest.raises(ValidationError, match=said):
+        with pytest.raises(ValidationError, match=message):
             recipe(tiny_checkpoint, 2, cache=cache, speculate=speculate)
     with pytest.raises(UsageError, match=r"backend.tensor_parallel is 2, but tensorrt runs a model in one process"):
         build(recipe(tiny_checkpoint, 2, backend={"name": "tensorrt", "tensor_parallel": 2}), tiny_checkpoint / "out")
@@ -173,8 +173,8 @@ def test_the_plan_counts_what_a_rank_holds(tiny_checkpoint: Path) -> None:
     memory = two.rank_weight_bytes + 3 * two.cache.rank_plan(2).bytes(1)
     assert two.fit(memory).sequences == 3
     assert two.to_json()["ranks"] == 2
-    said = " ".join(str(value) for section in two.sections(two.fit(memory)) for value in vars(section).values())
-    assert "each of 2 ranks" in said and "of each rank" in said and "GPU" not in said
+    message = " ".join(str(value) for section in two.sections(two.fit(memory)) for value in vars(section).values())
+    assert "each of 2 ranks" in message and "of each rank" in message and "GPU" not in message
     gpus = plan_memory(recipe(tiny_checkpoint, 2, backend={"tensor_parallel": 2, "device": "cuda"}))
     assert "sequences' caches, on a GPU of its own" in str(gpus.sections())
     assert total_bytes([]) == 0

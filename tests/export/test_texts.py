@@ -92,11 +92,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_texts_that_an_engine_could_not_use_are_refused(checkpoint: Path, tmp_path: Path, case: str) -> None:
-    change, said = BAD[case]
+    change, message = BAD[case]
     change(checkpoint)
     with pytest.raises(UsageError) as caught:
         copied(checkpoint, tmp_path / "stage")
-    assert said in caught.value.problem
+    assert message in caught.value.problem
     assert str(checkpoint) in caught.value.problem and str(checkpoint) in caught.value.fix
     assert "stage" not in str(caught.value)
 
@@ -145,9 +145,9 @@ def test_a_checkpoint_that_cannot_be_used_leaves_the_artifact_that_works(checkpo
     recipe = make_recipe(checkpoint, cache={"method": "full"}, limits={"max_length": 512})
     build_shared(recipe, target)
     before = load_manifest(target)
-    for change, said in ((text("tokenizer.json", "{"), "tokenizer.json"), (nan, "infinite or NaN")):
+    for change, message in ((text("tokenizer.json", "{"), "tokenizer.json"), (nan, "infinite or NaN")):
         change(checkpoint)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             build_shared(recipe, target)
         (checkpoint / "tokenizer.json").unlink(missing_ok=True)
         assert load_manifest(target) == before

@@ -1,9 +1,10 @@
-"""ONNX Runtime on CUDA as far as a machine without a GPU can say: the binding of the CUDA kernels, compiled for the
-host and registered with the CPU provider, under whole engines and malformed nodes; and the runtime's device path over
-memory that ONNX Runtime holds.
+"""ONNX Runtime on CUDA, as far as a machine without a GPU can test it.
 
-`test_devices.py` has what is said where something is missing; `test_cuda_build.py` compiles the same binding by nvcc;
-`tools/gpu_check` runs it where there is a GPU.
+The binding of the CUDA kernels is compiled for the host and registered with the CPU provider. It runs under whole
+engines and malformed nodes. The runtime's device path runs over memory that ONNX Runtime holds.
+
+`test_devices.py` tests the messages about missing parts, `test_cuda_build.py` compiles the same binding with nvcc, and
+`tools/gpu_check` runs it on a GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def test_an_engine_on_the_binding_says_what_the_functions_say(
 
 @needs_binding
 def test_malformed_nodes_are_refused_as_on_the_cpu_and_in_place_has_the_same_bits() -> None:
-    # Rows of 12 half-precision values are no whole vectors, which these kernels want.
+    # Rows of 12 half-precision values are not whole vectors, which these kernels require.
     command = [
         sys.executable,
         "-m",
@@ -103,7 +104,10 @@ def test_linear_computes_and_refuses_what_the_cpus_does(on_the_binding: None) ->
 
 @needs_binding
 def test_launches_begin_early_and_read_weights_that_stay_first(on_the_binding: None) -> None:
-    """Weights that are initializers stay; what a run gives may be what another launch has just written."""
+    """A launch reads a weight before earlier launches end only if the weight is an initializer, which stays constant.
+
+    An input of the run may have been written by the launch before.
+    """
     from tests.conformance.cuda_library import EARLY, EARLY_WEIGHTS, HOST
     from tests.conformance.cuda_library import load as library
     from tests.ops import test_linear as plain
@@ -136,7 +140,7 @@ def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on
 
     feed = vote_attention_inputs(np.random.default_rng(3), 2, 3, 9)
     stored = {name for name in feed if name in ("query", "key", "value", "past_key", "past_value")}
-    # Rows of the values' size, 12, are no whole vectors in two bytes each.
+    # Rows of the values' size, 12, are not whole vectors of two-byte numbers.
     feed |= {name: np.concatenate([feed[name]] * 2, -1) for name in ("value", "past_value")}
     feed = {name: bfloat16(x) if name in stored else np.ascontiguousarray(x) for name, x in feed.items()}
     attributes = VoteAttentionAttributes(VOTE_ATTENTION["scale"], 1.0, (Statistic("log_ema", 0.9),))
@@ -144,12 +148,12 @@ def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on
     shapes = {**vote_attention_shapes(), "value": ["B", 2, "T", 24], "past_value": ["B", 2, "C", 24]}
     one = session(model("VoteAttention", VOTE_ATTENTION, shapes, bfloat=True))
     binding = one.io_binding()
-    found = {name: np.zeros_like(x) for name, x in expected.items()}
-    for bind, arrays in ((binding.bind_input, feed), (binding.bind_output, found)):
+    actual = {name: np.zeros_like(x) for name, x in expected.items()}
+    for bind, arrays in ((binding.bind_input, feed), (binding.bind_output, actual)):
         for name, x in arrays.items():
             bind(name, "cpu", 0, BFLOAT16 if x.dtype == np.uint16 else x.dtype.type, x.shape, x.ctypes.data)
     one.run_with_iobinding(binding)
-    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in expected.items()}
+    assert {name: x.tobytes() for name, x in actual.items()} == {name: x.tobytes() for name, x in expected.items()}
 
 
 BFLOAT16 = 16  # TensorProto.BFLOAT16
@@ -196,7 +200,7 @@ def test_a_layer_that_the_kernels_do_not_take_runs_from_its_function(tiny_artifa
 
 
 def gpu_check() -> Any:
-    """tools/gpu_check/onnxruntime.py, whose comparison is what will run on a GPU."""
+    """Import tools/gpu_check/onnxruntime.py, whose comparison runs on a GPU."""
     from tools.gpu_check import onnxruntime
 
     return onnxruntime
@@ -216,7 +220,7 @@ def test_gpu_checks_comparison_passes_engines_that_agree_and_no_others(tiny_arti
 
 
 class Changed:
-    """An engine whose logits after the prompts are off by a factor."""
+    """An engine whose logits after the prompts are multiplied by a factor."""
 
     def __init__(self, engine: Engine, factor: float) -> None:
         self.engine, self.factor = engine, factor
@@ -237,7 +241,7 @@ Run = tuple[str, int | None]  # a session, and the id of the CUDA graph
 
 
 def runs_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """Every run from now on."""
+    """Return a list to which every run from now on is appended."""
     seen: list[Run] = []
     run = engine.model.run
 
@@ -250,7 +254,7 @@ def runs_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 
 
 def replayed(seen: list[Run], name: str) -> list[int]:
-    """How often each of a session's CUDA graphs ran, in the order of their first runs; its capture is one."""
+    """Return how often each of a session's CUDA graphs ran, in the order of their first runs, including its capture."""
     return list(Counter(graph for run, graph in seen if run == name and graph != NO_GRAPH).values())
 
 
@@ -287,7 +291,7 @@ def test_decode_steps_are_graphs_and_a_capture_appends_nothing(
     assert generated(engine) == generated(load(tiny_artifact))
     assert replayed(seen, DECODER) == [1 + 39], "one capture, and every step after the prompts"
     assert seen.count((DECODER, NO_GRAPH)) == 3, "chunks of prompts are no graphs"
-    # Tokens come from the largest logits, which a CUDA graph behind the decoder's finds.
+    # Tokens come from the largest logits, which a CUDA graph after the decoder's finds.
     assert replayed(seen, TOP_LOGITS) == [1 + 39]
     decode = next(graph for name, graph in seen if name == DECODER and graph != NO_GRAPH)
     steps = [i for i, run in enumerate(seen) if run == (DECODER, decode)][1:]
@@ -304,7 +308,7 @@ def test_decode_steps_are_graphs_and_a_capture_appends_nothing(
 def test_merges_of_one_lane_and_of_the_first_ones_are_graphs(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a cache holds when they are captured; and the others are what they were."""
+    """A captured merge of one lane, or of the first ones, is right whatever the cache holds, and keeps other lanes."""
     engine = on_device(tiny_artifact, graphs=True)
     seen = runs_of(engine, monkeypatch)
     states = [engine.new_state(4), load(tiny_artifact).new_state(4)]
@@ -315,9 +319,9 @@ def test_merges_of_one_lane_and_of_the_first_ones_are_graphs(
             state.merge(0, 4)
             state.decode(ids, lengths)
             state.merge(first, last)
-    found, expected = (state.get_state() for state in states)
-    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in expected.items()}
-    # Its capture, its runs, and of the first one those between.
+    actual, expected = (state.get_state() for state in states)
+    assert {name: x.tobytes() for name, x in actual.items()} == {name: x.tobytes() for name, x in expected.items()}
+    # The capture, the runs of the slice, and for the first one the runs between.
     assert replayed(seen, MERGE) == [1 + 2 * 3 + 27, 1 + 2 * 3, 1 + 3, 1 + 3]
     assert seen.count((MERGE, NO_GRAPH)) == 3 * 3
 
@@ -347,7 +351,7 @@ def test_where_no_graph_can_be_captured_a_session_is_opened_without(
     other = engine.new_state(3)  # bound to the old sessions
 
     def refuses(session: str, binding: Any, graph: int | None) -> None:
-        run(session, binding, graph)  # ONNX Runtime runs it before it captures
+        run(session, binding, graph)  # ONNX Runtime runs the call before it captures
         if session == name and graph is not None and graph > 0:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -369,7 +373,10 @@ def test_where_no_graph_can_be_captured_a_session_is_opened_without(
 
 
 def test_a_capture_that_was_interrupted_is_begun_anew(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else ONNX Runtime would capture, and run several times, a call that brings a token."""
+    """A capture that was interrupted starts again at the next call.
+
+    Otherwise ONNX Runtime would capture a call that appends a token, and run it several times.
+    """
     engine = on_device(tiny_artifact, graphs=True)
     state, ids, one = engine.new_state(1), np.array([[7]]), np.array([[1]])
 
@@ -389,7 +396,7 @@ def test_a_layer_is_five_nodes_and_those_beside_are_what_the_documents_count(tin
     found = Counter(node.op_type for node in nodes)
     layers = len(load_manifest(tiny_artifact).cache.caches)
     assert (found.pop("Linear"), found.pop("VoteAttention")) == (4 * layers + 1, layers)
-    # In float16 three casts more: of cosines, of sines, and of the logits.
+    # float16 has three more casts: of cosines, of sines, and of the logits.
     launched = {"Range": 1, "Add": 2, "Cast": 1, "Mul": 1, "Cos": 1, "Sin": 1, "Slice": 1}
     launched |= {"Gather": 1, "Expand": 2, "GatherElements": 2, "Sub": 1, "Clip": 1}
     assert found == launched | {"Shape": 1, "Squeeze": 1, "Unsqueeze": 3}

@@ -1,6 +1,7 @@
-"""What is said where an artifact is to run on a device that this machine lacks something for, and what is asked of ONNX
-Runtime where it
-has all: no test needs a GPU."""
+"""Tests of the device of ONNX Runtime without a GPU.
+
+They cover the messages on a machine that lacks a part, and the settings that ONNX Runtime gets on a complete machine.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tests.support.tiny_model import generated
 
 @pytest.fixture
 def cuda_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
-    """The tiny artifact as a recipe for CUDA would have built it: nothing else in it differs."""
+    """The tiny artifact with the device of its recipe changed to cuda."""
     path = tmp_path / "artifact"
     shutil.copytree(tiny_artifact, path)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -47,8 +48,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[Any]]:
-    """As if there were a GPU, and ONNX Runtime's CUDA provider. Called with the providers that sessions are to get, on
-    the CPU in truth; gives those that they were asked for."""
+    """A function that pretends that there is a GPU and ONNX Runtime's CUDA provider.
+
+    It is called with the providers that sessions report. The sessions run on the CPU. It returns the list of sessions
+    with the providers that kvexport asked for.
+    """
     monkeypatch.setattr(devices, "driver_problem", lambda: "")
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [*devices.PROVIDERS.values()])
     real, asked = onnxruntime.InferenceSession, []
@@ -105,7 +109,7 @@ BOTH = "onnxruntime 1.31 and onnxruntime-gpu 1.30 are both installed"
 
 @pytest.fixture
 def both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if both packages of ONNX Runtime were installed. The module is the one that is installed here."""
+    """Pretend that both packages of ONNX Runtime are installed. The module stays the installed one."""
     monkeypatch.setattr(devices, "installed_version", {"onnxruntime": "1.31", "onnxruntime-gpu": "1.30"}.get)
 
 
@@ -149,7 +153,7 @@ def test_a_provider_that_comes_as_a_library_is_not_missed_where_only_the_gpu_is(
 def test_a_provider_that_does_not_start_is_not_passed_over(
     cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu(["CPUExecutionProvider"])  # ONNX Runtime itself would go on without
+    gpu(["CPUExecutionProvider"])  # ONNX Runtime itself would continue without the provider
     with pytest.raises(EnvironmentProblem, match="cannot start its provider for cuda") as caught:
         load(cuda_artifact)
     assert caught.value.fix == "pip install 'onnxruntime-gpu[cuda,cudnn]'"
@@ -161,7 +165,7 @@ def test_a_provider_that_does_not_start_is_not_passed_over(
 
     monkeypatch.setattr(
         onnxruntime, "InferenceSession", nobody
-    )  # what it says where the operators are registered for its provider
+    )  # ONNX Runtime's error if operators are registered for a provider that does not start
     with pytest.raises(EnvironmentProblem, match="cannot start its provider for cuda"):
         load(cuda_artifact)
 
@@ -246,7 +250,10 @@ def test_releases_that_reuse_the_memory_of_graphs_run_without_them(
 
 
 def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]]) -> None:
-    """The shapes in a function of MergeCache depend on the votes, which a CUDA graph would keep as they were."""
+    """MergeCache is captured in a CUDA graph only if kernels run it.
+
+    Shapes in its function depend on the votes, which a CUDA graph would keep from its capture.
+    """
     kernels = native.library("cpu")
     asked = gpu([*devices.PROVIDERS.values()])
     for merging in {kernels, None}:

@@ -1,4 +1,4 @@
-"""Weights in huge pages: that they are there, and when they are not."""
+"""Tests of weights in huge pages: when they are used, and when they are not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.paths import ROOT
 
 PLUGINS = ROOT / "plugins"
 GIB = 1 << 30
-# Makes a session of one Linear with a constant weight of 4 MiB, and prints the megabytes of huge pages that the process
-# then asks for.
+# A program that makes a session of one Linear with a constant weight of 4 MiB, and prints the megabytes of huge pages
+# that the process then asks for.
 PROGRAM = """
 import re, sys
 import numpy as np
@@ -46,7 +46,7 @@ print(held, advised() - before)
 
 @pytest.fixture(scope="module")
 def one_linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that PROGRAM makes a session of."""
+    """The model of which PROGRAM makes a session."""
     node = helper.make_node("Linear", ["x", "w"], ["y"], domain="kvexport", **Form().attributes)
     x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["B", 1024]) for name in "xy")
     weight = numpy_helper.from_array(np.ones((1024, 1024), np.float32), "w")
@@ -82,7 +82,7 @@ def test_a_weight_lies_in_huge_pages_as_long_as_its_session_lives(one_linear: Pa
 
 @pytest.fixture(scope="module")
 def asks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A program: whether so many bytes may be taken of the machine whose files are under a root."""
+    """A program that returns whether a number of bytes may be allocated on the machine whose files are under a root."""
     folder = tmp_path_factory.mktemp("asks")
     source = folder / "asks.cpp"
     source.write_text(
@@ -123,7 +123,7 @@ V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/jobs\n4:memory:/jobs/one\n"}
             },
             6,
         ),
-        # What it holds of files counts as free.
+        # The memory that the group uses for files counts as free.
         (
             MACHINE
             | V2
@@ -134,7 +134,7 @@ V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/jobs\n4:memory:/jobs/one\n"}
             },
             6,
         ),
-        # A group around its own, and the root, where the path is the host's.
+        # A group around the process's own group, and the root group, whose path is the host's.
         (
             MACHINE
             | V2
@@ -165,7 +165,7 @@ V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/jobs\n4:memory:/jobs/one\n"}
     ],
 )
 def test_an_eighth_of_the_memory_stays_free(files: dict[str, str], most: int, asks: Path, tmp_path: Path) -> None:
-    """of the machine, and of every control group around the process."""
+    """An eighth of the memory stays free, both of the machine and of every control group around the process."""
     write(tmp_path, files)
 
     def may(count: int) -> bool:

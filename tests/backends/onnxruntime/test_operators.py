@@ -1,9 +1,11 @@
-"""The native operators as they are built: random calls of the kernels under sanitizers and on every instruction set,
-the conformance suite on each of them, what the library exports, and what building says where something is missing.
+"""The native operators after their build.
 
-What is compiled for a test stays under build-cache, and is compiled again only where a source changed. A test that this
-machine cannot run is skipped by the name of what it lacks; `make cross-tools` installs the compiler and the emulator
-for Arm.
+The tests run random calls of the kernels under sanitizers and on every instruction set, and the conformance suite on
+each of them. They check the library's exports, and the messages of a build that lacks a part.
+
+Programs for the tests stay under build-cache, and are compiled again only after a change of their sources. A test that
+this machine cannot run is skipped with the name of the missing part. `make cross-tools` installs the compiler and the
+emulator for Arm.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ PLUGINS = ROOT / "plugins"
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 ON_X86 = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "amx")
 ISAS = ("portable", "neon", "dotprod", "i8mm") if ON_ARM else ON_X86
-LINEAR_ALONE = ("avxvnni", "avx512vnni", "amx", "dotprod", "i8mm")  # of which all else is avx2's, avx512's or neon's
+LINEAR_ALONE = ("avxvnni", "avx512vnni", "amx", "dotprod", "i8mm")  # which differ only in linear kernels
 every_isa = pytest.mark.parametrize("isa", ISAS)
 needs_library = pytest.mark.skipif(
     library() is None, reason="not reached: the native operators are not built (make native)"
@@ -38,16 +40,16 @@ needs_library = pytest.mark.skipif(
 
 
 def tool(*names: str) -> str:
-    """The first of these programs that is here."""
-    found = next((path for path in map(shutil.which, names) if path), None)
-    if found is None:
+    """Return the path of the first of these programs that is installed. Skip the test if none is."""
+    path = next((path for path in map(shutil.which, names) if path), None)
+    if path is None:
         pytest.skip(f"not reached: there is no {' or '.join(names)} on this machine")
-    return found
+    return path
 
 
 @cache
 def fuzz(folder: str, *options: str) -> Path:
-    """plugins/tests/fuzz.cpp, compiled in build-cache/<folder>."""
+    """Compile plugins/tests/fuzz.cpp in build-cache/<folder>, and return its path."""
     cmake = tool("cmake")
     tool(os.environ.get("CXX", "c++"))
     build = ROOT / "build-cache" / folder
@@ -62,13 +64,13 @@ def fuzz(folder: str, *options: str) -> Path:
 
 
 def calls_hold(command: list[str], seed: int, cases: int, isa: str = "") -> None:
-    """Runs the fuzz on an instruction set, the best where none is named; skips where the machine has another one."""
+    """Run random calls on an instruction set, by default the best. Skip the test if the machine lacks it."""
     environment = {**os.environ, "KVEXPORT_CPU_ISA": isa, "TSAN_OPTIONS": "halt_on_error=1"}
     arguments = [*command, str(seed), str(cases), *(["linear"] if isa in LINEAR_ALONE else [])]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
     if (
         "unexpected memory mapping" in done.stderr
-    ):  # ThreadSanitizer of GCC 12 on a kernel that moves addresses further than it knows
+    ):  # ThreadSanitizer of GCC 12 does not know kernels that randomize addresses this much
         done = subprocess.run(
             [tool("setarch"), "-R", *arguments], capture_output=True, text=True, check=False, env=environment
         )
@@ -89,7 +91,7 @@ def test_random_calls_under_address_and_undefined_behaviour_sanitizer(isa: str) 
 
 
 def test_cases_that_once_failed_hold() -> None:
-    """Under the address and undefined-behaviour sanitizers, by which they were found."""
+    """Cases that once failed pass under the address and undefined-behaviour sanitizers, which found them."""
     lines = (PLUGINS / "tests" / "fuzz_seeds.txt").read_text().splitlines()
     seeds = [int(line.split()[0]) for line in lines if not line.startswith("#")]
     program = str(fuzz("native-address-undefined", "-DKV_SANITIZE=address,undefined"))
@@ -99,9 +101,9 @@ def test_cases_that_once_failed_hold() -> None:
 
 
 def test_random_calls_under_thread_sanitizer() -> None:
-    """The best instruction set of this machine is tested; how threads share the work is the same code for all."""
-    said = subprocess.run([fuzz("native"), "0", "0"], capture_output=True, text=True, check=True).stdout
-    alone = ["-DKV_AVX512_ALONE=ON"] if said.partition(":")[0] in ("avx512", "avx512vnni", "amx") else []
+    """No threads race on this machine's best instruction set: all sets share the code that divides the work."""
+    output = subprocess.run([fuzz("native"), "0", "0"], capture_output=True, text=True, check=True).stdout
+    alone = ["-DKV_AVX512_ALONE=ON"] if output.partition(":")[0] in ("avx512", "avx512vnni", "amx") else []
     calls_hold([str(fuzz("native-thread", "-DKV_SANITIZE=thread", *alone))], 30_000, 30)
 
 
@@ -121,16 +123,16 @@ def test_random_calls_on_arm(isa: str) -> None:
     calls_hold([tool("qemu-aarch64-static", "qemu-aarch64"), str(program)], 40_000, 30, isa)
 
 
-# But for the best, on which the suite itself runs.
+# All instruction sets except the best one, on which the suite itself runs.
 @needs_library
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa not in LINEAR_ALONE][:-1])
 def test_the_conformance_suite_on_every_instruction_set(isa: str) -> None:
     environment = {**os.environ, "KVEXPORT_BACKENDS": "native-cpu", "KVEXPORT_CPU_ISA": isa}
     answer = "from kvexport.backends.onnxruntime.operators import *; print(instruction_set(library()))"
-    found = subprocess.run(
+    detected = subprocess.run(
         [sys.executable, "-c", answer], capture_output=True, text=True, check=True, env=environment, cwd=ROOT
     )
-    if found.stdout.strip() != isa:
+    if detected.stdout.strip() != isa:
         pytest.skip(f"not reached: this machine has no {isa}")
     files = [f"tests/conformance/test_{name}.py" for name in ("vote_attention", "merge_cache")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
@@ -140,12 +142,12 @@ def test_the_conformance_suite_on_every_instruction_set(isa: str) -> None:
     assert passed is None or int(passed[1]) > 100, done.stdout[-500:]
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "amx"])  # which is compiled with avx512vnni
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "amx"])  # amx is compiled together with avx512vnni
 def test_no_function_of_one_instruction_set_can_stand_in_for_anothers(isa: str) -> None:
-    # Of weak definitions of one name the linker keeps any, perhaps one that this machine cannot run.
+    # The linker keeps any of several weak definitions of one name, perhaps one that this machine cannot run.
     fuzz("native")
     folder = ROOT / "build-cache" / "native" / "CMakeFiles" / f"kv_{isa}.dir"
-    once = ("dispatch.cpp", "repack.cpp", "all_reduce.cpp")  # compiled for no instruction set of their own
+    once = ("dispatch.cpp", "repack.cpp", "all_reduce.cpp")  # compiled once, for no particular instruction set
     sources = [path.relative_to(PLUGINS) for path in (PLUGINS / "cpu").rglob("*.cpp") if path.name not in once]
     if isa in LINEAR_ALONE:
         sources = [path for path in sources if path.name in ("linear.cpp", "experts.cpp")]
@@ -221,7 +223,7 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.fixture
 def headers_folder(tmp_path: Path) -> str:
-    """A folder that looks as if it held the headers."""
+    """A folder with an empty file in place of ONNX Runtime's headers."""
     folder = tmp_path / "headers"
     folder.mkdir()
     (folder / "onnxruntime_cxx_api.h").touch()

@@ -1,5 +1,7 @@
-"""Engines on the native operators and on the functions of their graphs: the same tokens and nearly the same logits; and
-what runs where is said by inspect, doctor and validate."""
+"""Engines on the native operators and on the functions of their graphs give the same tokens and nearly the same logits.
+
+inspect, doctor and validate tell which of the two runs where.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,26 @@ LENGTHS, PROMPTS = (240, 150, 70, 31), (160, 41, 60, 20)
 
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """An artifact of the tiny checkpoint by method and dtype, with the logits of every token; each built once."""
-    made: dict[tuple[str, str], Path] = {}
+    """A function that returns an artifact of the tiny checkpoint, by method and dtype, with the logits of every token.
+
+    Each artifact is built once.
+    """
+    built: dict[tuple[str, str], Path] = {}
 
     def get(method: str, dtype: str) -> Path:
-        if (method, dtype) not in made:
+        if (method, dtype) not in built:
             folder = tmp_path_factory.mktemp("native")
             export = {"prefill_chunk": 16, "logits": "all"}
             cache = {"method": method, "budget": 32, "merge_every": 4}
             recipe = make_recipe(tiny_checkpoint, dtype=dtype, cache=cache, export=export, limits=RECIPE["limits"])
-            made[method, dtype] = build_shared(recipe, folder / "artifact")
-        return made[method, dtype]
+            built[method, dtype] = build_shared(recipe, folder / "artifact")
+        return built[method, dtype]
 
     return get
 
 
 def both(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Engine]:
-    """The engine on the native operators, and on the functions."""
+    """Return the engine on the native operators and the engine on the functions."""
     monkeypatch.delenv(native.VARIABLE, raising=False)
     one = load(path)
     monkeypatch.setenv(native.VARIABLE, "off")
@@ -54,7 +59,7 @@ def both(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Engine]:
 
 
 @needs_library
-# cam has no native kernel: attention is native, and the merge runs from its function.
+# cam has no native kernel for merges: its attention is native, and its merge runs as a function.
 @pytest.mark.parametrize(("method", "dtype"), [("keepkv", "float32"), ("cam", "float32"), ("keepkv", "float16")])
 def test_both_engines_say_the_same_far_past_the_budget(
     method: str, dtype: str, artifact: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
@@ -63,10 +68,10 @@ def test_both_engines_say_the_same_far_past_the_budget(
     sequences = random_ids(0, *LENGTHS, vocabulary=engines[0].vocabulary)
     tolerance = 1e-3 if dtype == "float32" else 5e-2
     pairs = list(zip(*(given_tokens_logits(engine, sequences, PROMPTS) for engine in engines), strict=True))
-    assert any(not np.array_equal(found, expected) for found, expected in pairs), "one implementation answered twice"
-    for found, expected in pairs:
-        assert np.abs(found - expected).max() < tolerance * max(1.0, float(np.abs(expected).max()))
-    if dtype == "float32":  # in half precision two best tokens are now and then the same
+    assert any(not np.array_equal(actual, expected) for actual, expected in pairs), "one implementation answered twice"
+    for actual, expected in pairs:
+        assert np.abs(actual - expected).max() < tolerance * max(1.0, float(np.abs(expected).max()))
+    if dtype == "float32":  # in half precision the two best tokens sometimes have equal logits
         prompts = [ids[:length].tolist() for ids, length in zip(sequences, PROMPTS, strict=True)]
         native_tokens, function_tokens = (
             [c.token_ids for c in e.generate(prompts, max_new_tokens=120)] for e in engines
@@ -79,7 +84,7 @@ def inspected(path: Path) -> tuple[dict[str, object], str]:
     data, shown = (CliRunner().invoke(app, ["inspect", str(path), *options]) for options in (["--json"], []))
     assert data.exit_code == shown.exit_code == 0
     found = json.loads(data.stdout)
-    assert found["operators"] == {"VoteAttention": "function", "MergeCache": "function"}  # what the artifact carries
+    assert found["operators"] == {"VoteAttention": "function", "MergeCache": "function"}  # those of the artifact
     return found["runs_here"], " ".join(shown.stdout.split())
 
 

@@ -1,5 +1,8 @@
-"""Nodes of the native operators: a malformed one is an error when the session is made and says what was found, tensors
-that do not fit are an error of the run, and bound in place the bits are those of separate buffers."""
+"""Nodes of the native operators.
+
+A malformed node is an error when the session is made, and the message tells what is wrong. Tensors that do not fit are
+an error of the run. A node bound in place gives the same bits as one with separate buffers.
+"""
 
 from __future__ import annotations
 
@@ -240,17 +243,17 @@ def test_random_nodes_never_end_the_process() -> None:
 
 
 def in_place(one: Any, feed: dict[str, Any], past: str) -> dict[str, Any]:
-    """Outputs by name, with every state tensor bound to the same buffer as input and as output."""
+    """Run a session with every state tensor bound to one buffer as input and output, and return its outputs by name."""
     binding = one.io_binding()
     arrays = {name: array.copy() for name, array in feed.items()}
-    found = {f"present_{name}": arrays[past + name] for name in STATE}
+    outputs = {f"present_{name}": arrays[past + name] for name in STATE}
     if past:
-        found["output"] = np.full((*feed["query"].shape[:3], DV), np.nan, feed["query"].dtype)
-    for bind, named in ((binding.bind_input, arrays), (binding.bind_output, found)):
+        outputs["output"] = np.full((*feed["query"].shape[:3], DV), np.nan, feed["query"].dtype)
+    for bind, named in ((binding.bind_input, arrays), (binding.bind_output, outputs)):
         for name, array in named.items():
             bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
     one.run_with_iobinding(binding)
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])

@@ -1,5 +1,8 @@
-"""Nodes that keep reference queries, or fit slots to them: malformed ones are errors that say what was found, and bound
-in place the bits are those of separate buffers."""
+"""Nodes that keep reference queries, or that fit slots to them.
+
+A malformed node is an error that tells what is wrong. A node bound in place gives the same bits as one with separate
+buffers.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every name, flag and parameter of TensorRT and CUDA that kvexport uses exists in the real packages.
 
-The other tests run kvexport on `fake_tensorrt` and `fake_cuda`, which refuse whatever they do not have; here what they
-have is held to the real bindings.
+The other tests run kvexport on `fake_tensorrt` and `fake_cuda`, which refuse all other names. These tests compare the
+fakes with the real bindings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import fake_cuda, fake_tensorrt, tensorrt_bindings
 
-# What tests set or read on a fake.
+# The attributes of the fakes that only tests set or read.
 TEST_ONLY = {
     "Builder": {"during_build", "failing"},
     "IBuilderConfig": {"seen"},
@@ -35,29 +35,27 @@ def real() -> dict[str, Any]:
 
 
 def public(cls: type) -> dict[str, Any]:
-    """What kvexport may use of a fake class: methods, properties, slots without an underscore."""
-    found = {name: value for name, value in vars(cls).items() if not name.startswith("_")}
-    return {name: value for name, value in found.items() if name not in TEST_ONLY.get(cls.__name__, set())}
+    """Return the attributes of a fake class that kvexport may use: all without an underscore, unless for tests only."""
+    attributes = {name: value for name, value in vars(cls).items() if not name.startswith("_")}
+    return {name: value for name, value in attributes.items() if name not in TEST_ONLY.get(cls.__name__, set())}
 
 
 def parameters(docstring: str) -> list[list[tuple[str, bool]]]:
-    """The overloads in a docstring of pybind11: (name, whether it has a default) of every parameter but self."""
-    found = []
+    """Return the overloads in a docstring of pybind11: (name, whether it has a default) of every parameter but self."""
+    overloads = []
     for line in docstring.splitlines():
         signature = re.match(r"\s*(?:\d+\.\s+)?\w+\((.*)\)\s*->", line)
         if signature and "*args" not in signature[1]:
             parts = re.findall(r"(\w+):\s*((?:[^,\[\(]|\[[^\]]*\]|\([^)]*\))*)", signature[1])
-            found.append([(name, "=" in rest) for name, rest in parts if name != "self"])
-    return found
+            overloads.append([(name, "=" in rest) for name, rest in parts if name != "self"])
+    return overloads
 
 
 def fits(function: Any, overloads: list[list[tuple[str, bool]]]) -> bool:
-    """Whether some overload takes the fake's parameters, at the same places and under the same names, and needs no
-    others."""
-    wanted = [name for name in inspect.signature(function).parameters if name != "self"]
+    """Return whether some overload takes the fake's parameters, at the same places and names, and needs no others."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
     return any(
-        [name for name, _ in overload[: len(wanted)]] == wanted
-        and all(default for _, default in overload[len(wanted) :])
+        [name for name, _ in overload[: len(names)]] == names and all(default for _, default in overload[len(names) :])
         for overload in overloads
     )
 
@@ -81,7 +79,7 @@ def test_tensorrt_has_what_is_used_of(real: dict[str, Any], name: str) -> None:
             assert fits(value, parameters(members[attribute])), (
                 f"{name}.{attribute}: {members[attribute].splitlines()[:2]}"
             )
-    if name == "ILogger":  # pybind11 gives the class its severities too
+    if name == "ILogger":  # the members of a pybind11 class include the severities
         assert {severity.name for severity in fake_tensorrt.ILogger.Severity} <= members.keys()
 
 

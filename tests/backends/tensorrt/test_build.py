@@ -1,4 +1,4 @@
-"""Building TensorRT engines and validating them, on fakes of TensorRT and CUDA."""
+"""Tests of building and validating TensorRT engines, on fakes of TensorRT and CUDA."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Pat
     decoder, merge, top_logits = fake_tensorrt.IBuilderConfig.seen
     assert decoder._flags == top_logits._flags == merge._flags
     assert decoder.plugins_to_serialize == merge.plugins_to_serialize
-    assert top_logits.plugins_to_serialize == []  # it has none
+    assert top_logits.plugins_to_serialize == []  # the graph of top logits has no plugins
     assert not top_logits._previews
     assert {flag.name for flag in merge._flags} == {"VERSION_COMPATIBLE", "REFIT"}
     assert merge.plugins_to_serialize == [str(plugins.resolve())]
@@ -126,7 +126,7 @@ def test_the_manifest_and_the_log_say_what_was_built(tiny_artifact: Path, tmp_pa
     assert about["options"]["hardware_compatible"] == "none"
     assert manifest.recipe.backend.name == "tensorrt"
     assert (artifact / "tensorrt.log").read_text() == "[INFO] Building\n" * 3
-    # The files that both have are one on the disk.
+    # Files that both artifacts have are hard links to the same file.
     assert (artifact / "decoder.onnx").samefile(tiny_artifact / "decoder.onnx")
 
 
@@ -134,7 +134,7 @@ def test_the_plugin_is_asked_with_the_fields_that_the_parser_would_give(
     tiny_artifact: Path, tmp_path: Path, plugins: Path
 ) -> None:
     engines(tiny_artifact, tmp_path / "a")
-    fields = fake_tensorrt.IPluginCreatorV3One.fields  # of the merge's last layer
+    fields = fake_tensorrt.IPluginCreatorV3One.fields  # the fields of the last layer's merge
     assert fields.keys() == {
         attribute.name for attribute in MERGE_CACHE.attributes if "rotary" not in attribute.name
     } - {"inverse_frequencies", "cache_positions", *(attribute.name for attribute in FIT)}
@@ -158,7 +158,7 @@ def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_p
     with models._remembered_traces():
         ran = CliRunner().invoke(app, [*arguments, "--stage", "onnx", "--out", str(tmp_path / "graphs")])
     assert ran.exit_code == 0, ran.output
-    assert not gpu.log  # nothing was asked of a GPU
+    assert not gpu.log  # no function of CUDA was called
     assert load_manifest(tmp_path / "graphs").engines == {}
     lacking = CliRunner().invoke(app, ["generate", str(tmp_path / "graphs"), "abc"])
     assert lacking.exit_code == 5
@@ -180,7 +180,7 @@ def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--from", "{a}"], "is for onnxruntime"),
         (["--from", "{a}", "--recipe", "tiny-keepkv"], "own recipe and graphs"),
@@ -197,17 +197,19 @@ def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_p
         (["--from", "{a}", "--backend", "tensorflow"], "backend.name"),
     ],
 )
-def test_a_call_that_cannot_be_meant_is_refused(tiny_artifact: Path, gpu: Any, arguments: list[str], said: str) -> None:
+def test_a_call_that_cannot_be_meant_is_refused(
+    tiny_artifact: Path, gpu: Any, arguments: list[str], message: str
+) -> None:
     ran = CliRunner().invoke(app, ["build", *(a.format(a=tiny_artifact) for a in arguments)])
     assert ran.exit_code == 2, ran.output
-    assert said in ran.stderr
+    assert message in ran.stderr
 
 
 def test_what_was_timed_is_kept_and_damage_is_no_reason_to_stop(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
     engines(tiny_artifact, tmp_path / "a")
     (cache,) = (tmp_path / "cache" / "kvexport" / "tensorrt").iterdir()
     assert cache.name == f"{fake_tensorrt.VERSION}-Fake-GPU.timing"
-    assert cache.read_bytes() == b"timed " * 3  # the decoder's, the merge's and that of the top logits
+    assert cache.read_bytes() == b"timed " * 3  # the decoder's, the merge's and the top logits'
     engines(tiny_artifact, tmp_path / "a")
     assert cache.read_bytes() == b"timed " * 6
     cache.write_bytes(b"damaged")
@@ -277,7 +279,7 @@ def test_progress_advances_to_its_end_and_never_back() -> None:
 
 
 class Runner:
-    """polygraphy's TrtRunner, over a fake engine."""
+    """A replacement of polygraphy's TrtRunner over a fake engine."""
 
     profiles: list[int] = []  # noqa: RUF012
 
@@ -314,24 +316,27 @@ def test_engines_are_validated_as_sessions_are(
 def test_wrong_state_of_any_call_and_layer_is_found(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of calls that are not held against float64, and of a layer that is given the engine's own hidden state."""
+    """Wrong state is found in any call and layer.
+
+    This includes calls that are not compared with float64, and a layer whose input is the engine's own hidden state.
+    """
     from polygraphy.backend import trt
 
     class Wrong(Runner):
         calls = 0
 
         def infer(self, feed: dict[str, Any]) -> dict[str, Any]:
-            found = super().infer(feed)
+            outputs = super().infer(feed)
             if self.profiles and "input_ids" in feed and feed["input_ids"].shape[1] == 1:
                 Wrong.calls += 1
                 used = feed["past_key_values.1.votes"] > 0
                 if Wrong.calls == 2:
-                    found["present.1.position"] += used
+                    outputs["present.1.position"] += used
                 elif Wrong.calls == 3:
-                    found["present.1.votes"] = np.where(used, 1.0, found["present.1.votes"])
+                    outputs["present.1.votes"] = np.where(used, 1.0, outputs["present.1.votes"])
                 elif Wrong.calls == 4:
-                    found["present.1.score"] = feed["past_key_values.1.score"]
-            return found
+                    outputs["present.1.score"] = feed["past_key_values.1.score"]
+            return outputs
 
     monkeypatch.setattr(trt, "TrtRunner", Wrong)
     result = validate_artifact(engines(tiny_artifact, tmp_path / "a"), length=54, batch=2)

@@ -1,4 +1,4 @@
-"""Running TensorRT engines, on fakes of TensorRT and CUDA that compute with ONNX Runtime on the host."""
+"""Tests of running TensorRT engines, on fakes of TensorRT and CUDA that compute with ONNX Runtime on the host."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def test_engines_of_plugins_generate_what_onnx_runtime_does(
     assert manifest.operators == {"VoteAttention": "plugin", "MergeCache": "plugin"}
     assert manifest.engines["tensorrt"]["plugin_version"] == "1"
     assert generated(artifact) == generated(tiny_artifact)
-    # One address for past and present: of all copies none is of a whole cache, and only lanes that are not aligned are
-    # gathered.
+    # Past and present state have one address. No copy is as large as a cache: only unaligned lanes are gathered.
     size = max(entry[3] for entry in gpu.log if entry[0] == "cudaMemcpyAsync")
     assert size < kvexport.load(tiny_artifact).plan.bytes(3)
 
@@ -63,16 +62,16 @@ def test_a_method_that_the_plugin_does_not_know_merges_from_its_function(
 
 
 def test_state_is_read_and_written(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
-    ours, theirs = (
+    ours, reference = (
         kvexport.load(path).new_state(3) for path in (engines(tiny_artifact, tmp_path / "a"), tiny_artifact)
     )
     ids = np.random.default_rng(0).integers(0, 64, (3, 16))
-    for backend in (ours, theirs):
+    for backend in (ours, reference):
         for part, lengths in ((ids, [16, 4, 0]), (ids[:, :1], [1, 0, 1]), (ids[:, :7], [7, 7, 7]), (ids, [16, 16, 16])):
             backend.decode(part, np.array(lengths)[:, None])
         backend.merge(0, 2)
-        backend.merge(1, 3)  # begins at an address that TensorRT would not take
-    state, expected = ours.get_state(), theirs.get_state()
+        backend.merge(1, 3)  # the lane's address is not aligned as TensorRT requires
+    state, expected = ours.get_state(), reference.get_state()
     for name, array in expected.items():
         np.testing.assert_allclose(state[name], array, atol=1e-5, err_msg=name)
     other = kvexport.load(tmp_path / "a").new_state(3)
@@ -82,20 +81,21 @@ def test_state_is_read_and_written(tiny_artifact: Path, tmp_path: Path, plugins:
     assert not any(array.any() for array in ours.get_state().values())
 
 
-DECODE, MERGE = 2, 1  # the decoder and the engine of the largest logits behind it; the merge
+DECODE, MERGE = 2, 1  # engines per graph: the decoder and the engine of the largest logits; the merge
 
 
 def graphs(gpu: Any, call: str) -> Counter[int]:
-    """How often it was called with a CUDA graph that runs so many engines."""
-    found = [entry[1] for entry in gpu.log if entry[0] == call]
-    return Counter(sum("IExecutionContext" in work.__qualname__ for work in graph) for graph in found)
+    """Return how often a function was called with a CUDA graph, by the number of engines in the graph."""
+    captured = [entry[1] for entry in gpu.log if entry[0] == call]
+    return Counter(sum("IExecutionContext" in work.__qualname__ for work in graph) for graph in captured)
 
 
 def test_decode_is_one_graph_and_prefill_is_none(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
     engine = kvexport.load(engines(tiny_artifact, tmp_path / "a"))
     engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert engine.timing.steps == NEW - 1
-    # The first step does what no graph may hold; the second is captured and, as all others, launched.
+    # The first step includes work that no graph may hold. The second step is captured and, like all later steps,
+    # launched.
     assert graphs(gpu, "cudaGraphLaunch")[DECODE] == NEW - 2
     assert graphs(gpu, "cudaGraphInstantiate")[DECODE] == 1
     allocated = gpu.called("cudaMalloc")
@@ -115,11 +115,11 @@ def test_merges_of_one_lane_and_of_the_first_ones_are_graphs_from_their_second_o
             state.merge(0, 4)
             state.decode(ids, lengths)
             state.merge(first, last)
-    found, expected = (state.get_state() for state in states)
+    actual, expected = (state.get_state() for state in states)
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], array, atol=1e-5, err_msg=name)
     assert graphs(gpu, "cudaGraphInstantiate") == {MERGE: len(stay)}
-    merges = 18 + 3 * len(stay)  # (0, 4) every time, and what the list says
+    merges = 18 + 3 * len(stay)  # (0, 4) every time, and the slices of the list
     assert graphs(gpu, "cudaGraphLaunch") == {MERGE: merges - len(stay)}
 
 
@@ -141,7 +141,7 @@ def test_logits_stay_on_the_gpu_where_they_settle_the_token(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, chosen: dict[str, Any]
 ) -> None:
     engine = kvexport.load(engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
-    prompts = PROMPTS[:2]  # so that nothing else that is copied is as large as their logits, or those of one
+    prompts = PROMPTS[:2]  # so that no other copy has the size of the prompts' logits, or of one row
     engine.generate(prompts, max_new_tokens=2, **chosen)
     gpu.log.clear()
     found = [c.token_ids for c in engine.generate(prompts, max_new_tokens=NEW, **chosen)]
@@ -150,7 +150,7 @@ def test_logits_stay_on_the_gpu_where_they_settle_the_token(
     copied = [entry[3] for entry in gpu.log if entry[0] == "cudaMemcpyAsync"]
     settled = chosen.get("top_k") != 0
     assert engine.timing.whole_rows == (0 if settled else (NEW - 1) * len(prompts))
-    # The second prompt is one chunk: the others are of the first lane alone.
+    # The second prompt is one chunk, so all later chunks are of the first lane alone.
     assert copied.count(len(prompts) * 64 * 4) == 1 + (0 if settled else NEW - 1)
     assert copied.count(64 * 4) == chunks - 1
 
@@ -163,7 +163,8 @@ def test_one_row_leaves_the_gpu_where_they_do_not(tiny_artifact: Path, tmp_path:
     rows = engine.timing.whole_rows
     assert rows
     assert rows < (NEW - 1) * len(PROMPTS)
-    # All three prompts share a first chunk; after it the first and the last one, no neighbours, are read by themselves.
+    # All three prompts share a first chunk. After it the first and the last prompt are not neighbours, and are read
+    # separately.
     alone = sum(-(-len(PROMPTS[i]) // 16) - 1 for i in (0, 2))
     assert sum(entry[0] == "cudaMemcpyAsync" and entry[3] == 64 * 4 for entry in gpu.log) == rows + alone
 
@@ -174,7 +175,7 @@ def test_an_artifact_from_before_there_were_top_logits_gets_engines(
     artifact = engines(with_top_logits(tiny_artifact, tmp_path / "old", 0), tmp_path / "a")
     assert load_manifest(artifact).engines["tensorrt"]["top_logits"] is None
     assert generated(artifact) == generated(tiny_artifact)
-    # And one whose engines are of that time.
+    # The same holds for engines that were built before there were top logits.
     both = with_top_logits(engines(tiny_artifact, tmp_path / "b"), tmp_path / "c", 0, engines=True)
     assert "top_logits" not in load_manifest(both).engines["tensorrt"]
     assert generated(both) == generated(tiny_artifact)
@@ -191,8 +192,8 @@ def test_where_a_graph_cannot_be_captured_decode_goes_on_without(
     answers = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert [answer.token_ids for answer in answers] == generated(tiny_artifact)
     assert gpu.called("cudaGraphLaunch") == 0
-    said = {line.partition(":")[0] for line in engine.model.log.lines if "CUDA graph" in line}  # type: ignore[attr-defined]
-    assert said == {f"[WARNING] {what} runs without a CUDA graph" for what in ("decode", "merging")}
+    message = {line.partition(":")[0] for line in engine.model.log.lines if "CUDA graph" in line}  # type: ignore[attr-defined]
+    assert message == {f"[WARNING] {what} runs without a CUDA graph" for what in ("decode", "merging")}
 
 
 def test_weights_that_travel_have_a_budget_and_no_graph(
@@ -253,7 +254,7 @@ def test_an_arena_is_aligned_and_its_twin_laid_out_alike(gpu: Any) -> None:
     pinned = gpu.called("cudaFreeHost")
     del arena
     assert gpu.called("cudaFree") == 1
-    assert gpu.called("cudaFreeHost") == pinned  # an array still looks at it
+    assert gpu.called("cudaFreeHost") == pinned  # an array still refers to the memory
     assert (kept == ord("a")).all()
     del kept
     assert gpu.called("cudaFreeHost") == pinned + 1

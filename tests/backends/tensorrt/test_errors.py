@@ -1,5 +1,4 @@
-"""What a machine lacks for TensorRT, and plans of another machine: an error that says which and what to do, never a
-crash."""
+"""Without a part of TensorRT, or with another machine's plan, the error tells what is wrong and gives a fix."""
 
 from __future__ import annotations
 
@@ -47,15 +46,15 @@ def test_without_cuda_bindings(tiny_artifact: Path, tmp_path: Path, gpu: Any, mo
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (ERRORS.cudaErrorInsufficientDriver, "the NVIDIA driver is missing, or older than this CUDA needs"),
         (ERRORS.cudaErrorNoDevice, "there is no NVIDIA GPU"),
     ],
 )
-def test_without_a_driver_or_a_gpu(tiny_artifact: Path, tmp_path: Path, gpu: Any, error: Any, said: str) -> None:
+def test_without_a_driver_or_a_gpu(tiny_artifact: Path, tmp_path: Path, gpu: Any, error: Any, message: str) -> None:
     gpu.errors["cudaGetDeviceCount"] = error
-    assert said in problem(tiny_artifact, tmp_path / "a").problem
+    assert message in problem(tiny_artifact, tmp_path / "a").problem
 
 
 def test_without_the_drivers_library(
@@ -127,7 +126,7 @@ def test_a_cache_that_tensorrt_cannot_sort_is_refused_before_engines_are_built(
 
 
 @pytest.mark.parametrize(
-    ("library", "said"),
+    ("library", "message"),
     [
         (None, "is no file"),
         ("no library at all", "TensorRT refused it"),
@@ -139,13 +138,13 @@ def test_a_cache_that_tensorrt_cannot_sort_is_refused_before_engines_are_built(
     ],
 )
 def test_a_plugin_library_that_cannot_be_used(
-    tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch, library: str | None, said: str
+    tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch, library: str | None, message: str
 ) -> None:
     path = tmp_path / "libkvexport_tensorrt.so"
     if library is not None:
         path.write_text(library)
     monkeypatch.setenv(plugin.VARIABLE, str(path))
-    assert said in problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=always").problem
+    assert message in problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=always").problem
 
 
 def test_where_the_library_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -183,7 +182,7 @@ H100, H200, A10 = Gpu("H100", (9, 0)), Gpu("H200", (9, 0)), Gpu("A10", (8, 6))
 
 
 @pytest.mark.parametrize(
-    ("built", "options", "version", "gpu", "said"),
+    ("built", "options", "version", "gpu", "message"),
     [
         ("11.4.1.5", {}, "11.4.1.5", H200, None),
         ("11.4.1.5", {}, "11.4.1.6", H100, "built by TensorRT 11.4.1.5 and runs on no other, this is 11.4.1.6"),
@@ -214,7 +213,7 @@ H100, H200, A10 = Gpu("H100", (9, 0)), Gpu("H200", (9, 0)), Gpu("A10", (8, 6))
     ],
 )
 def test_a_plan_of_another_machine(
-    built: str, options: dict[str, Any], version: str, gpu: Gpu, said: str | None
+    built: str, options: dict[str, Any], version: str, gpu: Gpu, message: str | None
 ) -> None:
     about = EngineRecord(
         decoder="decoder.plan",
@@ -225,10 +224,10 @@ def test_a_plan_of_another_machine(
         functions={},
         options=TensorRTSection(**options),
     )
-    if said is None:
+    if message is None:
         check_plan(about, version, gpu)
         return
-    with pytest.raises(EnvironmentProblem, match=said) as caught:
+    with pytest.raises(EnvironmentProblem, match=message) as caught:
         check_plan(about, version, gpu)
     assert "kvexport build --from" in caught.value.fix
 

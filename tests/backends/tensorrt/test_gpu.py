@@ -1,8 +1,7 @@
-"""The TensorRT plugins over the CUDA kernels: the harness on a GPU, held to the conformance suite, and what a plugin
-adds to a kernel's time.
+"""The TensorRT plugins over the CUDA kernels on a GPU: the conformance suite, and the time that a plugin adds.
 
-Takes TensorRT's headers and, but for the first two tests, a GPU with the kernels compiled for it (make gpu-check); what
-is missing is said where tests are skipped.
+The tests need TensorRT's headers. All but the first two need a GPU and the kernels compiled for it (make gpu-check). A
+skipped test names the missing part.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def test_both_calls_that_are_timed_do_the_same() -> None:
 def test_enqueue_takes_the_kernels_own_time_within_two_percent(callers: tuple[Caller, DirectCaller]) -> None:
     import torch
 
-    # Large enough that the GPU is never done before the next call has come.
+    # The call is so long that the next call always arrives before the GPU is done.
     (enqueue, _), (raw, _) = both(*callers, decode_inputs(32, 4096, 1024))
 
     def seconds(call: Callable[[], None]) -> float:
@@ -95,7 +94,7 @@ def test_enqueue_takes_the_kernels_own_time_within_two_percent(callers: tuple[Ca
 
 
 def decode_inputs(batch: int, slots: int, free: int) -> dict[str, np.ndarray]:
-    """One token of each sequence in half precision, over caches with so many free slots."""
+    """Return one token per sequence in half precision, over caches with `free` free slots."""
     rng, cache = np.random.default_rng(0), (batch, HEADS, slots)
     query, key, value = (
         rng.standard_normal((batch, h, 1, SIZE), dtype=np.float32) for h in (QUERY_HEADS, HEADS, HEADS)
@@ -111,7 +110,10 @@ def decode_inputs(batch: int, slots: int, free: int) -> dict[str, np.ndarray]:
 
 
 def both(plugin: Caller, direct: DirectCaller, inputs: dict[str, np.ndarray]) -> Any:
-    """(a call of the plugin, what it writes), (the same call of the kernel, its output), over states of their own."""
+    """Return the same call through the plugin and of the kernel itself, each with its own state.
+
+    Each result is a function that enqueues the call, and the call's output.
+    """
     attributes = VoteAttentionAttributes(SIZE**-0.5, 1.0, (Statistic("log_ema", 0.9),))
     memory = direct.memory
     held = {name: memory.put(x) for name, x in inputs.items()}

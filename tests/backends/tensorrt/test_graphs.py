@@ -1,5 +1,7 @@
-"""The graphs that TensorRT's parser sees: only operators that it documents, and plugins; no shape that depends on a
-value."""
+"""The graphs that TensorRT's parser reads have only plugins and operators that TensorRT documents.
+
+No shape depends on a value.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.support.tensorrt_walk import DOCUMENTED, OPERATORS, graphs, problems
 
 
 def taken(_: onnx.NodeProto) -> None:
-    """The plugin takes every node."""
+    """Accept every node as a plugin."""
 
 
 @pytest.mark.parametrize("plugin", [True, False])
@@ -46,7 +48,7 @@ def test_without_the_other_rows_a_shape_would_depend_on_the_votes(tiny_artifact:
 
 
 def test_functions_of_one_name_and_several_overloads_are_all_written_out() -> None:
-    """TensorRT's parser knows functions by their names alone."""
+    """Functions of one name with several overloads are inlined, as TensorRT's parser knows functions by name only."""
     node, opsets = onnx.helper.make_node, [onnx.helper.make_opsetid("", 23)]
     bodies = {"sum": node("Add", ["x", "x"], ["y"]), "product": node("Mul", ["x", "x"], ["y"])}
     functions = [
@@ -110,7 +112,10 @@ def test_static_rows_read_no_votes(tiny_artifact: Path) -> None:
 
 @pytest.mark.parametrize("used", [0, 5, 32, 33, 40, 48])
 def test_static_rows_mean_the_same(tiny_artifact: Path, used: int) -> None:
-    """On caches that are empty, within budget, just over it and full; the second sequence holds less."""
+    """Static rows give the same results for caches that are empty, within the budget, just over it, and full.
+
+    The second sequence uses half as many slots.
+    """
     state = load_manifest(tiny_artifact, verify=False).cache
     model = graphs(tiny_artifact)["merge"]
     fixed, _ = for_tensorrt(model, plugin_refusal("off"))
@@ -131,7 +136,7 @@ def test_static_rows_mean_the_same(tiny_artifact: Path, used: int) -> None:
     one, other = ({o.name: x for o, x in zip(s.get_outputs(), s.run(None, feed), strict=True)} for s in sessions)
     assert one.keys() == other.keys()
     for name, array in one.items():
-        # What an empty slot holds means nothing.
+        # The contents of empty slots are arbitrary.
         used_slots = one[f"{name.rsplit('.', 1)[0]}.votes"] > 0
         assert used_slots.sum() == 2 * (min(used, 32) + used // 2)
         if name.endswith(".score"):

@@ -1,8 +1,7 @@
-"""kvexport's own code over the registry of the real lean runtime: it registers the plugins, and they are asked about
-the nodes that the exporter really writes.
+"""kvexport's code with the plugin registry of the real lean runtime.
 
-In a process of its own; where the lean runtime or the plugins for the host are missing, skipped with the line that gets
-them.
+It registers the plugins, and asks them about the nodes that the exporter writes. The test runs in a separate process.
+It is skipped if the lean runtime or the plugins for the host are missing, with the command that provides them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The library of the TensorRT plugins: what it exports, ten thousand mutated fields under sanitizers, and the registry
-of the real lean runtime, which is looked for where it can be imported, in build-cache/tensorrt-site and at
-``KVEXPORT_TENSORRT_SITE``.
+"""The library of the TensorRT plugins: its exports, ten thousand mutated fields with sanitizers, the real registry.
 
-What is missing is named by the tests that are skipped, with the line that gets it.
+The registry belongs to TensorRT's lean runtime. The tests find it among the installed packages, in
+build-cache/tensorrt-site and at ``KVEXPORT_TENSORRT_SITE``. A skipped test names the missing part and the command that
+provides it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ GET_LEAN = "pip install --target build-cache/tensorrt-site tensorrt-lean"
 
 
 def lean_site() -> dict[str, str] | None:
-    """The environment in which tensorrt_lean can be imported."""
+    """Return the environment in which tensorrt_lean can be imported, or None."""
     for site in (os.environ.get("KVEXPORT_TENSORRT_SITE"), str(make.ROOT / "build-cache" / "tensorrt-site")):
         if site and (Path(site) / "tensorrt_lean").is_dir():
             return {**os.environ, "PYTHONPATH": site + os.pathsep + os.environ.get("PYTHONPATH", "")}

@@ -1,7 +1,7 @@
-"""The TensorRT plugins without TensorRT and without a GPU: their methods driven as TensorRT would
-(tensorrt_harness.py).
+"""The TensorRT plugins without TensorRT and without a GPU: tests call their methods as TensorRT does.
 
-Takes TensorRT's headers; where they are missing the tests are skipped by name, with the line that gets them.
+The calls are in tensorrt_harness.py. The tests need TensorRT's headers. A skipped test has the command that provides
+them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ B, T = -2, -3  # symbols of the batch and of the number of tokens
 def attention_tensors(
     cache: int = HALF, batch: int = B, tokens: int = T, *, most: tuple[int, int] = (4, 3), sinks: bool = True
 ) -> list[Tensor]:
-    """4 query heads over 2, 96 slots, keys of 16 and values of 24. most: the largest batch and number of tokens."""
+    """Return inputs of attention: 4 query heads over 2 KV heads, 96 slots, keys of 16 and values of 24.
+
+    `most` has the largest batch and number of tokens.
+    """
 
     def tensor(kind: int, *shape: int) -> Tensor:
         return Tensor.of(kind, shape, [most[0] if size == B else most[1] if size == T else size for size in shape])
@@ -95,7 +98,7 @@ def changed(
     return [*tensors[:at], Tensor.of(old.type if kind is None else kind, shape or old.shape, shape), *tensors[at + 1 :]]
 
 
-# ---- what a plugin says of itself ----
+# ---- the plugin's description of itself ----
 
 
 def test_identity_and_outputs(harness: Harness) -> None:
@@ -107,14 +110,14 @@ def test_identity_and_outputs(harness: Harness) -> None:
 
 @pytest.mark.parametrize("alias_state", [None, 0, 1])
 def test_state_is_aliased_where_the_field_says_so_alone(harness: Harness, alias_state: int | None) -> None:
-    """TensorRT refuses any alias where its preview feature is off."""
+    """State is aliased only if the field requests it, because TensorRT refuses aliases without its preview feature."""
     field = {} if alias_state is None else {"alias_state": (FIELD_INT32, bytes([alias_state, 0, 0, 0]), 1)}
     aliases = {"VoteAttention": [-1, 5, 6, 7, 8, 9], "MergeCache": [0, 1, 2, 3, 4]}
     for op, fields in (("VoteAttention", ATTENTION), ("MergeCache", MERGE)):
-        made = harness.create(op, {**fields, **field})
-        assert made, harness.log()
-        expected = aliases[op] if alias_state else [-1] * made.outputs
-        for plugin in (made, *(made.another(how) for how in ("clone", "again", "attach"))):
+        original = harness.create(op, {**fields, **field})
+        assert original, harness.log()
+        expected = aliases[op] if alias_state else [-1] * original.outputs
+        for plugin in (original, *(original.another(how) for how in ("clone", "again", "attach"))):
             assert [plugin.aliased(i) for i in range(plugin.outputs)] == expected
 
 
@@ -123,12 +126,12 @@ def test_every_method_with_a_kernel_is_taken_and_no_other(harness: Harness) -> N
         made = harness.create(
             "MergeCache", parsed(merge_cache_node_attributes(MergeCacheAttributes(method(), 64, 2, 8)))
         )
-        said = harness.log()
+        message = harness.log()
         if lacks(method()) is None:
-            assert made and not said, f"{name}: {said}"
+            assert made and not message, f"{name}: {message}"
         else:
             why = "no kernel here fits slots" if method().reference_queries else "the node carries no merge policy"
-            assert made is None and f"kvexport: MergeCache: {why}" in said, name
+            assert made is None and f"kvexport: MergeCache: {why}" in message, name
 
 
 def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None:
@@ -214,7 +217,7 @@ def test_every_type_of_cache_and_nothing_else_is_supported(harness: Harness, cac
     tensors = [*attention_tensors(cache), *(Tensor.of(kind, ()) for kind in types[11:])]
     for at, right in enumerate(types):
         for kind in range(12):
-            fits = kind == right or (at == 0 and kind in (FLOAT, HALF, BF16))  # the first decides
+            fits = kind == right or (at == 0 and kind in (FLOAT, HALF, BF16))  # the first input decides the type
             assert plugin.supports(at, changed(tensors, at, kind)) == fits, (at, kind)
         tensors[at].format = 2
         assert not plugin.supports(at, tensors)
@@ -280,7 +283,7 @@ def test_a_cache_that_shared_memory_does_not_hold_is_refused_when_the_engine_is_
 
 
 def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
-    """A smaller batch is split further, and may take more."""
+    """The workspace suffices for every smaller problem. A smaller batch has more splits, and may need more."""
     attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9),))
     plugin = harness.create("VoteAttention", parsed(vote_attention_node_attributes(attributes)))
     assert plugin
@@ -307,7 +310,7 @@ def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
     assert max(every, key=lambda case: every[case]) not in ((4, 1), (4, 300)), (
         "no smaller problem takes more: nothing is shown"
     )
-    assert plugin.asked("workspace", tensors) == max(every.values()) + 256  # to align it
+    assert plugin.asked("workspace", tensors) == max(every.values()) + 256  # for its alignment
 
 
 # ---- running ----
@@ -379,13 +382,15 @@ def test_bfloat16(harness: Harness, scenario: Any) -> None:
 
 
 def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
-    """The kernels' counters are the instance's own, zero at first and after every call; the workspace is other layers'
-    in between."""
+    """One plugin instance runs repeatedly on a workspace that other layers use in between.
+
+    The kernels' counters belong to the instance. They are zero at first and after every call.
+    """
     attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
     rng, memory = np.random.default_rng(3), HostMemory()
     shapes = {tensor: t.shape for tensor, t in zip(INPUTS, attention_tensors(FLOAT, 1, 1, sinks=False), strict=False)}
     for name in STATE_NAMES:
-        shapes[f"past_{name}"] = [1024 if size == 96 else size for size in shapes[f"past_{name}"]]  # of several splits
+        shapes[f"past_{name}"] = [1024 if size == 96 else size for size in shapes[f"past_{name}"]]  # several splits
     held = {name: memory.put(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
     held["past_votes"][...] = np.arange(1024) < 1000
     held["past_position"] = memory.put(np.broadcast_to(np.arange(1024, dtype=np.int32), (1, 2, 1024)))

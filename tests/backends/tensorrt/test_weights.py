@@ -1,5 +1,7 @@
-"""Packed weights in the graphs that TensorRT's parser sees: blocks of int4 with scales above 0 and nothing else. What
-TensorRT makes of them was not seen."""
+"""Packed weights in the graphs that TensorRT's parser reads are blocks of int4 with scales above 0.
+
+These tests do not run TensorRT on them.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,19 @@ ROUNDED = {"bits": 4, "group": 64, "inputs": "float"}
 
 
 def recipe_of(checkpoint: Path, weights: dict[str, Any], backend: str = "tensorrt") -> Recipe:
-    said = models.make_recipe(checkpoint, dtype="float16", limits={"max_length": 128}).model_dump()
-    return Recipe.model_validate({**said, "weights": weights, "backend": {"name": backend}})
+    message = models.make_recipe(checkpoint, dtype="float16", limits={"max_length": 128}).model_dump()
+    return Recipe.model_validate({**message, "weights": weights, "backend": {"name": backend}})
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 64 inputs, but for one projection of each layer, of 96."""
+    """A checkpoint with 64 inputs in each product, except for one projection of each layer with 96."""
     return models.save_checkpoint(tmp_path_factory.mktemp("weights") / "checkpoint", models.llama())
 
 
 @pytest.fixture(scope="module")
 def artifact(checkpoint: Path) -> Path:
-    """Its graphs for TensorRT."""
+    """The checkpoint's graphs for TensorRT."""
     return models.build_shared(recipe_of(checkpoint, ROUNDED), checkpoint.parent / "artifact", graphs_only=True)
 
 
@@ -68,7 +70,8 @@ def test_weights_are_blocks_of_int4_that_products_read(artifact: Path, refusal: 
         assert transposed.op_type == "Transpose" and attribute(transposed, "perm") == [1, 0]
         product = readers[transposed.output[0]]
         assert product.op_type == "MatMul" and product.input[1] == transposed.output[0]
-    # Queries, keys, values, outputs, gate, up of two layers; 96 inputs have no such blocks, and the head no int4.
+    # Queries, keys, values, outputs, gate and up of two layers. 96 inputs have no blocks of this size, and the head has
+    # no int4.
     assert len(found) == len({node.input[0] for node in found}) == 12
     assert {x.data_type for x in model.graph.initializer} & {TensorProto.UINT8, TensorProto.INT8} == set()
     assert load_manifest(artifact).model.packed == {"int4, groups of 64": 12}
@@ -86,22 +89,22 @@ def test_the_graph_computes_what_the_artifact_does(artifact: Path, tmp_path: Pat
         for name, shape in layer.shapes(1).items():
             feeds[f"past_key_values.{i}.{name}"] = np.zeros(shape, layer.dtypes()[name])
     options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # which leaves roundings out
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # they leave roundings out
     logits = [ort.InferenceSession(str(path), options).run(["logits"], feeds)[0] for path in (original, seen)]
     np.testing.assert_array_equal(*logits)
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "message"),
     [
         ({"bits": 4, "group": 32}, "int4, groups of 32, and TensorRT takes only groups of 64 and 128"),
         ({"bits": 8, "group": 64}, "int8, groups of 64, and TensorRT takes only int4"),
         ({"bits": 4, "group": 64, "symmetric": False}, "uint4, groups of 64, zero points, and TensorRT takes"),
     ],
 )
-def test_a_rounding_that_tensorrt_does_not_take_is_refused(checkpoint: Path, weights: Any, said: str) -> None:
+def test_a_rounding_that_tensorrt_does_not_take_is_refused(checkpoint: Path, weights: Any, message: str) -> None:
     shape = read_model(recipe := recipe_of(checkpoint, weights))
-    with pytest.raises(UsageError, match=said) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         weight_specs(shape.checkpoint, shape.model, recipe)
     assert "--set weights.group=128" in caught.value.fix
 
@@ -115,8 +118,8 @@ def test_what_stays_in_floats_is_said(checkpoint: Path, tiny_checkpoint: Path, t
         "kept in floats, because TensorRT takes only int4, without zero points and minima: lm_head.weight [100, 64]",
     ]
     quantized(tiny_checkpoint, tmp_path / "q", AWQ, awq)
-    said = {**RECIPE, "model": {"path": str(tmp_path / "q")}, "backend": {"name": "tensorrt"}}
-    recipe = Recipe.model_validate(said)
+    message = {**RECIPE, "model": {"path": str(tmp_path / "q")}, "backend": {"name": "tensorrt"}}
+    recipe = Recipe.model_validate(message)
     shape = read_model(recipe)
     assert packed_formats(weight_specs(shape.checkpoint, shape.model, recipe)) == {}
     assert weight_notes(shape.checkpoint, shape.model, recipe) == [

@@ -1,5 +1,7 @@
-"""Past and present state in one buffer: the proof accepts what is built, refuses what would go wrong, and the bits
-agree with it."""
+"""Past and present state in one buffer.
+
+The proof accepts all built graphs and refuses graphs that would be wrong. The bits of both variants confirm it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ PRESENT = "float[B,4] present.0.key"
 
 
 def graph(body: str, inputs: str = STATE, outputs: str = PRESENT) -> onnx.ModelProto:
-    # The parser's names have no dots; the nodes' names are their outputs'.
+    # The parser's names have no dots. A node is named after its outputs.
     def plain(text: str) -> str:
         return text.replace("past_key_values.0.key", "past_key").replace("present.0.key", "present_key")
 
@@ -53,7 +55,7 @@ def test_both_graphs_of_an_artifact_are_safe(engine: Engine, kind: str) -> None:
 
 
 def test_a_late_reader_makes_a_built_graph_unsafe(engine: Engine) -> None:
-    # One node more than the decoder that passed: it reads a past key after the layer has written the present one.
+    # One node more than the accepted decoder: it reads a past key after the layer has written the present one.
     model = onnx.load(engine.path / "decoder.onnx", load_external_data=False)
     model.graph.node.append(helper.make_node("Identity", ["past_key_values.1.key"], ["late"], name="late_reader"))
     with pytest.raises(
@@ -104,7 +106,7 @@ UNSAFE = {
         f"{PRESENT}, float[B,4] logits",
         r"Neg make_logits may read past_key_values\.0\.key after present\.0\.key",
     ),
-    # Their order in the file is not the order they run in.
+    # The order in the file is not the order of execution.
     "a node reads past before the writer in the file alone": (
         "logits = Neg (past_key_values.0.key) present.0.key = ScatterND (past_key_values.0.key, index, rows)",
         f"{STATE}, int64[N,1] index, float[N,4] rows",
@@ -123,7 +125,7 @@ UNSAFE = {
         PRESENT,
         "ScatterND",
     ),
-    # A view is the same buffer under another name, whenever it was made.
+    # A view is the same buffer under another name, whenever the view was created.
     "a view of past is read after the writer": (
         "view = Unsqueeze (past_key_values.0.key, axes) sum = ReduceSum <keepdims = 0> (view) "
         "present.0.key = Add (past_key_values.0.key, sum) logits = Neg (view)",
@@ -148,7 +150,7 @@ def test_unsafe_graphs(name: str) -> None:
 
 
 def test_a_reader_inside_a_function_counts() -> None:
-    # As every operator of an artifact is one.
+    # Every operator of an artifact is a function.
     function = helper.make_function(
         "kvexport",
         "Rotate",
@@ -213,7 +215,7 @@ def test_one_buffer_or_two_the_same_bits_over_a_hundred_steps_with_merges(engine
     rng = np.random.default_rng(0)
     merges, used = 0, np.zeros(lanes, dtype=np.int64)
     for step in range(100):
-        # A chunk of a prompt now and then, one token otherwise; sequences of their own lengths, and idle lanes.
+        # Sometimes a chunk of a prompt, otherwise one token. Sequences have different lengths, and some lanes are idle.
         width = 16 if step % 17 == 0 else 1
         counts = rng.integers(0, width + 1, lanes) if width > 1 else rng.integers(0, 4, lanes).clip(0, 1)
         for lane in np.flatnonzero(used + counts > layer.capacity).tolist():

@@ -1,5 +1,7 @@
-"""The row of the last token is picked as far up as shapes prove that nothing else reads the others; logits are the
-same."""
+"""The pass that picks the last token's row as early as shapes prove that no other node reads the other rows.
+
+The logits stay the same.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ TAIL = (*EXPAND, "y = GatherElements <axis = 1> (m, e)", "z = Relu (y)")
 
 
 def model_of(*lines: str) -> onnx.ModelProto:
-    """A graph of INPUTS that gives out z, and k where a line makes it; the shapes of all it computes but k and z are
-    KNOWN, where the name has one."""
+    """Return a graph with the inputs INPUTS and the output z, and the output k if a line computes k.
+
+    Computed values whose names are in KNOWN have these shapes. k and z do not.
+    """
     text = "\n".join(lines)
     kept = ", float[B,T,8] k" if "k =" in text else ""
     kinds = {name: "int64" if name == "e" else "float" for name in KNOWN}
@@ -57,20 +61,20 @@ def model_of(*lines: str) -> onnx.ModelProto:
 
 
 def moved(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    """The model after the pass, and what its picks read."""
+    """Return the model after the pass, and the inputs of its picks."""
     changed = ir.from_proto(model)
     report, _ = run_passes(changed, [LAST_ROWS, remove_unused])
     assert report.applied + len(report.refused) == 1
     proto = ir.to_proto(changed)
     onnx.checker.check_model(proto)
-    onnx.shape_inference.infer_shapes(proto, strict_mode=True)  # refuses shapes that say otherwise than the nodes
+    onnx.shape_inference.infer_shapes(proto, strict_mode=True)  # refuses shapes that contradict the nodes
     return proto, sorted(
         node.input[0] for node in proto.graph.node if node.op_type.startswith("Gather") and node.op_type != "Gather"
     )
 
 
 def outcome(model: onnx.ModelProto) -> list[Any]:
-    """What it gives out for three sequences of five tokens: the first, the last and one between are picked."""
+    """Return the outputs for three sequences of five tokens, with the first, the last and a middle one picked."""
     rng = np.random.default_rng(0)
     sizes = {"B": 3, "T": 5, "S": 5}
     feeds = {}
@@ -87,19 +91,19 @@ def outcome(model: onnx.ModelProto) -> list[Any]:
     [
         (["m = MatMul (x, w)"], ["x"]),
         (["u = Transpose (w)", "m = MatMul (x, u)"], ["x"]),
-        (["t = Transpose (w)", "m = MatMul (x, t)"], ["m"]),  # the shape of t is not known
+        (["t = Transpose (w)", "m = MatMul (x, t)"], ["m"]),  # the shape of t is unknown
         (["p = MatMul (x, w)", "q = Sigmoid (p)", "n = Mul (p, q)", "m = MatMul (n, v)"], ["x"]),
         (["p = MatMul (x, w)", "m = Add (r, p)"], ["r", "x"]),
         (["p = MatMul (x, w)", "m = Add (p, x)"], ["x"]),
         (["p = MatMul (x, w)", "m = Mul (p, p)"], ["x"]),
-        # Others read it too.
+        # Other nodes read the value too.
         (["p = MatMul (x, w)", "m = MatMul (p, v)", "k = Relu (p)"], ["p"]),
         (["k = MatMul (x, w)", "p = Relu (k)", "m = MatMul (p, v)"], ["k"]),
         (
             ["n = Relu (x)", "p = MatMul (n, w)", "q = Softmax <axis = 1> (n)", "s = MatMul (q, v)", "m = Add (p, s)"],
             ["n", "q"],
         ),
-        # Factors and terms that are the same for all rows, and those that are not, or may not be.
+        # Factors and terms that are equal for all rows, and some that are not, or may not be.
         (["p = MatMul (x, w)", "m = Add (p, b)"], ["x"]),
         (["p = MatMul (x, w)", "m = Mul (row_of_ones, p)"], ["x"]),
         (["p = MatMul (x, w)", "m = Sub (sequence, p)"], ["x"]),
@@ -121,14 +125,14 @@ def outcome(model: onnx.ModelProto) -> list[Any]:
         ),
         (["n = Transpose <perm = [0, 1, 2]> (x)", "m = MatMul (n, w)"], ["n"]),
         (["unknown = Relu (x)", "m = MatMul (unknown, w)"], ["m"]),
-        # Nothing is saved.
+        # The pick saves nothing.
         (["m = Add (x, r)"], ["m"]),
     ],
 )  # fmt: skip
 def test_the_pick_goes_up_while_rows_are_on_their_own(lines: list[str], picks: list[str]) -> None:
     before = model_of(*lines, *TAIL)
-    after, found = moved(before)
-    assert found == picks
+    after, actual = moved(before)
+    assert actual == picks
     if picks == ["m"]:
         assert [node.op_type for node in after.graph.node] == [node.op_type for node in before.graph.node]
     else:
@@ -151,7 +155,7 @@ def test_the_pick_goes_up_while_rows_are_on_their_own(lines: list[str], picks: l
         ("m = kvexport.Linear <input_heads = 3> (heads, w)", ["m"]),
         ("m = kvexport.Linear <input_heads = 0> (heads, w)", ["m"]),
         ("m = kvexport.Linear <residual = 1> (x, w, sequence)", ["m"]),
-        ("m = kvexport.Linear (x, w, r)", ["m"]),  # rows, and nothing says what for
+        ("m = kvexport.Linear (x, w, r)", ["m"]),  # rows of unknown purpose
         ("m, n = kvexport.Linear (x, w, v)", ["m"]),
         ("m = another.Linear (x, w)", ["m"]),
         ("p = kvexport.Linear (x, w)\nm = another.Relu (p)", ["m"]),
@@ -216,11 +220,11 @@ def test_what_does_not_pick_one_row_stays(tail: list[str], reason: str) -> None:
 # Artifacts.
 
 CHUNK = 16
-PROMPTS = (5, 16, 23, 41)  # within a chunk, all of one, and more, of which the last chunks are of different lengths
+PROMPTS = (5, 16, 23, 41)  # within a chunk, a whole chunk, and more, with last chunks of different lengths
 STEPS = (6, 2, 6, 4)
 SEQUENCES = models.random_ids(3, *(n + steps for n, steps in zip(PROMPTS, STEPS, strict=True)))
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
-# Attention like the others', so that they share its function.
+# Attention has the same form as the others', so that they share its function.
 GEMMA = {
     "head_dim": 16,
     "query_pre_attn_scalar": 16,
@@ -231,8 +235,10 @@ GEMMA = {
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """workshop(model): its artifact, which gives logits of the last token and forgets nothing, and what Hugging Face's
-    code says of the whole SEQUENCES; each made once."""
+    """A function that returns a model's artifact and Hugging Face's logits of all SEQUENCES, made once per model.
+
+    The artifact gives the last token's logits, and its cache keeps all tokens.
+    """
     folder = tmp_path_factory.mktemp("rows")
 
     @cache
@@ -254,7 +260,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_last_layer_has_one_row_from_its_attention_on(name: str, workshop: Any) -> None:
     path, _ = workshop(name)
-    assert not artifact_problems(path)  # nothing that TensorRT's parser does not take
+    assert not artifact_problems(path)  # TensorRT's parser accepts all nodes
     graph = onnx.load(path / load_manifest(path, verify=False).graphs.decoder, load_external_data=False).graph
     nodes = list(graph.node)
     infos = [*graph.value_info, *graph.output]
@@ -268,8 +274,8 @@ def test_the_last_layer_has_one_row_from_its_attention_on(name: str, workshop: A
     rows = [shapes[value] for node in after for value in node.output if len(shapes.get(value, [])) == 3]
     assert len(rows) >= 4 and {shape[1] for shape in rows} == {1}
     between = [shapes[node.output[0]] for node in nodes[attention[0] : attention[-1]] if node.op_type == "Linear"]
-    assert between and 1 not in {shape[1] for shape in between}  # the layers before need all of theirs
-    # The index, one for all heads of it, and a pick of the residual stream and of the attention's output.
+    assert between and 1 not in {shape[1] for shape in between}  # the layers before need all their rows
+    # The index, shared by all heads, and picks of the residual stream and of the attention's output.
     index = ["Clip", "Expand", "Expand", "GatherElements", "GatherElements", "Sub", "Unsqueeze", "Unsqueeze"]
     names = [node.op_type for node in nodes[attention[-1] + 1 :]]
     assert sorted(x for x in names if x in {*index, "Gather", "GatherND", "Concat"}) == index
@@ -286,7 +292,7 @@ def test_logits_are_those_of_the_last_token(
     first = lanes.prefill([s[:n] for s, n in zip(SEQUENCES, PROMPTS, strict=True)])
     np.testing.assert_allclose(first, [rows[n - 1] for rows, n in zip(expected, PROMPTS, strict=True)], atol=1e-4)
     for step in range(max(STEPS)):
-        # Lanes whose sequence has ended stand still.
+        # Lanes whose sequence has ended are idle.
         given = [s[n + step : n + step + 1] for s, n in zip(SEQUENCES, PROMPTS, strict=True)]
         logits = lanes.append(given)
         for lane, rows in enumerate(expected):

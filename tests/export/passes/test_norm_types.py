@@ -1,4 +1,4 @@
-"""Norms that scale in float32 are computed in float32, and refused where types are others."""
+"""Norms that scale in float32 are computed in float32. They are refused if other types occur."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_norms_that_scale_in_float32_round_once(kind: type[nn.Module]) -> None:
         expected = norm(rows).numpy()
     (got,) = session.run(None, {"rows": rows.numpy()})
     assert got.dtype == np.float16
-    # Sums in another order move a few values to the next float16; one more rounding, of rows or scale, moves a quarter
-    # of them.
+    # Sums in another order move a few values to the next float16. One more rounding, of rows or scale, would move a
+    # quarter of them.
     assert (got != expected).mean() < 0.01
 
 

@@ -1,4 +1,4 @@
-"""Packed weights in an ONNX graph, run by ONNX Runtime, against their meaning in numpy."""
+"""Packed weights in an ONNX graph, run by ONNX Runtime, against their definition in numpy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def random_parts(packing: PackedFormat, n: int, k: int) -> dict[str, Any]:
 
 
 def graph(dtype: int, embedding: bool) -> ir.Model:
-    """Two products of one input with w and v, and the rows of w that ids pick."""
+    """Return a graph with two products of one input with w and v, and optionally the rows of w for given ids."""
     text = """<ir_version: 11, opset_import: ["": 23]>
       g (TYPE[B,T,128] x, int64[B,T] ids, TYPE[6,128] w, TYPE[6,128] v) => (y, z{}) {{
         wt = Transpose<perm = [1, 0]>(w)
@@ -62,7 +62,7 @@ def graph(dtype: int, embedding: bool) -> ir.Model:
 
 
 def with_initializers(proto: onnx.ModelProto, *names: str) -> ir.Model:
-    """Inputs of these names become initializers without data."""
+    """Return the model with inputs of these names turned into initializers without data."""
     model = ir.serde.deserialize_model(proto)
     for name in names:
         value = next(x for x in model.graph.inputs if x.name == name)
@@ -96,7 +96,7 @@ def test_onnx_runtime_computes_what_the_parts_mean(packing: PackedFormat, dtype:
     stored = {component_name(w, part): x for w in ("w", "v") for part, x in parts.items()}
     names = put_packed(model, {"w": packing, "v": packing, "absent": packing}, lambda a, b: True)
     gathers = [node for node in model.graph if node.op_type == "Gather"]
-    assert len(gathers) == (1 if packing.ordered else 2 + (packing.offset != "none"))  # one order for both products
+    assert len(gathers) == (1 if packing.ordered else 2 + (packing.offset != "none"))  # both products share one order
     rng = np.random.default_rng(1)
     feed = {"x": rng.standard_normal((2, 3, K)).astype(dtype), "ids": rng.integers(0, N, (2, 3))}
     y, z, *rows = run(model, stored, names, feed)

@@ -1,4 +1,4 @@
-"""How often each pass applies to whole decoders: a fusion that silently no longer matches shows here."""
+"""Tests of how often each pass applies to whole decoders, so that a fusion that silently stops matching is noticed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import models
 
 LAYERS = models.SIZES["num_hidden_layers"]
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * LAYERS}
-# Of a layer: products for queries, keys, values, output, gate, up, down; of the decoder: the last norm, the logits.
+# Per layer: products for queries, keys, values, output, gate, up, down. Per decoder: the last norm and the logits.
 LLAMA = {
     "product": 7 * LAYERS + 1,
     "gate": LAYERS,
@@ -29,8 +29,8 @@ LLAMA = {
     "norm": 2 * LAYERS + 1,
     "rotary embedding": 2 * LAYERS,
 }
-# GELU, and norms after the products of which there are residuals: gate and up are two products of one input. Its norms
-# scale in float32, and so rows are cast before every product.
+# GELU instead of SiLU, and norms between the products and their residuals, so gate and up stay two products of one
+# input. The norms scale in float32, so rows are cast before every product.
 GEMMA_HALF = LLAMA | {
     "norm types": 4 * LAYERS + 1,
     "gate": 0,

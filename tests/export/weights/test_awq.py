@@ -53,8 +53,8 @@ def text(checkpoint: Path) -> Path:
 
 
 def recipe_of(checkpoint: Path, text: Path, **weights: Any) -> Recipe:
-    said = {"bits": 4, "method": "awq", "calibration": str(text), **weights}
-    return Recipe.model_validate({**RECIPE, "model": {"path": str(checkpoint)}, "weights": said})
+    message = {"bits": 4, "method": "awq", "calibration": str(text), **weights}
+    return Recipe.model_validate({**RECIPE, "model": {"path": str(checkpoint)}, "weights": message})
 
 
 def sources(recipe: Recipe) -> dict[str, Any]:

@@ -120,11 +120,11 @@ def test_a_module_at_a_time_sees_what_the_whole_model_sees(tmp_path: Path, confi
             )
     with torch.no_grad():
         whole(input_ids=ids)
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     recipe = models.make_recipe(folder, limits={"max_length": 512})
-    run_streamed(read_checkpoint(folder), recipe, ids, found.__setitem__)
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
+    run_streamed(read_checkpoint(folder), recipe, ids, actual.__setitem__)
+    assert actual.keys() == expected.keys()
+    for name, x in actual.items():
         torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].abs().max()))
 
 
@@ -189,18 +189,18 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path, changed: Change
     short, binary, other = tmp_path / "short.txt", tmp_path / "binary.txt", tmp_path / "other.safetensors"
     short.write_text("too few words")
     binary.write_bytes(b"\xff\xfe\x00")
-    for file, said in [
+    for file, message in [
         (None, "does not know the words of the package's text"),
         (short, "short.txt has 13 tokens, expected at least 256"),
         (binary, "binary.txt' cannot be read: it is no UTF-8"),
         (tmp_path / "none.txt", "none.txt' cannot be read: No such file"),
         (tmp_path / "none.safetensors", "none.safetensors' cannot be read"),
     ]:
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             weighed(changed(calibration=None if file is None else str(file)))
     name = "model.layers.0.self_attn.q_proj.weight"
     whole = {key: np.frombuffer(source.importance, np.float32) for key, source in weighed(changed()).items()}
-    for values, said in [
+    for values, message in [
         (None, f"other.safetensors has nothing for tensor '{name}', expected float32 \\[32\\]"),
         (np.ones(64, np.float32), "has float32 \\[64\\] for tensor"),
         (np.ones(32, np.float64), "has float64 \\[32\\] for tensor"),
@@ -208,7 +208,7 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path, changed: Change
         (np.zeros(32, np.float32), "or all 0"),
     ]:
         save_file({key: x for key, x in {**whole, name: values}.items() if x is not None}, other)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             weighed(changed(calibration=str(other)))
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -230,9 +230,9 @@ def test_the_packages_text_is_prose_and_code(tmp_path: Path, changed: Change, ti
     checkpoint = replace(read_checkpoint(tiny_checkpoint), path=tmp_path)
     pieces = importance._pieces(checkpoint, changed(calibration=None))
     assert [len(piece) for piece in pieces] == [256] * 8
-    said = [inner.decode(piece) for piece in pieces]
-    assert "Alice" in said[0]
-    assert "def " in "".join(said[4:])
+    message = [inner.decode(piece) for piece in pieces]
+    assert "Alice" in message[0]
+    assert "def " in "".join(message[4:])
 
 
 def test_a_weight_that_is_not_read_by_its_module_is_refused(changed: Change, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,14 +248,14 @@ def test_a_weight_that_is_not_read_by_its_module_is_refused(changed: Change, mon
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "message"),
     [
         ({"bits": None, "calibration": None}, "weights.method is importance, but weights.bits is null"),
         ({"method": "rtn"}, "weights.calibration is set, but weights.method is rtn"),
     ],
 )
-def test_settings_that_do_nothing_are_refused(changed: Change, weights: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_do_nothing_are_refused(changed: Change, weights: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         changed(**weights)
 
 

@@ -87,9 +87,9 @@ def test_casts_agree_with_pytorch_bit_for_bit(tmp_path: Path, stored: str, wante
     entries = make_entries(tmp_path / "ckpt", {"x": values})
     expected = values.to(TORCH[wanted]).numpy()
     locations, _ = write_weights(make_specs(entries, wanted), tmp_path, "copy", ignore)
-    for found in (read_back(tmp_path, locations["model.x"], wanted, values.shape), load_tensor(entries["x"], wanted)):
-        assert found.dtype == wanted
-        np.testing.assert_array_equal(bits(found), bits(expected))
+    for actual in (read_back(tmp_path, locations["model.x"], wanted, values.shape), load_tensor(entries["x"], wanted)):
+        assert actual.dtype == wanted
+        np.testing.assert_array_equal(bits(actual), bits(expected))
     assert (expected == 0).any()
     assert np.signbit(expected[expected == 0]).any()
 
@@ -328,11 +328,11 @@ def test_shape_dtype_and_name_faults_are_refused_before_anything_is_written(tmp_
 def test_load_tensor_agrees_with_safetensors(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 5), "s": torch.tensor(2.5), "none": torch.zeros(0, 7)}
     entries = make_entries(tmp_path, tensors, "model-00001-of-00001.safetensors")
-    theirs = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    reference = load_file(tmp_path / "model-00001-of-00001.safetensors")
     for name, entry in entries.items():
         mine = load_tensor(entry, "float32")
         assert mine.flags.writeable
-        np.testing.assert_array_equal(mine, theirs[name].numpy())
+        np.testing.assert_array_equal(mine, reference[name].numpy())
 
 
 STREAM = """

@@ -1,4 +1,4 @@
-"""Linear: which nodes of a decoder become one, and which of those around them it takes the place of."""
+"""Tests of the passes for Linear: which nodes of a decoder become one, and which nodes around them it replaces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SEVERAL_PRODUCTS = DECODER_PASSES[DECODER_PASSES.index(SHARED_INPUT) :]
 
 
 def model_of(text: str, weights: dict[str, Any], shapes: Any = None) -> ir.Model:
-    """A graph of x and r, [B, T, 8], that gives out y; `weights`: (type, shape) or (type, shape, what fills it)."""
+    """Return a graph with inputs x and r, [B, T, 8], and output y.
+
+    A weight is (dtype, shape), filled with 0, or (dtype, shape, value).
+    """
     known = ", ".join(f"float[{shape}] {name}" for name, shape in (shapes or SHAPES).items() if f" {name} = " in text)
     opening = '<ir_version: 11, opset_import: ["": 23]>\ng (float[B,T,8] x, float[B,T,8] r) => (float y)'
     model = ir.from_onnx_text(f"{opening} <{known}>\n{text}")
@@ -36,8 +39,10 @@ def model_of(text: str, weights: dict[str, Any], shapes: Any = None) -> ir.Model
 
 
 def fused(text: str, weights: dict[str, Any], several: bool = False, shapes: Any = None) -> list[tuple[str, ...]]:
-    """The nodes that a graph has after the passes of one product, and of several: a Linear as its form and what it
-    reads, another node as its type."""
+    """Return the nodes of a graph after the passes of one product, or of several.
+
+    A Linear is a tuple of its form and its inputs. Another node is a tuple of its type.
+    """
     model = model_of(text, weights, shapes)
     run_passes(model, [*ONE_PRODUCT, *SEVERAL_PRODUCTS] if several else ONE_PRODUCT)
     assert {f.overload for f in linear_functions(model.graph)} == {
@@ -69,7 +74,7 @@ def body(*lines: str) -> str:
 
 
 def weights_of(*lines: str) -> dict[str, Any]:
-    """Those of SQUARE that the lines read."""
+    """Return the weights of SQUARE that the lines read."""
     read = "".join(lines)
     return {name: value for name, value in SQUARE.items() if re.search(rf"[(,] ?{name}[,)]", read)}
 
@@ -157,7 +162,7 @@ def test_what_is_fused_with_products_of_one_input(lines: tuple[str, ...], left: 
     assert fused(body(*lines), weights_of(*lines), True, shapes) == left
 
 
-# Rotary embedding as models write it where their cosines have a type of their own: tables of two equal halves.
+# Rotary embedding as models write it if cosines have a type of their own: with tables of two equal halves.
 TABLE = "z2 = Concat <axis = -1> (f, f)"
 COSINE = ("c1 = Cos (z2)", "c2 = Cast <to = 1> (c1)", "ct = Unsqueeze (c2, i1)")
 SINE = ("s1 = Sin (z2)", "s2 = Cast <to = 1> (s1)", "st = Unsqueeze (s2, i1)")
@@ -178,16 +183,16 @@ INDEX = {"i0": 0, "i1": 1, "i2": 2, "i3": 3, "big": 1 << 40}
         ("", ""),
         ("m1 = Mul (a, ct)", "m1 = Mul (ct, a)"),
         ("y = Add (m1, m2)", "y = Add (m2, m1)"),
-        # Anything else stays as it is.
-        ("Slice (a, i0, i2, i3, i1)", "Slice (a, i0, i2, i3, i2)"),  # every second one
+        # Any other form stays.
+        ("Slice (a, i0, i2, i3, i1)", "Slice (a, i0, i2, i3, i2)"),  # every second element
         ("Slice (a, i2, big, i3, i1)", "Slice (a, i1, big, i3, i1)"),
-        ("Slice (a, i0, i2, i3, i1)", "Slice (a, i0, i2, i2, i1)"),  # of the tokens
+        ("Slice (a, i0, i2, i3, i1)", "Slice (a, i0, i2, i2, i1)"),  # a slice of tokens
         ("Concat <axis = -1> (n2, a1)", "Concat <axis = -1> (a1, n2)"),
-        ("Concat <axis = -1> (f, f)", "Concat <axis = -1> (f, e)"),  # halves of two kinds
+        ("Concat <axis = -1> (f, f)", "Concat <axis = -1> (f, e)"),  # different halves
         ("Concat <axis = -1> (f, f)", "Concat <axis = 1> (f, f)"),
         ("Unsqueeze (c2, i1)", "Unsqueeze (c2, i2)"),
         ("Cos (z2)", "Tan (z2)"),
-        ("y = Add (m1, m2)", "m3 = Add (m1, m2)\n y = Sub (m3, a)"),  # the heads are read by others too
+        ("y = Add (m1, m2)", "m3 = Add (m1, m2)\n y = Sub (m3, a)"),  # other nodes read the heads too
         ("y = Add (m1, m2)", "y = Sub (m1, m2)"),
     ],
 )

@@ -1,5 +1,7 @@
-"""Families of decoders: with a budget that holds the whole sequence, an artifact's logits are Hugging Face's, under
-every method."""
+"""Families of decoders: with a budget for the whole sequence, an artifact's logits equal Hugging Face's.
+
+This holds under every method.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ from tests.support.tensorrt_walk import artifact_problems
 
 WINDOW = 24
 CHUNK = 32
-# One, two and three chunks of prompt, then decode steps, of which the second sequence takes the fewest; the longest
-# sequence passes the window four times over and stays within the budget.
+# Prompts of one, two and three chunks, then decode steps, the fewest for the second sequence. The longest sequence is
+# four times the window and stays within the budget.
 PROMPTS = (20, 50, 90)
 LENGTHS = (50, 60, 115)
 MAX_LENGTH = 160
@@ -47,7 +49,7 @@ MIXED = ["sliding_attention", "full_attention"]
 
 @dataclass(frozen=True)
 class Family:
-    """A config, the window of every layer, and how its checkpoint is stored and taken into an artifact."""
+    """A config, the window of every layer, and the form of its checkpoint and of its weights in the artifact."""
 
     config: Callable[..., Any]
     changes: dict[str, Any]
@@ -81,9 +83,9 @@ FAMILIES = {
     ),
     "phi3": Family(Phi3Config, {}, shard="60KB"),
 }
-# These follow from what the others prove; uncompressed alone has to be right. gpt_neox renames its tensors and rotates
-# a quarter of a head, gpt2 learns its positions and stores weights transposed, granite has multipliers everywhere,
-# Phi-3's long form has frequencies that depend on the length.
+# These families use what the other families test, so they are tested only without compression. gpt_neox renames its
+# tensors and rotates a quarter of a head, gpt2 learns its positions and stores weights transposed, granite has
+# multipliers everywhere, and Phi-3's long form has frequencies that depend on the length.
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GEMMA4 = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 100}
 TAIL = {
@@ -118,12 +120,13 @@ TAIL = {
     "phi3-longrope": Family(
         Phi3Config,
         {
-            "original_max_position_embeddings": 32,  # less than any of the sequences here
+            "original_max_position_embeddings": 32,  # shorter than all sequences here
             "rope_parameters": LONGROPE,
         },
     ),
 }
-# In float16 alone: norms that scale in float32. Of one layer that attends as qwen3's do, whose function they share.
+# Only in float16: norms that scale in float32. The models have one layer whose attention is like qwen3's, so that they
+# share its function.
 ONE_LAYER = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
 HALF = {
     "gemma2-half": Family(Gemma2Config, {**ONE_LAYER, "attn_logit_softcapping": None}),
@@ -132,19 +135,22 @@ HALF = {
 
 
 def cases() -> list[tuple[str, str]]:
-    """Every family with `full` and `keepkv`; every other method with two families, of which one has windows, in
-    turn. Methods with state of their own have no trace in common with others: tests/methods builds with them."""
-    found = list(itertools.product(FAMILIES, ("full", "keepkv")))
+    """Return every family with `full` and `keepkv`, and every other method with two families.
+
+    One of the two families has windows. Methods with a state of their own share no trace with others, so tests/methods
+    builds with them.
+    """
+    pairs = list(itertools.product(FAMILIES, ("full", "keepkv")))
     windowed = itertools.cycle(name for name, family in FAMILIES.items() if any(family.windows))
     plain = itertools.cycle(name for name, family in FAMILIES.items() if not any(family.windows))
     for method, kind in all_methods().items():
         if method not in ("full", "keepkv") and not kind().extra_state:
-            found += [(next(plain), method), (next(windowed), method)]
-    return found
+            pairs += [(next(plain), method), (next(windowed), method)]
+    return pairs
 
 
 class Workshop:
-    """Checkpoints and Hugging Face's logits, made once for all methods of a family."""
+    """Checkpoints and Hugging Face's logits, made once per family for all methods."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -170,8 +176,8 @@ class Workshop:
         recipe = models.make_recipe(
             self.checkpoint(name),
             dtype=dtype,
-            # As many slots as `full` gets, so that all methods share one trace; numbers for `recent`, so that layers
-            # share functions.
+            # The same number of slots as `full` has, so that all methods share one trace. `recent` is a number of
+            # slots, so that layers share functions.
             cache={
                 "method": method,
                 "budget": MAX_LENGTH - CHUNK,
@@ -184,7 +190,7 @@ class Workshop:
             limits={"max_length": MAX_LENGTH, "max_batch": 3},
         )
         artifact = models.build_shared(recipe, self.folder / f"{name}-{method}-{dtype}")
-        assert not artifact_problems(artifact)  # nothing that TensorRT's parser does not take
+        assert not artifact_problems(artifact)  # TensorRT's parser accepts all nodes
         return load(artifact)
 
 
@@ -214,7 +220,7 @@ def test_budget_beyond_the_length_equals_hugging_face(workshop: Workshop, name: 
 
     got = models.given_tokens_logits(engine, workshop.sequences, PROMPTS, count_slots)
     assert difference(got, workshop.expected(name)) <= TOLERANCE
-    # A window is all that may have let go of something.
+    # Only layers with a window can have dropped a slot.
     assert merged == {i for i, window in enumerate(FAMILIES[name].windows) if window}
 
 
@@ -229,14 +235,14 @@ def test_checkpoint_becomes_float16(workshop: Workshop, name: str, monkeypatch: 
     expected = workshop.expected(name)
     largest = max(np.abs(e).max() for e in expected)
     artifact = workshop.engine(name, "full", "float16").path
-    for native in (True, False):  # where they are built
+    for native in (True, False):  # if they are built
         if not native:
             monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
         engine = load(artifact)
         assert {str(layer.dtype) for layer in engine.plan.caches} == {"float16"}
         assert engine.new_state(1).state["past_key_values.0.key"].dtype == np.float16
         got = models.given_tokens_logits(engine, workshop.sequences, PROMPTS)
-        # Rounded, but only rounded.
+        # Rounding is the only difference.
         assert 0 < difference(got, expected) <= 1e-2 * largest
 
 

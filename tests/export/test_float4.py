@@ -1,4 +1,4 @@
-"""Checkpoints in 4-bit floats mean what their authors' code makes of them."""
+"""Checkpoints in 4-bit floats have the values that their authors' code computes."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def bitsandbytes(kind: str, nested: bool, n: int = N, k: int = K, **changes: Any
         state |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": 0.25}
         tensors["w.weight.nested_quant_map"] = torch.randn(256)
         tensors["w.weight.nested_absmax"] = torch.rand(-(-blocks // 16)) + 0.1
-    message = json.dumps(state | changes).encode()
-    return tensors | {f"w.weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(message), dtype=torch.uint8)}
+    fields = json.dumps(state | changes).encode()
+    return tensors | {f"w.weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(fields), dtype=torch.uint8)}
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("nvfp4", None), ("nf4", None), ("nf4", 4)])

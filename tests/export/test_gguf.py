@@ -1,4 +1,4 @@
-"""GGUF files: blocks are ggml's bit for bit, damage is said, and a file becomes an artifact as it is."""
+"""Tests of GGUF files: their blocks equal ggml's bit for bit, damage is reported, and a file becomes an artifact."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def written(folder: Path, data: bytes) -> Path:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_blocks_mean_what_ggml_says(tmp_path: Path, kind: str) -> None:
-    """Against the reference of llama.cpp's authors, over random blocks."""
+    """Random blocks have the values that the reference of llama.cpp's authors computes."""
     reference = pytest.importorskip("gguf", reason="not reached: pip install gguf")
     number, size = next((number, size) for number, (name, _, size) in TYPES.items() if name == kind)
     rng = np.random.default_rng(0)
@@ -104,7 +104,7 @@ def test_damage_is_said(tmp_path: Path, data: bytes, message: str) -> None:
 
 
 def test_no_damage_ends_in_another_error(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """Cut anywhere, bytes of the header changed: it is read, or refused by a message."""
+    """A damaged file, cut anywhere or with changed bytes in its header, is read, or refused with a message."""
     file, rng = tmp_path / "model.gguf", random.Random(0)
     tiny_gguf(tiny_checkpoint, file)
     whole = file.read_bytes()
@@ -123,8 +123,11 @@ def test_no_damage_ends_in_another_error(tmp_path: Path, tiny_checkpoint: Path) 
 
 
 def test_a_file_becomes_an_artifact_as_it_is(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """Weights are those that the blocks stand for, rows of queries and keys in transformers' order; tokenizer, its
-    first token and the chat template are the file's."""
+    """A GGUF file becomes an artifact.
+
+    The weights have the values of the blocks, with rows of queries and keys in transformers' order. The tokenizer, its
+    first token and the chat template come from the file.
+    """
     file = tmp_path / "tiny.gguf"
     meant = tiny_gguf(tiny_checkpoint, file, **{"tokenizer.chat_template": "{{ messages[0].content }}"})
     checkpoint = read_checkpoint(file)
@@ -141,7 +144,11 @@ def test_a_file_becomes_an_artifact_as_it_is(tmp_path: Path, tiny_checkpoint: Pa
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
 def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    """Biases, norms of queries and keys, heads of a size of their own, a head beside the embedding; rows stay."""
+    """Files of other architectures have the weights of transformers' models.
+
+    They have biases, norms of queries and keys, heads of another size, and a head beside the embedding. Rows keep their
+    order.
+    """
     import transformers
 
     from kvexport.export.build import read_model
@@ -168,7 +175,10 @@ def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str
 
 
 def test_sentencepiece_merges_what_scores_highest(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """Without merges in the file; a first token is added, as llama.cpp does where nothing is said of it."""
+    """A sentencepiece tokenizer without merges in the file merges the pairs of the highest scores.
+
+    A first token is added if the file has no setting for it, as in llama.cpp.
+    """
     from kvexport.export.model.gguf_model import write_texts
 
     tokens = [

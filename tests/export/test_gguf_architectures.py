@@ -1,4 +1,4 @@
-"""GGUF files of each architecture: tensors, sizes and settings are those of the model that the file was made of."""
+"""GGUF files of each architecture give the tensors, sizes and settings of the model from which they were made."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] = {
 
 
 def blocks_of(kind: int, shape: tuple[int, ...], seed: int) -> tuple[bytes, NDArray[np.float32]]:
-    """Random blocks of 32 numbers of MXFP4 or IQ4_NL, and what they stand for."""
+    """Return random blocks of 32 numbers of MXFP4 or IQ4_NL, and their values."""
     reference = pytest.importorskip("gguf", reason="not reached: pip install gguf")
     rng, count = np.random.default_rng(seed), int(np.prod(shape)) // 32
     scale = rng.integers(117, 121, (count, 1), np.uint8)
@@ -122,7 +122,7 @@ def blocks_of(kind: int, shape: tuple[int, ...], seed: int) -> tuple[bytes, NDAr
 
 
 def experts(stem: str, own: str, weight: NDArray[Any], of_gpt_oss: bool, tensors: Tensors) -> NDArray[Any]:
-    """Put a weight or bias of experts into `tensors`, and return what an artifact has of it."""
+    """Put a weight or bias of experts into `tensors`, and return its values in an artifact."""
     down, biases = own.startswith("mlp.experts.down"), own.endswith("_bias")
     kind, ending = (F32, "bias") if biases else (MXFP4 if of_gpt_oss else IQ4_NL, "weight")
     if of_gpt_oss and not biases:
@@ -131,21 +131,21 @@ def experts(stem: str, own: str, weight: NDArray[Any], of_gpt_oss: bool, tensors
     held = []
     for name, part in zip(["down"] if down else ["gate", "up"], rows, strict=True):
         part = np.ascontiguousarray(part)
-        data, meant = (part.tobytes(), part) if biases else blocks_of(kind, part.shape, len(tensors))
+        data, values = (part.tobytes(), part) if biases else blocks_of(kind, part.shape, len(tensors))
         tensors[f"{stem}ffn_{name}_exps.{ending}"] = (part.shape[::-1], kind, data)
-        held.append(meant)
+        held.append(values)
     return np.concatenate(held, 1)
 
 
 def file_of(kind: str, folder: Path) -> tuple[Path, Any, dict[str, NDArray[Any]]]:
-    """A GGUF file of a tiny random model, the model's config, and the values of its parameters in an artifact."""
+    """Return a GGUF file of a tiny random model, the model's config, and its parameters' values in an artifact."""
     name, changes, names, metadata = CASES[kind]
     kind_of_config = f"{name}{'Text' if kind == 'gemma3' else ''}Config"
     config = getattr(transformers, kind_of_config)(**{**SIZES, "tie_word_embeddings": False, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     tensors: Tensors = {}
-    meant: dict[str, NDArray[Any]] = {}
+    values: dict[str, NDArray[Any]] = {}
     for parameter, tensor in model.named_parameters():
         found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+?)(?:\.(weight|bias))?", parameter)
         assert found
@@ -153,18 +153,18 @@ def file_of(kind: str, folder: Path) -> tuple[Path, Any, dict[str, NDArray[Any]]
         weight = (tensor.detach() + torch.rand_like(tensor) * 0.1).numpy()
         stem = f"blk.{layer}." if layer else ""
         if ".experts." in parameter:
-            meant[parameter] = experts(stem, own, weight, kind == "gpt-oss", tensors)
+            values[parameter] = experts(stem, own, weight, kind == "gpt-oss", tensors)
             continue
-        meant[parameter], shape = weight, weight.shape[::-1]
+        values[parameter], shape = weight, weight.shape[::-1]
         stored = weight + 1 if kind.startswith("gemma") and own.endswith("norm") else weight
         data, of_type = stored.tobytes(), F32
         if kind.startswith("gemma") and own.endswith("norm"):
-            meant[parameter] = stored - np.float32(1)
+            values[parameter] = stored - np.float32(1)
         if own == "conv.conv":
             shape = (shape[0], shape[2])
         elif weight.ndim == 2:
             of_type = Q8_0
-            data, meant[parameter] = q8_0(weight)
+            data, values[parameter] = q8_0(weight)
             heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(own, 0) if kind == "granite" else 0
             if heads:
                 rows = np.frombuffer(data, np.uint8).reshape(heads, 2, weight.shape[0] // heads // 2, -1)
@@ -186,7 +186,7 @@ def file_of(kind: str, folder: Path) -> tuple[Path, Any, dict[str, NDArray[Any]]
     }
     file = folder / "tiny.gguf"
     file.write_bytes(gguf({key: entry(value) for key, value in described.items()}, tensors))
-    return file, model.config, meant
+    return file, model.config, values
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Budgets of single KV heads: a cache of its own for each of them."""
+"""Tests of budgets of single KV heads, each of which has its own cache."""
 
 from __future__ import annotations
 

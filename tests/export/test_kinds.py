@@ -1,4 +1,4 @@
-"""Every kind of decoder passes `validate` with budgets that evict, and before that equals transformers' own model."""
+"""Every kind of decoder passes `validate` with budgets that evict, and equals transformers' model before it evicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders with latent attention: one KV head of latents in the cache, and logits that are Hugging Face's."""
+"""Decoders with latent attention: the cache has one KV head of latents, and the logits equal Hugging Face's."""
 
 from __future__ import annotations
 

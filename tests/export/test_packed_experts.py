@@ -1,4 +1,4 @@
-"""Experts that a quantized checkpoint has packed one by one stay packed: one weight of all experts, nothing cast."""
+"""Experts that a quantized checkpoint packs one by one stay packed in one weight, and none of their numbers changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HALVES = np.array(E2M1) / 2
 
 
 def compressed(n: int, k: int, seed: int, *, group: int = 16) -> Made:
-    """A weight of compressed-tensors' pack-quantized, symmetric, in 4 bits."""
+    """Return a symmetric 4-bit weight in compressed-tensors' pack-quantized format."""
     rng = np.random.default_rng(seed)
     numbers, scale = rng.integers(-8, 8, (n, k)), (rng.random((n, k // group)) * 0.02 + 0.01).astype(np.float16)
     stored = {
@@ -54,7 +54,7 @@ def compressed(n: int, k: int, seed: int, *, group: int = 16) -> Made:
 
 
 def nvfp4(n: int, k: int, seed: int) -> Made:
-    """A weight of compressed-tensors' NVFP4: 4-bit floats, E4M3 scales for 16 inputs, one scale for the tensor."""
+    """Return a weight in compressed-tensors' NVFP4: 4-bit floats, an E4M3 scale per 16 inputs, one scale per tensor."""
     rng = np.random.default_rng(seed)
     stored = rng.integers(0, 256, (n, k // 2), np.uint8)
     scale = torch.from_numpy(rng.random((n, k // 16)) + 0.5).to(torch.float8_e4m3fn)
@@ -66,19 +66,19 @@ def nvfp4(n: int, k: int, seed: int) -> Made:
 
 
 def packed_checkpoint(folder: Path, name: str, config: dict[str, Any], make: Any) -> tuple[Path, dict[str, Any]]:
-    """A tiny checkpoint whose projections and experts are packed, and what its tensors stand for."""
+    """Write a tiny checkpoint with packed projections and experts, and return it with the values of its tensors."""
     plain = models.save_checkpoint(folder / "plain", CONFIGS[name]())
-    meant = quantized(plain, folder / "packed", config, make)
-    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    values = quantized(plain, folder / "packed", config, make)
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
     file = folder / "packed" / "model.safetensors"
     stored = safetensors.torch.load_file(file)
     floats = {n: x.view(torch.float8_e4m3fn) for n, x in stored.items() if make is nvfp4 and n.endswith("weight_scale")}
     safetensors.torch.save_file(stored | floats, file, {"format": "pt"})
-    return folder / "packed", meant
+    return folder / "packed", values
 
 
 def specs_of(checkpoint: Path) -> tuple[Any, Any, dict[str, ComputedSpec]]:
-    """The recipe, the model, and the specs of the weights of its experts by their names."""
+    """Return the recipe, the model, and the specs of the weights of its experts by name."""
     recipe = models.make_recipe(checkpoint, limits={"max_length": 160})
     shape = read_model(recipe)
     specs = weight_specs(shape.checkpoint, shape.model, recipe)

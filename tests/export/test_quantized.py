@@ -1,4 +1,4 @@
-"""Quantized checkpoints: packed weights are kept, number by number, and mean what their authors' code makes of them."""
+"""Quantized checkpoints: packed weights keep every number, and have the values that their authors' code computes."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_float8_in_blocks_is_the_product_of_both(tmp_path: Path) -> None:
 def test_an_artifact_of_ordered_columns_computes_with_what_they_stand_for(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    """The three products of one input share its gather, and so do the two of the other."""
+    """The three products of one input share one gather of columns, and so do the two products of the other input."""
     import onnx
 
     quantized(tiny_checkpoint, tmp_path / "quantized", GPTQ, partial(gptq, act_order=True))
@@ -174,7 +174,10 @@ def test_an_artifact_of_ordered_columns_computes_with_what_they_stand_for(
 
 
 def test_weights_are_written_as_they_are(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """Bytes of GPTQ without an order are those of the words, outputs first; equal orders share theirs."""
+    """GPTQ weights without an order have the bytes of the checkpoint's words, outputs first.
+
+    Equal orders are stored once.
+    """
     quantized(tiny_checkpoint, tmp_path / "q", GPTQ, gptq)
     checkpoint = read_checkpoint(tmp_path / "q")
     source = checkpoint.computed[f"{DOWN}.weight"]
@@ -190,7 +193,7 @@ def test_weights_are_written_as_they_are(tmp_path: Path, tiny_checkpoint: Path) 
 
 
 def test_nothing_is_linked_beside_packed_weights(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """A link would bring the words into the artifact once more."""
+    """No tensor is linked beside packed weights: a link would bring the packed words into the artifact again."""
     quantized(tiny_checkpoint, tmp_path / "q", GPTQ, gptq)
     checkpoint = read_checkpoint(tmp_path / "q")
     source, norm = checkpoint.computed[f"{DOWN}.weight"], checkpoint.tensors["model.norm.weight"]
@@ -203,11 +206,14 @@ def test_nothing_is_linked_beside_packed_weights(tmp_path: Path, tiny_checkpoint
 def test_embeddings_are_packed_where_single_rows_can_be_picked(
     tmp_path: Path, tiny_checkpoint: Path, group: int, act_order: bool, kept: bool
 ) -> None:
-    """Of 32 inputs in groups of 32 a row has one zero point, half a byte: such an embedding becomes floats."""
+    """Embeddings stay packed if the bytes of single rows can be picked.
+
+    A row of 32 inputs in groups of 32 has one zero point, half a byte: this embedding becomes floats.
+    """
     make, folder = partial(gptq, group=group, act_order=act_order), tmp_path / "q"
     quantized(tiny_checkpoint, folder, {**GPTQ, "group_size": group}, make)
     tensors = load_file(folder / "model.safetensors")
-    stored, meant = make(*tensors.pop("model.embed_tokens.weight").shape, 0)
+    stored, values = make(*tensors.pop("model.embed_tokens.weight").shape, 0)
     tensors |= {f"model.embed_tokens.{part}": x for part, x in stored.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(folder)}})
@@ -216,18 +222,18 @@ def test_embeddings_are_packed_where_single_rows_can_be_picked(
     spec = specs["model.model.embed_tokens.weight"]
     assert isinstance(spec, ComputedSpec)
     assert (spec.source.packing is not None) == kept
-    np.testing.assert_array_equal(dense_values(spec.source), meant)
+    np.testing.assert_array_equal(dense_values(spec.source), values)
 
 
 def broken(folder: Path, **tensors: Any) -> None:
-    """Tensors of one projection changed, or taken away."""
+    """Change tensors of one projection, or remove those whose change returns None."""
     file = folder / "model.safetensors"
-    found = load_file(file)
+    tensors_of_file = load_file(file)
     for part, change in tensors.items():
         name = f"{DOWN}.{part}"
-        value = change(found.pop(name))
-        found |= {} if value is None else {name: np.ascontiguousarray(value)}
-    save_file(found, file, {"format": "pt"})
+        value = change(tensors_of_file.pop(name))
+        tensors_of_file |= {} if value is None else {name: np.ascontiguousarray(value)}
+    save_file(tensors_of_file, file, {"format": "pt"})
 
 
 def set_to(value: float) -> Any:
@@ -275,7 +281,7 @@ def test_what_does_not_fit_is_refused_from_the_headers(
 
 
 def test_no_quantization_config_ends_in_another_error(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """Any value of any key replaced by another kind of value: it is read, or refused by a message."""
+    """A quantization config with any value replaced by one of another kind is read, or refused with a message."""
     quantized(tiny_checkpoint, tmp_path / "gptq", GPTQ, gptq)
     packed = {"num_bits": 4, "block_structure": [16, 16], "type": "int"}
     scheme = {"weights": packed, "format": "pack-quantized"}
@@ -304,7 +310,7 @@ def test_no_quantization_config_ends_in_another_error(tmp_path: Path, tiny_check
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where in nested mappings and lists something stands."""
+    """Return the paths of all items in nested mappings and lists."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [*([above] if above else []), *(p for key, item in items for p in places(item, (*above, key)))]
 
@@ -322,7 +328,7 @@ def test_scales_that_are_none_are_refused(tmp_path: Path, tiny_checkpoint: Path,
     quantized(tiny_checkpoint, folder, GPTQ, gptq)
     broken(folder, scales=set_to(value))
     with pytest.raises(UsageError, match=message):
-        if value == 0:  # in a build, of which nothing is left
+        if value == 0:  # a refused build leaves no artifact
             kvexport.build(Recipe.model_validate({**RECIPE, "model": {"path": str(folder)}}), tmp_path / "artifact")
         else:
             source = read_checkpoint(folder).computed[f"{DOWN}.weight"]

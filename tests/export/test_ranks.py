@@ -1,5 +1,7 @@
-"""The weights of ranks are slices of the model's, floats and packed ones, and what cannot be split is refused before
-anything is written."""
+"""The weights of ranks are slices of the model's float and packed weights.
+
+A model that cannot be split is refused before a file is written.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_the_ranks_have_all_of_every_weight_between_them(tiny_checkpoint: Path, 
 
 @dataclass(frozen=True)
 class Whole:
-    """A packed source, in blocks of three rows."""
+    """A packed source that yields blocks of three rows."""
 
     packing: PackedFormat
     shape: tuple[int, int] = (8, 64)

@@ -1,4 +1,7 @@
-"""Decoders with recurrent states: convolutions, the gated delta rule and Mamba-2 equal transformers, and are kept."""
+"""Decoders with recurrent states equal transformers: convolutions, the gated delta rule and Mamba-2.
+
+Sessions, forks and prefixes keep the states.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def recipe_of(checkpoint: Path, budget: float | int = 1.0, method: str = "full",
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
-    """An engine of Qwen3.5 (gated delta rule and attention) whose cache holds every token, and the checkpoint."""
+    """An engine of Qwen3.5 (gated delta rule and attention) whose cache keeps every token, and its checkpoint."""
     folder = tmp_path_factory.mktemp("hybrid")
     checkpoint = models.save_checkpoint(folder / "checkpoint", CONFIGS["qwen3_5_text"]())
     return load(build(recipe_of(checkpoint), folder / "artifact")), checkpoint
@@ -68,7 +71,7 @@ def test_a_lane_that_is_saved_and_restored_in_the_middle_goes_on(hybrid: tuple[E
     lanes = engine.lanes(2)
     lanes.append([ids[:30], ids[:0]], prefill=True)
     saved = lanes.save(0)
-    lanes.append([models.random_ids(2, 9)[0], models.random_ids(3, 20)[0]], prefill=True)  # both lanes go elsewhere
+    lanes.append([models.random_ids(2, 9)[0], models.random_ids(3, 20)[0]], prefill=True)  # both read other tokens
     lanes.restore(1, saved)
     rows = [lanes.append([ids[:0], ids[30:50]], prefill=True)[1, :20].copy()]
     rows += [lanes.append([ids[:0], ids[i : i + 1]], prefill=False)[1, :1].copy() for i in range(50, 70)]
@@ -100,7 +103,10 @@ def _answer(engine: Engine, *requests: Request) -> list[list[int]]:
 
 
 def test_sessions_forks_and_prefixes_keep_the_states(hybrid: tuple[Engine, Path]) -> None:
-    """Every way gives the answer of an engine that reads the prompt by itself; noise keeps answers out of loops."""
+    """Sessions, forks and prefixes give the answer of an engine that reads the prompt itself.
+
+    Noise on the logits keeps answers out of loops.
+    """
     plain, settings = hybrid[0], GenerationSettings(do_sample=False, max_new_tokens=24)
     noise = np.random.default_rng(0).gumbel(size=(2, 160, models.SIZES["vocab_size"])).astype(np.float32)
     processors = [[lambda ids, logits, rows=rows: logits + rows[len(ids)]] for rows in noise]
@@ -181,7 +187,7 @@ KINDS = (
     "native",
     "onnxruntime",
     "function",
-)  # the kernel; the ONNX function over ONNX Runtime's kernel; functions alone
+)  # the kernel; the ONNX function over ONNX Runtime's kernel; only functions
 
 
 def _numbers(rule: str, sizes: dict[str, int], by_channel: bool, generator: torch.Generator) -> dict[str, Any]:
@@ -210,7 +216,7 @@ def _session(rule: UpdateRule, sizes: dict[str, int], inputs: dict[str, Any], ki
     options.intra_op_num_threads = 1
     if kind == "native":
         options.register_custom_ops_library(str(library()))
-    if kind == "function":  # a name that ONNX Runtime has no kernel for
+    if kind == "function":  # a domain for which ONNX Runtime has no kernel
         functions[1].domain = "another.domain"
         functions[0].opset_import[1].domain = "another.domain"
         next(node for node in functions[0].node if node.op_type == OPERATOR).domain = "another.domain"

@@ -1,4 +1,4 @@
-"""What cannot be built is refused by name, with a reason, and leaves nothing behind."""
+"""A model that cannot be built is refused with its name and a reason, and leaves no file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvexport.recipe.fields import Recipe
 from tests.support import models
 
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
-# Its own part of the text of each refusal: the model type comes first everywhere.
+# The characteristic part of each refusal's text. The model type precedes it.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "t5": ("T5Config", {}, "is an encoder-decoder"),
     "mamba": (
@@ -94,7 +94,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def dummy_checkpoint(folder: Path, config: Any) -> Path:
-    """A config and one tensor: these refusals read no weight."""
+    """Write a config and one tensor, for refusals that read no weight."""
     config.save_pretrained(folder)
     save_file({"nothing": torch.zeros(1)}, folder / "model.safetensors")
     return folder
@@ -108,8 +108,7 @@ def recipe_for(checkpoint: Path, **sections: Any) -> Recipe:
 
 
 def refusal(checkpoint: Path, start: Callable[[Path], object]) -> UsageError:
-    """Of a build that `start` begins into the path it is given; beside it nothing may be left, at it an old artifact
-    stays."""
+    """Return the error of a build that `start` begins at a given path. Check that the build leaves no file."""
     folder = checkpoint.parent / "artifacts"
     folder.mkdir()
     with pytest.raises(UsageError) as caught:
@@ -129,7 +128,7 @@ def test_models_that_cannot_be_exported(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_same_model_without_what_was_refused_is_accepted(tmp_path: Path) -> None:
-    # Llama 4's own layers that see everything: it was the mask that was refused, not the family.
+    # Llama 4's own layers with full attention: the mask was refused, not the family.
     config = transformers.Llama4TextConfig(
         **{
             **models.SIZES,
@@ -189,7 +188,7 @@ def test_an_unknown_model_type(tmp_path: Path) -> None:
     assert "no_such_model" in refusal(checkpoint, lambda out: build(recipe_for(checkpoint), out)).problem
 
 
-# Checkpoints that do not fit, and recipes that ask for what cannot be.
+# Checkpoints that do not fit, and recipes with impossible settings.
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
-"""Layers that do the same are traced once and copied; a decoder made so is the decoder traced whole, and where layers
-differ it is."""
+"""Equal layers are traced once and copied.
+
+The copied decoder equals one that is traced whole. Layers that differ are all traced.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,7 @@ from kvexport.export.model.hf_model import build_fake
 from kvexport.export.model.probe import probe_layers
 from tests.support import models
 
-# Of Gemma two kinds of layers, of which one has a window and rotary frequencies of its own; the copy lies between both
-# kinds.
+# Gemma has two kinds of layers, one with a window and other rotary frequencies. The copy lies between both kinds.
 SIZES = {**models.SIZES, "num_hidden_layers": 4}
 WINDOWS = {
     "head_dim": 16,
@@ -47,7 +48,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=512),
 }
 LIMITS = {"max_length": 512, "max_batch": 2}
-# Every layer without a window has a capacity of its own, none so small that a sequence of these tests would not fit.
+# Every layer without a window has a different capacity, all large enough for the sequences of these tests.
 CACHE = {
     "method": "h2o",
     "budget": 300,
@@ -68,8 +69,14 @@ def make_plan(model: Any, mode: Any) -> CachePlan:
 
 @dataclass(frozen=True)
 class Traces:
-    """A decoder by way of copies and traced whole; what replicate_layers was given; the layers of every trace that was
-    made."""
+    """The traces of one decoder.
+
+    Attributes:
+        copied: The decoder whose layers were copied.
+        whole: The decoder that was traced whole.
+        given: The arguments of replicate_layers.
+        traced: The layers of every trace.
+    """
 
     copied: ir.Model
     whole: ir.Model
@@ -103,8 +110,10 @@ def traces(name: str) -> Traces:
 
 
 def terms(model: ir.Model) -> dict[str, str]:
-    """Of every output a digest of the whole expression that computes it, down to inputs, constants and parameters by
-    name."""
+    """Return for every output a digest of the whole expression that computes it.
+
+    Inputs, constants and parameters by name are its ends.
+    """
     digests: dict[ir.Value | None, str] = {None: ""}
 
     def digest(*parts: Any) -> str:
@@ -124,7 +133,7 @@ def terms(model: ir.Model) -> dict[str, str]:
         attributes = [(name, plain(attribute.value)) for name, attribute in sorted(node.attributes.items())]
         if node.op_type == "Shape" and str(node.inputs[0].name).startswith("past_key_values."):  # type: ignore[union-attr]
             assert dict(attributes) == {"start": 0, "end": 1}
-            digests[node.outputs[0]] = digest("batch")  # whichever layer's state it is read from
+            digests[node.outputs[0]] = digest("batch")  # the batch size, whichever layer's state it is read from
             continue
         for i, output in enumerate(node.outputs):
             digests[output] = digest(node.op_identifier(), attributes, [digests[x] for x in node.inputs], i)
@@ -147,7 +156,7 @@ def parameter(model: ir.Model, layer: int, name: str) -> ir.Value:
 
 
 def reader(model: ir.Model, layer: int, name: str) -> ir.Node:
-    """The node that reads a layer's parameter."""
+    """Return the node that reads a layer's parameter."""
     (use,) = parameter(model, layer, name).uses()
     return use.node
 
@@ -219,7 +228,7 @@ def test_layers_whose_graphs_differ_are_not_copied(change: Callable[[ir.Model], 
 def test_every_copy_in_an_artifact_has_its_own_weights_and_state(tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["gemma3"]())
     recipe = models.make_recipe(checkpoint, cache=CACHE, export=EXPORT, limits=LIMITS)
-    copied = traces("gemma3").copied  # traced before the function that traces is replaced
+    copied = traces("gemma3").copied  # traced before the tracing function is replaced
     with mock.patch.object(tracer, "trace_decoder", lambda *_, **__: copied.clone()):
         engine = load(build(recipe, tmp_path / "artifact"))
     sequences = models.random_ids(1, 50, 60)
@@ -228,11 +237,11 @@ def test_every_copy_in_an_artifact_has_its_own_weights_and_state(tmp_path: Path)
     assert max(np.abs(e).max() for e in expected) > 1.0
     assert max(np.abs(g - e).max() for g, e in zip(got, expected, strict=True)) <= 1e-4
     merge = onnx.load(tmp_path / "artifact" / "merge.onnx")
-    # Windows make two meanings; budgets, of which every layer has its own, make none.
+    # Windows make two functions. The layers' different budgets make no more.
     assert len(merge.graph.node) == 4 and len(merge.functions) == 2
 
 
-# Which layers do the same.
+# Which layers are equal.
 
 
 class Plus(torch.nn.Module):
@@ -254,7 +263,7 @@ class Times(torch.nn.Module):
 
 
 class WithThePrevious(torch.nn.Module):
-    """Adds the input of the layer before, which comes by another way than the hidden state."""
+    """A module that adds the input of the layer before, which does not come through the hidden state."""
 
     def __init__(self, kept: list[torch.Tensor]) -> None:
         super().__init__()
@@ -270,7 +279,7 @@ def set_attribute(module: str, name: str, value: Any) -> Callable[[Any], None]:
 
 
 def each(make: Callable[[int], torch.nn.Module]) -> Callable[[Any], None]:
-    """A module of its own in every layer, in place of the activation."""
+    """Return a change that replaces the activation of every layer by a different module."""
 
     def change(layers: Any) -> None:
         for i, layer in enumerate(layers):
@@ -341,11 +350,11 @@ def test_what_tells_layers_apart(change: Callable[[Any], None], expected: tuple[
     assert (layers and layers.first) == expected
 
 
-# Where layers differ, all of them are traced.
+# If layers differ, all of them are traced.
 
 
 class Asked:
-    """In place of tracer._trace: the layers of every trace that is asked for. The first one raises `error`."""
+    """A replacement of tracer._trace that records the layers of every requested trace. The first one raises `error`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.error, self.layers = error, []
@@ -378,5 +387,5 @@ def test_where_copies_cannot_be_made_all_layers_are_traced_after_all(
     modules = list(model.model.layers)
     result: Any = tracer.trace_decoder(model, mode, make_plan(model, mode), last_logits=True)
     assert asked.layers == [(0, 1), (0, 1, 2, 3)] and result == (0, 1, 2, 3)
-    # The model is whole again, and its layers call nothing but their own forward.
+    # The model is complete again, and its layers have their own forward method.
     assert list(model.model.layers) == modules and not any("forward" in vars(module) for module in modules)

@@ -1,5 +1,8 @@
-"""Reading a model's rotary embedding: the frequencies rotate keys as the model's own code does, and an embedding that
-frequencies cannot express is refused by name."""
+"""Tests of reading a model's rotary embedding.
+
+The frequencies rotate keys as the model's own code does. An embedding that frequencies cannot express is refused by
+name.
+"""
 
 from __future__ import annotations
 

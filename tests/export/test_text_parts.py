@@ -1,4 +1,4 @@
-"""The text parts of models that also see: an artifact's logits are those of the whole model for tokens alone."""
+"""The text parts of vision models: an artifact's logits equal those of the whole model for text tokens."""
 
 from __future__ import annotations
 

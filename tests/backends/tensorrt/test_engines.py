@@ -192,8 +192,8 @@ def test_where_a_graph_cannot_be_captured_decode_goes_on_without(
     answers = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert [answer.token_ids for answer in answers] == generated(tiny_artifact)
     assert gpu.called("cudaGraphLaunch") == 0
-    message = {line.partition(":")[0] for line in engine.model.log.lines if "CUDA graph" in line}  # type: ignore[attr-defined]
-    assert message == {f"[WARNING] {what} runs without a CUDA graph" for what in ("decode", "merging")}
+    warnings = {line.partition(":")[0] for line in engine.model.log.lines if "CUDA graph" in line}  # type: ignore[attr-defined]
+    assert warnings == {f"[WARNING] {what} runs without a CUDA graph" for what in ("decode", "merging")}
 
 
 def test_weights_that_travel_have_a_budget_and_no_graph(

@@ -33,8 +33,8 @@ ROUNDED = {"bits": 4, "group": 64, "inputs": "float"}
 
 
 def recipe_of(checkpoint: Path, weights: dict[str, Any], backend: str = "tensorrt") -> Recipe:
-    message = models.make_recipe(checkpoint, dtype="float16", limits={"max_length": 128}).model_dump()
-    return Recipe.model_validate({**message, "weights": weights, "backend": {"name": backend}})
+    fields = models.make_recipe(checkpoint, dtype="float16", limits={"max_length": 128}).model_dump()
+    return Recipe.model_validate({**fields, "weights": weights, "backend": {"name": backend}})
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,8 @@ def test_what_stays_in_floats_is_said(checkpoint: Path, tiny_checkpoint: Path, t
         "kept in floats, because TensorRT takes only int4, without zero points and minima: lm_head.weight [100, 64]",
     ]
     quantized(tiny_checkpoint, tmp_path / "q", AWQ, awq)
-    message = {**RECIPE, "model": {"path": str(tmp_path / "q")}, "backend": {"name": "tensorrt"}}
-    recipe = Recipe.model_validate(message)
+    fields = {**RECIPE, "model": {"path": str(tmp_path / "q")}, "backend": {"name": "tensorrt"}}
+    recipe = Recipe.model_validate(fields)
     shape = read_model(recipe)
     assert packed_formats(weight_specs(shape.checkpoint, shape.model, recipe)) == {}
     assert weight_notes(shape.checkpoint, shape.model, recipe) == [

@@ -1,4 +1,4 @@
-"""AWQ's scales: nearer products of the same model, and nothing is scaled that something else reads."""
+"""Tests of AWQ's scales: products are nearer to the model's, and a norm is only scaled if nothing else reads it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.tiny_model import RECIPE, make_checkpoint
 
 
 def spread(folder: Path) -> Path:
-    """A checkpoint whose norms let some channels matter far more than others, as those of trained models do."""
+    """Give a checkpoint norms in which some channels matter far more than others, as in trained models."""
     tensors = load_file(folder / "model.safetensors")
     rng = np.random.default_rng(0)
     for name, x in tensors.items():
@@ -53,16 +53,16 @@ def text(checkpoint: Path) -> Path:
 
 
 def recipe_of(checkpoint: Path, text: Path, **weights: Any) -> Recipe:
-    message = {"bits": 4, "method": "awq", "calibration": str(text), **weights}
-    return Recipe.model_validate({**RECIPE, "model": {"path": str(checkpoint)}, "weights": message})
+    fields = {"bits": 4, "method": "awq", "calibration": str(text), **weights}
+    return Recipe.model_validate({**RECIPE, "model": {"path": str(checkpoint)}, "weights": fields})
 
 
 def sources(recipe: Recipe) -> dict[str, Any]:
-    """What rounding and its scales change, by tensor."""
+    """Return the sources that rounding and its scales change, by tensor."""
     shape = read_model(recipe)
     specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe)
-    found = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
-    return {source.name: source for source in found if isinstance(source, Rounded | ScaledNorm)}
+    computed = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
+    return {source.name: source for source in computed if isinstance(source, Rounded | ScaledNorm)}
 
 
 def test_a_norm_takes_back_what_its_projections_are_given(checkpoint: Path, text: Path) -> None:
@@ -101,9 +101,9 @@ def test_an_artifact_is_validated_and_repeated_by_the_file_that_it_holds(
 ) -> None:
     recipe = recipe_of(checkpoint, text)
     artifact = models.build_shared(recipe, tmp_path / "artifact")
-    found = sources(recipe)
+    expected = sources(recipe)
     monkeypatch.setattr(importance, "_pieces", None)  # without the text
-    assert sources(recipe_of(checkpoint, artifact / FILE)) == found
+    assert sources(recipe_of(checkpoint, artifact / FILE)) == expected
     assert validate_artifact(artifact, length=60, batch=1).passed
     with pytest.raises(UsageError, match="method awq, not importance") as caught:
         sources(recipe_of(checkpoint, artifact / FILE, method="importance"))
@@ -120,28 +120,28 @@ def test_an_artifact_is_validated_and_repeated_by_the_file_that_it_holds(
 
 
 def test_a_norm_that_adds_1_takes_scales_as_well(tmp_path: Path, text: Path) -> None:
-    """Gemma's multiply with 1 + weight, and have norms behind attention that no projection reads."""
+    """Norms of Gemma, which multiply by 1 + weight, are scaled too, except those that no projection reads."""
     config = Gemma2Config(**{**models.SIZES, "vocab_size": 64, "head_dim": 16, "query_pre_attn_scalar": 16})
     folder = models.save_checkpoint(tmp_path / "checkpoint", config)
     (folder / "tokenizer.json").write_bytes((text.parent / "checkpoint" / "tokenizer.json").read_bytes())
-    found = sources(recipe_of(spread(folder), text))
+    changed = sources(recipe_of(spread(folder), text))
     held = load_file(folder / "model.safetensors")
-    norms = {name: source for name, source in found.items() if isinstance(source, ScaledNorm)}
+    norms = {name: source for name, source in changed.items() if isinstance(source, ScaledNorm)}
     assert {name.split(".")[-2] for name in norms} == {"input_layernorm", "pre_feedforward_layernorm"}
     read = {"input_layernorm": "self_attn.q_proj", "pre_feedforward_layernorm": "mlp.up_proj"}
     for name, source in norms.items():
         above, norm = name.removesuffix(".weight").rsplit(".", 1)
-        scale = np.frombuffer(found[f"{above}.{read[norm]}.weight"].channels, np.float32)
+        scale = np.frombuffer(changed[f"{above}.{read[norm]}.weight"].channels, np.float32)
         np.testing.assert_allclose((1 + dense_values(source)) * scale, 1 + held[name], rtol=1e-5, atol=1e-6)
 
 
 def reads_twice(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """A layer whose norms are read by its residuals as well."""
+    """Compute a layer whose residuals read its norms too."""
     normed = self.input_layernorm(hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     normed = self.post_attention_layernorm(normed + attended)
-    made: torch.Tensor = normed + self.mlp(normed)
-    return made
+    output: torch.Tensor = normed + self.mlp(normed)
+    return output
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_norm_that_something_else_reads_is_left_alone(read_twice: None, checkp
 
 
 def test_a_norm_that_is_none_is_left_alone(checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not multiply with its weight."""
+    """A module that does not multiply by its weight is not scaled."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: nn.functional.silu(x) * self.weight**2)

@@ -1,4 +1,4 @@
-"""Rounding that knows its inputs: errors count by the mean squares of what a text puts into a projection."""
+"""Tests of rounding by importance: an error counts by the mean square of the input of its weight, over a text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Change = Callable[..., Recipe]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Words of letters that are not all as frequent."""
+    """A file with words of letters of different frequencies."""
     rng = np.random.default_rng(0)
     letters = rng.choice(list(string.ascii_lowercase), p=np.arange(1, 27) / 351, size=(500, 4))
     file = tmp_path_factory.mktemp("text") / "calibration.txt"
@@ -59,7 +59,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(tiny_checkpoint: Path, text: Path) -> Change:
-    """The tiny recipe with 4 bits by importance, and these weights."""
+    """A function that returns the tiny recipe with 4 bits by importance, changed by its arguments."""
 
     def change(**weights: Any) -> Recipe:
         given = {"bits": 4, "method": "importance", "calibration": str(text), **weights}
@@ -69,7 +69,7 @@ def changed(tiny_checkpoint: Path, text: Path) -> Change:
 
 
 def weighed(recipe: Recipe) -> dict[str, Rounded]:
-    """By tensor."""
+    """Return the rounded sources by tensor."""
     shape = read_model(recipe)
     specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe)
     sources = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
@@ -90,7 +90,7 @@ def test_errors_count_by_what_they_are_multiplied_with(packing: PackedFormat) ->
     plain, told = (values_of(groups, packing, x) for x in (None, counted))
     error = [((values - groups) ** 2 * counted).sum((1, 2)) for values in (plain, told)]
     assert error[1].sum() < (0.75 if packing.bits == 4 else 0.95) * error[0].sum()
-    # Products with inputs of these mean squares, which no error was weighted by.
+    # The inputs have the mean squares that weighted the errors.
     inputs = rng.standard_normal((1024, *counted.shape)).astype(np.float32) * np.sqrt(counted)
     products = [np.square(np.einsum("ngk,rgk->nr", inputs, values - groups)).mean() for values in (plain, told)]
     assert products[1] < (0.8 if packing.bits == 4 else 0.97) * products[0]
@@ -130,7 +130,7 @@ def test_a_module_at_a_time_sees_what_the_whole_model_sees(tmp_path: Path, confi
 
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rounded by importance; its inputs are multiplied as they are."""
+    """An artifact rounded by importance, whose inputs are not rounded."""
     weights = {"bits": 4, "method": "importance", "calibration": str(text), "inputs": "float"}
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tiny_checkpoint)}, "weights": weights})
     return models.build_shared(recipe, tmp_path_factory.mktemp("importance") / "artifact")
@@ -145,7 +145,7 @@ def test_an_artifact_is_validated_and_repeated_by_the_file_that_it_holds(
     assert weighed(repeated) == weighed(recipe)
     plain = changed(method="rtn", calibration=None)
     assert as_built(plain, artifact) == plain
-    # Without the text.
+    # This works without the text.
     monkeypatch.setattr(importance, "_pieces", None)
     assert validate_artifact(artifact, length=60, batch=1).passed
     built: list[Recipe] = []
@@ -171,7 +171,7 @@ def test_products_of_the_text_are_nearer(changed: Change, tiny_checkpoint: Path,
         model(input_ids=ids)
     ratios = [one / other for one, other in errors]
     assert len(ratios) == 14
-    # A random model's channels are nearly alike; those of trained ones are not.
+    # A random model's channels are nearly alike, unlike those of a trained one.
     assert np.mean(ratios) < 0.99
 
 
@@ -220,7 +220,7 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path, changed: Change
 
 
 def test_the_packages_text_is_prose_and_code(tmp_path: Path, changed: Change, tiny_checkpoint: Path) -> None:
-    """Cut into pieces by a tokenizer of bytes."""
+    """The package's text is prose and code. A tokenizer of bytes cuts it into pieces."""
     inner = tokenizers.Tokenizer(
         tokenizers.models.BPE({x: i for i, x in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}, [])
     )
@@ -230,9 +230,9 @@ def test_the_packages_text_is_prose_and_code(tmp_path: Path, changed: Change, ti
     checkpoint = replace(read_checkpoint(tiny_checkpoint), path=tmp_path)
     pieces = importance._pieces(checkpoint, changed(calibration=None))
     assert [len(piece) for piece in pieces] == [256] * 8
-    message = [inner.decode(piece) for piece in pieces]
-    assert "Alice" in message[0]
-    assert "def " in "".join(message[4:])
+    pieces_of_text = [inner.decode(piece) for piece in pieces]
+    assert "Alice" in pieces_of_text[0]
+    assert "def " in "".join(pieces_of_text[4:])
 
 
 def test_a_weight_that_is_not_read_by_its_module_is_refused(changed: Change, monkeypatch: pytest.MonkeyPatch) -> None:

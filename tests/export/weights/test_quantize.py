@@ -1,4 +1,4 @@
-"""Weights rounded at build: near the least error that their numbers allow, and what a build makes of them."""
+"""Tests of weights rounded at build: their error is near the least possible, and an artifact computes with them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_errors_are_below_those_of_one_scale(tmp_path: Path) -> None:
     scale = (largest / -8).astype(np.float16).astype(np.float32)
     nearest = (np.rint(groups / scale).clip(-8, 7) * scale).reshape(weight.shape)
     assert found < 0.92 * error(weight, nearest)
-    shifted = weight + 3  # of one sign: what zeros are for
+    shifted = weight + 3  # values of one sign, for which zero points help
     (tmp_path / "shifted").mkdir()
     entry = entry_of(tmp_path / "shifted", shifted)
     assert error(shifted, dense_values(Rounded(entry, WITH_ZERO))) < 0.5 * error(
@@ -87,7 +87,7 @@ def test_an_artifact_computes_with_what_its_numbers_stand_for(tmp_path: Path, ti
     size = (artifact / "decoder.weights").stat().st_size
     planned = plan_memory(recipe).weight_bytes
     assert planned <= size < planned + 4096
-    assert planned < 0.2 * 82560  # in floats
+    assert planned < 0.2 * 82560  # compared with the size in floats
     assert load_manifest(artifact).model.packed == {
         "int8, groups of 32": 1,  # the head, which is the embedding
         "uint4, groups of 32, zero points": 14,
@@ -102,7 +102,10 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_computed_of_floats_are_rounded_as_tensors_are(tiny_checkpoint: Path) -> None:
-    """As a GGUF file's queries and keys, whose rows it has in another order, and 8-bit floats."""
+    """Weights that are computed from floats are rounded like tensors.
+
+    Such weights are a GGUF file's queries and keys, whose rows are in another order, and 8-bit floats.
+    """
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tiny_checkpoint)}, "weights": {"bits": 4}})
     shape = read_model(recipe)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -110,10 +113,10 @@ def test_weights_that_are_computed_of_floats_are_rounded_as_tensors_are(tiny_che
     tensors = {key: tensor for key, tensor in shape.checkpoint.tensors.items() if key != name}
     checkpoint = replace(shape.checkpoint, tensors=tensors, computed={name: GgufWeight(entry)})
     specs = {spec.name: spec for spec in weight_specs(checkpoint, shape.model, recipe)}
-    found = specs[f"model.{name}"]
-    assert isinstance(found, ComputedSpec)
-    assert found.source.packing == SYMMETRIC
-    np.testing.assert_array_equal(dense_values(found.source), dense_values(Rounded(entry, SYMMETRIC)))
+    spec = specs[f"model.{name}"]
+    assert isinstance(spec, ComputedSpec)
+    assert spec.source.packing == SYMMETRIC
+    np.testing.assert_array_equal(dense_values(spec.source), dense_values(Rounded(entry, SYMMETRIC)))
 
 
 def test_scales_above_0_cost_little(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Weights as ONNX external data: layout, casts against PyTorch, hard links, digests, memory, and what is refused."""
+"""Tests of weights as ONNX external data: layout, casts against PyTorch, hard links, digests, memory, and refusals."""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 def every_pattern(dtype: torch.dtype) -> torch.Tensor:
-    """Every finite value of a 16-bit type; of a wider one all of its exponents and signs with mantissas near every
-    rounding boundary."""
+    """Return every finite value of a 16-bit type.
+
+    For a wider type, return all its exponents and signs with mantissas near every rounding boundary.
+    """
     short = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     if dtype.itemsize == 2:
         return finite(short.view(dtype))
@@ -191,7 +193,7 @@ def test_tied_tensors_are_stored_once_per_dtype(tmp_path: Path, mode: str) -> No
 
 
 def make_hub_cache(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
-    """A checkpoint whose file is a symlink to a blob, as in the hub's cache."""
+    """Write a checkpoint whose file is a symlink to a blob, as in the hub's cache."""
     snapshot, blobs = tmp_path / "snapshots" / "0123abcd", tmp_path / "blobs"
     snapshot.parent.mkdir()
     blobs.mkdir()
@@ -361,14 +363,14 @@ def test_a_large_tensor_streams_in_little_memory(tmp_path: Path, dtype: str, wid
     with (tmp_path / "model.safetensors").open("wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
         stream.truncate(8 + len(header) + nbytes)
-    # Through a shell: a child begins with the peak of the process that forked it, and that of pytest would hide its
-    # growth.
+    # A shell starts the process: a forked child begins with its parent's peak memory, and that of pytest would hide the
+    # child's growth.
     command = ["sh", "-c", '"$0" "$@"; exit $?', sys.executable, "-c", STREAM, tmp_path, tmp_path, wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (tmp_path / "decoder.weights").unlink()
     growth, control = json.loads(done.stdout)
     assert growth < 64 << 20
-    # The figure does move when 128 MiB are taken.
+    # The figure grows when 128 MiB are allocated.
     assert control > 64 << 20
 
 

@@ -1,4 +1,4 @@
-"""One engine for many callers: threads, and tasks of an event loop."""
+"""Tests of one engine with many callers: threads, and tasks of an event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = ["abcdefgh", "hgfedcba" * 4, "a", "xyz" * 9]
 
 @pytest.fixture(scope="module")
 def alone(tiny_artifact: Path) -> list[list[int]]:
-    """The answer to each prompt by itself."""
+    """The answer to each prompt when it runs without the others."""
     engine = kvexport.load(tiny_artifact)
     return [engine.generate(prompt, max_tokens=30)[0].token_ids for prompt in PROMPTS]
 

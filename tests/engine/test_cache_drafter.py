@@ -1,4 +1,4 @@
-"""Drafts by the model over selected entries of the cache: which they are, and that no answer changes by them."""
+"""Tests of drafts by the model over selected entries of the cache: which entries are selected, unchanged answers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ KEPT = {"sinks": SINKS, "recent": RECENT}
 
 @pytest.fixture(scope="module")
 def plain(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A full cache without scores."""
+    """An artifact with a full cache without scores."""
     folder = tmp_path_factory.mktemp("cache-drafter")
     return build_shared(recipe_of(tiny_checkpoint, CACHE, **KEPT), folder / "artifact")
 
 
 @pytest.fixture(scope="module")
 def scored(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One with H2O's scores, which evicts nothing."""
+    """An artifact whose cache has H2O's scores but evicts nothing."""
     folder = tmp_path_factory.mktemp("scored-drafter")
     recipe = recipe_of(tiny_checkpoint, CACHE, method="h2o", budget=1.0, **KEPT)
     return build_shared(recipe, folder / "artifact")
@@ -50,7 +50,7 @@ def scored(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every layer sees 24 tokens, and its cache drops others in merges."""
+    """An artifact whose layers see 24 tokens, and whose cache drops earlier ones in merges."""
     folder = tmp_path_factory.mktemp("windowed-drafter")
     save_checkpoint(folder / "checkpoint", MistralConfig(**SIZES, sliding_window=24))
     recipe = recipe_of(folder / "checkpoint", CACHE, merge_every=4, **KEPT)
@@ -67,7 +67,7 @@ def layer_state(state: Any, layer: int, lane: int = 0) -> dict[str, Any]:
 
 
 class Watched:
-    """Drafts, and holds what is drafted with to the full cache before and after."""
+    """A drafter that compares the selected cache with the full cache at every draft."""
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.drafter, CacheDrafter)
@@ -94,8 +94,8 @@ class Watched:
                 assert (np.diff(positions) > 0).all() and len(positions) - len(old) == len(draft)
                 at = {int(p): slot for slot, p in enumerate(full["position"][head]) if full["votes"][head, slot] > 0}
                 window = self.engine.plan.caches[layer].sliding_window or length
-                seen = [i for i, p in enumerate(old) if p > length - window]  # the full cache dropped others
-                slots = [at[int(old[i])] for i in seen]  # nothing that was rejected
+                seen = [i for i, p in enumerate(old) if p > length - window]  # the full cache dropped all others
+                slots = [at[int(old[i])] for i in seen]  # no rejected token
                 for name in ("key", "value"):
                     np.testing.assert_array_equal(own[name][head, seen], full[name][head, slots])
                 present = sorted(at)
@@ -109,8 +109,8 @@ def test_it_drafts_with_entries_of_the_full_cache(engine: Engine) -> None:
     batch = prompts(4, 64)
     expected = told(engine, batch, None, max_new_tokens=90)
     watched = Watched(load(engine.path))
-    found = told(watched.engine, batch, watched, max_new_tokens=90)
-    assert [[token.id for token in answer] for answer in found] == [[token.id for token in a] for a in expected]
+    actual = told(watched.engine, batch, watched, max_new_tokens=90)
+    assert [[token.id for token in answer] for answer in actual] == [[token.id for token in a] for a in expected]
     timing = watched.engine.timing
     assert 0 < timing.accepted_tokens < timing.drafted_tokens
     sizes = {len(held) for held in watched.held}
@@ -143,12 +143,12 @@ def test_answers_are_those_without_drafts(engine: Engine, settings: dict[str, An
     drafter = engine.drafter
     for seed in range(2):
         batch, chosen = prompts(seed, 64), {"seed": seed, "logprobs": 2, **settings}
-        expected, found = (told(engine, batch, each, **chosen) for each in (None, drafter))
-        assert [[t[:4] for t in answer] for answer in found] == [[t[:4] for t in answer] for answer in expected]
+        expected, actual = (told(engine, batch, each, **chosen) for each in (None, drafter))
+        assert [[t[:4] for t in answer] for answer in actual] == [[t[:4] for t in answer] for answer in expected]
 
 
 def test_a_twin_of_a_sampler_draws_what_it_will_draw() -> None:
-    """So that distributions that are alike draft what will be drawn."""
+    """A twin of a sampler draws the tokens that the sampler will draw, so that equal distributions draft them."""
     rows = np.random.default_rng(0).normal(size=(12, 64)).astype(np.float32) * 3
     for settings in SETTINGS.values():
         chosen = GenerationSettings(**{"seed": 3, "logprobs": 1, "max_new_tokens": NEW, **settings, "grammar": None})
@@ -169,12 +169,12 @@ def test_schedules_with_a_cache_drafter_answer_as_alone_without(scored: Path, tm
 
 
 def test_it_drafts_where_that_pays(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default where its step reads at most half as many bytes: those of the weights and of the entries."""
+    """By default there are drafts if a draft step reads at most half the bytes of the weights and of the entries."""
     engine = load(plain)
     drafter: Any = engine.drafter
     drafter._settings = drafter._settings.model_copy(update={"after": None})
     entry = sum(x.kv_heads * (x.key_size + x.value_size) * 4 for x in engine.plan.caches)
-    # Entries that the weights are as large as, lengths of prompts, and the length from which on there are drafts.
+    # The number of entries with as many bytes as the weights, lengths of prompts, and the length at which drafts begin.
     for weights, lengths, expected in ((30, [70], 70), (30, [30, 30], 55), (60, [70], 100), (200, [70], 0)):
         drafter._weights = weights * entry
         drafted: list[int] = []
@@ -191,8 +191,8 @@ def test_it_drafts_where_that_pays(plain: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_functions_take_both_caches(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
     engine = load(plain)
-    expected, found = (told(engine, prompts(2, 64), each, max_new_tokens=20) for each in (None, engine.drafter))
-    assert [[t.id for t in answer] for answer in found] == [[t.id for t in answer] for answer in expected]
+    expected, actual = (told(engine, prompts(2, 64), each, max_new_tokens=20) for each in (None, engine.drafter))
+    assert [[t.id for t in answer] for answer in actual] == [[t.id for t in answer] for answer in expected]
     assert engine.timing.accepted_tokens > 0
 
 
@@ -204,8 +204,8 @@ def test_logits_that_cannot_be_drawn_from_draft_nothing(plain: Path, monkeypatch
     monkeypatch.setattr(
         drafter._selected.state, "decode", lambda ids, _: np.full((len(ids), 1, 64), np.nan, np.float32)
     )
-    found = told(engine, prompts(2, 64), drafter, max_new_tokens=20)
-    assert [[t.id for t in answer] for answer in found] == [[t.id for t in answer] for answer in expected]
+    actual = told(engine, prompts(2, 64), drafter, max_new_tokens=20)
+    assert [[t.id for t in answer] for answer in actual] == [[t.id for t in answer] for answer in expected]
     assert engine.timing.drafted_tokens == 0
 
 

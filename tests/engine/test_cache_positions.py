@@ -1,5 +1,7 @@
-"""Positions in the cache: an engine held to a decoder that keeps its keys unrotated and rotates all of them anew, for
-their places, in every call; and sessions far beyond the trained length."""
+"""Positions in the cache, compared with a decoder that keeps unrotated keys and rotates all of them in every call.
+
+Sessions go far beyond the trained length.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,10 @@ def merging(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 class Rerotating:
-    """Llama over a list of unrotated keys of which sinks and the latest are kept (the rule of StreamingLLM); in every
-    call each key is rotated for its place in that list, and the new tokens for the places after them."""
+    """A Llama over a list of unrotated keys, of which it keeps the sinks and the latest, as StreamingLLM does.
+
+    In every call it rotates each key for its place in this list, and the new tokens for the places after them.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
@@ -66,7 +70,7 @@ class Rerotating:
 
     @torch.no_grad()
     def append(self, ids: np.ndarray) -> np.ndarray:
-        """Logits [T, vocabulary] of the new tokens."""
+        """Return the logits [T, vocabulary] of the new tokens."""
         hidden = self.model.model.embed_tokens(torch.from_numpy(ids))
         for i, layer in enumerate(self.model.model.layers):
             attention, normed = layer.self_attn, layer.input_layernorm(hidden)
@@ -100,7 +104,10 @@ class Rerotating:
 
 
 def test_equals_keys_that_are_rotated_anew_in_every_call(streaming: Path, tiny_checkpoint: Path) -> None:
-    """A prompt of six budgets, then two budgets token by token; merges after every chunk and every fourth token."""
+    """The logits equal those of keys that are rotated anew in every call.
+
+    The prompt has six budgets, and two more follow token by token. Merges follow each chunk and every fourth token.
+    """
     engine, slow = load(streaming), Rerotating(tiny_checkpoint)
     (ids,) = random_ids(1, 8 * BUDGET, vocabulary=64)
     lanes, prompt, worst = engine.lanes(1), 6 * BUDGET, 0.0
@@ -135,8 +142,10 @@ def test_lanes_of_a_batch_are_what_they_are_alone(streaming: Path) -> None:
 
 
 def shifted(engine: Engine, ids: np.ndarray, by: int) -> list[np.ndarray]:
-    """The logits of the second half of `ids` where, after the first, the session is made `by` tokens older: of the
-    positions all but those of sinks."""
+    """Return the logits of the second half of `ids`, after the session was made `by` tokens older.
+
+    All positions but those of sinks are increased.
+    """
     lanes, half = engine.lanes(1), len(ids) // 2
     lanes.prefill([ids[:half]])
     state: Any = lanes.state
@@ -151,7 +160,10 @@ def shifted(engine: Engine, ids: np.ndarray, by: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("by", [10**9, MOST - 300])
 def test_a_thousand_million_tokens_later_it_is_the_same(merging: Path, by: int) -> None:
-    """Nothing but the statistics' ages counts from the beginning, and those are differences."""
+    """A thousand million tokens later the logits are the same.
+
+    Only the ages of statistics count from the beginning, and they are differences.
+    """
     engine = load(merging)
     (ids,) = random_ids(4, 192, vocabulary=64)
     for late, early in zip(shifted(engine, ids, by), shifted(engine, ids, 0), strict=True):
@@ -159,7 +171,10 @@ def test_a_thousand_million_tokens_later_it_is_the_same(merging: Path, by: int) 
 
 
 def test_whatever_happens_to_requests_they_are_answered_as_alone(merging: Path, tmp_path: Path) -> None:
-    """Forks, snapshots, sessions, preemption: a lane's state is all that a place depends on."""
+    """Requests with forks, snapshots, sessions and preemption are answered as alone.
+
+    A place depends only on the state of its lane.
+    """
     *engines, other = (load(merging) for _ in range(3))
     for seed in range(4):
         Schedule(engines, Alone(other), tmp_path / str(seed), 500 + seed).run(15)
@@ -171,7 +186,7 @@ def test_a_conversation_moves_between_processes_beyond_the_trained_length(mergin
     starts: list[Snapshot | None] = [None, None]
     for i, ids in enumerate(turns):
         answers = []
-        for side, engine in enumerate((engines[0], engines[i % 2])):  # one stays where it is, the other moves
+        for side, engine in enumerate((engines[0], engines[i % 2])):  # one session stays on its engine, the other moves
             request = Request(ids, engine.settings(max_new_tokens=30), start=starts[side], keep=True)
             engine.add(request)
             while engine.busy:
@@ -189,11 +204,11 @@ def test_a_session_of_the_server_goes_on_beyond_the_trained_length(merging: Path
     with running(engine) as server:
         seen = 0
         for words in ("anna has the lamp and bob the drum. " * 5,) * 4:
-            asked = {"prompt": words, "session_id": "long", "max_tokens": 20}
-            status, _, answer = server.ask("/v1/completions", asked)
+            body = {"prompt": words, "session_id": "long", "max_tokens": 20}
+            status, _, answer = server.ask("/v1/completions", body)
             assert status == 200, answer
             usage = answer["usage"]
-            assert usage["prompt_tokens_details"]["cached_tokens"] == max(0, seen - 1)  # the rest is read anew
+            assert usage["prompt_tokens_details"]["cached_tokens"] == max(0, seen - 1)  # the last token is read anew
             seen = usage["prompt_tokens"] + usage["completion_tokens"]
         assert seen > 1.5 * TRAINED
 
@@ -210,7 +225,7 @@ def test_what_was_built(merging: Path) -> None:
 
 
 def test_it_passes_validation(merging: Path) -> None:
-    """Every call and merge against PyTorch, in place, with the state on its own."""
+    """Every call and merge passes validation against PyTorch, in place and with separate state."""
     assert validate_artifact(merging, length=160).passed
 
 

@@ -1,4 +1,4 @@
-"""The engine: batches, chunks, ends, seeds, idle lanes, reuse, and what keeps a cache within its capacity."""
+"""Tests of the engine: batches, chunks, ends, seeds, idle lanes, reuse, and the bounds of a cache."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from tests.support import models
 from tests.support.paths import ROOT
 
 BUDGET, CHUNK, MERGE_EVERY, MAX_LENGTH = 16, 8, 4, 200
-# The first one fills its smallest budget while it decodes, and so merges out of step with the others.
+# The first prompt fills its smallest budget while it decodes, so it does not merge together with the others.
 PROMPTS = (7, 90, 27)
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Three layers of different budgets, 16 slots on average, and no tokenizer. Logits of every token of a call."""
+    """An engine with three layers of different budgets, 16 slots on average, and no tokenizer.
+
+    It gives the logits of every token.
+    """
     folder = tmp_path_factory.mktemp("engine")
     recipe = models.make_recipe(
         models.save_checkpoint(folder / "checkpoint", models.llama(num_hidden_layers=3)),
@@ -51,7 +54,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def chat(tiny_artifact: Path) -> Engine:
-    """One with a tokenizer, whose tokens are single characters."""
+    """An engine with a tokenizer whose tokens are single characters."""
     return load(tiny_artifact)
 
 
@@ -73,7 +76,7 @@ def used_slots(lanes: Lanes, layer: int) -> Any:
 
 
 def fresh_lanes(engine: Engine, count: int) -> Lanes:
-    """Lanes of their own, which a test may tamper with."""
+    """Return new lanes, which a test may change."""
     return Lanes(engine.new_state(count), engine.plan, count, prefill_chunk=CHUNK, merge_every=MERGE_EVERY)
 
 
@@ -111,7 +114,7 @@ def test_an_ended_sequence_keeps_its_state_while_others_go_on(engine: Engine) ->
     for _ in range(30):
         lanes.append([ids[0][:1], ids[0][:0], ids[2][:1]])
         assert lane_bytes(lanes, 1) == ended
-    # Nor does a chunk of a neighbour's prompt move it.
+    # A chunk of a neighbour's prompt does not change it either.
     lanes.append([ids[1][:CHUNK], ids[0][:0], ids[1][:3]], prefill=True)
     assert lane_bytes(lanes, 1) == ended
     assert lanes.length == [PROMPTS[0] + 30 + CHUNK, PROMPTS[1], PROMPTS[2] + 33]
@@ -158,12 +161,11 @@ def test_a_call_takes_no_more_than_a_chunk(engine: Engine) -> None:
     assert lanes.length == [0]
 
 
-# What a cache may hold.
+# ---- the bounds of a cache ----
 
 
 def watch(engine: Engine, lanes: Lanes) -> list[int]:
-    """Holds every call of the backend against the contract from now on. The lanes of every merge come into the list
-    returned."""
+    """Compare every later call of the backend with the contract, and return a list that gets all merged lanes."""
     backend: Any = lanes.state
     decode, merge = backend.decode, backend.merge
     layers = list(enumerate(engine.plan.caches))
@@ -177,7 +179,7 @@ def watch(engine: Engine, lanes: Lanes) -> list[int]:
         for i, layer in layers:
             assert (used_slots(lanes, i) == before[i] + new).all()
             assert used_slots(lanes, i).max() <= layer.capacity
-            # Used slots are a prefix.
+            # The used slots are the first ones.
             assert (np.diff((votes(lanes, i) > 0).astype(int), axis=-1) <= 0).all()
         return logits
 
@@ -203,7 +205,7 @@ def test_ten_times_the_budget_stays_within_capacity_and_merges_to_the_budget(eng
         lanes.append([ids[0][:0], ids[1][20 + step :][:1], ids[2][:1] if step % 3 == 0 and step < 90 else ids[2][:0]])
     assert lanes.length == [160, 160, 60]
     assert [merged.count(lane) > 3 for lane in range(3)] == [True] * 3
-    # Decoded tokens merge every so many of them, a lane on its own account.
+    # A lane merges after its own MERGE_EVERY decoded tokens.
     largest = max(layer.budget for layer in engine.plan.caches)
     assert merged.count(1) <= 20 // CHUNK + (160 - 20) // MERGE_EVERY + 1
     assert all(used_slots(lanes, i).max() <= largest + MERGE_EVERY for i in range(3))
@@ -215,7 +217,7 @@ def test_votes_never_exceed_the_tokens_seen_and_nothing_else_is_lost(engine: Eng
     lanes.prefill(ids)
     for i, layer in enumerate(engine.plan.caches):
         used, total = votes(lanes, i) > 0, votes(lanes, i).sum(-1)
-        # Whole votes: what merged is counted, what found no neighbour is gone.
+        # All votes are whole: merged entries are counted, and entries without a neighbour are dropped.
         np.testing.assert_array_equal(votes(lanes, i), np.round(votes(lanes, i)))
         assert (total <= np.array(lanes.length)[:, None]).all()
         assert (total > layer.budget).any()
@@ -223,12 +225,12 @@ def test_votes_never_exceed_the_tokens_seen_and_nothing_else_is_lost(engine: Eng
         for lane, length in enumerate((150, 60)):
             for head in range(2):
                 held = position[lane, head][used[lane, head]].tolist()
-                # Sinks, and the latest tokens, one slot each.
+                # Sinks and the latest tokens have one slot each.
                 assert {0, 1, *range(length - 4, length)} <= set(held)
                 assert len(set(held)) == len(held)
 
 
-# A call's own lanes.
+# The lanes of a call.
 
 
 def test_a_call_finds_nothing_of_the_one_before(engine: Engine) -> None:
@@ -246,10 +248,10 @@ def test_a_call_finds_nothing_of_a_stream_that_was_dropped(engine: Engine) -> No
 
 
 def test_streams_of_one_engine_run_at_once_and_do_not_disturb_each_other(engine: Engine) -> None:
-    batches = [prompts(), prompts(6)[:2], [prompts(8)[1]]]  # more than there are lanes
+    batches = [prompts(), prompts(6)[:2], [prompts(8)[1]]]  # more sequences than lanes
     expected = [[c.token_ids for c in engine.generate(batch, max_new_tokens=20)] for batch in batches]
     streams = [engine.stream(batch, max_new_tokens=20) for batch in batches]
-    found: list[list[list[int]]] = [[[] for _ in batch] for batch in batches]
+    answers: list[list[list[int]]] = [[[] for _ in batch] for batch in batches]
     open_ones = set(range(len(streams)))
     while open_ones:
         for i in sorted(open_ones):
@@ -257,8 +259,8 @@ def test_streams_of_one_engine_run_at_once_and_do_not_disturb_each_other(engine:
             if token is None:
                 open_ones.discard(i)
             else:
-                found[i][token.sequence].append(token.id)
-    assert found == expected
+                answers[i][token.sequence].append(token.id)
+    assert answers == expected
     assert not engine.busy
 
 
@@ -299,10 +301,10 @@ def test_a_stream_is_what_generate_gives(chat: Engine) -> None:
 
 def test_tokens_bring_the_logprobs_that_were_asked_for(engine: Engine) -> None:
     plain = list(engine.stream(prompts(), max_new_tokens=6))
-    told = list(engine.stream(prompts(), max_new_tokens=6, logprobs=3))
-    assert [token.id for token in told] == [token.id for token in plain]
+    tokens = list(engine.stream(prompts(), max_new_tokens=6, logprobs=3))
+    assert [token.id for token in tokens] == [token.id for token in plain]
     assert all(token.logprob is None and token.top_logprobs == () for token in plain)
-    for token in told:  # greedy: the likeliest
+    for token in tokens:  # greedy: the most probable token
         assert token.top_logprobs[0] == (token.id, token.logprob)
         assert len(token.top_logprobs) == 3
         assert 0 > token.top_logprobs[0][1] >= token.top_logprobs[1][1] >= token.top_logprobs[2][1]
@@ -359,11 +361,11 @@ def test_a_seed_repeats_itself_and_only_itself(engine: Engine) -> None:
     together = sample(1, prompts())
     assert sample(1, prompts()) == together
     assert all(a != b for a, b in zip(sample(2, prompts()), together, strict=True))
-    # A sequence's draws are its own.
+    # The draws of a sequence do not depend on the others.
     assert [sample(1, p)[0] for p in prompts()] == together
 
 
-# What is refused, before anything runs.
+# Prompts that are refused before anything runs.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Requests that join, leave, fail and end while others run: what each is answered is what it would be alone."""
+"""Requests that join, leave, fail and end while others run. Each gets the answer that it would get alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageE
 from tests.support.on_device import onto_device
 from tests.support.tensorrt_artifacts import engines
 
-CHUNK, LANES, VOCABULARY = 16, 4, 64  # of the tiny artifact
+CHUNK, LANES, VOCABULARY = 16, 4, 64  # the chunk, the lanes and the vocabulary of the tiny artifact
 
 
 @pytest.fixture(scope="module")
 def solo(tiny_artifact: Path) -> Callable[..., list[int]]:
-    """What a prompt is answered by itself, in lanes of its own."""
+    """A function that returns the answer to a prompt that runs without others."""
     engine = load(tiny_artifact)
     known: dict[Any, list[int]] = {}
 
@@ -93,15 +93,15 @@ def check_random_schedule(engine: Engine, solo: Callable[..., list[int]], seed: 
         if rng.random() < 0.06 and running:
             cancelled += engine.cancel(running[rng.integers(len(running))].id)
         if streams and rng.random() < 0.5:
-            stream, _, found = streams[rng.integers(len(streams))]
+            stream, _, actual = streams[rng.integers(len(streams))]
             if (token := next(stream, None)) is not None:
-                found[token.sequence].append(token.id)
+                actual[token.sequence].append(token.id)
         engine.step()
         most = max(most, len(engine._scheduler.running()))
     run(engine)
-    for stream, _, found in streams:
+    for stream, _, actual in streams:
         for token in stream:
-            found[token.sequence].append(token.id)
+            actual[token.sequence].append(token.id)
     assert most == LANES and cancelled > 0 and len(streams) > 2, "all of it happened"
     for request, ids, chosen in added:
         expected = solo(ids, **chosen)
@@ -109,8 +109,8 @@ def check_random_schedule(engine: Engine, solo: Callable[..., list[int]], seed: 
             assert answer_of(request) == expected[: len(request.tokens)]
         else:
             assert answer_of(request) == expected
-    for _, batch, found in streams:
-        assert found == [solo(ids, max_new_tokens=11) for ids in batch]
+    for _, batch, actual in streams:
+        assert actual == [solo(ids, max_new_tokens=11) for ids in batch]
     assert engine._scheduler.running() == [] and engine._requests == {}
 
 
@@ -141,7 +141,7 @@ def test_a_long_prompt_joins_and_those_that_decode_go_on_between_its_chunks(
         before = len(running.tokens)
         engine.step()
         assert len(running.tokens) == before + 1
-    # No call of a chunk has a row for the one that decodes.
+    # No call of a chunk has a row for the lane that decodes.
     assert set(calls) == {(1, CHUNK, 1), (1, len(ids) % CHUNK, 1), (1, 1, 0)}
     run(engine)
     assert answer_of(long) == solo(ids, max_new_tokens=5)
@@ -163,7 +163,7 @@ def test_lanes_are_as_many_as_ever_were_needed_at_once(
     for _ in range(2):
         engine.generate([1, 2, 3], max_new_tokens=3)
     assert made == [1]
-    # While nothing runs, lanes are made anew; then they are added by copying, twice as many.
+    # While no request runs, lanes are made anew. Otherwise lanes are added by copying, and their number doubles.
     first, *others = (Request([n, n + 1], engine.settings(max_new_tokens=30)) for n in range(5))
     engine.generate([[1], [2]], max_new_tokens=2)
     assert made == [1, 2]
@@ -203,7 +203,7 @@ def test_lanes_without_a_request_stay_as_they_are(tiny_artifact: Path, solo: Cal
         engine.add(request)
     while short.state is not State.FINISHED:
         engine.step()
-    engine.step()  # the last lane moves to where the short one was
+    engine.step()  # the last lane moves to the place of the short request
     assert last.lane == 1
     ended = lane_bytes(engine, 2)
     run(engine)
@@ -307,7 +307,7 @@ def test_a_better_priority_takes_a_lane_and_the_other_goes_on_with_the_same_toke
     engine.add(second)
     run(engine, 2)
     assert first.tokens and second.tokens and engine.preemptions == 3, "one of them had read a part of its prompt"
-    # One that is cancelled while it waits leaves what it was.
+    # A request that is cancelled while it waits keeps its snapshot.
     assert len(slow[1].tokens) >= 8 and engine.cancel(slow[1].id)
     assert slow[1].snapshot is not None
     again = Request((), start=slow[1].snapshot)
@@ -333,7 +333,7 @@ def test_a_stream_that_is_closed_frees_its_lanes(tiny_artifact: Path, solo: Call
 
 
 def poison(engine: Engine, lane: int) -> None:
-    """As an overflow of the model leaves it, in used slots and others."""
+    """Fill a lane with NaN, as an overflow of the model does, in used slots and others."""
     lanes: Any = engine._pool._lanes
     for name, array in lanes.state.state.items():
         if name.endswith((".key", ".value")):
@@ -354,7 +354,7 @@ def test_a_poisoned_lane_fails_alone(tiny_artifact: Path, solo: Callable[..., li
     assert (failed.state, failed.finish_reason) == (State.FINISHED, "error")
     assert isinstance(failed.error, KvexportError) and "is nan" in failed.error.problem
     assert answer_of(failed) == solo(prompts[1], max_new_tokens=30)[: len(failed.tokens)]
-    # The lane is clean for the next one.
+    # The lane is clean for the next request.
     following = Request([9, 9], engine.settings(max_new_tokens=30))
     engine.add(following)
     engine.step()
@@ -400,7 +400,7 @@ def test_a_run_that_fails_ends_its_requests_and_no_others(
     monkeypatch.setattr(engine.model, "run", run_session)
     assert [request.finish_reason for request in requests] == ["error"] * LANES + [None]
     assert all(isinstance(request.error, Exception) for request in requests[:LANES])
-    run(engine)  # the one that waited
+    run(engine)  # the request that waited
     assert answer_of(requests[-1]) == solo([LANES, 2], max_new_tokens=9)
     assert engine._requests == {}
 

@@ -1,4 +1,4 @@
-"""Lanes: what they ask of a backend, and when."""
+"""Tests of the calls that lanes make to a backend."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BUDGET, SLACK, CHUNK, EVERY = 8, 6, 4, 3
 
 
 class Recorder(LaneState):
-    """A backend that notes its calls and counts slots as a cache would."""
+    """A backend that records its calls and counts slots as a cache would."""
 
     def __init__(self, lanes: int, capacity: int = BUDGET + SLACK) -> None:
         self.used, self.capacity = np.zeros(lanes, np.int64), capacity
         self.calls: list[tuple[list[list[int]], list[int]]] = []
-        self.firsts: list[int] = []  # lanes of the calls
+        self.firsts: list[int] = []  # the first lanes of the calls
         self.merges: list[tuple[int, int]] = []
 
     def decode(
@@ -68,7 +68,7 @@ def test_lanes_that_are_due_together_merge_in_runs_of_neighbours() -> None:
     long, short = np.arange(BUDGET), np.arange(2)
     lanes.prefill([long, short, long, long, short, long])
     assert recorder.merges == []
-    for step in range(1 + EVERY):  # a prompt's tokens count: the first step is over the budget, and the third after it
+    for step in range(1 + EVERY):  # a prompt's tokens count: the first step and the third one after it merge
         lanes.append([ids(step)] * 6)
         assert recorder.merges == [(0, 1), (2, 4), (5, 6)] * (2 if step == EVERY else 1)
     assert lanes.length == [12, 6, 12, 12, 6, 12]
@@ -96,7 +96,7 @@ def test_a_whole_prompt_counts_as_so_many_decoded_tokens() -> None:
 
 def test_a_whole_prompt_for_which_there_is_no_room_merges_where_the_room_ends() -> None:
     lanes, recorder = lanes_that_read_whole_prompts(1)
-    lanes.prefill([np.arange(8 * CHUNK)])  # room for six chunks
+    lanes.prefill([np.arange(8 * CHUNK)])  # the room for six chunks
     assert recorder.merges == [(0, 1)] * 2 and recorder.used.tolist() == [BUDGET]
 
 
@@ -104,26 +104,29 @@ def test_a_whole_prompt_for_which_there_is_no_room_merges_where_the_room_ends() 
 def test_no_lane_merges_before_the_tokens_that_it_says_have_come(
     kind: Callable[[int], tuple[Lanes, Recorder]],
 ) -> None:
-    """Prompts and single tokens at random; of many moments it is known to the token."""
+    """No lane merges before the tokens that it announces have come, for random prompts and single tokens.
+
+    In some cases the merge comes exactly after the announced number of tokens.
+    """
     lanes, recorder = kind(1)
-    rng, said, exact = np.random.default_rng(1), list[int](), 0
+    rng, announced, exact = np.random.default_rng(1), list[int](), 0
     for _ in range(400):
         whole, decoded = rng.random() < 0.1, rng.random() < 0.8
         parts = [1] if decoded else [CHUNK] * int(rng.integers(0, 4)) + [int(rng.integers(1, CHUNK + 1))]
         for i, count in enumerate(parts):
             before = lanes.length[0]
-            said.append(before + lanes.before_merge(0))
+            announced.append(before + lanes.before_merge(0))
             merges = len(recorder.merges)
             lanes.append([np.arange(count)], prefill=not decoded, unread=[0] if i + 1 < len(parts) else [])
             if len(recorder.merges) > merges:
-                # Before the call's tokens came, where there was no room for them, or after them.
+                # The merge came before the call's tokens, if there was no room for them, or after them.
                 at = before if recorder.used[0] == BUDGET + count else lanes.length[0]
-                assert max(said) <= at, (said, at)
-                exact += max(said) == at
-                said.clear()
+                assert max(announced) <= at, (announced, at)
+                exact += max(announced) == at
+                announced.clear()
         if whole:
             lanes.clear()
-            said.clear()
+            announced.clear()
     assert len(recorder.merges) > 20 and exact > 5
 
 

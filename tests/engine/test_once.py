@@ -1,4 +1,4 @@
-"""Prompts that the full cache reads and that are compressed once, at their end (`cache.merge_prompts`)."""
+"""Tests of prompts that the full cache reads and that are compressed once, at their end (`cache.merge_prompts`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support import models
 
 BUDGET, CHUNK, EVERY, LENGTH = 16, 8, 12, 128
 PROMPT = 61
-FITTED = {"method": "attention_matching", "parameters": {"after": "ballot", "queries": 6}}  # of three tokens
+FITTED = {"method": "attention_matching", "parameters": {"after": "ballot", "queries": 6}}  # means of three tokens
 
 
 def recipe_of(checkpoint: Path, **cache: Any) -> Recipe:
@@ -49,7 +49,7 @@ def engine(checkpoint: Path) -> Engine:
 
 
 def used(engine: Engine, state: Any) -> list[list[int]]:
-    """Of every layer and KV head."""
+    """Return the number of used slots of every layer and KV head."""
     return [(state[f"past_key_values.{i}.votes"] > 0).sum(-1).tolist() for i in range(len(engine.plan.caches))]
 
 
@@ -94,8 +94,8 @@ def answered(engine: Engine, request: Request) -> tuple[list[int], Snapshot]:
     return [t.id for t in request.tokens], request.snapshot
 
 
-# Of tokens since the prompt's end, of which the cache has not seen the last: the rows that the next merge, 12 tokens
-# after the last one, will read.
+# tokens: those after the prompt, of which the cache has not seen the last. rows: those that the next merge will read,
+# 12 tokens after the last merge.
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 0), (10, 0), (11, 2), (12, 4), (13, 0), (23, 2)])
 def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_others(
     engine: Engine, tokens: int, rows: int
@@ -111,7 +111,7 @@ def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_ot
     rings = [x.shape[1] for name, x in snapshot.state.items() if name.endswith((".query", ".query_seen"))]
     assert rings == [rows] * 2 * len(engine.plan.caches)
     data = snapshot.to_bytes()
-    # As it was written before: all rows, in the format's first version.
+    # The snapshot in its older form: all rows, in the format's first version.
     old = dataclasses.replace(snapshot, state=with_whole_rings(engine.plan, snapshot.state)).to_bytes()
     for blob in (data, old[:8] + (1).to_bytes(4, "little") + old[12:]):
         given = Snapshot.from_bytes(blob, engine.manifest)
@@ -191,8 +191,8 @@ def test_the_plan_has_room_for_the_longest_prompt_and_says_what_is_used_after_it
 
 def test_an_unlimited_length_needs_room_that_is_written_down(checkpoint: Path) -> None:
     cache = {"merge_prompts": "end", "positions": "cache"}
-    said = {**recipe_of(checkpoint, **cache).model_dump(mode="json"), "limits": {"max_length": "unlimited"}}
+    fields = {**recipe_of(checkpoint, **cache).model_dump(mode="json"), "limits": {"max_length": "unlimited"}}
     with pytest.raises(ValueError, match=r"merge_prompts is end and .* unlimited: set cache\.slack"):
-        Recipe.model_validate(said)
-    said["cache"]["slack"] = 100
-    assert Recipe.model_validate(said).capacity(BUDGET) == BUDGET + 100
+        Recipe.model_validate(fields)
+    fields["cache"]["slack"] = 100
+    assert Recipe.model_validate(fields).capacity(BUDGET) == BUDGET + 100

@@ -1,4 +1,4 @@
-"""Prompt snapshots: a hit gives the tokens of a cold run, and what is shared is read once."""
+"""Tests of prompt snapshots: a hit gives the tokens of a cold run, and a shared beginning is read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forty random schedules; `benchmarks/schedules.py` runs a thousand."""
+"""Tests of forty random schedules. `benchmarks/schedules.py` runs a thousand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEDULES, STEPS = 40, 20
 
 
 def test_whatever_happens_to_requests_they_are_answered_as_alone(tiny_artifact: Path, tmp_path: Path) -> None:
-    # One has so few lanes that requests wait, and take them from one another.
+    # The second engine has so few lanes that requests wait, and displace one another.
     *engines, other = (load(tiny_artifact, lanes=lanes) for lanes in (None, 2, None))
     alone, happened = Alone(other), Counter[str]()
     for seed in range(SCHEDULES):

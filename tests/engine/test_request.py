@@ -1,4 +1,4 @@
-"""A request's states: which follow which, and what each change leaves."""
+"""Tests of a request's states: their order, and the effects of each change."""
 
 from __future__ import annotations
 

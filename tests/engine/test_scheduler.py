@@ -1,4 +1,4 @@
-"""The scheduler by itself, under random schedules and at the corners of its rules."""
+"""Tests of the scheduler without an engine, under random schedules and for all its rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def request(length: int, answer: int = 3, bundle: Bundle | None = None, **more: 
 
 
 def run(scheduler: Scheduler, step: Schedule) -> list[Request]:
-    """What an engine does with a step."""
+    """Execute a step as an engine does."""
     for each in step.prefill:
         each.read(scheduler.count(each))
     for each in (*(r for r in step.prefill if r.state is State.DECODING), *step.decode):
@@ -96,7 +96,7 @@ def test_the_prompts_of_a_call_are_read_before_any_of_its_requests_decodes() -> 
     scheduler.add(together[0])
     scheduler.add(together[1])
     scheduler.add(other)
-    scheduler.add(together[2])  # waits for the lane of another: the ones that are there do not wait for it
+    scheduler.add(together[2])  # it waits for another request's lane, and the running ones do not wait for it
     decoded: set[int] = set()
     for step in finish(scheduler):
         decoded |= {each.id for each in step.decode}
@@ -127,7 +127,7 @@ def test_random_schedules_leak_no_lane_and_starve_nobody(seed: int) -> None:
         assert not {each.id for each in step.prefill} & {each.id for each in step.decode}
         for each in scheduler.running():
             assert scheduler.lanes[each.lane] is each and each in alive
-            # A request that decodes without a call of several prompts does so in every step.
+            # A request that decodes, and belongs to no call of several prompts, decodes in every step.
             if each.state is State.DECODING and each.bundle is None:
                 assert each in step.decode
         if waiting := [each for each in scheduler.running() if each.state is State.PREFILLING]:
@@ -200,7 +200,7 @@ def test_a_call_has_the_rows_of_a_chunk_whatever_the_bound() -> None:
 @pytest.mark.parametrize("others", [1, 2, 7])
 @pytest.mark.parametrize("later", range(4))
 def test_a_short_prompt_is_read_by_the_next_call_and_long_ones_by_every_second_one(others: int, later: int) -> None:
-    """Whenever it comes: it waits for the call that runs, of one chunk."""
+    """A short prompt waits only for the running call, which has one chunk, whenever the prompt arrives."""
     scheduler = Scheduler(8, CHUNK)
     scheduler.rows = 0
     for _ in range(others):
@@ -224,7 +224,7 @@ def test_a_short_prompt_is_read_by_the_next_call_and_long_ones_by_every_second_o
 
 
 def read_order(lengths: list[int]) -> list[int]:
-    """The prompts, by number, in the order in which their chunks are read one by one."""
+    """Return the numbers of the prompts in the order in which their chunks are read, one per call."""
     scheduler = Scheduler(len(lengths), CHUNK)
     scheduler.rows = 0
     requests = [request(length) for length in lengths]

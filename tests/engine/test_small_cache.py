@@ -1,5 +1,7 @@
-"""Engines over small caches: held to PyTorch step by step, in half the bytes, saved and restored, and refused by name
-where there is none."""
+"""Engines over small caches equal PyTorch at every step, with half the bytes.
+
+Their state can be saved and restored. Backends without small caches refuse them by name.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_lanes_are_independent(engine: Engine) -> None:
 
 
 def test_a_request_goes_on_from_a_snapshot_of_its_bytes(engine: Engine, tiny_artifact: Path) -> None:
-    prompt = [3 * i % 60 for i in range(70)]  # past the budget of 32 slots
+    prompt = [3 * i % 60 for i in range(70)]  # beyond the budget of 32 slots
 
     def tokens(request: Request, count: int | None = None) -> list[int]:
         while engine.busy and (count is None or len(request.tokens) < count):
@@ -106,7 +108,7 @@ def test_a_request_goes_on_from_a_snapshot_of_its_bytes(engine: Engine, tiny_art
     rest = Request((), start=snapshot)
     engine.add(rest)
     assert first + tokens(rest) == expected
-    with pytest.raises(SnapshotError):  # another artifact's cache is of another type
+    with pytest.raises(SnapshotError):  # another artifact's cache has another type
         Snapshot.from_bytes(data, load_manifest(tiny_artifact))
 
 
@@ -127,13 +129,13 @@ def test_keys_of_8_bits_go_with_values_of_4(tiny_checkpoint: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("cache_type", "sizes", "said"),
+    ("cache_type", "sizes", "size"),
     [("int4", (15, 8), "keys of 15"), ("int4", (8, 15), "values of 15"), ("k8v4", (15, 7), "values of 7")],
 )
 def test_rows_of_an_odd_size_have_no_pairs(
-    tiny_checkpoint: Path, cache_type: str, sizes: tuple[int, int], said: str
+    tiny_checkpoint: Path, cache_type: str, sizes: tuple[int, int], size: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"{cache_type}, .* layer 0 has {said} elements, an odd number") as caught:
+    with pytest.raises(UsageError, match=f"{cache_type}, .* layer 0 has {size} elements, an odd number") as caught:
         plan_cache(recipe_of(tiny_checkpoint, dtype=cache_type), [LayerGeometry(2, 2, *sizes)])
     assert caught.value.fix == "--set cache.dtype=int8"
 

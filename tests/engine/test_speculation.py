@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever is drafted, answers are those without drafts, and a rejected token leaves no trace."""
+"""Speculative decoding does not change answers, whatever is drafted, and a rejected token leaves no trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.schedules import Alone, Schedule
 from tests.support.speculation import SETTINGS, prompts, recipe_of, told
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 
-ROUNDING = 1e-4  # of logits: more rows in a call are added up in another order
+ROUNDING = 1e-4  # tolerance of logits: a call with more rows adds them in another order
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,14 @@ def engine(artifact: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Every layer sees 24 tokens, and its cache drops others in merges."""
+    """An engine whose layers see 24 tokens, and whose cache drops earlier ones in merges."""
     folder = tmp_path_factory.mktemp("windowed")
     save_checkpoint(folder / "checkpoint", MistralConfig(**SIZES, sliding_window=24))
     return load(build_shared(recipe_of(folder / "checkpoint", merge_every=4), folder / "artifact"))
 
 
 class Guessing:
-    """Drafts a part of the answers, of random length, with random mistakes."""
+    """A drafter that drafts a part of the answer, of random length, with random mistakes."""
 
     def __init__(self, answers: list[Completion], vocabulary: int, seed: int) -> None:
         self.answers, self.vocabulary = answers, vocabulary
@@ -69,8 +69,8 @@ def test_answers_are_those_without_drafts(engine: Engine, settings: dict[str, An
         batch, chosen = prompts(seed, 64), {"seed": seed, "logprobs": 2, **settings}
         expected = told(engine, batch, None, **chosen)
         plain = [Completion(0, [token.id for token in answer]) for answer in expected]
-        found = told(engine, batch, Guessing(plain, 64, seed), **chosen)
-        for one, other in zip(found, expected, strict=True):
+        actual = told(engine, batch, Guessing(plain, 64, seed), **chosen)
+        for one, other in zip(actual, expected, strict=True):
             assert [token[:4] for token in one] == [token[:4] for token in other]  # ids, text, reason to finish
             for here, there in zip(one, other, strict=True):
                 assert here.logprob == pytest.approx(there.logprob, abs=ROUNDING)
@@ -95,18 +95,18 @@ def test_every_number_of_drafted_tokens_is_accepted_at_times(engine: Engine) -> 
 
 
 def test_a_sliding_window_drops_what_was_accepted_alone(windowed: Engine) -> None:
-    """Its layers merge: not before a draft is verified."""
+    """A sliding window drops only accepted tokens: layers merge after a draft is verified."""
     batch = prompts(1, windowed.vocabulary)
     expected = told(windowed, batch, None, max_new_tokens=120)
     plain = [Completion(0, [token.id for token in answer]) for answer in expected]
     for seed in range(3):
-        found = told(windowed, batch, Guessing(plain, windowed.vocabulary, seed), max_new_tokens=120)
-        assert [[token.id for token in answer] for answer in found] == [answer.token_ids for answer in plain]
+        actual = told(windowed, batch, Guessing(plain, windowed.vocabulary, seed), max_new_tokens=120)
+        assert [[token.id for token in answer] for answer in actual] == [answer.token_ids for answer in plain]
     assert windowed._pool.lanes.merges > 30
 
 
 def given(lanes: Lanes, ids: NDArray[np.int64], counts: list[int]) -> None:
-    """Append the tokens in calls of so many."""
+    """Append the tokens in calls of `counts` tokens."""
     start = 0
     for count in counts:
         lanes.draft([ids[start : start + count]], first=0)
@@ -136,7 +136,7 @@ def test_rolled_back_tokens_were_never_there(
         one, other = kept.save(0), straight.save(0)
         assert one.counters == other.counters
         for name, array in one.state.items():
-            # A call of other rows adds in another order; what counts is bit-identical.
+            # A call with other rows adds in another order. Votes and positions are bit-identical.
             exact = name.endswith(("votes", "position"))
             np.testing.assert_allclose(array, other.state[name], rtol=0, atol=0 if exact else ROUNDING)
         assert one.state["past_key_values.0.votes"].shape[1] == min(start, one.counters.held[0] + one.counters.added)
@@ -155,13 +155,16 @@ def test_a_rollback_leaves_every_bit_of_what_was_there_before(engine: Engine) ->
         assert one.counters == other.counters
         for name, array in one.state.items():
             np.testing.assert_array_equal(array, other.state[name])
-    # Nor does what is left behind in empty slots change what follows.
+    # The contents of empty slots do not change later results either.
     after = [each.append([ids[:1], ids[1:2]]).copy() for each in (lanes, straight)]
     np.testing.assert_array_equal(*after)
 
 
 def test_rows_of_one_call_are_those_of_single_calls_but_for_rounding(engine: Engine) -> None:
-    """So greedy answers are the same but where two logits are nearer to each other than this."""
+    """Rows of one call equal those of single calls within rounding.
+
+    So greedy answers differ only where two logits are nearly equal.
+    """
     (ids,) = random_ids(8, 300, vocabulary=64)
     single, several = engine.lanes(1), engine.lanes(1)
     for each in (single, several):
@@ -178,8 +181,11 @@ def test_rows_of_one_call_are_those_of_single_calls_but_for_rounding(engine: Eng
 
 
 def test_schedules_that_speculate_answer_as_alone_without(artifact: Path, tmp_path: Path) -> None:
-    """Joining, leaving, forks, snapshots, preemption and prefixes; one of the engines drafts, and state goes between
-    them."""
+    """Schedules with speculation are answered as alone without it.
+
+    Requests join, leave, fork, and are preempted; there are snapshots and prefixes. Only one of the engines drafts, and
+    states move between them.
+    """
     speculating, plain, other = (load(artifact) for _ in range(3))
     plain.drafter = other.drafter = None
     for seed in range(4):
@@ -198,13 +204,13 @@ def test_speculation_on_engines_of_tensorrt(artifact: Path, tmp_path: Path, plug
     engine, plain = load(tensorrt_engines(artifact, tmp_path / "engines")), load(artifact)
     plain.drafter = None
     batch = [ids * 2 for ids in prompts(3, 64)]
-    found, expected = (each.generate(batch, max_new_tokens=40, do_sample=False) for each in (engine, plain))
-    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    actual, expected = (each.generate(batch, max_new_tokens=40, do_sample=False) for each in (engine, plain))
+    assert [answer.token_ids for answer in actual] == [answer.token_ids for answer in expected]
     assert 0 < engine.timing.accepted_tokens < engine.timing.drafted_tokens
 
 
 def looked_up(ids: list[int], count: int) -> list[int]:
-    """`follow`, said otherwise."""
+    """Return the same as `follow` by another algorithm."""
     for n in range(LONGEST, SHORTEST - 1, -1):
         for end in range(len(ids) - 1, n - 1, -1):
             if ids[end - n : end] == ids[len(ids) - n :]:
@@ -215,7 +221,7 @@ def looked_up(ids: list[int], count: int) -> list[int]:
 
 def test_ngrams_are_followed_from_their_latest_earlier_place() -> None:
     assert follow(np.array([1, 2, 3, 9, 1, 2, 4, 1, 2]), 2) == [4, 1]
-    assert follow(np.array([5, 1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3]), 3) == [7, 9, 2]  # the longer one
+    assert follow(np.array([5, 1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3]), 3) == [7, 9, 2]  # the longer n-gram
     assert follow(np.array([6, 6, 6, 6]), 3) == [6, 6, 6]
     assert follow(np.array([1, 2, 1, 2, 1, 2]), 5) == [1, 2, 1, 2, 1]
     assert follow(np.array([1, 2, 3]), 4) == follow(np.array([1]), 4) == []

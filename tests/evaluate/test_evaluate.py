@@ -1,5 +1,4 @@
-"""eval: what it measures equals what it says, a cache that holds everything is the full cache, and what was kept is not
-measured again."""
+"""Tests of eval: its figures are right, a budget for everything equals the full cache, and saved results are reused."""
 
 from __future__ import annotations
 
@@ -51,13 +50,16 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told() -> list[str]:
-    """What was told while `evaluation` was made."""
+    """The lines that `evaluate` printed while `evaluation` was made."""
     return []
 
 
 @pytest.fixture(scope="module")
 def evaluation(work: Path, told: list[str]) -> Evaluation:
-    """The tiny trained model with sinks and a window: a sixth of the prompt, and more slots than it has tokens."""
+    """The evaluation of the tiny trained model with streaming.
+
+    The budgets are a sixth of the prompt, and more slots than it has tokens.
+    """
     return evaluate("tiny-base", SETTINGS, OPTIONS, work, tell=told.append)
 
 
@@ -139,20 +141,20 @@ def test_all_engines_share_one_copy_of_the_weights(evaluation: Evaluation, work:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """From now on nothing is measured; the labels and slots for which it was asked."""
-    asked: list[str] = []
+    """A list of the labels and slots that would be measured. Nothing is measured from now on."""
+    requested: list[str] = []
 
     def note(run: Run, setting: Setting, budget: float | None, _: object) -> Result:
-        asked.append(f"{setting.label} {setting.slots}")
+        requested.append(f"{setting.label} {setting.slots}")
         run._seconds.append(120.0)
         return Result(setting.label, budget, setting.slots, setting.bytes, None)
 
     monkeypatch.setattr(Run, "_measure", note)
-    return asked
+    return requested
 
 
 def copied(work: Path, folder: Path) -> Path:
-    """What a run needs to go on."""
+    """Copy the files with which a run can continue."""
     for name in ("results", "predictions"):
         shutil.copytree(work / name, folder / name)
     return folder
@@ -174,7 +176,7 @@ def test_a_run_that_was_killed_goes_on_with_what_is_missing(
 ) -> None:
     (lost,) = copied(work, tmp_path).glob("results/streaming-256-*.json")
     lost.unlink()
-    lost.with_name(lost.name + ".part").write_text("{")  # it was being written
+    lost.with_name(lost.name + ".part").write_text("{")  # the rest of an interrupted write
     again = evaluate("tiny-base", SETTINGS, OPTIONS, tmp_path)
     assert measured == ["streaming 256"]
     assert json.dumps(asdict(again.results[0])) == json.dumps(asdict(evaluation.results[0]))

@@ -1,4 +1,4 @@
-"""eval: what it keeps is there whole or not at all, and a full disk is said with the file that filled it."""
+"""Tests of eval's files: each is complete or absent, and the error about a full disk names the file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The lm-evaluation-harness adapter scores what Hugging Face scores, where the cache holds everything.
+"""The lm-evaluation-harness adapter scores as Hugging Face does if the cache holds everything.
 
-Where the harness is not installed a fake stands in for what the adapter meets of it.
+If the harness is not installed, a fake provides the parts that the adapter uses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_continuations_are_scored_as_hugging_face_does(model: Any, tiny_checkpoi
     for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
         ids = np.array([ALPHABET.index(c) for c in context + continuation])
         (logits,) = hugging_face_logits(tiny_checkpoint, [ids])
-        start = len(context.rstrip())  # a space at the end is scored with what follows it
+        start = len(context.rstrip())  # a space at the end is scored with the text that follows it
         rows = log_softmax(logits)[start - 1 : -1]
         truth = ids[start:]
         assert score == pytest.approx(rows[np.arange(len(truth)), truth].sum(), abs=1e-3)
@@ -79,11 +79,11 @@ def test_the_harness_makes_it_by_name_and_arguments(model: Any) -> None:
 
     assert get_model("kvexport") is type(model)
     assert isinstance(model, LM)
-    # As `lm_eval --model kvexport --model_args artifact=...,threads=1 --batch_size auto` does.
-    made = get_model("kvexport").create_from_arg_obj(
+    # The call of `lm_eval --model kvexport --model_args artifact=...,threads=1 --batch_size auto`.
+    adapter = get_model("kvexport").create_from_arg_obj(
         {"artifact": str(model.engine.path), "threads": 1}, {"batch_size": "auto", "device": None}
     )
-    assert made.batch == made.engine.max_batch
+    assert adapter.batch == adapter.engine.max_batch
 
 
 def test_a_context_without_room_loses_its_beginning(model: Any) -> None:
@@ -104,9 +104,9 @@ def test_the_fake_is_the_harness_as_far_as_it_goes() -> None:
         for name in (*model.LM.__abstractmethods__, "create_from_arg_obj")
     ]
     pairs += [(fake_lm_eval.register_model, registry.register_model), (fake_lm_eval.get_model, registry.get_model)]
-    for ours, theirs in pairs:
-        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), (
-            theirs.__qualname__
+    for ours, reference in pairs:
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(reference).parameters), (
+            reference.__qualname__
         )
     with pytest.raises(ValueError, match="Attempted to load model 'nothing'"):
         registry.get_model("nothing")
@@ -119,7 +119,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def local_rows(**_: Any) -> Any:
-    """A data set as the harness takes it from a function, so that nothing is downloaded."""
+    """Return a data set as the harness takes it from a function, so that nothing is downloaded."""
     import pyarrow
     from datasets import Dataset
     from datasets.table import InMemoryTable

@@ -1,4 +1,4 @@
-"""eval: samples through an engine against Hugging Face's logits and closed forms."""
+"""Tests of eval's measurements of an engine, against Hugging Face's logits and closed forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.models import hugging_face_logits
 
 
 def judged(sample: Sample, logits: Rows, full: Rows | None) -> Outcome:
-    """What a judge makes of a sample's logits, taken in two pieces where there are several."""
+    """Return a judge's outcome for a sample's logits, which it takes in two pieces if there are several."""
     against = None if full is None else lambda first, count: log_softmax(full[first : first + count])
     judge = Judge(sample, against)
     for start, end in ((0, 1), (1, len(logits))):
@@ -39,7 +39,7 @@ def test_a_divergence_is_the_closed_form() -> None:
 
 @pytest.fixture(scope="module")
 def everything(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> kvexport.Engine:
-    """The random model, uncompressed, with the logits of every token."""
+    """An engine of the random model without compression, with the logits of every token."""
     settings = ["cache.method=full", "export.logits=all", "limits.max_length=128"]
     return kvexport.load(kvexport.build(tiny_recipe, tmp_path_factory.mktemp("all") / "artifact", settings))
 

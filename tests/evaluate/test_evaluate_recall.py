@@ -1,4 +1,4 @@
-"""Recall: questions asked of copies of one cache, and the layers that recall hangs on."""
+"""Tests of recall: questions to copies of one cache, and the layers on which recall depends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ def test_a_budget_that_holds_everything_is_the_full_cache_and_a_small_one_is_not
 def test_a_known_question_is_answered_as_after_one_chunk_of_passage_and_question(
     method: str, full: Engine, tmp_path: Path
 ) -> None:
-    """Window scores, which count a call's last queries, are those of one call."""
+    """A known question is answered as after one chunk with passage and question.
+
+    Scores with a window count a call's last queries, so they equal those of one call.
+    """
     given = text(full)
     engine = engine_of(
         tmp_path / "one", "tiny-base", f"cache.method={method}", "cache.budget=40", "export.prefill_chunk=240"
@@ -111,7 +114,7 @@ def test_layers_that_recall_hangs_on_cost_most_and_keeping_them_whole_brings_ans
 
 
 def test_a_layer_with_a_sliding_window_costs_nothing(tmp_path: Path) -> None:
-    """It keeps no more than its window, whole or not."""
+    """A layer with a sliding window costs nothing, because it keeps no more than its window in any case."""
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
     checkpoint = save_checkpoint(tmp_path / "checkpoint", Gemma3TextConfig(**SIZES, head_dim=16, **layers))
     limits = {"max_length": 256, "max_batch": 2}

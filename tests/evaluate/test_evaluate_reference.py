@@ -1,4 +1,4 @@
-"""eval: the full cache's predictions on disk are what they were but for a known rounding, whole or not there at all."""
+"""Tests of the full cache's predictions on disk: they change only by a known rounding, and are complete or absent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvexport.commands.errors import report
 from kvexport.evaluate.reference import STEPS, Reference, References, decode, encode, log_softmax
 
 RNG = np.random.default_rng(0)
-# Logits of a peaked, a flat and an all but certain distribution.
+# Logits of a peaked, a flat and a nearly certain distribution.
 LOGITS = RNG.normal(0, 1, (96, 5000)) * np.repeat([4.0, 0.5, 12.0], 32)[:, None]
 LOGS = log_softmax(LOGITS)
 

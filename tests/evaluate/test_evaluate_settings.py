@@ -1,4 +1,4 @@
-"""eval: what its budgets and labels mean, and that budgets have equal bytes."""
+"""Tests of eval's budgets and labels: their meaning, and the equal bytes of equal budgets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_budgets_have_equal_bytes() -> None:
         group = [c for c in found if c.budget == budget]
         limit = group[0].bytes
         assert group[0].slots == slots
-        assert group[3].slots == slots - 32  # what the slack takes
+        assert group[3].slots == slots - 32  # minus the slots of the slack
         for setting in group:
             cache = setting.recipe.cache
             assert setting.bytes == plan_cache(setting.recipe, GEOMETRY).bytes() <= limit
@@ -52,10 +52,10 @@ def test_budgets_have_equal_bytes() -> None:
 
 def test_bytes_are_those_after_the_prompt_where_it_is_compressed_once() -> None:
     whole = ["cache.merge_prompts=end", "export.prefill_chunk=8"]  # merge_every is 8
-    found = equal_bytes("tiny-base", ["h2o", "ballot"], [0.125], 512, GEOMETRY, whole)
+    actual = equal_bytes("tiny-base", ["h2o", "ballot"], [0.125], 512, GEOMETRY, whole)
     expected = equal_bytes("tiny-base", ["h2o", "ballot"], [0.125], 512, GEOMETRY, whole[1:])
-    assert [(c.slots, c.bytes) for c in found] == [(c.slots, c.bytes) for c in expected]
-    assert {layer.capacity for c in found for layer in plan_cache(c.recipe, GEOMETRY).caches} == {1024}
+    assert [(c.slots, c.bytes) for c in actual] == [(c.slots, c.bytes) for c in expected]
+    assert {layer.capacity for c in actual for layer in plan_cache(c.recipe, GEOMETRY).caches} == {1024}
 
 
 def test_a_longer_checkpoint_shares_the_weights(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""LongBench and RULER from a local folder, by the recipes of the papers' settings: what is asked, of what, and how it
-is scored."""
+"""Tests of LongBench and RULER from a local folder, with the recipes of the papers' settings.
+
+They check the prompts and the scores.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from kvexport.commands.app import app
 from kvexport.evaluate.settings import equal_bytes
 from kvexport.recipe.load import load_recipe
 
-# The public shapes of the checkpoints that the recipes name: layers, query heads, KV heads, of 128 dimensions each.
+# The checkpoints that the recipes name: layers, query heads and KV heads, of 128 dimensions each.
 SHAPES = {
     "llama2-7b-keepkv": (32, 32, 32),
     "llama31-8b-keepkv": (32, 32, 8),
@@ -40,14 +42,14 @@ def test_the_papers_settings_give_every_method_a_fifth_of_the_context(name: str)
     for setting in found:
         assert setting.recipe.cache.method == setting.label
         assert slots - 2 <= setting.slots <= slots
-        # The budget and a chunk's slack; votes, scores and positions are 12 bytes beside 512.
+        # The budget and a chunk's slack. Votes, scores and positions are 12 bytes in addition to 512.
         assert slots * token < setting.bytes < (slots + 512) * token * 1.03
     assert {c.recipe.cache.allocation.kind for c in found} == {"cosine"}
 
 
 @pytest.fixture
 def suites(tmp_path: Path) -> Path:
-    """Folders laid out as LongBench's and RULER's."""
+    """Folders with the layout of LongBench's and RULER's."""
     for path, row in {
         "longbench/data/hotpotqa.jsonl": {
             "input": "Who?",
@@ -75,7 +77,10 @@ def suites(tmp_path: Path) -> Path:
 
 
 def test_a_papers_recipe_is_asked_what_lies_in_a_local_folder(suites: Path, tiny_checkpoint: Path) -> None:
-    """Llama 2 7B's recipe with a small checkpoint in its place: its method, budget, layer budgets and threshold."""
+    """A paper's recipe, with a small checkpoint in place of Llama 2 7B, is evaluated on the files of a local folder.
+
+    Its method, budget, layer budgets and threshold stay.
+    """
     recipe = suites / "mine.yaml"
     changes = {
         "model": {"path": str(tiny_checkpoint), "dtype": "float32"},
@@ -121,7 +126,7 @@ def test_a_papers_recipe_is_asked_what_lies_in_a_local_folder(suites: Path, tiny
             .text.lower()
         )
         assert found["scores"]["ruler/vt"]["accuracy"]["value"] == pytest.approx(sum(x in text for x in "abqz7") / 5)
-    # What was cut in the middle still ends with the question, and is generated from.
+    # A prompt that is cut in the middle still ends with the question, and the engine generates from it.
     assert 0 <= keepkv["scores"]["longbench/lcc"]["accuracy"]["value"] < 1
     page = (suites / "page.html").read_text()
     assert all(f"Accuracy: {name}" in page for name in names)

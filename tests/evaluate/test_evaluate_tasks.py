@@ -1,5 +1,7 @@
-"""Tasks say what they promise: a reader of the prompt finds the answer, and nobody else does; intervals and metrics
-meet closed forms."""
+"""Tests of the tasks: the answer can be read in the prompt, and cannot be guessed.
+
+Intervals and metrics equal closed forms.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ def text() -> Language:
 
 
 def read_answer(question: str, lines: list[str]) -> str:
-    """What a careful reader of the statements answers to a question in the text language."""
-    said = [match.groups() for line in lines if (match := re.fullmatch(r"# (\w+) (\w+)", line))]
-    known = dict(said)
+    """Return the answer of a careful reader of the statements to a question in the text language."""
+    statements = [match.groups() for line in lines if (match := re.fullmatch(r"# (\w+) (\w+)", line))]
+    known = dict(statements)
     *kind, name = question.removeprefix("# ").split()
-    values = [thing for who, thing in said if who == name]
+    values = [thing for who, thing in statements if who == name]
     if kind == ["every"]:
         return ", ".join(values)
     if kind == ["mostly"]:
@@ -51,7 +53,7 @@ def read_answer(question: str, lines: list[str]) -> str:
 
 
 def parts(sample: Sample) -> tuple[list[str], str, str]:
-    """(lines before the question, question, answer) of a sample in the text language."""
+    """Return (lines before the question, question, answer) of a sample in the text language."""
     *lines, question = SMALL.decode(sample.ids[: sample.prompt]).split("\n")
     return lines, question, SMALL.decode(sample.ids[sample.prompt :]).strip()
 
@@ -97,7 +99,7 @@ def test_samples_are_a_function_of_the_seed(text: Language) -> None:
         first, same, other = (task.samples(text, 3, 400, seed) for seed in (1, 1, 2))
         assert first == same
         assert [s.ids for s in first] != [s.ids for s in other]
-        # More samples go on where fewer ended.
+        # With more samples the first ones stay the same.
         assert task.samples(text, 2, 400, 1)[:2] == first[:2]
 
 

@@ -1,4 +1,4 @@
-"""Chat templates: the same text, and the same tokens, as transformers makes of them; refusals that name the line."""
+"""Tests of chat templates: they give the same text and tokens as in transformers, and errors name the line."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 
 def by_transformers(source: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
-    """What transformers makes of it, as `apply_chat_template` calls this; None where the template raises."""
+    """Return the text that transformers' `apply_chat_template` renders, or None if the template raises."""
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
     options = {"add_generation_prompt": True, **options}
     try:
         rendered: str = render_jinja_template(conversations=[given], chat_template=source, **TOKENS, **options)[0][0]
-    except Exception:  # jinja2's own errors, and TypeError from what a template adds up
+    except Exception:  # jinja2's own errors, and TypeError from sums within a template
         return None
     return rendered
 
@@ -171,12 +171,12 @@ def test_a_template_changes_only_its_own_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [([], "found none"), ("hello", "found str"), ({"role": "user"}, "found dict"), ([{"content": "a"}], "message 0"),
      ([user("a"), "b"], "message 1"), ([{"role": 3}], "message 0")],
 )  # fmt: skip
-def test_what_is_no_conversation_is_said(messages: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said) as caught:
+def test_what_is_no_conversation_is_said(messages: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
         ChatTemplate({"default": "x"}, {}, "F").render(messages)
     assert '"role": "user"' in caught.value.fix
 
@@ -206,7 +206,7 @@ def test_templates_and_tokens_are_found_where_checkpoints_keep_them(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def chat_artifact(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny one, whose tokens are characters, with a template in its tokenizer's configuration."""
+    """The tiny artifact, whose tokens are characters, with a template in its tokenizer's configuration."""
     out = tmp_path_factory.mktemp("chat") / "artifact"
     shutil.copytree(tiny_artifact, out)
     template = (
@@ -241,13 +241,13 @@ def test_generate_puts_a_plain_prompt_as_a_message_and_says_so(chat_artifact: Pa
         engine.generate(text, max_new_tokens=6)[0].token_ids for text in ("Hello", "uHelloa", "sbeuHelloa")
     )
     assert len({tuple(plain), tuple(put), tuple(system)}) == 3
-    chatting, said = ids("Hello")
-    assert chatting == put and "chat template" in said and "--no-chat" in said
+    chatting, stderr = ids("Hello")
+    assert chatting == put and "chat template" in stderr and "--no-chat" in stderr
     for arguments, wanted in (
         (["Hello", "--no-chat"], plain), (["Hello", "--chat"], put), (["Hello", "--system", "be"], system)
     ):  # fmt: skip
-        found, said = ids(*arguments)
-        assert found == wanted and "chat template" not in said
+        found, stderr = ids(*arguments)
+        assert found == wanted and "chat template" not in stderr
     (tmp_path / "prompt").write_text("Hello")
     assert ids("--prompt-file", tmp_path / "prompt")[0] == ids("-", input="Hello")[0] == plain
     assert ids("--prompt-file", tmp_path / "prompt", "--chat")[0] == ids("-", "--chat", input="Hello")[0] == put
@@ -276,7 +276,7 @@ def real_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_smollm2_knows_the_capital_of_france(real_artifact: Path) -> None:
-    """Straight from the command line; the same where its answer comes from transformers' own ids of the prompt."""
+    """SmolLM2 knows the capital of France, on the command line and with transformers' own ids of the prompt."""
     result = run("generate", real_artifact, "What is the capital of France?")
     assert result.stdout == "The capital of France is Paris.\n"
     assert "chat template" in result.stderr
@@ -285,10 +285,10 @@ def test_smollm2_knows_the_capital_of_france(real_artifact: Path) -> None:
 def test_smollm2_gets_the_ids_that_transformers_gives_it(real_artifact: Path) -> None:
     from transformers import AutoTokenizer
 
-    theirs, engine = AutoTokenizer.from_pretrained(smollm2.checkpoint()), load(real_artifact)
+    reference, engine = AutoTokenizer.from_pretrained(smollm2.checkpoint()), load(real_artifact)
     for messages, options in CASES.values():
         if all(isinstance(message["content"], str) for message in messages):
-            wanted = theirs.apply_chat_template(messages, **{"add_generation_prompt": True, **options})["input_ids"]
+            wanted = reference.apply_chat_template(messages, **{"add_generation_prompt": True, **options})["input_ids"]
             assert engine.encode_chat(messages, **options).tolist() == wanted
 
 

@@ -1,4 +1,4 @@
-"""Answers that keep to a form, and forms that nobody should be able to hurt the process with."""
+"""Tests of answers that follow a grammar, and of hostile grammars that must not harm the process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_eos_comes_where_the_form_may_end_and_nowhere_else(grammars: Grammars
     forced = row.copy()
     forced[a] = 5.0
     assert [sampler.next(forced), sampler.next(forced), sampler.next(forced)] == [a, a, 2]
-    # Where nothing can follow, the answer ends without one.
+    # An answer that nothing can follow ends without an eos.
     sampler = Sampler(GenerationSettings(), [1], row.size, grammars.start(Grammar("regex", "a"), EOS))
     assert [sampler.next(row), sampler.finish_reason] == [a, "stop"]
 
@@ -202,7 +202,7 @@ def test_keywords_that_cannot_be_kept_to_are_ignored_on_request(grammars: Gramma
 def test_a_grammar_that_takes_long_ends_its_sequence(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE", 0.0)
     constraint = grammars.start(Grammar("regex", "[a-z]{9}"), EOS)
-    constraint.mask()  # quick enough
+    constraint.mask()  # fast enough
     monkeypatch.setattr(module, "_SLOW", 0.0)
     slow = Sampler(GenerationSettings(), [1], grammars.vocabulary, grammars.start(Grammar("regex", "[a-z]{9}"), EOS))
     with pytest.raises(UsageError, match="ms a token"):

@@ -1,4 +1,4 @@
-"""Reasoning is told apart from the rest of an answer, however its text is cut."""
+"""Reasoning is separated from the rest of an answer, wherever its text is cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 
 def read(text: str, cuts: list[int], opened: bool = False, tools: bool = False) -> tuple[str, str, list[str]]:
-    """Reasoning, text and the calls' names."""
+    """Return the reasoning, the text and the names of the calls."""
     inner: Any = HERMES.reader([TOOL]) if tools else PlainReader()
     reader = ReasoningReader(opened, inner)
     ends = [0, *cuts, len(text)]
@@ -63,8 +63,8 @@ def test_every_cut_of_an_answer_gives_the_same_parts(text: str, opened: bool, ex
 def test_calls_are_found_behind_the_reasoning_and_not_in_it() -> None:
     text = f"<think>shall i {CALL}?</think>\n{CALL}"
     for cuts in ([], list(range(1, len(text)))):
-        reasoning, said, calls = read(text, cuts, tools=True)
-        assert (reasoning, said, calls) == (f"shall i {CALL}?", "", ["look"])
+        reasoning, answer, calls = read(text, cuts, tools=True)
+        assert (reasoning, answer, calls) == (f"shall i {CALL}?", "", ["look"])
 
 
 @pytest.mark.parametrize("opened", [False, True])

@@ -1,4 +1,4 @@
-"""Sampling against transformers' own logits processors."""
+"""Tests of sampling against transformers' own logits processors."""
 
 from __future__ import annotations
 
@@ -54,11 +54,13 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def is_borderline(wanted: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray) -> bool:
-    """Whether rounding decides if a token stays: a cumulative sum or a ratio of probabilities within 1e-5 of its
-    bound."""
+    """Return whether rounding decides if a token stays.
+
+    This is so if a cumulative sum or a ratio of probabilities is within 1e-5 of its bound.
+    """
     before = reference_scores(
         GenerationSettings(**{**wanted.__dict__, "top_p": 1.0, "min_p": 0.0}), prompt, generated, logits
-    )  # penalty, eos, temperature and top_k, which round nothing away
+    )  # penalty, eos, temperature and top_k do not round
     probabilities = softmax(before)
     cumulative = np.cumsum(np.sort(probabilities))
     near_top_p = wanted.top_p < 1 and np.abs(cumulative - (1 - wanted.top_p)).min() < 1e-5
@@ -72,8 +74,8 @@ def assert_same_distribution(sampler: Sampler, prompt: list[int], logits: np.nda
     kept = np.flatnonzero(expected > -np.inf)
     assert (np.diff(ids) > 0).all()
     assert ids.size == kept.size
-    # Where equal scores straddle the top_p boundary, torch.sort leaves open which of them stay: their probabilities are
-    # the same.
+    # If equal scores straddle the top_p boundary, torch.sort does not define which of them stay. Their probabilities
+    # are equal.
     unstable = sampler.settings.top_p < 1 and np.unique(logits).size < logits.size
     if not unstable:
         assert ids.tolist() == kept.tolist()
@@ -110,7 +112,7 @@ def cases(draw: st.DrawFn) -> tuple[GenerationSettings, list[int], list[int], np
 
 
 def openai_settings(size: int) -> st.SearchStrategy[dict[str, Any]]:
-    """What transformers has no setting for."""
+    """Return a strategy for settings that transformers does not have."""
     penalty = st.sampled_from([0.0, 0.5, 2.0, -0.5])
     bias = st.dictionaries(st.integers(0, size - 1), st.sampled_from([-100.0, -1.5, 0.25, 100.0]), max_size=4)
     return st.fixed_dictionaries({"presence_penalty": penalty, "frequency_penalty": penalty, "logit_bias": bias})

@@ -1,4 +1,4 @@
-"""Settings of generation: what a user may ask for, and what a checkpoint's generation_config.json asks for."""
+"""Tests of the settings of generation, from a user and from a checkpoint's generation_config.json."""
 
 from __future__ import annotations
 
@@ -97,14 +97,16 @@ def test_a_generation_config_is_read_as_transformers_reads_it() -> None:
 
 
 def test_unset_fields_default_to_what_transformers_generates_with() -> None:
-    theirs, ours = GenerationConfig._get_default_generation_params(), GenerationSettings.from_generation_config({})
+    reference, ours = GenerationConfig._get_default_generation_params(), GenerationSettings.from_generation_config({})
     shared = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-    assert {name: getattr(ours, name) for name in shared} == {name: theirs[name] for name in shared}
+    assert {name: getattr(ours, name) for name in shared} == {name: reference[name] for name in shared}
 
 
 def test_the_neutral_values_are_those_of_transformers() -> None:
-    theirs = GenerationConfig._get_default_generation_params()
-    differing = {name for name in UNSUPPORTED if theirs.get(name) is not None and theirs[name] != UNSUPPORTED[name]}
+    reference = GenerationConfig._get_default_generation_params()
+    differing = {
+        name for name in UNSUPPORTED if reference.get(name) is not None and reference[name] != UNSUPPORTED[name]
+    }
     assert differing == set()
 
 

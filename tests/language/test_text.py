@@ -1,4 +1,4 @@
-"""Incremental text against whole decodes, for the kinds of tokenizers checkpoints ship with."""
+"""Tests of incremental text against whole decodes, for the kinds of tokenizers in checkpoints."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ BYTES = [f"<0x{value:02X}>" for value in range(256)]
 
 
 def spelled(data: bytes) -> str:
-    """The bytes as GPT-2's byte-level vocabularies write them."""
+    """Return the characters by which GPT-2's byte-level vocabularies represent the bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
     return "".join(chr(value) if value in printable else chr(256 + others.index(value)) for value in data)
 
 
 def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """The ids that stand for single bytes, in a byte-fallback or a byte-level vocabulary."""
+    """Return the ids of single bytes, in a byte-fallback or a byte-level vocabulary."""
     tokens = [(tokenizer.token_id(BYTES[value]), tokenizer.token_id(spelled(bytes([value])))) for value in data]
     return [byte_level if fallback is None else fallback for fallback, byte_level in tokens]  # type: ignore[misc]
 
 
 def odd_bytes() -> Tokenizer:
-    """Byte-level tokens that end and begin inside characters, as merges across characters make them."""
+    """Return a tokenizer whose byte-level tokens begin and end inside characters, as merges across them give."""
     pieces = [
         b"\xff",
         b"a\xff",
@@ -81,7 +81,10 @@ def byte_level(merges: bool) -> Tokenizer:
 
 
 def llama_like() -> Tokenizer:
-    """Llama 2's pipeline: metaspace by normalizer, bytes for unknown characters, the first space dropped."""
+    """Return a tokenizer with Llama 2's pipeline.
+
+    A normalizer makes the metaspace, unknown characters become bytes, and the first space is dropped.
+    """
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(
@@ -320,7 +323,7 @@ def test_special_tokens_can_be_kept() -> None:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The rule, letter by letter: the stop string whose end comes first; of those that end together the longest."""
+    """Apply the rule letter by letter: the stop string that ends first, and the longest of those that end together."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -429,7 +432,10 @@ def test_text_that_is_no_unicode_is_refused() -> None:
 
 
 def test_a_panic_of_the_library_is_an_error_of_one_text() -> None:
-    """A panic arrives as a BaseException, which would end the thread of a server."""
+    """A panic of the tokenizers library is an error of one text.
+
+    It arrives as a BaseException, which would end the thread of a server.
+    """
     panic = type("PanicException", (BaseException,), {})
 
     class Inner:

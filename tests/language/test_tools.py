@@ -1,5 +1,7 @@
-"""Tools: what a request may say of them, the form of calls by the chat template, answers that must call, and the calls
-found in text however it is cut."""
+"""Tests of tools: the tools of a request, the form of calls by the chat template, and calls in a text.
+
+An answer that must call a tool does. Calls are found wherever the text is cut.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,14 @@ def test_a_form_that_is_not_known_is_said_to_be_so() -> None:
 
 
 def pieces(form: CallForm, text: str, cuts: list[int], tools: list[Any] | None = None) -> list[Piece]:
-    """As the reader gives them when the text comes cut at these places; pieces of one kind joined."""
+    """Return the reader's pieces for a text that is cut at these places, with adjacent pieces of one kind joined."""
     reader = form.reader(TOOLS if tools is None else tools)
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    found: list[Piece] = []
+    separate: list[Piece] = []
     for i, (start, end) in enumerate(pairwise(ends)):
-        found += reader.read(text[start:end], i == len(ends) - 2)
+        separate += reader.read(text[start:end], i == len(ends) - 2)
     joined: list[Piece] = []
-    for piece in found:
+    for piece in separate:
         assert piece.kind == "call" or piece.text
         if joined and piece.kind == joined[-1].kind != "call":
             joined[-1] = joined[-1]._replace(text=joined[-1].text + piece.text)

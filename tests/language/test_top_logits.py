@@ -1,5 +1,7 @@
-"""Tokens chosen from the largest logits alone: the same that the whole row gives, to the same draw, or none; and
-engines whose logits stay on a device, over memory of the CPU that ONNX Runtime holds."""
+"""Tests of tokens chosen from the largest logits alone: each equals the token of the whole row, with the same draws.
+
+Engines whose logits stay on a device run over memory of the CPU that ONNX Runtime holds.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ from tests.support.with_top_logits import with_top_logits
 
 
 def top_of(logits: np.ndarray, count: int, error: float = 0.0) -> TopLogits:
-    """As a device finds them; error: of the mass, relative. Of equal logits those of higher ids first, which nobody may
-    rely on."""
+    """Return the largest logits as a device finds them.
+
+    Equal logits come with the higher ids first, because no code may rely on their order. `error` is a relative error of
+    the mass.
+    """
     order = np.lexsort((-np.arange(logits.size), -logits))[: min(count, logits.size)]
     mass = float(np.exp(logits.astype(np.float64) - logits.max()).sum()) * (1 + error)
     return TopLogits(order.astype(np.int32), logits[order], mass, logits.size)
@@ -53,15 +58,15 @@ def test_what_the_largest_logits_settle_is_what_the_row_gives(
         if top.ids.size < logits.size:
             assert narrow.next_of(top) is None
         return
-    found = narrow.next_of(top)
+    settled = narrow.next_of(top)
     np.testing.assert_array_equal(top.values, before)
-    if found is None:
+    if settled is None:
         assert narrow.generated == generated[: len(narrow.generated)]
-        found = narrow.next(logits)
+        settled = narrow.next(logits)
     else:
         assert may_settle(wanted, count, logits.size)
-    assert found == expected
-    # The generators stand at the same draw.
+    assert settled == expected
+    # Both generators are at the same draw.
     assert narrow.next(logits) == row.next(logits)
 
 
@@ -93,11 +98,11 @@ def test_the_largest_logits_are_nearly_always_enough(name: str) -> None:
         logits = (random.standard_normal(32000) * 1.5).astype(np.float32)
         logits[random.integers(0, 32000, 20)] += np.linspace(
             5, 15, 20, dtype=np.float32
-        )  # all others together: some 2 %
-        found = narrow.next_of(top_of(logits, COUNT))
+        )  # all others together have about 2 %
+        actual = narrow.next_of(top_of(logits, COUNT))
         expected = row.next(logits)
-        settled += found is not None
-        assert (narrow.next(logits) if found is None else found) == expected
+        settled += actual is not None
+        assert (narrow.next(logits) if actual is None else actual) == expected
     assert settled / 50 >= least
     assert may_settle(wanted, COUNT, 32000)
 

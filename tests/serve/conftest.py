@@ -1,4 +1,4 @@
-"""One server for the tests of a module."""
+"""A server that the tests of a module share."""
 
 from __future__ import annotations
 

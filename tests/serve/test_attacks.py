@@ -1,4 +1,4 @@
-"""Clients that attack the server: benchmarks/attacks.py has the attacks, and repeats them for as long as one likes."""
+"""Clients that attack the server. benchmarks/attacks.py defines the attacks, and can repeat them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ def server(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_stops_no_stream(server: Target, name: str) -> None:
-    """The answer is an error, a stream beside it goes on, /health answers, and the memory is given back."""
+    """An attack gets an error and harms nothing: a stream beside it continues, /health answers, and memory is freed."""
     problem, _ = run_attack(server, name, max(server.memory(), 300 * MIB))
     assert not problem
 
 
 def test_a_request_that_does_not_arrive_loses_its_connection(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single bytes do not extend the deadline. A later request on the connection has a deadline of its own."""
+    """A request that does not arrive completely loses its connection.
+
+    Single bytes do not extend the deadline. A later request on the connection has its own deadline.
+    """
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     monkeypatch.setattr(connections, "BODY_SECONDS", 0.2)
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -82,14 +85,14 @@ def test_a_flood_of_half_requests_closes_no_answered_client(engine: Engine, monk
 
 
 def test_a_full_server_gives_places_to_complete_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection that waits longest loses its place; a connection that is answered never does."""
+    """On a full server the connection that waits longest loses its place, but never one that is being answered."""
     monkeypatch.setattr("kvexport.serve.run.connection_limit", lambda: 2)
-    asked = json.dumps({"prompt": "a", "max_tokens": 400, "stream": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(asked)}\r\n"
+    body = json.dumps({"prompt": "a", "max_tokens": 400, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with running(engine) as server:
         target = Target(server.url, None)  # type: ignore[arg-type]
         stream = target.connect()
-        stream.sendall(f"{head}Content-Type: application/json\r\n\r\n{asked}".encode())
+        stream.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
         assert stream.recv(100).startswith(b"HTTP/1.1 200")
         idle = [target.connect() for _ in range(3)]
         assert server.ask("/health")[0] == 200
@@ -125,7 +128,7 @@ def test_equal_messages_are_logged_once_a_second() -> None:
 
 @pytest.mark.parametrize("size", [10, MOST_VALUES])
 def test_values_are_counted_outside_of_strings(size: int) -> None:
-    """However strings end: escaped quotes, escaped backslashes, brackets and commas within them count as nothing."""
+    """Only values outside of strings are counted, whatever escapes, brackets and commas the strings have."""
     texts = ["a,b[{:", "\\", '"', '\\"', '\\\\",[', ""] * (size // 4)
     inner = json.dumps(texts).encode()
     count = count_values(inner)

@@ -1,4 +1,4 @@
-"""/v1/models and /v1/chat/completions, asked by OpenAI's own client."""
+"""Tests of /v1/models and /v1/chat/completions with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def alone(engine: Engine, server: Running) -> str:
-    """What the engine says by itself: 40 tokens, far past the budget."""
-    return said(engine, server, MESSAGES)
+    """The engine's own answer: 40 tokens, far beyond the budget."""
+    return engine_answer(engine, server, MESSAGES)
 
 
-def said(engine: Engine, server: Running, messages: list[Any], **settings: Any) -> str:
-    """By the engine itself, in the worker's thread."""
+def engine_answer(engine: Engine, server: Running, messages: list[Any], **settings: Any) -> str:
+    """Return the answer of the engine itself, called in the worker's thread."""
     given = {"max_new_tokens": 40, "top_k": 0, **settings}
     return str(server.on_engine(lambda: engine.generate(prompt(messages), **given)[0].text))
 
@@ -68,16 +68,19 @@ def test_a_stream_brings_the_same_piece_by_piece(client: openai.OpenAI, alone: s
 
 
 def test_answers_at_once_are_what_each_is_alone(client: openai.OpenAI, engine: Engine, server: Running) -> None:
-    """More than there are lanes, streamed and whole. They end before anything merges: which prompts are read in one
-    call, and so how sums are rounded, depends on when they arrive, and can decide a merge."""
-    asked: list[Any] = [[{"role": "user", "content": "nine lamps"[:n]}] for n in range(1, 11)]
-    expected = [said(engine, server, messages, max_new_tokens=8) for messages in asked]
+    """Simultaneous answers, more than there are lanes, equal the answers without others, streamed and whole.
+
+    They end before the first merge. Which prompts are read in one call depends on when they arrive. It changes the
+    rounding of sums, which can decide a merge.
+    """
+    conversations: list[Any] = [[{"role": "user", "content": "nine lamps"[:n]}] for n in range(1, 11)]
+    expected = [engine_answer(engine, server, messages, max_new_tokens=8) for messages in conversations]
 
     def ask(i: int) -> str:
         if i % 2:
-            answer = client.chat.completions.create(model="tiny", messages=asked[i], max_tokens=8)
+            answer = client.chat.completions.create(model="tiny", messages=conversations[i], max_tokens=8)
             return answer.choices[0].message.content or ""
-        stream = client.chat.completions.create(model="tiny", messages=asked[i], max_tokens=8, stream=True)
+        stream = client.chat.completions.create(model="tiny", messages=conversations[i], max_tokens=8, stream=True)
         return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
     with ThreadPoolExecutor(10) as pool:
@@ -97,7 +100,7 @@ def test_settings_reach_the_sampler(client: openai.OpenAI, engine: Engine, serve
     )
     settings = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
     settings |= {"repetition_penalty": 1.2, "max_new_tokens": 12}
-    expected = [said(engine, server, MESSAGES, seed=5 + i, **settings) for i in range(3)]
+    expected = [engine_answer(engine, server, MESSAGES, seed=5 + i, **settings) for i in range(3)]
     assert [choice.message.content for choice in answer.choices] == expected
     assert len(set(expected)) == 3
     assert answer.usage is not None and answer.usage.completion_tokens == 36

@@ -1,6 +1,6 @@
-"""A wall clock that jumps: no deadline fires early or late, no session is lost, and spans of time stay as they were.
+"""If the wall clock jumps, no deadline fires early or late, no session is lost, and durations stay right.
 
-Deadlines and durations use clocks that never jump. The wall clock gives dates to people and ages to files.
+Deadlines and durations use clocks that never jump. The wall clock gives dates for people and the ages of files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 COMPLETE = "/v1/completions"
 YEARS = 10 * 365 * 86_400
 
-# The places that read the wall clock, and the dates that they make.
+# The files that read the wall clock, and the dates that they need.
 DATES = {
     "kvexport/language/chat.py": "the date that a chat template may write",
     "kvexport/serve/app.py": "created, of the model",
@@ -53,7 +53,7 @@ def test_the_wall_clock_gives_dates_and_ends_nothing() -> None:
 
 @pytest.fixture(params=["back", "forward", "to and fro"])
 def jumps(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every reading of the wall clock is ten years away from the one before it."""
+    """A wall clock of which each reading is ten years from the reading before."""
     now = time.time()
     offsets: Iterator[int] = itertools.count() if request.param == "forward" else itertools.count(0, -1)
     if request.param == "to and fro":
@@ -72,7 +72,7 @@ def ask(server: Running, session: str, **more: object) -> int:
 @pytest.mark.parametrize("shared", [True, False])
 def test_requests_and_sessions_do_not_notice_a_clock_that_jumps(engine: Engine, tmp_path: Path, shared: bool) -> None:
     folder = {"session_folder": str(tmp_path), "session_shared": shared, "timeout": 30.0}
-    for _ in range(2):  # the second server finds the files of the first
+    for _ in range(2):  # the second server finds the first one's files
         with running(engine, **folder) as server:
             for name in ("one", "two", "one", "two"):
                 assert ask(server, name) == 200
@@ -99,7 +99,7 @@ def test_a_deadline_comes_when_it_should(engine: Engine) -> None:
 def test_a_file_that_is_taken_for_an_old_one_after_a_jump_is_an_error_that_the_client_gets(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that starts after a jump removes a file that another one is writing. That turn is not acknowledged."""
+    """A turn is not acknowledged if a server that starts after a jump removes the file during the write."""
     request = Request([1, 2, 3], engine.settings(max_new_tokens=4), keep=True)
     engine.add(request)
     while engine.busy:

@@ -1,4 +1,4 @@
-"""/v1/completions, /tokenize and /detokenize, asked by OpenAI's own client."""
+"""Tests of /v1/completions, /tokenize and /detokenize with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def said(engine: Engine, server: Running, prompt: Any, **settings: Any) -> str:
+def engine_answer(engine: Engine, server: Running, prompt: Any, **settings: Any) -> str:
     return str(server.on_engine(lambda: engine.generate(prompt, top_k=0, **settings)[0].text))
 
 
@@ -30,7 +30,7 @@ def test_prompts_of_each_kind_are_continued(
 ) -> None:
     several = not isinstance(prompt, str) and not isinstance(prompt[0], int)
     prompts = prompt if several else [prompt]
-    expected = [said(engine, server, one, max_new_tokens=16) for one in prompts]
+    expected = [engine_answer(engine, server, one, max_new_tokens=16) for one in prompts]
     answer = client.completions.create(model="tiny", prompt=prompt)
     assert [choice.text for choice in answer.choices] == expected
     assert answer.usage is not None
@@ -71,30 +71,36 @@ def test_a_prompt_of_many_answers_is_read_once(client: openai.OpenAI, monkeypatc
 
 def test_logprobs_are_those_of_the_tokens(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="anna lamp", max_tokens=6, logprobs=3)
-    told = answer.choices[0].logprobs
-    assert told is not None and told.tokens and told.token_logprobs and told.top_logprobs and told.text_offset
-    assert "".join(told.tokens) == answer.choices[0].text
-    assert told.text_offset == list(range(6))
-    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+    logprobs = answer.choices[0].logprobs
+    assert (
+        logprobs is not None
+        and logprobs.tokens
+        and logprobs.token_logprobs
+        and logprobs.top_logprobs
+        and logprobs.text_offset
+    )
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert logprobs.text_offset == list(range(6))
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert len(top) == 3 and max(top, key=top.__getitem__) == token
         assert math.isclose(top[token], logprob) and logprob <= 0
     streamed: list[float] = []
     for chunk in client.completions.create(model="tiny", prompt="anna lamp", max_tokens=6, logprobs=3, stream=True):
         found = chunk.choices[0].logprobs
         streamed += (found.token_logprobs if found else None) or []
-    assert streamed == told.token_logprobs
+    assert streamed == logprobs.token_logprobs
 
 
 def test_chat_tells_logprobs_too(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
-    told = answer.choices[0].logprobs
-    assert told is not None and told.content is not None
-    assert "".join(entry.token for entry in told.content) == answer.choices[0].message.content
-    assert all(len(entry.top_logprobs) == 2 and entry.bytes == list(entry.token.encode()) for entry in told.content)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert "".join(entry.token for entry in logprobs.content) == answer.choices[0].message.content
+    assert all(len(entry.top_logprobs) == 2 and entry.bytes == list(entry.token.encode()) for entry in logprobs.content)
     chunks = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, stream=True)
     streamed = [entry.logprob for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content or []]
-    assert streamed == [entry.logprob for entry in told.content]
+    assert streamed == [entry.logprob for entry in logprobs.content]
 
 
 def test_bias_and_penalties_reach_the_sampler(client: openai.OpenAI, engine: Engine) -> None:

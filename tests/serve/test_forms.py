@@ -1,4 +1,4 @@
-"""Answers that keep to a form, as each API asks for it."""
+"""Tests of answers that follow a grammar, requested through each API."""
 
 from __future__ import annotations
 

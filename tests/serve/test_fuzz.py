@@ -1,4 +1,4 @@
-"""Malformed requests never break the server."""
+"""Tests that malformed requests never break the server."""
 
 from __future__ import annotations
 

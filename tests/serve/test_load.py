@@ -1,4 +1,4 @@
-"""Many clients at once, some of which do not behave: the others do not notice, and everything is given back."""
+"""Many clients at once, some of which misbehave: the others are not disturbed, and all resources are freed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPLETE = "/v1/completions"
 
 
 def test_random_disconnects_leave_nothing_running(server: Running) -> None:
-    """40 clients go away, each at another moment."""
+    """After 40 clients disconnect at random moments, nothing runs any more."""
     choose = random.Random(0)
     accepted = server.connections.accepted
     for _ in range(40):
@@ -36,9 +36,9 @@ def test_random_disconnects_leave_nothing_running(server: Running) -> None:
 
 
 def test_a_lane_is_free_a_step_after_its_client_has_gone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that begin after the server has heard of it."""
+    """A lane is free one step after its client has gone, counted in steps that begin after the server noticed."""
     steps: list[int] = []
-    told: list[Any] = []  # jobs that were cancelled: a second cancellation may come in the next client's steps
+    cancelled: list[Any] = []  # cancelled jobs: a second cancellation may come in the next client's steps
     step, cancel = Engine.step, server.service.worker.cancel
 
     def counted(engine: Engine) -> Any:
@@ -47,8 +47,8 @@ def test_a_lane_is_free_a_step_after_its_client_has_gone(server: Running, monkey
         return step(engine)
 
     def heard(job: Any) -> None:
-        if job.open and all(job is not other for other in told):
-            told.append(job)
+        if job.open and all(job is not other for other in cancelled):
+            cancelled.append(job)
             steps.append(-1)
         cancel(job)
 
@@ -82,7 +82,10 @@ def test_overload_is_refused_and_what_is_accepted_is_answered(engine: Engine) ->
 
 @pytest.mark.parametrize("drain", [30, 0])
 def test_a_signal_drains(tiny_artifact: Path, drain: int) -> None:
-    """What runs is answered to its end within the limit, and told of the end beyond it."""
+    """After SIGTERM running requests are answered completely within the limit.
+
+    Beyond it clients are told of the end.
+    """
     child = process("serve", tiny_artifact, "--port", 0, "--threads", 1, "--drain", drain)
     assert child.stdout
     url = child.stdout.readline().strip()
@@ -90,8 +93,8 @@ def test_a_signal_drains(tiny_artifact: Path, drain: int) -> None:
     seen = client.read_until(b"data:")
     child.send_signal(signal.SIGTERM)
     seen += client.read_until(b"[DONE]")
-    _, said = child.communicate(timeout=60)
-    assert (child.returncode, "Traceback" in said) == (0, False), said
+    _, errors = child.communicate(timeout=60)
+    assert (child.returncode, "Traceback" in errors) == (0, False), errors
     if drain:
         assert seen.count(b"data:") > 100 and b'"finish_reason":"length"' in seen
     else:

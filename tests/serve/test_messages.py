@@ -1,4 +1,4 @@
-"""/v1/messages, asked by Anthropic's own client."""
+"""Tests of /v1/messages with Anthropic's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at /, in a real browser: it chats, shows the lanes, loads nothing from elsewhere."""
+"""Tests of the page at / in a real browser: it chats, shows the lanes, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> None:
     with running(engine, api_keys=("secret",)) as server, browser(tmp_path) as tab:
         tab.call("Page.navigate", url=server.url)
         tab.wait_for("document.readyState === 'complete' && !document.getElementById('keyed').hidden")
-        tab.problems.clear()  # that it was refused without a key
+        tab.problems.clear()  # the refusal without a key
         tab.run("document.getElementById('key').value = 'secret'")
         tab.wait_for("document.querySelectorAll('#lanes tr').length === 4")
         prompts = "[...document.querySelectorAll('#first button')]"
@@ -42,18 +42,18 @@ def test_it_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> None:
         tab.run("document.getElementById('text').value = 'anna lamp'")
         tab.run("document.getElementById('ask').requestSubmit()")
         tab.wait_for("document.getElementById('said').textContent.includes('first piece')")
-        said = tab.run("document.querySelector('.assistant').textContent")
+        answer_text = tab.run("document.querySelector('.assistant').textContent")
         asked = {"messages": [{"role": "user", "content": "anna lamp"}], "max_tokens": 200}
         key = {"Authorization": "Bearer secret"}
         answer = server.ask("/v1/chat/completions", {**asked, "temperature": 0}, headers=key)[2]
-        assert said == answer["choices"][0]["message"]["content"]
+        assert answer_text == answer["choices"][0]["message"]["content"]
         tab.wait_for("document.querySelector('#lanes tr td:nth-child(2)').textContent > 200")
         tab.wait_for("document.getElementById('slotted').textContent.includes('slots stand for')")
         assert "kB: a full cache" in tab.run("document.getElementById('full').textContent")
         painted = "[...{}.getContext('2d').getImageData(0, 0, {}.width, {}.height).data].some(x => x)"
         for name in ("rates", "memory", "slots"):
             tab.wait_for(painted.replace("{}", f"document.getElementById('{name}')"))
-        for width in (320, 400, 1280):  # of a phone, and of a window
+        for width in (320, 400, 1280):  # the widths of a phone and of a window
             screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 800}
             tab.call("Emulation.setDeviceMetricsOverride", **screen)
             assert tab.run("document.documentElement.scrollWidth") <= width

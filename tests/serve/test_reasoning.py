@@ -1,4 +1,7 @@
-"""Reasoning apart from the answer, as each API tells of it. The model is random: what it says is set here."""
+"""Tests of reasoning in each API, where it is separate from the answer.
+
+The model is random, so the tests set its output.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": MESSAGE
 SAID = "<think>\ni look\n</think>\n\nthe lamp"
 FORM: dict[str, Any] = {"structured_outputs": {"choice": [SAID]}}
 OPENED = TEMPLATE + "{% if opened %}<think>\n{% endif %}"
-# A template that says </think> knows of reasoning.
+# A template with </think> supports reasoning.
 KNOWS = "{# </think> #}" + OPENED
 
 
@@ -67,7 +70,7 @@ def test_a_prompt_that_ends_within_reasoning(client: openai.OpenAI) -> None:
     message = answer.choices[0].message
     assert message.content == "" and message.reasoning_content
     assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens
-    # A form is one of the answer, and holds from the first token on.
+    # A grammar applies to the answer, and holds from its first token on.
     formed: Any = client.chat.completions.create(
         **ASKED, extra_body={**opened, "structured_outputs": {"choice": ["x"]}}
     )
@@ -75,7 +78,7 @@ def test_a_prompt_that_ends_within_reasoning(client: openai.OpenAI) -> None:
 
 
 def test_responses_have_an_item_of_reasoning(client: openai.OpenAI, server: Running, monkeypatch: Any) -> None:
-    said(server, monkeypatch)
+    fix_answer(server, monkeypatch)
     asked: dict[str, Any] = {"model": "tiny", "input": "a", "max_output_tokens": 100}
     answer = client.responses.create(**asked)
     first, second = answer.output
@@ -94,7 +97,7 @@ def test_responses_have_an_item_of_reasoning(client: openai.OpenAI, server: Runn
 
 
 def test_messages_have_a_block_of_thinking(server: Running, monkeypatch: Any) -> None:
-    said(server, monkeypatch)
+    fix_answer(server, monkeypatch)
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         asked: Any = {"model": "tiny", "max_tokens": 100, "messages": MESSAGES}
         answer: Any = client.messages.create(**asked)
@@ -107,8 +110,8 @@ def test_messages_have_a_block_of_thinking(server: Running, monkeypatch: Any) ->
         assert (final.content[0].thinking, final.content[1].text) == ("i look", "the lamp")
 
 
-def said(server: Running, monkeypatch: Any) -> None:
-    """Where the API has no such form: every answer is SAID."""
+def fix_answer(server: Running, monkeypatch: Any) -> None:
+    """Make every answer equal to SAID. The tested API has no setting for it."""
     service = server.service
     follow = service.follow
 

@@ -1,4 +1,4 @@
-"""/v1/responses, asked by OpenAI's own client."""
+"""Tests of /v1/responses with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def said(engine: Engine, server: Running, *messages: tuple[str, str], tokens: int = 40) -> str:
+def engine_answer(engine: Engine, server: Running, *messages: tuple[str, str], tokens: int = 40) -> str:
     text = prompt([{"role": role, "content": content} for role, content in messages])
     return str(server.on_engine(lambda: engine.generate(text, max_new_tokens=tokens, top_k=0)[0].text))
 
 
 def test_a_response_is_what_the_engine_says_by_itself(client: openai.OpenAI, engine: Engine, server: Running) -> None:
-    expected = said(engine, server, ("system", "be brief"), ("user", "anna lamp"))
+    expected = engine_answer(engine, server, ("system", "be brief"), ("user", "anna lamp"))
     answer = client.responses.create(model="tiny", instructions="be brief", input="anna lamp", max_output_tokens=40)
     assert (answer.output_text, answer.status) == (expected, "incomplete")
     assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
@@ -38,7 +38,7 @@ def test_a_response_is_what_the_engine_says_by_itself(client: openai.OpenAI, eng
 
 
 def test_a_stream_brings_the_same_in_its_events(client: openai.OpenAI, engine: Engine, server: Running) -> None:
-    expected = said(engine, server, ("user", "anna lamp"))
+    expected = engine_answer(engine, server, ("user", "anna lamp"))
     with client.responses.stream(model="tiny", input="anna lamp", max_output_tokens=40) as stream:
         events = list(stream)
     kinds = [event.type for event in events]
@@ -64,7 +64,7 @@ def test_a_response_follows_on_an_earlier_one(client: openai.OpenAI, engine: Eng
     first = client.responses.create(model="tiny", instructions="be", input="anna lamp", max_output_tokens=10)
     second = client.responses.create(model="tiny", previous_response_id=first.id, input="and bob", max_output_tokens=10)
     turns = [("user", "anna lamp"), ("assistant", first.output_text), ("user", "and bob")]
-    assert second.output_text == said(engine, server, *turns, tokens=10)
+    assert second.output_text == engine_answer(engine, server, *turns, tokens=10)
     assert client.responses.retrieve(second.id).output_text == second.output_text
     client.responses.delete(first.id)
     for ask in (

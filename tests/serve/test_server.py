@@ -1,4 +1,4 @@
-"""What is the same on every route: who may ask, limits, errors, clients that go away, overload, and the end."""
+"""Tests of everything that all routes share: access, limits, errors, disconnects, overload, and the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.http_server import Running, running, wait_until
 from tests.support.streams import RawClient
 
 CHAT = "/v1/chat/completions"
-LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}  # some 500 tokens
+LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}  # about 500 tokens
 SHORT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 
 
@@ -85,13 +85,13 @@ def test_keys_and_origins(engine: Engine) -> None:
             assert given["www-authenticate"] == "Bearer"
         assert server.ask("/metrics")[0] == 401
         assert server.ask("/health")[0] == 200
-        assert server.ask("/v1/messages", b"{}")[2]["type"] == "error"  # in the words of the API that was asked
+        assert server.ask("/v1/messages", b"{}")[2]["type"] == "error"  # in the format of the requested API
         for headers in ({"Authorization": "Bearer first"}, {"x-api-key": "first"}):
             assert server.ask("/v1/models", headers=headers)[0] == 200
             status, given, _ = server.ask("/v1/models", headers={**headers, "Origin": "https://page.example"})
             assert (status, given["access-control-allow-origin"]) == (200, "https://page.example")
             assert server.ask("/v1/models", headers={**headers, "Host": "any.example"})[0] == 200
-        # The key is checked before anything in the request is believed.
+        # The key is checked before any other part of the request is used.
         assert server.ask("/v1/models", headers={"Authorization": "Bearer first", "Origin": "http://["})[0] == 403
         assert server.ask("/v1/models", headers={"Authorization": "Bearer f\xfcrst"})[0] == 401
 
@@ -100,7 +100,7 @@ def test_keys_and_origins(engine: Engine) -> None:
 def test_a_key_that_no_client_can_send_is_refused(
     tiny_artifact: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty key would match a request without one."""
+    """An API key that no client can send is refused. An empty key would match a request without one."""
     with pytest.raises(UsageError, match="API key 2 of 2"):
         keys_of("127.0.0.1", ["good", key])
     with pytest.raises(UsageError, match="API key 1 of 1"):
@@ -113,7 +113,7 @@ def test_a_key_that_no_client_can_send_is_refused(
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_goes_away_frees_its_lane_at_once(server: Running, streams: bool) -> None:
-    """What it did not stay for is not generated: within a step or two of its going."""
+    """When a client disconnects, its answer ends within a step or two, and its lane is free."""
     worker = server.service.worker
     for _ in range(5):
         client = RawClient(server.url, CHAT, {**LONG, "stream": streams})
@@ -151,7 +151,7 @@ def test_too_many_answers_in_one_request_can_never_fit(engine: Engine) -> None:
 
 
 def test_an_answer_that_takes_too_long_is_ended(engine: Engine) -> None:
-    with running(engine, timeout=0.002) as server:  # less than the answer takes on any machine
+    with running(engine, timeout=0.002) as server:  # shorter than the answer takes on any machine
         status, _, body = server.ask(CHAT, {**LONG, "stream": False})
         assert (status, "longer than" in body["error"]["message"]) == (503, True)
         last = server.ask(CHAT, LONG)[2].split("data: ")[-2:]
@@ -160,7 +160,7 @@ def test_an_answer_that_takes_too_long_is_ended(engine: Engine) -> None:
 
 
 def test_a_request_that_fails_fails_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its status is 500, with no word of where in the code; streams end with the error."""
+    """A request that fails gets status 500 without the place in the code, and a stream ends with the error."""
     choose = Sampler.next
 
     def fail(sampler: Sampler, logits: Any) -> int:
@@ -216,7 +216,7 @@ def test_a_silent_stream_is_kept_alive(engine: Engine, monkeypatch: pytest.Monke
 
 
 def test_readers_that_stall_are_given_up(engine: Engine) -> None:
-    """Their requests end long before their answers would, and what waits for them is bounded."""
+    """Requests of clients that stop reading end long before their answers would, and their buffers are bounded."""
     with running(engine, send_buffer=4096, buffer=20, stall=0.5) as server:
         clients = [RawClient(server.url, CHAT, {**LONG, "n": 4}, receive_buffer=1024) for _ in range(8)]
         for client in clients:
@@ -229,5 +229,5 @@ def test_readers_that_stall_are_given_up(engine: Engine) -> None:
 
 
 def test_other_machines_need_a_key(tiny_artifact: Path) -> None:
-    said = failure(2, "serve", tiny_artifact, "--host", "0.0.0.0")
-    assert "there is no API key" in said and "--api-key KEY" in said
+    errors = failure(2, "serve", tiny_artifact, "--host", "0.0.0.0")
+    assert "there is no API key" in errors and "--api-key KEY" in errors

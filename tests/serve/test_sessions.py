@@ -1,4 +1,4 @@
-"""Conversations whose state stays, and prompts whose beginning is known."""
+"""Tests of conversations whose state is kept, and of prompts with a known beginning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASKED = [{"role": "user", "content": "anna has the lamp"}]
 
 
 def chat(server: Running, messages: list[Any], session: str = "", **more: Any) -> tuple[str, int, int]:
-    """The answer; tokens of the prompt, and how many of them were not read again."""
+    """Return the answer, the number of the prompt's tokens, and how many of them were not read again."""
     body = {"messages": messages, "max_tokens": 24, **({"session_id": session} if session else {}), **more}
     status, _, answer = server.ask(CHAT, body)
     assert status == 200, answer
@@ -33,7 +33,7 @@ def chat(server: Running, messages: list[Any], session: str = "", **more: Any) -
 
 
 def turns(server: Running, session: str) -> tuple[list[Any], tuple[str, int, int]]:
-    """Two of a conversation: its messages up to the second answer, and that."""
+    """Run two turns of a conversation, and return its messages up to the second answer, and that answer."""
     first, _, _ = chat(server, ASKED, session)
     messages = [*ASKED, {"role": "assistant", "content": first}, {"role": "user", "content": "who"}]
     return messages, chat(server, messages, session)
@@ -128,7 +128,8 @@ def test_sessions_outlive_the_server_in_their_folder(engine: Engine, tmp_path: P
     damaged = tmp_path / "kept" / "six.session"
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with running(engine, session_folder=str(tmp_path / "kept"), prefix_memory=0) as server:
-        # A completion does not bring its history, so it ends; a chat does, so it is read again and says so.
+        # A completion does not bring its history, so it is refused. A chat brings its history, so it is read again,
+        # with a header that says so.
         status, _, body = server.ask(COMPLETE, {"prompt": "a", "session_id": "six", "max_tokens": 2})
         assert (status, body["error"]["code"]) == (410, "session_lost") and "session six" in body["error"]["message"]
         asked = {"messages": third, "session_id": "six", "max_tokens": 2}
@@ -139,7 +140,10 @@ def test_sessions_outlive_the_server_in_their_folder(engine: Engine, tmp_path: P
 
 
 def test_a_session_that_was_evicted_is_no_new_session(engine: Engine, tmp_path: Path) -> None:
-    """The next completion of a lost session is refused, not begun without history; a deleted session begins again."""
+    """A lost session does not silently become a new one.
+
+    The next completion of a lost session is refused. A deleted session begins again.
+    """
     with running(engine, session_memory=1) as server:
         for name in ("old", "new"):
             assert server.ask(COMPLETE, {"prompt": "ab", "session_id": name, "max_tokens": 2})[0] == 200
@@ -156,14 +160,14 @@ def test_a_session_that_was_evicted_is_no_new_session(engine: Engine, tmp_path: 
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_turn_whose_session_is_not_kept_is_not_acknowledged(engine: Engine, tmp_path: Path, streams: bool) -> None:
-    """The folder is full. The session is what it was before the turn, so that the turn can be sent again."""
+    """If the folder is full, the turn gets an error, and the session stays as it was: the turn can be sent again."""
     asked = {"prompt": "ab", "session_id": "s", "max_tokens": 3, "stream": streams}
     folder = {"session_folder": str(tmp_path), "session_shared": True}
     with running(engine, **folder) as server:
         assert server.ask(COMPLETE, asked)[0] == 200
         before = (tmp_path / "s.session").read_bytes()
     with running(engine, **folder, session_disk=100) as server:
-        (tmp_path / "s.session").write_bytes(before)  # a folder without room deletes what it has at the start
+        (tmp_path / "s.session").write_bytes(before)  # a folder without room deletes its files at the start
         status, _, body = server.ask(COMPLETE, asked)
         if streams:
             assert '"code":"session_not_kept"' in body and '"usage"' not in body
@@ -173,7 +177,7 @@ def test_a_turn_whose_session_is_not_kept_is_not_acknowledged(engine: Engine, tm
 
 
 def test_a_turn_of_a_server_that_was_stopped_overwrites_no_later_turn(engine: Engine, tmp_path: Path) -> None:
-    """While one server's turn runs, another one goes on with the session: the first turn is refused."""
+    """A turn that ends after another server has continued its session is refused."""
     with running(engine, session_folder=str(tmp_path), session_shared=True) as server:
         body = {"prompt": "ab", "session_id": "s", "max_tokens": 200}
         assert server.ask(COMPLETE, {**body, "max_tokens": 2})[0] == 200

@@ -1,4 +1,4 @@
-"""What the server tells of its lanes."""
+"""Tests of the server's figures about its lanes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASKED = {"prompt": "anna lamp. " * 8, "max_tokens": 300, "stream": True}
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests run long enough to be looked at."""
+    """Slow down the engine's steps, so that requests run long enough to be observed."""
     step = Engine.step
 
     def wait(engine: Engine) -> Any:
@@ -47,10 +47,10 @@ def test_the_slots_of_a_head_stand_for_the_tokens_that_it_saw(server: Running) -
     assert tokens == 88 + 3  # the last one is not read
     for layer in range(2):
         for head in range(2):
-            found = server.ask(f"/stats/slots?lane=0&layer={layer}&head={head}")[2]
-            assert found["position"] == sorted(set(found["position"])) and found["position"][-1] == tokens - 1
-            assert len(found["votes"]) == len(found["position"]) <= 48
-            assert min(found["votes"]) > 0 and max(found["votes"]) > 1.5  # some stand for several
+            slots = server.ask(f"/stats/slots?lane=0&layer={layer}&head={head}")[2]
+            assert slots["position"] == sorted(set(slots["position"])) and slots["position"][-1] == tokens - 1
+            assert len(slots["votes"]) == len(slots["position"]) <= 48
+            assert min(slots["votes"]) > 0 and max(slots["votes"]) > 1.5  # some represent several tokens
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Calls of tools, as each API asks for them and tells of them. The model is random: what it says freely is set here."""
+"""Tests of tool calls in the requests and answers of each API.
+
+The model is random, so the tests set its text.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def said(server: Running, text: str) -> dict[str, Any]:
-    """What makes the model say a text: a form that allows nothing else."""
+def only_answer(server: Running, text: str) -> dict[str, Any]:
+    """Return the setting that makes the model write a text: a grammar that allows nothing else."""
     assert isinstance(server.service.engine.tokenizer, Tokenizer)
     return {"structured_outputs": {"choice": [text]}}
 
@@ -70,7 +73,7 @@ def test_a_call_that_must_come_comes(client: openai.OpenAI, choice: Any) -> None
 
 def test_calls_are_found_in_what_the_model_says(client: openai.OpenAI, server: Running) -> None:
     asked: Any = {**ASKED, "messages": MESSAGES, "tools": TOOLS}
-    answer = client.chat.completions.create(**asked, extra_body=said(server, CALLS))
+    answer = client.chat.completions.create(**asked, extra_body=only_answer(server, CALLS))
     made = answer.choices[0]
     assert (made.message.content, made.finish_reason) == ("i look", "tool_calls")
     assert made.message.tool_calls is not None
@@ -78,7 +81,7 @@ def test_calls_are_found_in_what_the_model_says(client: openai.OpenAI, server: R
     assert arguments == [{"at": "x", "n": 1}, {"at": "yy", "n": 2}]
     seen: dict[int, str] = {}
     text = ""
-    for chunk in client.chat.completions.create(**asked, extra_body=said(server, CALLS), stream=True):
+    for chunk in client.chat.completions.create(**asked, extra_body=only_answer(server, CALLS), stream=True):
         delta = chunk.choices[0].delta
         text += delta.content or ""
         for call in delta.tool_calls or []:
@@ -91,14 +94,16 @@ def test_calls_are_found_in_what_the_model_says(client: openai.OpenAI, server: R
 def test_without_tools_or_with_none_a_call_is_text(client: openai.OpenAI, server: Running) -> None:
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         asked: Any = {**ASKED, "messages": MESSAGES, **more}
-        answer = client.chat.completions.create(**asked, extra_body=said(server, CALLS))
+        answer = client.chat.completions.create(**asked, extra_body=only_answer(server, CALLS))
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALLS, "stop")
 
 
 def test_a_conversation_goes_on_with_what_a_tool_gave(client: openai.OpenAI, server: Running) -> None:
     asked: Any = {**ASKED, "tools": TOOLS}
     first = (
-        client.chat.completions.create(**asked, messages=MESSAGES, extra_body=said(server, CALLS)).choices[0].message
+        client.chat.completions.create(**asked, messages=MESSAGES, extra_body=only_answer(server, CALLS))
+        .choices[0]
+        .message
     )
     calls = first.tool_calls
     assert calls is not None

@@ -36,7 +36,7 @@ def weather(city: str, days: int) -> str:
 
 @pytest.fixture(scope="module")
 def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server in a process of its own, started by its command line."""
+    """A server in a separate process, started by its command line."""
     artifact = make_tool_artifact(tiny_checkpoint, tmp_path_factory.mktemp("tools"))
     child = process("serve", artifact, "--port", 0, "--threads", 1, "--name", "tiny", "--drain", 0)
     assert child.stdout
@@ -49,7 +49,7 @@ def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def prompt_of(server: Running, messages: list[Any]) -> str:
-    """Return the prompt that the template writes of a conversation."""
+    """Return the prompt that the template makes of a conversation."""
     tools = [{"type": "function", "function": FUNCTION}]
     body = {"messages": messages, "tools": tools, "return_token_strs": True}
     return "".join(server.ask("/tokenize", body)[2]["token_strs"])
@@ -72,9 +72,9 @@ def test_chat_completions_with_openai_s_client(server: Running, streams: bool) -
         assert call.function.name == "weather"
         result = weather(**json.loads(call.function.arguments))
         function = {"name": call.function.name, "arguments": call.function.arguments}
-        said = {"id": call.id, "type": "function", "function": function}
+        tool_call = {"id": call.id, "type": "function", "function": function}
         messages += [
-            {"role": "assistant", "content": "", "tool_calls": [said]},
+            {"role": "assistant", "content": "", "tool_calls": [tool_call]},
             {"role": "tool", "tool_call_id": call.id, "content": result},
         ]
         last = client.chat.completions.create(**{**asked, "max_tokens": 5}, messages=messages, tool_choice="auto")
@@ -129,6 +129,6 @@ def test_messages_with_anthropic_s_client(server: Running, streams: bool) -> Non
         counted = client.messages.count_tokens(model="tiny", tools=tools, messages=messages)
         last = client.messages.create(**{**asked, "max_tokens": 5}, messages=messages)
     assert last.stop_reason == "max_tokens" and last.usage.output_tokens == 5
-    # Tokens that the state of an earlier prompt saved are counted apart.
+    # Tokens that the state of an earlier prompt saved are counted separately.
     read = [answer.usage.input_tokens + answer.usage.cache_read_input_tokens for answer in (first, last)]
     assert read[1] == counted.input_tokens > read[0] + len(result)

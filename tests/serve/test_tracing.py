@@ -1,4 +1,4 @@
-"""Spans of requests, by OpenTelemetry's own SDK."""
+"""Tests of spans of requests, recorded by OpenTelemetry's own SDK."""
 
 from __future__ import annotations
 
@@ -60,10 +60,12 @@ def test_a_request_is_a_span_with_its_parts(server: Running, exporter: InMemoryS
     edges = [parts[0].start_time, *(part.end_time for part in parts)]
     assert [whole.start_time, *(part.start_time for part in parts[1:]), whole.end_time] == [edges[0], *edges[1:]]
     assert edges == sorted(edges) and edges[-1] > edges[0]
-    told = dict(whole.attributes)
-    assert told["gen_ai.request.model"] == "tiny" and told["gen_ai.usage.output_tokens"] == 5
-    assert told["gen_ai.usage.input_tokens"] > 0 and list(told["gen_ai.response.finish_reasons"]) == ["length"]
-    assert "hello" not in str(told)
+    attributes = dict(whole.attributes)
+    assert attributes["gen_ai.request.model"] == "tiny" and attributes["gen_ai.usage.output_tokens"] == 5
+    assert attributes["gen_ai.usage.input_tokens"] > 0 and list(attributes["gen_ai.response.finish_reasons"]) == [
+        "length"
+    ]
+    assert "hello" not in str(attributes)
 
 
 def test_every_answer_has_a_span_and_one_that_fails_says_so(

@@ -1,4 +1,4 @@
-"""Decoding over selected entries of a full cache: the entries that steps read; answers depend on the recipe alone."""
+"""Tests of periodic selection: the entries that steps read, and answers that depend only on the recipe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from tests.support.schedules import Alone, Schedule
 
 @pytest.fixture(scope="module")
 def opened(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """An engine of settings, over one artifact for each method: its ONNX graph leaves the number of slots open."""
+    """A function that opens an engine with given settings.
+
+    There is one artifact per method, because its ONNX graph leaves the number of slots open.
+    """
     built: dict[str, Path] = {}
 
     def opened(*, method: str = "h2o", **settings: Any) -> Engine:
@@ -52,13 +55,13 @@ def opened(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest.fixture(scope="module")
 def full(opened: Any) -> Engine:
-    """The full cache alone."""
+    """An engine with the full cache and no selection."""
     return opened(slots=None)
 
 
 @pytest.fixture(scope="module")
 def waiting(opened: Any) -> Engine:
-    """Its steps wait for a choice."""
+    """An engine whose steps wait for a selection."""
     return opened()
 
 
@@ -76,7 +79,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def rows(lanes: Lanes, prompt: Any, tokens: Any) -> Any:
-    """Logits after each token."""
+    """Return the logits after each token."""
     lanes.prefill([prompt])
     return np.stack([lanes.append([[int(token)]])[0, 0].copy() for token in tokens])
 
@@ -95,14 +98,14 @@ def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("settings", [{"every": 1, "slots": 24}, {"every": 8, "slots": 250}, {"slots": 90, "delay": 3}])
 def test_what_fits_is_answered_by_the_full_cache(opened: Any, full: Engine, settings: dict[str, Any]) -> None:
-    """Where every step reads the full cache, and where the slots hold all: up to 24, 150 and 90 tokens."""
+    """The answers are the full cache's if every step reads it, or if the slots hold up to 24, 150 and 90 tokens."""
     new = {24: 60, 250: 60, 90: 29}[settings["slots"]]
     batch = [ids[:60] for ids in prompts(1)]
     assert answers(opened(**settings), batch, new) == answers(full, batch, new)
 
 
 def test_a_choice_of_all_entries_reads_what_the_full_cache_has(opened: Any, full: Engine) -> None:
-    """Slots that are many enough, though steps read the selected cache."""
+    """A selection of all entries gives the full cache's logits, though the steps read the selected cache."""
     (prompt, tokens) = random_ids(2, 60, 40, vocabulary=64)
     lanes = opened(slots=120).lanes(1)
     lanes.state._settings = lanes.state._settings.model_copy(update={"slots": 119})  # type: ignore[attr-defined]
@@ -113,9 +116,9 @@ def test_a_choice_of_all_entries_reads_what_the_full_cache_has(opened: Any, full
 @pytest.mark.parametrize("method", ["unscored", "h2o", "keepkv"])
 @pytest.mark.parametrize("delay", [0, DELAY])
 def test_a_step_reads_what_was_chosen_and_the_tokens_since(opened: Any, method: str, delay: int) -> None:
-    """Far past the slots: sinks, the latest and those of the highest score, copied bit by bit."""
+    """Far beyond the slots, a step reads the sinks, the latest entries and those of the highest scores, bit by bit."""
     lanes = opened(method="keepkv" if method == "keepkv" else "h2o", delay=delay).lanes(1)
-    lanes.state._selected.scored = method != "unscored"  # as of a method that keeps no scores
+    lanes.state._selected.scored = method != "unscored"  # as for a method that keeps no scores
     prompt, tokens = random_ids(3, 50, 150, vocabulary=64)
     lanes.prefill([prompt])
     chosen, budget = [], SLOTS - EVERY - delay
@@ -138,7 +141,7 @@ def test_a_step_reads_what_was_chosen_and_the_tokens_since(opened: Any, method: 
         assert len(chosen[-1]) == budget and 1 <= since <= EVERY + delay
     view = lanes.view(0)
     assert view is not None
-    for layer in range(2):  # nothing is lost: the full cache has every token
+    for layer in range(2):  # the full cache keeps every token
         assert (view[f"past_key_values.{layer}.position"][:, :200] == np.arange(200)).all()
         assert (view[f"past_key_values.{layer}.votes"][:, :200] == 1).all()
     assert len(set(chosen)) > 15
@@ -164,8 +167,11 @@ def test_the_highest_scores_are_chosen(waiting: Engine) -> None:
 
 
 def test_an_entry_that_no_step_read_comes_back_when_queries_ask_for_it(waiting: Engine) -> None:
-    """An early entry has the lowest score, and is not chosen. At the next step of the full cache the query is nearer to
-    its key than to any other."""
+    """An entry that no step read is selected again when a query asks for it.
+
+    An early entry has the lowest score, and is not selected. At the next step of the full cache the query is nearer to
+    its key than to any other.
+    """
     lanes = waiting.lanes(1)
     prompt, tokens = random_ids(5, 65, 16, vocabulary=64)
     lanes.prefill([prompt])
@@ -180,19 +186,19 @@ def test_an_entry_that_no_step_read_comes_back_when_queries_ask_for_it(waiting: 
     assert view is not None and lanes.length[0] == 72
     keys = view["past_key_values.0.key"]
     keys[:, :72] *= 1e-3
-    keys[:, 10] = 1e3 * np.sign(keys[:, 10])  # whose product with a query is far above all others, or far below
+    keys[:, 10] = 1e3 * np.sign(keys[:, 10])  # its product with a query is far above all others, or far below
     lanes.append([[int(tokens[7])]])  # reads the full cache
     view = lanes.view(0)
     assert view is not None
-    asked = [head for head in range(2) if view["past_key_values.0.score"][head, 0, 10] > 0.4]
-    assert asked
+    attending = [head for head in range(2) if view["past_key_values.0.score"][head, 0, 10] > 0.4]
+    assert attending
     lanes.append([[int(tokens[8])]])
     for head in range(2):
-        assert (10 in held(selected_of(lanes)[1], 0, head)) == (head in asked)
+        assert (10 in held(selected_of(lanes)[1], 0, head)) == (head in attending)
 
 
 def test_scores_go_on_where_entries_are_read(waiting: Engine) -> None:
-    """The full cache's scores of the selected entries are those of the steps that read them; others stay."""
+    """The full cache's scores of the selected entries change with the steps that read them. All others stay."""
     lanes = waiting.lanes(1)
     prompt, tokens = random_ids(6, 65, 6, vocabulary=64)
     lanes.prefill([prompt])
@@ -205,13 +211,13 @@ def test_scores_go_on_where_entries_are_read(waiting: Engine) -> None:
         others = sorted(set(range(65)) - set(read))
         np.testing.assert_array_equal(after[head, others], before[head, others])
         assert (after[head, read] > before[head, read]).all()
-        # Six queries gave their whole attention to the selected entries, the new tokens included.
+        # The six queries gave their whole attention to the selected entries and the new tokens.
         gained = after[head, read].sum() - before[head, read].sum() + after[head, 65:].sum()
         assert gained == pytest.approx(6, abs=1e-3)
 
 
 class Late(Future[Any]):
-    """A choice that is made when it is asked for: the slowest of threads."""
+    """A selection that is made only when its result is requested, as by the slowest thread."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()
@@ -224,7 +230,7 @@ class Late(Future[Any]):
 
 
 class Submits:
-    """An executor whose thread is as slow, or as fast, as can be."""
+    """An executor whose thread is as slow, or as fast, as possible."""
 
     def __init__(self, slow: bool) -> None:
         self.slow, self.made = slow, 0
@@ -247,7 +253,7 @@ def test_answers_do_not_depend_on_the_speed_of_the_thread(
         monkeypatch.setattr("kvexport.state.periodic.ThreadPoolExecutor", lambda *_, s=submits: s)
         assert answers(opened(delay=DELAY), prompts(7), 120) == expected
         assert submits.made > 30
-    assert answers(waiting, prompts(7), 120) != expected  # other entries are read for some steps
+    assert answers(waiting, prompts(7), 120) != expected  # some steps read other entries
 
 
 def test_answers_of_a_batch_are_those_alone(delayed: Engine) -> None:
@@ -258,7 +264,10 @@ def test_answers_of_a_batch_are_those_alone(delayed: Engine) -> None:
 
 @pytest.mark.parametrize("name", ["waiting", "delayed"])
 def test_schedules_answer_as_alone(name: str, opened: Any, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Joining, leaving, forks, snapshots as bytes, model, preemption and prefixes, between two engines."""
+    """Schedules over two engines are answered as alone.
+
+    Requests join, leave, fork, and are preempted; there are snapshots as bytes, and prefixes.
+    """
     other = request.getfixturevalue(name)
     one, another = (opened(delay=other.manifest.recipe.cache.periodic.delay) for _ in range(2))
     for seed in range(3):
@@ -266,7 +275,7 @@ def test_schedules_answer_as_alone(name: str, opened: Any, request: pytest.Fixtu
 
 
 def stopped(engine: Engine, new: int) -> tuple[Snapshot, list[int]]:
-    """A long answer, preempted after so many tokens."""
+    """Return the snapshot and the tokens of a long answer that is preempted after `new` tokens."""
     request = Request(prompts(9)[0], engine.settings(max_new_tokens=100, do_sample=False))
     engine.add(request)
     while len(request.tokens) < new:
@@ -308,7 +317,7 @@ def test_damaged_positions_of_a_snapshot_are_refused(delayed: Engine, full: Engi
 
 
 def test_rolled_back_tokens_were_never_there(waiting: Engine) -> None:
-    """Entries are selected again, from those that were there before."""
+    """Rolled back tokens leave no trace, and entries are selected again from those that were there before."""
     prompt, tokens, wrong = random_ids(10, 70, 20, 1, vocabulary=64)
     lanes, straight = (waiting.lanes(1) for _ in range(2))
     rows(lanes, prompt, tokens)
@@ -328,8 +337,8 @@ def test_rolled_back_tokens_were_never_there(waiting: Engine) -> None:
 
 def test_the_full_cache_in_a_file_answers_the_same(waiting: Engine, opened: Any, tmp_path: Path) -> None:
     engine = opened(store=str(tmp_path), limit=10**9)
-    assert list(tmp_path.iterdir()) == []  # it has no name
-    assert engine._pool.lanes.count == 4  # nothing is taken later
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+    assert engine._pool.lanes.count == 4  # no lane is added later
     (open_file,) = [x for x in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in x]
     assert "(deleted)" in open_file
     assert answers(engine, prompts(11), 100) == answers(waiting, prompts(11), 100)
@@ -365,7 +374,7 @@ def test_a_file_that_cannot_be_is_an_error(
 def test_a_disk_that_fills_later_fails_what_needs_it_alone(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lanes of their own beside those of the engine."""
+    """If the disk is full, only lanes that need more of it fail. The engine's own lanes continue."""
     engine = opened(store=str(tmp_path))
     expected = answers(engine, prompts(12))
 

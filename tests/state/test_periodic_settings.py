@@ -1,4 +1,4 @@
-"""Periodic choices as recipes say them: what they take of memory, and what is refused."""
+"""Tests of the recipe's settings of periodic selection: the memory that it needs, and the refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_plan_counts_both_caches(tiny_checkpoint: Path) -> None:
     assert own is not None and {layer.capacity for layer in own.caches} == {SLOTS}
     assert {layer.budget for layer in own.caches} == {SLOTS - EVERY}
     assert plans[1].sequence_bytes == plans[0].sequence_bytes + own.bytes(1)
-    # A thread copies what the next steps read.
+    # A thread copies the entries that the next steps read.
     assert plans[2].sequence_bytes == plans[0].sequence_bytes + 2 * own.bytes(1)
 
 

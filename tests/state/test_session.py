@@ -1,4 +1,4 @@
-"""Sessions: kept in memory, then in a folder, within bounds; whatever fails, no other session is lost."""
+"""Tests of sessions in memory and then in a folder, within bounds: no failure loses another session."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_sessions_go_from_memory_to_the_folder_and_come_back(
         assert same(kept.get(f"s{i}"), snapshots[i])
         assert kept.memory_bytes <= 2 * size
     assert kept.names()[-2:] == ["s0", "s1"]
-    # The next turn of one that came back is that of one that never left.
-    found = kept.get("s2")
-    after, expected = (turn(engine, [5, 6], start) for start in (found, snapshots[2]))
+    # The next turn of a session that was loaded again equals that of one that stayed.
+    loaded = kept.get("s2")
+    after, expected = (turn(engine, [5, 6], start) for start in (loaded, snapshots[2]))
     assert after.ids.tolist() == expected.ids.tolist()
     kept.put("s2", after)
     kept.flush()
@@ -118,7 +118,7 @@ def test_a_full_disk_is_an_error_and_no_session_is_lost(
         with pytest.raises(EnvironmentProblem, match=r"s1 stays in memory.*No space left"):
             kept.put("new", snapshots[4])
         assert "new" not in kept.names()
-        kept.put("s2", snapshots[5])  # one that is known is kept where it was
+        kept.put("s2", snapshots[5])  # a known session stays in its place
         with pytest.raises(EnvironmentProblem, match="stays in memory"):
             kept.flush()
         if fails != "write":
@@ -164,7 +164,7 @@ def test_a_session_larger_than_the_folder_may_be_stays_in_memory(
 def test_a_process_that_is_killed_leaves_no_older_state_and_no_new_session(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path
 ) -> None:
-    """What it had in memory alone is named as lost."""
+    """The sessions that a killed process had only in memory are reported as lost."""
     kept = store(engine, tmp_path, 1 << 30)
     kept.put("a", snapshots[0])
     kept.flush()
@@ -196,7 +196,7 @@ def test_what_a_killed_process_left_is_cleared_away_and_other_files_stay(engine:
 
 
 class Template:
-    """One character per token: u and a begin a message, a dot ends it."""
+    """A chat template with one character per token: u and a begin a message, and a dot ends it."""
 
     def render(self, messages: Any, tools: Any = None, **_: Any) -> str:
         return "".join(f"{m['role'][0]}{m['content']}." for m in messages) + "a"

@@ -1,4 +1,4 @@
-"""Sessions in a folder that two processes use: each sees what the other has written, whole, and nothing older."""
+"""Tests of sessions in a folder that two processes use: each sees the other's complete files, and no older state."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_what_one_has_put_another_gets_at_once_and_nothing_older(
             assert kept.delete(name) is (newest.get(name) is not None)
             newest[name] = None
         else:
-            found, expected = kept.get(name), newest.get(name)
-            assert found is None if expected is None else same(found, expected)
+            actual, expected = kept.get(name), newest.get(name)
+            assert actual is None if expected is None else same(actual, expected)
     one.put("a", snapshots[0])
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "s" / f"a{SUFFIX}").stat().st_mode) == 0o600
@@ -84,7 +84,7 @@ def test_memory_and_disk_are_bounded(engine: Engine, snapshots: list[Snapshot], 
     kept = store(engine, tmp_path, 2 * size, 2 * file)
     for i, snapshot in enumerate(snapshots):
         kept.put(f"s{i}", snapshot)
-        os.utime(tmp_path / f"s{i}{SUFFIX}", ns=(i, i))  # a coarse clock may give one time to all
+        os.utime(tmp_path / f"s{i}{SUFFIX}", ns=(i, i))  # a coarse clock may give all files one time
         assert kept.memory_bytes <= 2 * size and kept.disk_bytes <= 2 * file
     assert sorted(path.name for path in tmp_path.glob(f"*{SUFFIX}")) == [f"s{i}{SUFFIX}" for i in (2, 3)]
     with pytest.raises(SessionLost, match="session s0 is gone"):

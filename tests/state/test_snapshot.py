@@ -1,4 +1,4 @@
-"""Snapshots: what goes on from one is what would have gone on, and no bytes but those of one are taken for one."""
+"""Tests of snapshots: a request continues from one as if it had not stopped, and damaged bytes are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvexport.language.grammar import Grammar
 from kvexport.state.snapshot import Snapshot
 from tests.support.blobs import mutated
 
-LONG = [3 * i % 60 for i in range(70)]  # past the budget of 32 slots
+LONG = [3 * i % 60 for i in range(70)]  # beyond the budget of 32 slots
 CHOICES: list[dict[str, Any]] = [
     {"max_new_tokens": 40},
     {"max_new_tokens": 40, "do_sample": True, "seed": 9, "repetition_penalty": 1.2},
@@ -67,7 +67,7 @@ def test_a_preempted_request_goes_on_with_the_tokens_it_would_have_got(
     snapshot = engine.preempt(first.id)
     assert (first.state, first.finish_reason) == (State.FINISHED, "preempted") and not engine.busy
     assert snapshot.length == (32 if tokens == 0 else len(LONG) + tokens - 1)
-    answer(engine, Request([5] * 50, engine.settings(max_new_tokens=5)))  # the lane goes to another
+    answer(engine, Request([5] * 50, engine.settings(max_new_tokens=5)))  # the lane is given to another request
     second = Request((), start=through_bytes(engine, snapshot))
     rest = answer(engine, second)
     assert [token.id for token in first.tokens] + rest == expected
@@ -159,7 +159,7 @@ def test_forks_of_a_request_that_leaves_are_answered(tiny_artifact: Path, engine
     assert sum(each.timing.prompt_tokens for each in forks) in (0, len(LONG))
 
 
-# What cannot be gone on with.
+# Snapshots from which no request can continue.
 
 
 def test_a_snapshot_of_nan_fails_alone_and_leaves_a_clean_lane(engine: Engine, snapshot: Snapshot) -> None:
@@ -215,12 +215,12 @@ def test_no_changed_bytes_are_taken_for_a_snapshot(engine: Engine, snapshot: Sna
     for _ in range(100):
         how, changed = mutated(data, rng)
         try:
-            found = Snapshot.from_bytes(changed, engine.manifest)
+            restored = Snapshot.from_bytes(changed, engine.manifest)
         except SnapshotError:
             continue
-        # Under digests that were computed anew values may be any, but nothing else: the snapshot can be run.
+        # With recomputed digests the values may be changed, but nothing else: the snapshot can be run.
         assert how.startswith("resigned") or changed == data, how
-        request = Request([1, 2], engine.settings(max_new_tokens=2), start=found)
+        request = Request([1, 2], engine.settings(max_new_tokens=2), start=restored)
         try:
             answer(engine, request)
         except KvexportError:

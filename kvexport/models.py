@@ -198,7 +198,7 @@ def is_model(source: str) -> bool:
 def _trained_length(path: str, revision: str | None) -> int | None:
     """Return the number of positions that a model was trained for, at most LONGEST; None if its config has none."""
     from kvexport.export.model.checkpoint import is_gguf, read_checkpoint, resolve_checkpoint
-    from kvexport.export.model.shards import parse_object, read_file
+    from kvexport.tensor_files.shards import parse_object, read_file
 
     folder = resolve_checkpoint(path, revision, weights=False)
     if is_gguf(str(folder)):

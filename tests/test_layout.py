@@ -34,6 +34,7 @@ ORDER = [
     "report",
     "ops",
     "artifact",
+    "tensor_files",
     "backends",
     "ranks",
     "language",

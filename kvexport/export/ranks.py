@@ -25,12 +25,13 @@ from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import ALL_REDUCE
 from kvexport.export.model.probe import probe_layers
 from kvexport.export.model.shape import ModelShape
-from kvexport.export.model.tensors import Source, TensorEntry
-from kvexport.export.weights.casting import read_rows, row_blocks
+from kvexport.export.model.tensors import Source
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_bytes, weight_specs
 from kvexport.export.weights.write import Location, Spec, TensorSpec, total_bytes
 from kvexport.ops.packed import PackedFormat, PackedTensor, pack, unpack
+from kvexport.tensor_files.casting import read_rows, row_blocks
+from kvexport.tensor_files.entry import TensorEntry
 
 if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe

@@ -11,10 +11,10 @@ from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import load_config
 from kvexport.export.model.hf_model import auto_class, buffers_as_parameters
 from kvexport.export.model.tensors import dense_values
-from kvexport.export.weights.casting import load_tensor
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.importance import weigh
 from kvexport.export.weights.specs import weight_specs
+from kvexport.tensor_files.casting import load_tensor
 
 
 def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import read_checkpoint
-from kvexport.export.model.shards import DTYPE_BITS
+from kvexport.tensor_files.shards import DTYPE_BITS
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -17,10 +17,10 @@ from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import TYPES, GgufWeight, read_gguf
 from kvexport.export.model.tensors import dense_values
-from kvexport.export.weights.casting import load_tensor
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.fields import Recipe
+from kvexport.tensor_files.casting import load_tensor
 from kvexport.validate.runner import validate_artifact
 from tests.support.gguf_files import Q8_0, entry, gguf, q8_0, text, tiny_gguf
 from tests.support.tiny_model import RECIPE

@@ -17,10 +17,10 @@ from kvexport.errors import UsageError
 from kvexport.export.build import read_model
 from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.export.model.tensors import PackedExperts, dense_values
-from kvexport.export.weights.casting import load_tensor
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
 from kvexport.recipe.fields import Recipe
+from kvexport.tensor_files.casting import load_tensor
 from tests.support import models
 from tests.support.gguf_files import F32, Q8_0, Tensors, entry, gguf, q8_0
 from tests.support.tiny_model import RECIPE

@@ -20,9 +20,10 @@ from kvexport.export.model.gguf import read_gguf
 from kvexport.export.model.gguf_model import cached_texts, tensors_of
 from kvexport.export.model.hub import download
 from kvexport.export.model.quantized.methods import quantization_of, read_quantized
-from kvexport.export.model.shards import INDEX, is_present, list_shards, parse_object, read_file, read_shard, some_names
-from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.export.model.tensors import Source
 from kvexport.export.model.wheel import WHEEL, fetch
+from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import INDEX, is_present, list_shards, parse_object, read_file, read_shard, some_names
 
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", re.ASCII)

@@ -33,8 +33,9 @@ from transformers.core_model_loading import (
 from kvexport.errors import UsageError
 from kvexport.export.hooks.experts import Layout, expert_layouts
 from kvexport.export.model.packed_experts import kept_packed, require_experts
-from kvexport.export.model.tensors import Array, PackedExperts, Source, TensorEntry, dense_values
-from kvexport.export.weights.casting import read_rows
+from kvexport.export.model.tensors import Array, PackedExperts, Source, dense_values
+from kvexport.tensor_files.casting import read_rows
+from kvexport.tensor_files.entry import TensorEntry
 
 Stored = TensorEntry | Source
 PLAIN = Layout(transposed=False, interleaved=False)

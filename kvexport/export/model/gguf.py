@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.model.ggml_blocks import EXPERT_LAYOUTS, LAYOUTS, Layout
-from kvexport.export.model.tensors import TensorEntry
-from kvexport.export.weights.casting import BLOCK_BYTES, read_at, read_rows, row_blocks
 from kvexport.ops.packed import PackedFormat
+from kvexport.tensor_files.casting import BLOCK_BYTES, read_at, read_rows, row_blocks
+from kvexport.tensor_files.entry import TensorEntry
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

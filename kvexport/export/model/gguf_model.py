@@ -22,8 +22,9 @@ from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight
 from kvexport.export.model.gguf_architectures import ARCHITECTURES, BARE, EXPERTS, SQUEEZED, Architecture, shortest
 from kvexport.export.model.gguf_sources import SmallTensor, experts_of
-from kvexport.export.model.tensors import Source, TensorEntry
-from kvexport.export.weights.casting import read_blocks
+from kvexport.export.model.tensors import Source
+from kvexport.tensor_files.casting import read_blocks
+from kvexport.tensor_files.entry import TensorEntry
 
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)")
 _PAIRED_BIASES = ("_q.bias", "_k.bias")

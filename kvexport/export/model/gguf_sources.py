@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from kvexport.errors import UsageError
 from kvexport.export.model.gguf import GgufWeight
 from kvexport.export.model.gguf_architectures import DOWN_EXPERTS, GATE_EXPERTS, UP_EXPERTS
-from kvexport.export.model.tensors import Array, Dense, PackedExperts, Source, TensorEntry
-from kvexport.export.weights.casting import load_tensor
+from kvexport.export.model.tensors import Array, Dense, PackedExperts, Source
+from kvexport.tensor_files.casting import load_tensor
+from kvexport.tensor_files.entry import TensorEntry
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 

@@ -21,9 +21,9 @@ from kvexport.export.model.config import first_line_of, load_config
 from kvexport.export.model.hf_model import buffers_as_parameters, on_meta, parameter_sources
 from kvexport.export.model.norm_outputs import NormOutputs, is_norm
 from kvexport.export.model.tensors import dense_values
-from kvexport.export.weights.casting import load_tensor, read_rows
 from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe
+from kvexport.tensor_files.casting import load_tensor, read_rows
 
 UNREAD = nn.UninitializedParameter(requires_grad=False)
 """In the place of a weight. Whatever is computed with it is an error, where one on the meta device may give numbers."""

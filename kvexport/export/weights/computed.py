@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
-from kvexport.export.weights.casting import WANTED, Dtype
 from kvexport.ops.packed import PackedTensor, pack
+from kvexport.tensor_files.casting import WANTED, Dtype
 
 Array = NDArray[Any]
 

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.model.tensors import Source, TensorEntry
-from kvexport.export.weights.casting import read_rows, row_blocks
+from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import GROUPS, PackedFormat, pack
+from kvexport.tensor_files.casting import read_rows, row_blocks
+from kvexport.tensor_files.entry import TensorEntry
 
 Floats = NDArray[np.float32]
 # Of the scale that takes the largest value to the lowest number.

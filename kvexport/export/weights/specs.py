@@ -20,11 +20,12 @@ from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.conversion import PLAIN, assembled_parameters
 from kvexport.export.model.hf_model import parameter_sources
 from kvexport.export.model.packed_experts import refuse_other_router, why_floats
-from kvexport.export.model.tensors import Dense, Source, TensorEntry
+from kvexport.export.model.tensors import Dense, Source
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.quantize import Rounded, fitting_group
 from kvexport.export.weights.write import Spec, TensorSpec, check_specs, total_bytes
 from kvexport.ops.packed import PackedFormat
+from kvexport.tensor_files.entry import TensorEntry
 
 if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe, WeightsSection

@@ -21,8 +21,9 @@ import numpy as np
 
 from kvexport.artifact.digests import file_digests
 from kvexport.errors import UsageError
-from kvexport.export.model.tensors import Source, TensorEntry
-from kvexport.export.weights.casting import (
+from kvexport.export.model.tensors import Source
+from kvexport.export.weights.computed import ComputedSpec, component_blocks, component_name
+from kvexport.tensor_files.casting import (
     BLOCK_BYTES,
     SAME,
     WANTED,
@@ -32,7 +33,7 @@ from kvexport.export.weights.casting import (
     require_float,
     shrunk,
 )
-from kvexport.export.weights.computed import ComputedSpec, component_blocks, component_name
+from kvexport.tensor_files.entry import TensorEntry
 
 DATA_FILE = "decoder.weights"
 LINK_FOLDER = "weights"

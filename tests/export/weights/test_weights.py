@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import TensorEntry, read_checkpoint
-from kvexport.export.weights.casting import load_tensor
 from kvexport.export.weights.write import (
     Location,
     SharedWeights,
@@ -29,6 +28,7 @@ from kvexport.export.weights.write import (
     total_bytes,
     write_weights,
 )
+from kvexport.tensor_files.casting import load_tensor
 
 TORCH = {"float32": torch.float32, "float16": torch.float16}
 STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -30,8 +30,9 @@ from kvexport.export.model.quantized.reading import (
     whole,
     wrong,
 )
-from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import PackedFormat, pack
+from kvexport.tensor_files.entry import TensorEntry
 
 Layout = Literal["gptq", "gptq_v2", "awq"]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of eight outputs is

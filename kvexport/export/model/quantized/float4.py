@@ -35,9 +35,10 @@ from kvexport.export.model.quantized.reading import (
     whole,
     wrong,
 )
-from kvexport.export.model.tensors import Source, TensorEntry
-from kvexport.export.weights.casting import BLOCK_BYTES, read_at, read_blocks, row_blocks
+from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import E2M1, PackedFormat
+from kvexport.tensor_files.casting import BLOCK_BYTES, read_at, read_blocks, row_blocks
+from kvexport.tensor_files.entry import TensorEntry
 
 _FP8 = "F8_E4M3"
 _DOUBLED = np.array(E2M1, np.int8)

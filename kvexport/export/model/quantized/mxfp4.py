@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.model.quantized.reading import Read, Tensors, require, require_shape, wrong
-from kvexport.export.model.tensors import Source, TensorEntry
-from kvexport.export.weights.casting import read_at
+from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import E2M1, PackedFormat
+from kvexport.tensor_files.casting import read_at
+from kvexport.tensor_files.entry import TensorEntry
 
 GROUP = 32
 BLOCKS, SCALES = "_blocks", "_scales"

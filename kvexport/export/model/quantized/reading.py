@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.model.tensors import Source, TensorEntry
-from kvexport.export.weights.casting import read_blocks, shrunk
+from kvexport.export.model.tensors import Source
+from kvexport.tensor_files.casting import read_blocks, shrunk
+from kvexport.tensor_files.entry import TensorEntry
 
 Array = NDArray[Any]
 Tensors = Mapping[str, TensorEntry]

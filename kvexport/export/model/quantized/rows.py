@@ -32,9 +32,10 @@ from kvexport.export.model.quantized.reading import (
     whole,
     wrong,
 )
-from kvexport.export.model.tensors import Source, TensorEntry
-from kvexport.export.weights.casting import BLOCK_BYTES, read_at, row_blocks
+from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import PackedFormat, pack
+from kvexport.tensor_files.casting import BLOCK_BYTES, read_at, row_blocks
+from kvexport.tensor_files.entry import TensorEntry
 
 _FLOATS = ("F16", "BF16", "F32")
 _FP8 = "F8_E4M3"

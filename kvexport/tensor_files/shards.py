@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kvexport.errors import UsageError
-from kvexport.export.model.tensors import TensorEntry
+from kvexport.tensor_files.entry import TensorEntry
 
 HEADER_LIMIT = 100_000_000
 """Most bytes of a safetensors header, the limit of the safetensors library itself."""

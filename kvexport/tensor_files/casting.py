@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from kvexport.errors import UsageError
-from kvexport.export.model.tensors import TensorEntry
+from kvexport.tensor_files.entry import TensorEntry
 
 Dtype = Literal["float32", "float16"]
 

@@ -1,0 +1,4 @@
+"""Files of tensors in the safetensors format: their headers, the tensors' values, and LoRA adapters.
+
+The export reads checkpoints with these modules, and the engine reads adapters. They need numpy alone.
+"""

@@ -1,0 +1,158 @@
+"""LoRA adapters in the format of PEFT: their files, read and checked.
+
+An adapter holds, for each weight W [outputs, inputs] that it changes, two matrices A [rank, inputs] and B [outputs,
+rank]. The changed weight is W + s B A, where s is `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora` (PEFT,
+`LoraLayer.update_layer`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvexport.artifact.digests import file_digests
+from kvexport.errors import UsageError
+from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import is_present, parse_object, read_file, read_shard, some_names
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+_MERGE = "merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(DIRECTORY)"
+_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+# Settings of PEFT that change what an adapter computes, and their values that kvexport implements.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "alora_invocation_tokens": (None, []),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+}
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """A LoRA adapter as PEFT saved it.
+
+    Attributes:
+        folder: The folder of the adapter.
+        config: The content of adapter_config.json.
+        pairs: The matrices A [rank, inputs] and B [outputs, rank] of each module that the adapter changes.
+        digest: The SHA-256 of the settings and the matrices, in hexadecimal.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    pairs: Mapping[str, tuple[TensorEntry, TensorEntry]]
+    digest: str
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the checkpoint of the adapter stores weights as [inputs, outputs] (`fan_in_fan_out`)."""
+        return bool(self.config.get("fan_in_fan_out"))
+
+    def scale(self, module: str) -> float:
+        """Return the factor s of the product B A of a module.
+
+        Raises:
+            UsageError: `lora_alpha` is no number, or a name in `alpha_pattern` is a regular expression.
+        """
+        rank, alpha = self.pairs[module][0].shape[0], self._alpha(module)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _alpha(self, module: str) -> float:
+        """Return PEFT's `lora_alpha` of a module: that of the first name in `alpha_pattern` that ends its name."""
+        file = self.folder / CONFIG
+        alpha, patterns = self.config.get("lora_alpha", 8), self.config.get("alpha_pattern") or {}
+        for name, value in patterns.items() if isinstance(patterns, dict) else ():
+            if not re.fullmatch(r"[\w.]+", name):  # a regular expression of a stranger may run for ever
+                raise UsageError(f"{file} has an alpha_pattern {name!r} that is no plain name of a module", _MERGE)
+            if f".{module}".endswith(f".{name}"):
+                alpha = value
+                break
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise UsageError(f"{file} has lora_alpha {alpha!r}, expected a number", f"download {CONFIG} again")
+        return float(alpha)
+
+
+def read_adapter(folder: Path, setting: str) -> AdapterFiles:
+    """Read the settings of a LoRA adapter and the header of its matrices.
+
+    Args:
+        folder: The folder of the adapter, with adapter_config.json and adapter_model.safetensors.
+        setting: The user's setting that names the folder, for messages.
+
+    Raises:
+        UsageError: A file is missing or damaged, or the adapter is none of LoRA's plain form.
+    """
+    config = _read_config(folder, setting)
+    pairs = _pairs(folder, read_shard(folder / WEIGHTS).tensors)
+    facts = json.dumps([*file_digests(folder, [WEIGHTS]), config], sort_keys=True)
+    return AdapterFiles(folder, config, pairs, hashlib.sha256(facts.encode()).hexdigest())
+
+
+def matching_name(module: str, names: Iterable[str]) -> str | None:
+    """Return the one of `names` that a module of an adapter is; None if there is none, or no single one.
+
+    Checkpoints of a text model inside a wrapper, and of a base model, have a longer or shorter prefix.
+    """
+    names = list(names)
+    if module in names:
+        return module
+    close = [name for name in names if name.endswith(f".{module}") or module.endswith(f".{name}")]
+    return close[0] if len(close) == 1 else None
+
+
+def _read_config(folder: Path, setting: str) -> dict[str, Any]:
+    if not is_present(folder / WEIGHTS) and is_present(folder / _PICKLE):
+        script = (
+            "import torch; from safetensors.torch import save_file; "
+            f"save_file(torch.load('{_PICKLE}', weights_only=True), '{WEIGHTS}')"
+        )
+        raise UsageError(
+            f"{setting} {str(folder)!r} holds a pickle ({_PICKLE}), which can run code when read; expected {WEIGHTS}",
+            f'convert it in its folder: python -c "{script}"',
+        )
+    if not is_present(folder / CONFIG) or not is_present(folder / WEIGHTS):
+        raise UsageError(
+            f"{setting} {str(folder)!r} is no folder with {CONFIG} and {WEIGHTS}",
+            f"{setting}=FOLDER that PEFT's save_pretrained() wrote",
+        )
+    config = parse_object(folder / CONFIG, read_file(folder / CONFIG))
+    for key, values in _ONLY.items():
+        if config.get(key) not in values and key in config:
+            raise UsageError(
+                f"{folder / CONFIG} has {key} {config[key]!r}; only adapters with {key} {values[0]!r} are supported",
+                _MERGE,
+            )
+    return config
+
+
+def _pairs(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, tuple[TensorEntry, TensorEntry]]:
+    """Return the matrices A and B of each module that an adapter changes."""
+    factors: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in tensors.items():
+        match = _KEY.fullmatch(name)
+        if match is None or len(entry.shape) != 2 or 0 in entry.shape:
+            raise UsageError(
+                f"{folder / WEIGHTS} holds {name!r}, which is no matrix A or B of a linear layer",
+                "train the adapter on linear layers alone, or merge it with PEFT's merge_and_unload()",
+            )
+        factors.setdefault(match["module"], {})[match["factor"]] = entry
+    halves = [module for module, found in factors.items() if len(found) < 2]
+    if halves or not factors:
+        raise UsageError(
+            f"{folder / WEIGHTS} lacks lora_A or lora_B of {some_names(halves)}"
+            if halves
+            else f"{folder / WEIGHTS} holds no matrices",
+            f"download {WEIGHTS} again",
+        )
+    return {module: (factor["A"], factor["B"]) for module, factor in sorted(factors.items())}

@@ -1,4 +1,4 @@
-"""How layers share the budget."""
+"""Tests of how layers share the budget."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_a_listed_layer_cannot_hold_goes_to_the_others() -> None:
     plan_cache(loaded, [LayerGeometry(2, 2, 8, 8)] * 4)  # every layer has room for its sinks and recent slots
     cache["allocation"]["whole"] = [1]
     assert allocate(Recipe.model_validate({**recipe, "cache": cache}), 4) == [176, 200, 12, 12]
-    # Nothing to share out: all alike.
+    # Nothing is left to share: all layers get the same.
     assert allocate(Recipe.model_validate({**recipe, "cache": {**cache, "budget": 230}}), 4) == [240, 200, 240, 240]
 
 
@@ -77,7 +77,7 @@ def test_listed_heads_have_caches_of_their_own_in_the_same_bytes() -> None:
     assert apart.bytes() == uniform.bytes()
     assert layer_caches(geometry, 6) == [range(2), range(2, 4), range(4, 6)]
     assert cache_geometry(geometry, 6) == [LayerGeometry(4, 1, 16, 16)] * 6
-    # Of a whole layer every head is; a method that evicts nothing has no use for shares.
+    # All heads of a whole layer are whole. A method that evicts nothing ignores shares.
     cache = {"method": "h2o", "budget": 100, "allocation": {"kind": "listed", "shares": shares, "whole": [1]}}
     recipe = Recipe.model_validate({"model": {"path": "-"}, "limits": {"max_length": 150}, "cache": cache})
     assert allocate(recipe, 3) == [38, 112, 150, 150, 19, 131]

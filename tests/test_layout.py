@@ -1,4 +1,4 @@
-"""Imports go one way: what a module of the package may import stands in docs/reference/architecture.md's order."""
+"""Imports go one way, in the order of docs/reference/architecture.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from kvexport.backends.sections import names
 
 PACKAGE = Path(__file__).parent.parent / "kvexport"
-# Lower may import higher up, never the other way round. `ops` and `methods` know nothing of models; `engine` knows
+# A module may import those above it, never those below. `ops` and `methods` know nothing of models; `engine` knows
 # nothing of torch.
 ORDER = [
     "version",
@@ -24,7 +24,7 @@ ORDER = [
     "packages",
     "schema",
     "methods",
-    "sections",  # of the backends: what a recipe may say of them
+    "sections",  # of the backends: the settings that a recipe may have for them
     "recipe",
     "allocation",
     "cache",
@@ -55,8 +55,8 @@ ORDER = [
 HEAVY = {"torch", "transformers", "onnx", "onnxscript", "onnx_ir", "polygraphy"}
 
 
-# A recipe's keys come from the backends: of their folder the registry, its list of sections and every section.py are
-# read with a recipe, and import no more than one does.
+# A recipe's keys come from the backends. The registry, its list of sections and every section.py are read with a
+# recipe, and import no more than a recipe does.
 SECTIONS = re.compile(r"kvexport\.(recipe\.section|backends(\.sections|\.\w+\.section)?)")
 
 
@@ -70,7 +70,7 @@ def layer_of(module: str) -> str:
 
 @cache
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """(imported module, whether it happens when the file itself is imported)."""
+    """Return (imported module, whether it is imported together with the file) for every import of a file."""
     tree = ast.parse(path.read_text())
     lazy = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)}
     typing = {
@@ -116,7 +116,7 @@ def package_graph() -> dict[str, set[str]]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import one another in a circle, the first again at the end; [] where there is none."""
+    """Return modules that import one another in a circle, with the first again at the end, or []."""
     done: set[str] = set()
 
     def walk(module: str, trail: list[str]) -> list[str]:
@@ -222,7 +222,10 @@ def test_the_architecture_has_the_order_of_imports() -> None:
 
 
 def test_every_path_that_the_architecture_names_is_there() -> None:
-    """Paths from the repository's root, and names within the folder that heads their row."""
+    """Every path that the architecture names exists.
+
+    Paths are relative to the repository's root, or to the folder at the beginning of their row.
+    """
     for row in ARCHITECTURE.split("## How a model is traced")[0].splitlines():
         folders = [ROOT / top / name for top in ("kvexport", "plugins") for name in re.findall(r"^\| `(\w+)/`", row)]
         folder = next((path for path in folders if path.is_dir()), None)

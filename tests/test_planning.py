@@ -1,4 +1,4 @@
-"""The plan of a recipe is what the runtime allocates and what the build writes, to the byte."""
+"""The plan of a recipe equals the runtime's allocations and the build's files, to the byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan_of(recipe: Path, *overrides: str) -> MemoryPlan:
 
 
 def cache_bytes(plan: MemoryPlan, budget: int) -> int:
-    """Of max_batch sequences at a uniform budget, counted slot by slot."""
+    """Return the bytes of a cache for max_batch sequences with a uniform budget, counted slot by slot."""
     limits, recipe = plan.recipe.limits, plan.recipe
     total = 8 * limits.max_batch
     for layer in plan.geometry:
@@ -70,9 +70,9 @@ def test_as_many_sequences_fit_as_do_fit(tiny_recipe: Path) -> None:
 def test_the_largest_budget_fits_and_one_more_slot_does_not(tiny_recipe: Path, budget: int) -> None:
     plan = plan_of(tiny_recipe, "cache.allocation.kind=cosine")
     room = plan.weight_bytes + cache_bytes(plan, budget)
-    found = plan.fit(room).largest_budget
-    # Without slack the longest budget takes less than those just below it.
-    assert found == (512 if cache_bytes(plan, 512) <= cache_bytes(plan, budget) else budget)
+    largest = plan.fit(room).largest_budget
+    # Without slack the longest budget takes less than slightly smaller ones.
+    assert largest == (512 if cache_bytes(plan, 512) <= cache_bytes(plan, budget) else budget)
     assert plan.fit(plan.weight_bytes + cache_bytes(plan, 40) - 1).largest_budget == 39
 
 

@@ -1,4 +1,4 @@
-"""The number of threads on hybrid processors, machines with several memory nodes, and in containers: faked systems."""
+"""Tests of the number of threads on faked systems: hybrid processors, several memory nodes, and containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Artifacts: what is published, when, and what a build leaves alone."""
+"""Tests of publishing artifacts: the content, the moment, and the files that a build must not touch."""
 
 from __future__ import annotations
 

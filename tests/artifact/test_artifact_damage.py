@@ -1,4 +1,4 @@
-"""Artifacts: whatever was altered is found before anything is opened."""
+"""Any change of an artifact's files is found before a file is opened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_byte_altered_anywhere_is_found(tmp_path: Path) -> None:
         good = path.read_bytes()
         for position, byte in enumerate(good):
             bad = bytearray(good)
-            # A blank becomes a tab, which JSON reads the same; every other letter changes its case.
+            # A blank becomes a tab, which JSON reads the same way. Every other letter changes its case.
             bad[position] ^= 0x29 if byte == 0x20 else (0x01, 0x20)[position % 2]
             path.write_bytes(bad)
             with pytest.raises(ArtifactError) as caught:

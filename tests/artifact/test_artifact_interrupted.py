@@ -1,4 +1,4 @@
-"""Artifacts: builds that fail, are killed, or find the disk full leave the old artifact, the new one, or nothing."""
+"""Builds that fail, are killed, or find the disk full leave the old artifact, the new one, or nothing."""
 
 from __future__ import annotations
 
@@ -36,8 +36,13 @@ def test_a_failed_build_leaves_the_old_artifact_and_nothing_else(tmp_path: Path,
 
 
 def after_kill(target: Path, labels: set[str], load_first: bool) -> None:
-    """What a kill may leave: a whole artifact or none, which the next build clears up. load_first: a reader comes
-    before it."""
+    """Check the state after a kill: a complete artifact or none, and the next build removes the remains.
+
+    Args:
+        target: The path of the artifact.
+        labels: The labels that the artifact may have; "absent" allows none.
+        load_first: Whether a reader comes before the next build.
+    """
     absent_allowed = "absent" in labels
     if not load_first:
         with pytest.raises(ZeroDivisionError), staging(target):
@@ -176,7 +181,7 @@ print(sorted(path.name for path in root.iterdir()))
 """
 
 
-# Not collected where no process may mount: the same paths are covered above with the kernel's own ENOSPC, from
+# Collected only if processes may mount. The tests above cover the same code with the kernel's own ENOSPC, from
 # /dev/full.
 if namespaces_allowed():
 

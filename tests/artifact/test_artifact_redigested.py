@@ -1,4 +1,4 @@
-"""Files of an artifact that are damaged and have the right digests all the same: refused as the artifact's fault."""
+"""Damaged files of an artifact whose digests match are refused, and the error says that the artifact is at fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cut(data: bytes) -> bytes:
 
 
 def other_slots(data: bytes) -> bytes:
-    """An ONNX graph for a cache of one slot more."""
+    """Return an ONNX graph for a cache with one slot more."""
     model = onnx.ModelProto.FromString(data)
     for value in model.graph.input:
         if value.name == "past_key_values.1.votes":
@@ -58,24 +58,24 @@ def refused(artifact: Path, folder: Path, name: str, data: bytes) -> str:
     manifest = load_manifest(copy)
     (copy / name).write_bytes(data)
     write_manifest(copy, manifest.to_json())
-    said = failure(5, "generate", copy, "abc", "--max-new-tokens", 3)
+    message = failure(5, "generate", copy, "abc", "--max-new-tokens", 3)
     if name.endswith(".onnx"):
         shown = run("inspect", copy)
         assert shown.exit_code in (0, 5) and (shown.exit_code == 0 or "is no ONNX graph" in shown.stderr)
-    assert "build" in said.split("fix: ")[1]
-    return said
+    assert "build" in message.split("fix: ")[1]
+    return message
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_damage_that_the_digests_do_not_tell_is_the_artifacts(
     tiny_artifact: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
-    said = refused(tiny_artifact, tmp_path, name, DAMAGE[kind]((tiny_artifact / name).read_bytes()))
-    assert str(tmp_path / "copy") in said
+    message = refused(tiny_artifact, tmp_path, name, DAMAGE[kind]((tiny_artifact / name).read_bytes()))
+    assert str(tmp_path / "copy") in message
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "message"),
     [
         ("decoder.onnx", other_slots, "input past_key_values.1.votes is "),
         ("merge.onnx", other_slots, "input past_key_values.1.votes is "),
@@ -84,25 +84,25 @@ def test_damage_that_the_digests_do_not_tell_is_the_artifacts(
     ],
 )
 def test_graphs_of_another_cache_are_refused(
-    tiny_artifact: Path, tmp_path: Path, name: str, change: Callable[[bytes], bytes], said: str
+    tiny_artifact: Path, tmp_path: Path, name: str, change: Callable[[bytes], bytes], message: str
 ) -> None:
-    assert said in refused(tiny_artifact, tmp_path, name, change((tiny_artifact / name).read_bytes()))
+    assert message in refused(tiny_artifact, tmp_path, name, change((tiny_artifact / name).read_bytes()))
 
 
 @pytest.mark.parametrize(("name", "source"), [("decoder.onnx", "merge.onnx"), ("merge.onnx", "decoder.onnx")])
 def test_graphs_in_one_anothers_place_are_refused(tiny_artifact: Path, tmp_path: Path, name: str, source: str) -> None:
-    said = refused(tiny_artifact, tmp_path, name, (tiny_artifact / source).read_bytes())
-    assert "it has no input input_ids" in said or "its input input_ids is " in said
+    message = refused(tiny_artifact, tmp_path, name, (tiny_artifact / source).read_bytes())
+    assert "it has no input input_ids" in message or "its input input_ids is " in message
 
 
 def test_a_graph_that_is_no_graph_is_named_by_inspect(tiny_artifact: Path, tmp_path: Path) -> None:
     refused(tiny_artifact, tmp_path, "merge.onnx", bytes(range(256)))
-    said = failure(5, "inspect", tmp_path / "copy")
-    assert "copy/merge.onnx is no ONNX graph" in said and "kvexport build" in said
+    message = failure(5, "inspect", tmp_path / "copy")
+    assert "copy/merge.onnx is no ONNX graph" in message and "kvexport build" in message
 
 
 def test_a_path_that_is_not_utf8_is_no_damaged_artifact(tiny_artifact: Path, tmp_path: Path) -> None:
     copy = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xffart"))
     shutil.copytree(tiny_artifact, copy)
-    said = failure(2, "generate", copy, "abc", "--max-new-tokens", 3)
-    assert "is not UTF-8" in said and "mv the artifact" in said
+    message = failure(2, "generate", copy, "abc", "--max-new-tokens", 3)
+    assert "is not UTF-8" in message and "mv the artifact" in message

@@ -1,4 +1,4 @@
-"""The manifest as typed values: every field that is missing, of another type or a contradiction is named."""
+"""Tests of the manifest as typed values: a missing field, one of another type, and a contradiction are named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvexport.errors import ArtifactError
 from kvexport.schema.state import CONTRACT_VERSION
 from tests.support.artifacts import rewrite
 
-# Added by the writer, or without meaning to whoever runs the artifact: everything else is read.
+# The writer adds these fields. A reader uses all others.
 UNREAD = {"format", "manifest_sha256"}
 OPTIONAL = {
     "engines",
@@ -44,7 +44,7 @@ def copied(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, of lists the first entry alone."""
+    """Yield the path of every item in a JSON value, in lists only of the first item."""
     if above:
         yield above
     if isinstance(value, dict):
@@ -85,7 +85,7 @@ def test_every_field_of_another_type_is_an_artifact_error_that_names_it(raw: dic
             continue
         number = isinstance(at(raw, place), int | float)
         for new in ({"?": [[]]}, [[{}]], *(("1", None) if number else ())):
-            # A method without tables of its own has none; method parameters may come as text, and counts be null.
+            # A method may have no rotary tables. Method parameters may be texts, and counts may be null.
             if "rotary" in place or (new in ("1", None) and place[0] == "recipe"):
                 continue
             changed = copied(raw)
@@ -204,7 +204,7 @@ def test_a_directory_that_is_no_artifact_is_not_to_be_removed(tmp_path: Path, ma
 def test_a_directory_is_not_looked_through_before_it_says_that_it_is_an_artifact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kvexport inspect /` would otherwise read the tree of the whole machine first."""
+    """A directory is not scanned before its manifest is read: `kvexport inspect /` would read the whole machine."""
 
     def untouched(*_: Any) -> None:
         raise AssertionError("the directory was looked through")

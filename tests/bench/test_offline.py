@@ -1,4 +1,4 @@
-"""An artifact's speed: what is measured, and what there is no room for."""
+"""Tests of the measurement of an artifact's speed, and of refusals for lack of room."""
 
 from __future__ import annotations
 

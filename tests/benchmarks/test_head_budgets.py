@@ -1,4 +1,4 @@
-"""The simulation of budgets of heads has the caches that an engine has."""
+"""A test that the simulation of head budgets has the same caches as an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which queries a compression is given as its reference queries."""
+"""Tests of the reference queries that a compression gets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS, GROUP, SIZE = 2, 3, 4
 
 
 def read_text() -> Read:
-    """Of queries that say which token and which query head of the group they are of, in their first two numbers."""
+    """Return a text whose queries hold their token and their query head of the group in the first two numbers."""
     read: Any = Read.__new__(Read)
     read.group, read.rotary = GROUP, Rotary((0.5, 0.25))
     tokens = LENGTH + 500
@@ -36,7 +36,7 @@ def read_text() -> Read:
 def test_a_ring_has_all_heads_of_its_tokens_and_what_each_has_seen(of: str, first: int) -> None:
     ring, seen = read_text().chosen(0, of, 8 * GROUP)
     assert ring.shape == (1, HEADS, 8 * GROUP, SIZE) and seen.shape == ring.shape[:3] and seen.dtype == torch.int32
-    tokens, heads = ring[0, 1, :, 0] / 2, ring[0, 1, :, 1] / 2  # the logits' scale is in them
+    tokens, heads = ring[0, 1, :, 0] / 2, ring[0, 1, :, 1] / 2  # the scale of the logits is part of the queries
     assert heads.tolist() == [0, 1, 2] * 8
     assert tokens[::GROUP].tolist() == tokens[2::GROUP].tolist() == sorted(set(tokens.tolist()))
     assert tokens[0] == first and tokens[-1] == (LENGTH + 499 if of == "again" else LENGTH - 1)
@@ -53,7 +53,7 @@ def test_turned_queries_and_keys_are_as_they_would_be_at_the_end() -> None:
     read = read_text()
     plain, turned = (read.chosen(0, of, 4 * GROUP)[0] for of in ("spread", "turned"))
     assert read.chosen(0, "turned", 4 * GROUP)[1].unique().tolist() == [LENGTH]
-    angle = 0.5 * (LENGTH - 500 + 1)  # of the first token's first plane: numbers 0 and 2
+    angle = 0.5 * (LENGTH - 500 + 1)  # the angle of the first token's first plane, which has numbers 0 and 2
     x, y = plain[0, 0, 0, 0].item(), plain[0, 0, 0, 2].item()
     assert turned[0, 0, 0, 0].item() == pytest.approx(x * math.cos(angle) - y * math.sin(angle), rel=1e-3)
     keys, seen = read.chosen(0, "keys", 10)

@@ -1,4 +1,4 @@
-"""What `benchmarks/peers.py` measures with: on made-up data, for nobody else's code is here."""
+"""Tests of the measurements of `benchmarks/peers.py`, on invented data, because the other projects' code is absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The published method that is compared and is none of kvexport's, and how answers are kept."""
+"""Tests of the published method that is not part of kvexport, and of how answers are saved."""
 
 from __future__ import annotations
 

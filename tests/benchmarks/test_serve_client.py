@@ -1,4 +1,4 @@
-"""A server under load: what is sent and when, what is counted, what fails."""
+"""Tests of the load generator for a server: the requests, their times, the figures, and the errors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def server(tiny_artifact: Path) -> Iterator[Running]:
 
 def test_arrivals_are_poisson_and_the_same_for_a_seed() -> None:
     workload = Workload(conversations=4000, rate=5.0, words=1, seed=3)
-    made = conversations(workload)
-    gaps = np.diff([0.0, *(one.start for one in made)])
+    drawn = conversations(workload)
+    gaps = np.diff([0.0, *(one.start for one in drawn)])
     assert (gaps > 0).all()
     assert gaps.mean() == pytest.approx(0.2, rel=0.05)
-    assert gaps.std() == pytest.approx(0.2, rel=0.08)  # of an exponential distribution: its mean
-    assert made == conversations(workload)
-    assert made != conversations(Workload(conversations=4000, rate=5.0, words=1, seed=4))
+    assert gaps.std() == pytest.approx(0.2, rel=0.08)  # as of an exponential distribution
+    assert drawn == conversations(workload)
+    assert drawn != conversations(Workload(conversations=4000, rate=5.0, words=1, seed=4))
     assert {one.start for one in conversations(Workload(rate=0))} == {0.0}
 
 

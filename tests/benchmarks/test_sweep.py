@@ -1,4 +1,4 @@
-"""The sweep goes on where it was: rows that were asked for otherwise are not kept, others are not measured again."""
+"""A sweep continues where it stopped: it discards rows with other options, and measures no other row again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASKED = Options(("streaming", "keepkv"), (0.125,), ("text",), samples=2, length=
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Results go to tmp_path, and settings are noted in place of being measured."""
+    """A list of the settings that would be measured. Results go to tmp_path."""
     noted: list[str] = []
 
     class Noted:

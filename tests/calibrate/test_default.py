@@ -1,4 +1,4 @@
-"""A build measures the budgets of its KV heads, once for each checkpoint, and tells where it cannot."""
+"""A build measures the budgets of its KV heads, once for each checkpoint, or gives the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {"prose": texts.FILES["prose"], "tables": texts.FILES["tables"]}
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the small checkpoint."""
+    """A copy of the small checkpoint, which a test may change."""
     folder = tmp_path_factory.mktemp("own") / "small"
     shutil.copytree(ROOT / "tests" / "checkpoints" / "small", folder)
     return folder
@@ -33,7 +33,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The user's cache folder of all tests here, so that the costs are measured once."""
+    """The user's cache folder, shared by all tests of this module, so that the costs are measured once."""
     return tmp_path_factory.mktemp("cache-home")
 
 
@@ -44,7 +44,7 @@ def surroundings(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def budgets(checkpoint: Path, *settings: str, budget: int = 64, calibrate: bool | None = None) -> LoadedRecipe:
-    """The recipe of a checkpoint with measured budgets."""
+    """Return the recipe of a checkpoint with measured budgets."""
 
     def changed(more: Sequence[str]) -> LoadedRecipe:
         return recipe_for(str(checkpoint), budget, max_length=256, overrides=[*settings, *more])
@@ -53,7 +53,7 @@ def budgets(checkpoint: Path, *settings: str, budget: int = 64, calibrate: bool 
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> list[Any]:
-    """The texts that are measured from now on; the one of the number `fail_at` is interrupted."""
+    """Return a list to which every measured text is appended. The text with the number `fail_at` is interrupted."""
     original, done = HeadCosts.of_text, list[Any]()
 
     def of_text(self: HeadCosts, *arguments: Any) -> Any:
@@ -76,7 +76,7 @@ def test_an_interrupted_measurement_goes_on_and_serves_every_budget(
     assert len(done) == 1
     more = counted(monkeypatch)
     recipe = budgets(small).recipe
-    assert len(more) == 3  # of two kinds of text and two passages with facts the first was kept
+    assert len(more) == 3  # of two kinds of text and two passages with facts, the first was saved
     shares = np.array(recipe.cache.allocation.shares)
     assert shares.ndim == 2 and shares.std() > 0.1 and shares.mean() == pytest.approx(1, abs=0.02)
     assert sum(allocate(recipe, len(shares))) == 64 * shares.size
@@ -115,7 +115,10 @@ def test_a_recipe_that_leaves_no_choice_is_not_measured(
 
 
 def refused(checkpoint: Path, capsys: pytest.CaptureFixture[str], *settings: str, budget: int = 64) -> str:
-    """Why the budgets of a checkpoint are equal; the same is an error where the user asks for measured ones."""
+    """Return the message that the budgets of a checkpoint are equal.
+
+    If the user asks for measured budgets it is an error.
+    """
     loaded = budgets(checkpoint, *settings, budget=budget)
     assert loaded.recipe.cache.allocation.kind is None
     shown = capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""The costs of evictions, layer by layer, are those of the whole model; native operators compute what PyTorch does."""
+"""The costs of evictions, measured layer by layer, equal those of the whole model.
+
+Native operators compute the same as PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares of the budget by what the evictions of each KV head cost a text."""
+"""Tests of shares of the budget by the costs of each KV head's evictions for a text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_verb_gives_the_heads_that_a_text_needs_their_shares() -> None:
     assert (found["length"], found["budgets"]) == (256, [9, 17, 34, 66, 128])
     costs = np.array(found["costs"]["text"])
     assert costs.shape == (2, 2, 5) and (costs >= 0).all()
-    # Facts are found by the second layer alone, the less often the fewer slots it has.
+    # Only the second layer finds facts, and it finds fewer with fewer slots.
     assert costs[1, :, 0].sum() > 5 * costs[0, :, 0].sum() and costs[1, :, 0].sum() > 1.2 * costs[1, :, -1].sum()
     settings = [*SIZES, "cache.allocation.kind=listed", found["setting"]]
     slots = allocate(load_recipe("tiny-base", settings).recipe, 2)
@@ -64,7 +64,7 @@ def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_m
     cost = np.stack([weight / np.array(budgets, float) for weight in (1, 4, 16)])
     slots = cheapest(curves_of(cost, budgets, 12, 1024), 100, 12)
     assert slots.sum() == 300
-    np.testing.assert_allclose(slots, [300 / 7, 600 / 7, 1200 / 7], atol=2)  # as the square roots of the costs
+    np.testing.assert_allclose(slots, [300 / 7, 600 / 7, 1200 / 7], atol=2)  # like the square roots of the costs
 
 
 def test_budgets_are_shrunk_where_kinds_of_text_disagree() -> None:

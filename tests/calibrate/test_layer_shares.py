@@ -1,4 +1,4 @@
-"""Shares of the budget by what each layer's evictions cost a text."""
+"""Tests of shares of the budget by the costs of each layer's evictions for a text."""
 
 from __future__ import annotations
 

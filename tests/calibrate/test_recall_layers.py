@@ -1,4 +1,4 @@
-"""Calibrating: which layers recall hangs on, and which of them a recipe's budget can keep whole."""
+"""Tests of calibrating the layers on which recall depends, and of the ones that a recipe's budget can keep whole."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_whole_layers_are_the_dearest_that_matter_and_that_the_budget_has_slots_
         assert whole_layers(cost, recipe, shapes) == layers
         plan_cache(recipe_of(*sizes, f"cache.budget={budget}", f"cache.allocation.whole={layers}"), shapes)
     assert whole_layers([0.0, -0.1], recipe_of(*sizes, "cache.budget=0.9"), geometry(2)) == []
-    # A fixed recent window of 300 leaves the other nine too little.
+    # A fixed recent window of 300 slots leaves too little for the other nine layers.
     crowded = recipe_of("limits.max_length=1000", "cache.sinks=4", "cache.recent=300", "cache.budget=340")
     assert whole_layers(cost, crowded, shapes) == []
 

@@ -1,5 +1,7 @@
-"""`kvexport chat`: turns read what is new alone, conversations go to files and come back, and it works without a
-terminal."""
+"""Tests of `kvexport chat`: a turn reads only new tokens, conversations are saved and loaded.
+
+The command works without a terminal.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ def test_a_conversation_is_saved_loaded_and_goes_on_the_same(talk: command.Chat,
 def test_an_interrupted_answer_is_part_of_the_conversation(
     engine: Engine, talk: command.Chat, monkeypatch: pytest.MonkeyPatch, of: type, where: str
 ) -> None:
-    """Between two steps its state stays, within one it does not; the conversation goes on either way."""
+    """After an interrupted answer the conversation continues.
+
+    Its state stays if the interrupt comes between two steps.
+    """
     real, count = getattr(of, where), [0]
 
     def interrupted(*arguments: Any) -> Any:
@@ -99,10 +104,10 @@ def test_a_message_that_does_not_fit_leaves_the_conversation_as_it_was(talk: com
 
 def test_it_works_without_a_terminal(tiny_artifact: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvexport.engine.load.load", lambda *_, **__: engine)
-    said = ok(
+    output = ok(
         "chat", tiny_artifact, "--max-new-tokens", 5, "--temperature", 0, input="anna\n\n/stats\nbob\n/exit\nno\n"
     )
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert len(lines[0]) == 5 and lines[1] == "messages: 2" and len(lines[-1]) == 5
     assert "there is no command /x" in failure(2, "chat", tiny_artifact, input="/x\n")
 

@@ -1,4 +1,4 @@
-"""The command line: data on stdout, progress on stderr, nothing heavy imported before the verb that needs it."""
+"""Tests of the command line: data goes to stdout, progress to stderr, and verbs import only what they need."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_recipe_names_are_completed() -> None:
     assert output.split() == ["tiny-keepkv"], problems
 
 
-# Building and looking at what was built.
+# Building artifacts and inspecting them.
 
 
 def test_build_prints_the_path_and_uses_the_overrides(
@@ -225,7 +225,7 @@ def test_without_a_tokenizer_token_ids_are_streamed(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         ([], "there is no prompt"),
         (["abc", "--token-ids", "1"], "there are 2 prompts"),
@@ -241,9 +241,9 @@ def test_without_a_tokenizer_token_ids_are_streamed(
         (["abc" * 200], "limits.max_length 512"),
     ],
 )
-def test_prompts_and_settings_that_cannot_be_used(tiny_artifact: Path, arguments: list[str], said: str) -> None:
+def test_prompts_and_settings_that_cannot_be_used(tiny_artifact: Path, arguments: list[str], words: str) -> None:
     message = failure(2, "generate", tiny_artifact, *arguments)
-    assert said in message
+    assert words in message
     assert "fix: " in message
 
 

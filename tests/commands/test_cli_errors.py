@@ -1,4 +1,4 @@
-"""What the command line makes of an error: a message on stderr, an exit code for every kind, and never a traceback."""
+"""Tests of the command line's errors: a message on stderr, an exit code for every kind, and never a traceback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_recipe_with_mistakes_is_exit_code_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "pip install 'kvexport[export]'"),
         (MemoryError("Unable to allocate 3 GiB"), 3, "kvexport plan"),
@@ -53,7 +53,7 @@ def test_a_recipe_with_mistakes_is_exit_code_2(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_of_a_verb_becomes_a_message_and_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
 ) -> None:
     def fail() -> None:
         raise error
@@ -61,7 +61,7 @@ def test_an_error_of_a_verb_becomes_a_message_and_an_exit_code(
     monkeypatch.setattr("kvexport.commands.doctor.diagnose", fail)
     result = run("doctor")
     assert result.exit_code == code
-    assert said in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -105,9 +105,9 @@ def test_a_full_disk_behind_stdout_is_exit_code_3() -> None:
 
 
 def test_ctrl_c_ends_the_program_cleanly(tiny_artifact: Path) -> None:
-    # Slow enough that it is certainly under way, whatever the machine.
+    # Slow enough to be running when the signal comes, on any machine.
     code = (
-        # A shell starts what runs in its background with interrupts ignored.
+        # A shell starts its background processes with interrupts ignored.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import time; from kvexport.engine.lanes import Lanes; append = Lanes.append\n"
         "Lanes.append = lambda self, *given, **options: (time.sleep(0.05), append(self, *given, **options))[1]\n"

@@ -1,4 +1,4 @@
-"""The demo: a story in the tiny model's language that both engines know, and a real model that reads a long text."""
+"""Tests of the demo: a story in the tiny model's language, and a real model that reads a long text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_without_the_real_model_the_tiny_one_is_shown_and_that_is_said(
 
 
 def test_the_real_model_reads_answers_and_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short text in small caches: the figures are those of the caches, and both answer."""
+    """The real model reads a short text with small caches: the figures match the caches, and both engines answer."""
     smollm2.checkpoint()
     monkeypatch.setattr(demo_real, "TOKENS", 400)
     monkeypatch.setattr(demo_real, "POINTS", 3)

@@ -1,4 +1,4 @@
-"""The doctor finds what is missing, too old or broken, says which verbs suffer, and names the line that mends it."""
+"""Tests of the doctor: it finds missing, outdated and broken parts, names the affected verbs, and prints the fix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.paths import ROOT
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """As if the packages that give these modules were not installed."""
+    """Pretend that the packages of these modules are not installed."""
     distributions = {p.name for p in packages() if p.module in modules}
     version = metadata.version
 
@@ -292,6 +292,6 @@ def test_headers_that_building_the_plugins_lacks_are_said_with_the_line_that_get
     monkeypatch.delenv("TENSORRT_INCLUDE_DIR")
     lacks = plugin.what_building_lacks()
     assert lacks is None or re.search(r"https://github.com/NVIDIA/TensorRT|CUDA's headers|nvcc was not found", lacks)
-    # Without a checkout there is no script that could lack anything.
+    # Without a checkout there is no build script, so nothing can be missing for it.
     monkeypatch.setattr(paths, "PACKAGE", tmp_path / "kvexport")
     assert diagnose().to_json()["tensorrt_plugins"]["problem"] == "the TensorRT plugins are not built"

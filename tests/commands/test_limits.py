@@ -1,4 +1,4 @@
-"""Folders that cannot be written, disks without room, and too little memory: one error each, and nothing half-done."""
+"""Tests of folders that cannot be written, full disks, and too little memory: one error each, and no partial files."""
 
 from __future__ import annotations
 
@@ -80,17 +80,20 @@ def test_sessions_in_a_folder_that_cannot_be_written(engine: Engine, read_only: 
 
 
 def test_a_folder_of_sessions_that_becomes_read_only_is_an_error_of_each_turn(engine: Engine, tmp_path: Path) -> None:
-    """The turn before it stays, and the session goes on when the folder can be written again."""
-    asked = {"prompt": "ab", "session_id": "s", "max_tokens": 3}
+    """If the folder of sessions becomes read-only, each turn gets an error.
+
+    The state before the turn stays, and the session continues when the folder can be written again.
+    """
+    turn = {"prompt": "ab", "session_id": "s", "max_tokens": 3}
     with permissions_hold(), running(engine, session_folder=str(tmp_path), session_shared=True) as server:
-        assert server.ask(COMPLETE, asked)[0] == 200
+        assert server.ask(COMPLETE, turn)[0] == 200
         before = (tmp_path / f"s{SUFFIX}").read_bytes()
         tmp_path.chmod(0o555)
-        status, _, body = server.ask(COMPLETE, asked)
+        status, _, body = server.ask(COMPLETE, turn)
         assert (status, body["error"]["code"]) == (507, "session_not_kept")
         assert (tmp_path / f"s{SUFFIX}").read_bytes() == before
         tmp_path.chmod(0o755)
-        answer = server.ask(COMPLETE, asked)
+        answer = server.ask(COMPLETE, turn)
         assert answer[0] == 200 and answer[2]["usage"]["prompt_tokens"] == 2 + 3 + 2
 
 
@@ -110,7 +113,7 @@ PHASES: dict[str, tuple[Any, str]] = {
 def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
     tiny_recipe: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    """Each stage of the build meets the full disk after its first file."""
+    """A build whose disk is full keeps the previous artifact. Each stage meets the full disk after its first file."""
     out = tmp_path / "out" / "artifact"
     out.parent.mkdir()
     recipe = load_recipe(str(tiny_recipe)).recipe
@@ -144,7 +147,7 @@ def test_a_calibration_whose_disk_is_full_prints_no_result(
 
 
 def test_the_file_of_a_full_cache_takes_all_its_blocks_at_once(tmp_path: Path) -> None:
-    """A cache that is larger than its disk is an error at the start, and no signal in the middle of a step."""
+    """A cache that is larger than its disk is an error at the start instead of a signal in the middle of a step."""
     with pytest.raises(EnvironmentProblem, match=r"the full cache takes .* in cache.periodic.store"):
         mapped(1 << 60, str(tmp_path), None)
     assert list(tmp_path.iterdir()) == []
@@ -188,7 +191,7 @@ print(len(kept), failed)
 
 
 def test_sessions_on_a_disk_that_fills(tiny_artifact: Path, tmp_path: Path) -> None:
-    """The kernel's own full disk: each state that was put is there, whole; each other put was an error."""
+    """On a disk that the kernel reports as full, each state is saved completely or refused with an error."""
     mount = "mount -t tmpfs -o size=1m none /mnt"
     try:
         allowed = subprocess.run([*NAMESPACE, mount], capture_output=True, check=False).returncode == 0
@@ -208,7 +211,10 @@ def test_sessions_on_a_disk_that_fills(tiny_artifact: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("megabytes", [200, 400, 700])
 def test_too_little_address_space_is_an_error_that_says_so(tiny_recipe: Path, tmp_path: Path, megabytes: int) -> None:
-    """With little memory PyTorch ends the process while it is loaded, so a build asks for enough before."""
+    """Too little address space is an error of a build.
+
+    PyTorch would end the process, so the build requests memory before.
+    """
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
@@ -226,7 +232,7 @@ def test_a_cache_that_is_larger_than_the_machine_is_refused_before_it_is_made(
     monkeypatch.setattr("kvexport.memory.machine_memory", lambda: (1000, 500))
     with pytest.raises(EnvironmentProblem, match=r"the cache of one sequence takes .* has 1 kB"):
         load(tiny_artifact)
-    monkeypatch.setattr("kvexport.memory.machine_memory", lambda: (0, 0))  # a system that does not tell
+    monkeypatch.setattr("kvexport.memory.machine_memory", lambda: (0, 0))  # a system that does not report its memory
     load(tiny_artifact)
 
 

@@ -1,4 +1,4 @@
-"""A user's own model: one line builds it, loads it, or answers with it."""
+"""Tests of a user's own model: one line builds it, loads it, or answers with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.command_line import failure, ok
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder."""
+    """The folder of artifacts in the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-home"))
     return tmp_path / "cache-home" / "kvexport" / "artifacts"
 
@@ -79,7 +79,7 @@ def test_a_model_is_built_once_into_the_cache_folder(
     assert ok("generate", checkpoint, "abc", "--budget", 32, "--no-chat", "--max-tokens", 3) and not built
     assert kvexport.load(checkpoint, budget=40).path != first.path and len(built) == 1
     weights = next(checkpoint.glob("*.safetensors"))
-    os.utime(weights, (1, 1))  # another training of the same layout
+    os.utime(weights, (1, 1))  # another training with the same layout
     assert kvexport.load(checkpoint, budget=32).path != first.path and len(built) == 2
     assert original is models.model_recipe
 

@@ -1,4 +1,4 @@
-"""The program ends cleanly when a signal asks it to, and bears standard streams that are closed."""
+"""The program ends cleanly when a signal asks it to, and works with closed standard streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from kvexport.commands.app import skip_last_collection
 from tests.support.command_line import ENVIRONMENT, ROOT, process
 
-# Says so and waits as soon as a file of this name is opened for writing.
+# A program that prints a line and waits when a file with this name is opened for writing.
 WAITING = """
 import signal, sys, time
 from pathlib import Path
@@ -34,15 +34,15 @@ with shared_traces(Path({traces!r})):
 
 
 def end(child: subprocess.Popen[str], number: signal.Signals) -> str:
-    """Send the signal once the child is inside; what it said."""
+    """Send the signal once the child waits, and return the child's stderr."""
     assert child.stdout
     assert child.stdout.readline() == "inside\n", child.communicate()[1]
     child.send_signal(number)
-    _, said = child.communicate(timeout=120)
+    _, errors = child.communicate(timeout=120)
     assert child.returncode == 128 + number
-    assert said.splitlines()[-1] == f"ended by {number.name}"
-    assert "Traceback" not in said
-    return said
+    assert errors.splitlines()[-1] == f"ended by {number.name}"
+    assert "Traceback" not in errors
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "closed", "code", "said"),
+    ("arguments", "closed", "code", "message"),
     [
         (["generate", "ARTIFACT", "-"], "<&-", 2, "stdin, which is closed"),
         (["generate", "ARTIFACT", "abc", "--max-new-tokens", "3"], "2>&-", 0, ""),
@@ -104,7 +104,7 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
     ],
 )
 def test_standard_streams_may_be_closed(
-    tiny_artifact: Path, arguments: list[str], closed: str, code: int, said: str
+    tiny_artifact: Path, arguments: list[str], closed: str, code: int, message: str
 ) -> None:
     words = [str(tiny_artifact) if word == "ARTIFACT" else word for word in arguments]
     done = subprocess.run(
@@ -112,7 +112,7 @@ def test_standard_streams_may_be_closed(
         capture_output=True, text=True, check=False, cwd=ROOT, env=ENVIRONMENT,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:

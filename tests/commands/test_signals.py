@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in every stage of a build and of a calibration: one line, an exit code, and nothing half-done."""
+"""After SIGTERM or SIGINT in any stage of a build or a calibration there is one line, an exit code, no partial file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILD_PLACES = [
     f"{BUILD}:read_model",
     "kvexport.export.texts:copy_texts",
     f"{STAGES}:choose_weights",
-    f"{STAGES}:_merge_bytes",  # in a process of its own
+    f"{STAGES}:_merge_bytes",  # in a separate process
     f"{STAGES}:write_and_digest",  # in a thread
     "kvexport.export.graph.tracer:trace_decoder",
     f"{STAGES}:write_graphs",
@@ -48,7 +48,7 @@ def jobs(traces: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def signalled(jobs: subprocess.Popen[str], tmp_path: Path) -> Run:
-    """Run a command, and signal it at a place. Returns exit code, stdout and stderr."""
+    """A function that runs a command, signals it at a place, and returns the exit code, stdout and stderr."""
 
     def run(place: str, number: signal.Signals, arguments: list[object]) -> tuple[int, str, str]:
         (tmp_path / "temporary").mkdir()
@@ -76,7 +76,7 @@ def check_end(number: signal.Signals, code: int, stdout: str, stderr: str) -> No
 def test_a_build_that_is_ended_leaves_the_artifact_before_it(
     signalled: Run, tiny_recipe: Path, tiny_artifact: Path, tmp_path: Path, place: str, number: signal.Signals
 ) -> None:
-    """Every second build would replace an artifact, which stays."""
+    """A build that is ended keeps the previous artifact, which every second build would replace."""
     out = tmp_path / "out" / "artifact"
     out.parent.mkdir()
     replaces = BUILD_PLACES.index(place) % 4 > 1

@@ -1,4 +1,4 @@
-"""The manifests of `kvexport deploy kubernetes`."""
+"""Tests of the manifests of `kvexport deploy kubernetes`."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_values_for_helm_are_yaml_and_fit_together() -> None:
     ray, triton = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
     for group in (ray["head"], ray["worker"]):
         assert {m["name"] for m in group["volumeMounts"]} == {volume["name"] for volume in group["volumes"]}
-    asked = re.search(r"`kvexport\s+(deploy ray [^`]*)`", text)  # the page breaks its lines anywhere
-    assert asked is not None
-    words = asked[1].split()[2:]
+    command = re.search(r"`kvexport\s+(deploy ray [^`]*)`", text)  # the page breaks its lines anywhere
+    assert command is not None
+    words = command[1].split()[2:]
     context = typer.main.get_command(app).commands["deploy"].commands["ray"].make_context("ray", words)  # type: ignore[attr-defined]
     mounted = {mount["mountPath"] for mount in ray["worker"]["volumeMounts"]}
     assert {str(context.params["artifact"]), str(context.params["session_folder"])} == mounted
@@ -124,9 +124,9 @@ def test_a_server_asks_for_the_gpus_of_its_artifact(
 
 
 def test_what_a_cluster_would_refuse_is_refused(tiny_artifact: Path) -> None:
-    for options, said in (
+    for options, message in (
         (("--name", "Tiny"), "no name that Kubernetes takes"),
         (("--claim", "a_b"), "--claim with"),
         (("--lanes", "5"), "built for 4"),
     ):
-        assert said in command_line.failure(2, "deploy", "kubernetes", tiny_artifact, *options)
+        assert message in command_line.failure(2, "deploy", "kubernetes", tiny_artifact, *options)

@@ -1,4 +1,4 @@
-"""`kvexport deploy ray`: what is refused, and a real Ray where there is one."""
+"""Tests of `kvexport deploy ray`: the refusals, and a real Ray if it is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_other_machines_need_a_key_and_lanes_are_those_of_the_artifact(
 ) -> None:
     monkeypatch.delenv("KVEXPORT_API_KEY", raising=False)
     assert "no API key" in command_line.failure(2, "deploy", "ray", tiny_artifact, "--host", "0.0.0.0")
-    monkeypatch.setattr(deployed, "ray_serve", lambda: None)  # refused before anything is asked of it
+    monkeypatch.setattr(deployed, "ray_serve", lambda: None)  # refused before Ray is called
     assert "built for 4" in command_line.failure(2, "deploy", "ray", tiny_artifact, "--lanes", "5")
 
 

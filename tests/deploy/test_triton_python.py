@@ -1,4 +1,4 @@
-"""What runs behind Triton's python backend, on a stand-in of the backend's own module."""
+"""Tests of the model for Triton's python backend, on a replacement of the backend's own module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tensor:
 
 @dataclass
 class Asked:
-    """A request, and its sender: the responses, each with its flags."""
+    """A request that also records its responses, each with its flags."""
 
     tensors: list[Tensor]
     cancelled: bool = False
@@ -53,14 +53,14 @@ class Asked:
         self.sent.put((response, flags))
 
     def answer(self) -> list[Any]:
-        """The responses up to the final one."""
-        found = []
+        """Return the responses up to the final one."""
+        responses = []
         while True:
             response, flags = self.sent.get(timeout=60)
-            found += [] if response is None else [response]
+            responses += [] if response is None else [response]
             if flags == FINAL:
                 assert self.sent.empty()
-                return found
+                return responses
 
 
 BACKEND = SimpleNamespace(
@@ -138,9 +138,9 @@ def test_what_cannot_be_answered_is_an_error_of_its_request(model: TritonPythonM
     ]
     good = ids([1, 2], max_new_tokens=2)
     model.execute([*(request for request, _ in bad), good])
-    for request, said in bad:
+    for request, message in bad:
         (response,) = request.answer()
-        assert said in response.error
+        assert message in response.error
     assert [r.error for r in good.answer()] == [None, None]
 
 

@@ -1,4 +1,4 @@
-"""Triton's implicit state: the configuration, and the tokens of sequences that come, wait and go at random."""
+"""Tests of Triton's implicit state: its configuration, and the tokens of sequences that come and go at random."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.triton import SequenceBatcher, parsed
 
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Path) -> Path:
-    """The tiny recipe, merging after every token."""
+    """An artifact of the tiny recipe that merges after every token."""
     folder = tiny_checkpoint.parent
     (folder / "triton.yaml").write_text(yaml.safe_dump(RECIPE))
     return kvexport.build(folder / "triton.yaml", folder / "triton", ["cache.merge_every=1"])
@@ -48,16 +48,16 @@ def test_the_configuration_has_every_state_as_the_graph_has_it(model: Path, arti
     tensors = [(s[key][0], s) for s in states for key in ("input_name", "output_name")]
     tensors += [(s["name"][0], s) for s in (*config["input"], *config["output"])]
     assert {name for name, _ in tensors} == set(values)
-    for name, said in tensors:
-        assert types[said["data_type"][0]] == values[name].elem_type, name
+    for name, tensor in tensors:
+        assert types[tensor["data_type"][0]] == values[name].elem_type, name
         sizes = [dim.dim_value or -1 for dim in values[name].shape.dim]
-        assert sizes[0] == -1 and (sizes[1:] == said["dims"] or name.startswith("present")), name
-    # Triton pairs by place in two sorted lists
+        assert sizes[0] == -1 and (sizes[1:] == tensor["dims"] or name.startswith("present")), name
+    # Triton pairs the states by their places in two sorted lists
     assert [wanted[past] for past in sorted(wanted)] == sorted(wanted.values())
 
 
 def test_the_official_protobuf_reads_the_configuration(model: Path) -> None:
-    """And finds nothing else in it than the reader of these tests."""
+    """The official protobuf reads the configuration, and finds the same as the parser of these tests."""
     config = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="not reached: tritonclient[grpc]")
     from google.protobuf import json_format, text_format
 
@@ -77,13 +77,13 @@ def test_sequences_that_come_at_random_get_the_engine_s_tokens(model: Path, arti
     prompts = [rng.integers(64, size=int(n)).tolist() for n in rng.integers(1, 80, size=12)]
     answers = [int(n) for n in rng.integers(1, 60, size=12)]
     wanted = [engine.generate([p], max_new_tokens=n)[0].token_ids for p, n in zip(prompts, answers, strict=True)]
-    assert max(len(p) + n for p, n in zip(prompts, answers, strict=True)) > 3 * 32  # far past the budget
+    assert max(len(p) + n for p, n in zip(prompts, answers, strict=True)) > 3 * 32  # far beyond the budget
     given: list[list[int]] = [[] for _ in prompts]
     unread, waiting, running, batches = [list(p) for p in prompts], list(range(12)), [], set()
     while waiting or running:
         while waiting and len(running) < batcher.sequences and (not running or rng.random() < 0.3):
             running.append(waiting.pop(0))
-        reading = rng.random() < 0.5  # a batch is of one shape: chunks of prompts, or single tokens
+        reading = rng.random() < 0.5  # a batch has one shape: chunks of prompts, or single tokens
         ready = [s for s in running if bool(unread[s]) == reading and rng.random() < 0.8][: batcher.most]
         calls = {s: unread[s][:16] if reading else given[s][-1:] for s in ready}
         if not calls:
@@ -130,8 +130,8 @@ def test_a_repository_is_replaced_and_nothing_else_is(
         assert [path.name for path in tmp_path.rglob("*") if path.parent in (tmp_path, out)] == ["models", name]
     (out / "mine").mkdir()
     for there in (out, artifact, model / "config.pbtxt"):
-        said = command_line.failure(2, "deploy", "triton", artifact, "--out", there)
-        assert "left alone" in said or "lies in the artifact" in said
+        message = command_line.failure(2, "deploy", "triton", artifact, "--out", there)
+        assert "left alone" in message or "lies in the artifact" in message
     assert "merges every 4 tokens" in command_line.failure(
         2, "deploy", "triton", tiny_artifact, "--out", tmp_path / "x"
     )

@@ -1,7 +1,7 @@
-"""The images' files, read as Docker reads them: several stages, bases that arguments pin, no root, and nothing copied
-that is not there.
+"""Tests of the images' files, read as Docker reads them.
 
-Docker itself is not needed, so this does not show that an image can be built.
+They have several stages, bases pinned by arguments, a user other than root, and copy only existing files. Docker itself
+is not needed, so these tests do not show that an image can be built.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ KNOWN = {
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """(name, the rest) of every instruction, comments gone and continued lines joined."""
+    """Return (name, arguments) of every instruction, without comments and with continued lines joined."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in joined.splitlines()]
 
 
 def stages(path: Path) -> list[list[tuple[str, str]]]:
-    """The instructions of every stage, its FROM first."""
+    """Return the instructions of every stage, beginning with its FROM."""
     found: list[list[tuple[str, str]]] = []
     for name, rest in instructions(path):
         if name == "FROM":
@@ -53,8 +53,10 @@ def values(stage: list[tuple[str, str]], wanted: str) -> list[str]:
 
 
 def reaches_the_build(path: str) -> bool:
-    """Whether .dockerignore lets a path of the repository through: the last line that matches it, or a folder above it,
-    decides."""
+    """Return whether .dockerignore includes a path of the repository.
+
+    The last line that matches the path, or a folder above it, decides.
+    """
     kept = True
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.removeprefix("!").removeprefix("**/")

@@ -1,4 +1,4 @@
-"""The pages of the documentation, their headings, their links and their blocks of code."""
+"""Functions that read the pages of the documentation: their headings, links and blocks of code."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def links(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the target and the anchor of each link to another file or heading, "" where there is none."""
+    """Yield the target and the anchor of each link to another file or heading. An absent one is ""."""
     text = re.sub(r"`[^`\n]+`", "", prose(path.read_text(encoding="utf-8")))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"[a-z]+:", target):

@@ -28,7 +28,7 @@ SHELLS = ("console", "bash", "sh")
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """Yield the commands of a block as words, without prompts, variables, comments and what follows a pipe."""
+    """Yield the commands of a block as words, without prompts, variables, comments and the commands after a pipe."""
     for line in block.text.replace("\\\n", " ").splitlines():
         line = re.sub(r"^(?:\w+)?\$ ", "", line.strip())
         words = shlex.split(line, comments=True)
@@ -39,7 +39,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def problem(words: list[str]) -> str:
-    """Return why a command cannot work, "" if it may."""
+    """Return why a command cannot work, or "" if it may."""
     match words:
         case ["kvexport", *arguments]:
             return usage_error(PROGRAM, "kvexport", arguments)
@@ -54,9 +54,9 @@ def problem(words: list[str]) -> str:
 
 
 def usage_error(command: Any, name: str, arguments: list[str]) -> str:
-    """Return what the program would say of its arguments, without running the command."""
+    """Return the program's error about its arguments, or "", without running the command."""
     context = command.make_context(name, [], resilient_parsing=True)
-    context.resilient_parsing = False  # which would pass over unknown options
+    context.resilient_parsing = False  # otherwise unknown options would be accepted
     try:
         values, rest, _ = command.make_parser(context).parse_args(list(arguments))
     except Exception as error:  # click's own errors, whose module is private

@@ -11,7 +11,7 @@ from tests.docs.pages import PAGES, anchors, links
 from tests.support.paths import ROOT
 
 SOURCES = {".py", ".h", ".cuh", ".cpp", ".cu", ".yaml", ".Dockerfile", ".txt"}
-OTHER_PROJECTS = {"docs/gguf.md"}  # of llama.cpp
+OTHER_PROJECTS = {"docs/gguf.md"}  # a page of llama.cpp
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

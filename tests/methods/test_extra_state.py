@@ -1,5 +1,8 @@
-"""A method may keep state tensors of its own: they are planned, exported, bound in place, merged and held to PyTorch as
-the contract's five are; native kernels leave such a method to its functions, and say why."""
+"""A method may have state tensors of its own.
+
+They are planned, exported, bound in place, merged and compared with PyTorch like the contract's five. Native kernels
+leave such a method to its functions, and give the reason.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,10 @@ def artifact(pointed: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempP
 
 
 def test_an_artifact_carries_it_and_every_step_is_pytorchs(artifact: Path) -> None:
-    """Three sequences of different lengths, far past the budget; in place, and with separate buffers, bit for bit."""
+    """Every step of a method with its own tensors equals PyTorch, in place and with separate buffers, bit for bit.
+
+    Three sequences of different lengths go far beyond the budget.
+    """
     engine = load(artifact)
     layer = engine.manifest.cache.caches[0]
     assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "latest_query", "calls"]

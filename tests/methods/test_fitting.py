@@ -1,5 +1,7 @@
-"""Methods that fit the cache to reference queries: the ring, the solve, and the use of a fit. Their rules are held
-to the oracle with all others, in tests/conformance."""
+"""Tests of methods that fit the cache to reference queries: the ring, the solver, and the effect of a fit.
+
+tests/conformance compares their rules with the oracle.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ every_backend = pytest.mark.parametrize(
 
 @every_backend
 def test_the_ring_holds_the_latest_queries_of_every_head_whatever_the_calls(backend: Backend) -> None:
-    """Three lanes of ragged calls, some of them idle in between; padding would be seen."""
+    """The ring has the latest queries of every head, whatever the calls.
+
+    Three lanes have ragged calls and are sometimes idle. Padding in the ring would be noticed.
+    """
     method, (batch, heads, group, size, capacity) = GRKV(queries=ROWS), (3, 2, 2, 4, 32)
     attributes = VoteAttentionAttributes(0.5, statistics=method.statistics, method=method)
     rng = np.random.default_rng(0)
@@ -57,7 +62,7 @@ def test_the_ring_holds_the_latest_queries_of_every_head_whatever_the_calls(back
         query = rng.normal(size=(batch, heads * group, tokens, size)).astype(np.float32)
         for b, length in enumerate(lengths):
             for t in range(length):
-                # Of a KV head one row for each query head of its group.
+                # Each query head of a group adds a row to the ring of its KV head.
                 noted[b] += [(query[b, g::group, t] * 0.5, int(seen[b]) + t + 1) for g in range(group)]
             query[b, :, length:] = 99.0
         key = rng.normal(size=(batch, heads, tokens, size)).astype(np.float32)
@@ -83,7 +88,7 @@ def empty_state(method: Method, batch: int, heads: int, capacity: int, size: int
 
 
 NATIVE = [
-    # (queries, sizes of key and value, slots, type): more queries, and longer values, than a block of a kernel has.
+    # (queries, sizes of key and value, slots, type): more queries, and longer values, than a kernel's block has.
     (2, (16, 8), 40, "float32"),
     (7, (16, 24), 130, "float16"),
     (70, (24, 72), 200, "float32"),
@@ -99,7 +104,10 @@ NATIVE = [
 def test_the_native_fit_is_pytorchs_for_any_sizes(
     kind: type[Fitting], queries: int, sizes: tuple[int, int], capacity: int, dtype: str, peak: float
 ) -> None:
-    """Newton's iteration and Cholesky's factors solve the same equations. Lanes that are full, not full, and empty."""
+    """The native fit equals PyTorch's for any sizes, in full, partly filled and empty lanes.
+
+    Newton's iteration and Cholesky's factors solve the same equations.
+    """
     used = ((capacity, capacity - 3), (capacity // 2, 5), (0, 0))
     profile = MergeProfile(f"native-{kind.name}", kind.name, {"queries": queries}, sizes=sizes, dtype=dtype)
     state = merge_cache_state(profile, MergeScenario(f"{queries}", capacity, capacity // 3, used, peak=peak))
@@ -115,7 +123,10 @@ def test_the_native_fit_is_pytorchs_for_any_sizes(
 @pytest.mark.parametrize(("rows", "ridge"), [(8, 1.0), (32, 0.05), (64, 1e-3)])
 @pytest.mark.parametrize("peak", [0.0, 3.0, 300.0])
 def test_the_inverse_is_linalgs_for_all_probabilities(rows: int, ridge: float, peak: float) -> None:
-    """At 0 all rows are equal, and at 300 of ones and zeros: the worst condition that there is."""
+    """The inverse equals that of torch.linalg for all probabilities.
+
+    With a peak of 0 all rows are equal, and with 300 they have ones and zeros, which is the worst condition.
+    """
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=(2, rows, 40)).astype(np.float32))
     logits[1] = 0.0
     logits[1, :, 3] = 1.0
@@ -137,7 +148,7 @@ def test_too_few_steps_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_head(method: Fitting, seed: int, capacity: int = 40) -> tuple[Slots, list[Tensor]]:
-    """A full cache of one head, and the ring with queries that found in it what they ask for."""
+    """Return a full cache of one head, and its state with the ring of reference queries."""
     rng = np.random.default_rng(seed)
     key, value = (torch.from_numpy(rng.normal(size=(1, 1, capacity, 16)).astype(np.float32)) for _ in range(2))
     query = 0.7 * torch.from_numpy(rng.normal(size=(1, 1, method.queries, 16)).astype(np.float32))
@@ -151,8 +162,10 @@ def one_head(method: Fitting, seed: int, capacity: int = 40) -> tuple[Slots, lis
 @pytest.mark.parametrize("kind", [GRKV, AttentionMatching])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_fit_gives_the_reference_queries_more_of_what_they_read(kind: type[Fitting], seed: int) -> None:
-    """The output of every query that is in the ring is nearer to what it was than after the same eviction without a
-    fit, and the nearer the smaller the ridge is."""
+    """With a fit the output of every reference query is nearer to its output before the eviction.
+
+    A smaller ridge brings it nearer.
+    """
     errors = {}
     for ridge, change_max in ((0.05, 1e-6), (0.5, 10.0), (0.05, 10.0), (1e-3, 10.0)):
         method = kind(queries=16, ridge=ridge, change_max=change_max)
@@ -169,7 +182,7 @@ def test_a_fit_gives_the_reference_queries_more_of_what_they_read(kind: type[Fit
 
 @pytest.mark.parametrize("seed", range(4))
 def test_fitted_votes_hold_the_mass_that_was_there(seed: int) -> None:
-    """The mass over the kept slots, as a share of that over all: of the fit, and of the same slots as they were."""
+    """Fitted votes keep more of the mass over all slots than the votes of the kept slots do."""
     shares = []
     for steps in (0, 8, 64):
         method = AttentionMatching(queries=16, steps=steps)
@@ -196,7 +209,7 @@ def test_no_more_of_the_values_changes_than_is_allowed() -> None:
 
 
 def test_queries_move_with_the_recent_keys_where_positions_are_places() -> None:
-    """What a query among the recent slots reads of them is the same before and after a merge."""
+    """If positions are places, a query among the recent slots reads the same of them before and after a merge."""
     method = GRKV(queries=6)
     _, state = one_head(method, 3)
     rotary = Rotary((1.0, 0.3, 0.1, 0.02), cache_positions=True)
@@ -223,8 +236,10 @@ def test_what_a_recipe_asks_of_a_fit_is_checked() -> None:
 def test_an_artifact_keeps_the_ring_and_goes_on_from_a_snapshot(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Every step is PyTorch's, far past the budget; the plan counts the ring; a request that was saved as bytes in the
-    middle of its answer gets the tokens that it would have got."""
+    """An artifact with a ring equals PyTorch at every step, far beyond the budget, and the plan counts the ring.
+
+    A request that was saved as bytes in the middle of its answer gets the same tokens.
+    """
     cache = {"method": "attention_matching", "parameters": {"queries": 8}, "budget": 24, "merge_every": 4}
     recipe = make_recipe(tiny_checkpoint, cache=cache, export={"prefill_chunk": 16}, limits=RECIPE["limits"])
     artifact = build_shared(recipe, tmp_path_factory.mktemp("fitting") / "artifact")
@@ -243,7 +258,7 @@ def test_an_artifact_keeps_the_ring_and_goes_on_from_a_snapshot(
     while len(first.tokens) < 9:
         engine.step()
     saved = engine.preempt(first.id).to_bytes()
-    engine.generate([[5] * 50], max_new_tokens=5)  # the lane goes to another
+    engine.generate([[5] * 50], max_new_tokens=5)  # the lane is given to another request
     second = Request((), start=Snapshot.from_bytes(saved, engine.manifest))
     engine.add(second)
     while engine.busy:

@@ -1,5 +1,7 @@
-"""docs/reference/methods.md has a rule for every method and a name for every parameter; its table is asked for by
-test_tables.py."""
+"""docs/reference/methods.md has a rule for every method and a name for every parameter.
+
+test_tables.py checks its table.
+"""
 
 from __future__ import annotations
 

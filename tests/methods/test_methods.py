@@ -1,6 +1,6 @@
 """The theorems and closed forms of the methods full, streaming, h2o and keepkv, through the two operators in PyTorch.
 
-Expected values come from the formulas, in float64; the operators compute in float32, so equality means 1e-5 of the
+Expected values come from the formulas, in float64. The operators compute in float32, so equality means 1e-5 of the
 magnitude.
 """
 
@@ -48,7 +48,7 @@ def test_keepkv_votes_do_not_change_the_attention_of_the_current_query(seed: int
 @theorem
 @given(seeds, st.integers(1, 9))
 def test_keepkv_key_factors_do_not_change_the_attention_of_the_current_query(seed: int, leaving: int) -> None:
-    # Logits around 8: Eq. 7 is ill-conditioned near its pole, where no float32 could hold the theorem.
+    # Logits are around 8: Eq. 7 is ill-conditioned near its pole, where float32 cannot satisfy the theorem.
     cache, query = random_cache(seed, shift=8.0)
     method = KeepKV(decay=DECAY, threshold=-1.0, zip="key", key_factor_max=math.inf, order="evict-first")
     after = merged(cache, method, len(cache["key"]) - leaving, sinks=1, recent=2)
@@ -99,7 +99,7 @@ def test_key_factor_of_equal_logits_is_one(logit: float) -> None:
 
 @pytest.mark.parametrize(("logits", "factor"), FACTORS)
 def test_key_factor_through_the_operator(logits: tuple[float, float], factor: float) -> None:
-    # Keys along the query (1, 0) with logits of their own; the second coordinate keeps their cosine positive.
+    # Keys along the query (1, 0) have different logits. The second coordinate keeps their cosine positive.
     key = [(logits[0], 5.0), (logits[1], 5.0)]
     cache = cache_of(key, score=score_for(logits, [0, 1]))
     after = merged(cache, KeepKV(decay=DECAY, threshold=0.0, zip="key", key_factor_max=math.inf), 1)
@@ -150,7 +150,7 @@ def test_equal_pairs_merge_without_any_change_for_every_query(mode: Any, seed: i
     cache = {name: np.repeat(x, 2, axis=0) for name, x in base.items()}
     cache["position"] = np.sort(rng.choice(40, 10, replace=False))
     cache["score"] = score_for(np.repeat(np.linspace(-2.0, 3.0, 5), 2), cache["position"])
-    # With a threshold of one no other pair merges; equal keys' cosine may round to just below it.
+    # With a threshold of one no other pair merges. The cosine of equal keys may round to just below it.
     after = merged(cache, KeepKV(decay=DECAY, threshold=0.9999, zip=mode), 9)
     assert after["votes"].sum() == pytest.approx(cache["votes"].sum(), rel=1e-5)
     for query in rng.normal(size=(8, 6)):
@@ -181,7 +181,7 @@ def test_a_convex_merge_without_votes_loses_attention(seed: int) -> None:
     stays = ~np.isin(cache["position"], [*gone, after["position"][r]])
     unchanged = np.isin(after["position"], cache["position"][stays])
     unchanged[r] = False
-    # What its two members had: all but the others'.
+    # The attention of its two members: the total without the others.
     members = 1.0 - before[np.isin(cache["position"], after["position"][unchanged])].sum()
     assert without[r] < members
 
@@ -193,7 +193,7 @@ def test_attention_of_a_merged_equal_pair() -> None:
     after = merged(cache, KeepKV(decay=DECAY, threshold=0.9999, zip="mean", order="merge-first"), 3)
     assert after["votes"].tolist() == [2.0, 1.0, 1.0]
     statistic = (Statistic("probability"),)
-    # A new token of logit far below the others takes no part.
+    # A new token with a logit far below the others has no effect.
     for alpha, expected in ((0.0, s[0] / (s.sum() - s[0])), (1.0, 2 * s[0] / s.sum())):
         after["score"][:] = 0.0
         _, present = appended(after, [query], [[-50.0, -50.0]], [[0.0, 0.0]], statistic, alpha=alpha)
@@ -235,7 +235,7 @@ def test_the_log_domain_average_is_the_linear_one(seed: int, chunks: list[int], 
 @theorem
 @given(seeds, st.sampled_from(["key", "vote", "mean"]))
 def test_merging_before_an_update_equals_averaging_after_it(seed: int, mode: Any) -> None:
-    # Slots of one key see the same scores from now on, so that the vote-weighted mean commutes with the update.
+    # Slots of one key see the same scores from now on, so the vote-weighted mean commutes with the update.
     rng = np.random.default_rng(seed)
     key = np.tile(rng.normal(size=4), (5, 1))
     votes = rng.integers(1, 6, 5).astype(float)
@@ -246,7 +246,7 @@ def test_merging_before_an_update_equals_averaging_after_it(seed: int, mode: Any
     _, other = appended(cache, query, new, new, statistic)
     mean = np.log(votes @ np.exp(other["score"][:5]) / votes.sum())
     assert one["score"][0] == pytest.approx(mean, abs=1e-5)
-    # How the merged slot is stored has no part in its score.
+    # The score of the merged slot does not depend on how the slot is stored.
     assert merged(cache, KeepKV(decay=DECAY, threshold=0.99, zip=mode), 1)["score"] == pytest.approx(
         merged_first["score"], abs=1e-6
     )
@@ -258,7 +258,7 @@ def test_merging_before_an_update_equals_averaging_after_it(seed: int, mode: Any
 @theorem
 @given(seeds, st.integers(5, 13), st.sampled_from(["evict-first", "merge-first"]))
 def test_votes_and_dropped_tokens_add_up_to_the_tokens_seen(seed: int, budget: int, order: Any) -> None:
-    # Keys in three bundles far apart, and a threshold between: a token is lost only where its bundle has no target.
+    # Keys form three bundles far apart, with a threshold between: only a bundle without a target loses tokens.
     rng = np.random.default_rng(seed)
     bundle = rng.integers(0, 3, 14)
     key = 10 * np.eye(3)[bundle] + rng.normal(size=(14, 3)) * 0.1
@@ -324,7 +324,7 @@ def test_full_keeps_everything() -> None:
         np.testing.assert_allclose(after[name], cache[name], rtol=1e-6)
 
 
-# What the methods' names promise
+# The methods' basic rules
 
 
 def test_streaming_keeps_the_sinks_and_the_latest() -> None:
@@ -343,7 +343,7 @@ def test_h2o_keeps_the_heavy_hitters() -> None:
 )
 def test_equal_scores_leave_by_the_lowest_position(method: Method, shuffle: int) -> None:
     order = np.random.default_rng(shuffle).permutation(10)
-    # Orthogonal keys: nothing merges. Corrected scores are equal bit by bit at decay^seen = 0 in float32.
+    # The keys are orthogonal, so nothing merges. Corrected scores are equal bit by bit at decay^seen = 0 in float32.
     position = np.r_[np.arange(9), 5000][order]
     cache = cache_of(np.eye(10)[order], score=np.full(10, 0.5), position=position)
     assert merged(cache, method, 6, sinks=1, recent=1)["position"].tolist() == [0, 5, 6, 7, 8, 5000]
@@ -383,7 +383,7 @@ def test_merge_first_lets_similar_slots_leave_before_lonely_ones_of_lower_score(
 
 
 def test_merge_first_looks_no_further_than_its_pool() -> None:
-    # One slot must leave. The pair that could merge holds the third- and fourth-lowest scores.
+    # One slot must leave. The pair that could merge has the third- and fourth-lowest scores.
     key = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]
     cache = cache_of(key, score=score_for([-5.0, -4.0, 1.0, 2.0], np.arange(4)))
     far, near = (merged(cache, KeepKV(decay=DECAY, zip="mean", order="merge-first", pool=pool), 3) for pool in (3, 2))

@@ -1,4 +1,4 @@
-"""Experts: its ONNX function and its statement in PyTorch agree, and both agree with a plain sum over tokens."""
+"""The ONNX function of Experts and its definition in PyTorch agree with each other and with a plain sum over tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FORMS = [
     ExpertsForm("silu", slope=1.702, limit=0.7, up_offset=1.0, bias=1),
 ]
 KINDS = {torch.float32: 1, torch.float16: 10, torch.int64: 7}
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3}  # of the largest output
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3}  # relative to the largest output
 Tensors = dict[str, torch.Tensor]
 
 
 def case(form: ExpertsForm, rows: int, *, size: int = 16, inner: int = 12, count: int = 6, k: int = 2) -> Tensors:
-    """Random tensors of a call, in float64; the last expert is chosen by no token."""
+    """Return random tensors of a call, in float64. No token chooses the last expert."""
     torch.manual_seed(rows)
     picked = [torch.randperm(count - 1)[:k] for _ in range(rows)]
     tensors = {
@@ -48,7 +48,7 @@ def in_type(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def meaning(form: ExpertsForm, tensors: Tensors) -> torch.Tensor:
-    """A plain sum, token by token, in float64."""
+    """Return the output as a plain sum, token by token, in float64."""
     result = torch.zeros_like(tensors["input"])
     for row, (x, chosen, factors) in enumerate(
         zip(tensors["input"], tensors["indices"].tolist(), tensors["weights"], strict=True)
@@ -61,7 +61,7 @@ def meaning(form: ExpertsForm, tensors: Tensors) -> torch.Tensor:
 
 
 def model_of(form: ExpertsForm, tensors: Tensors, *, function: bool = True) -> onnx.ModelProto:
-    """One Experts node whose tensors are inputs."""
+    """Return a model of one Experts node whose tensors are inputs."""
     value: Any = helper.make_tensor_value_info
     node = helper.make_node(
         "Experts", form.inputs, ["output"], domain="kvexport", overload=form.overload, **form.attributes

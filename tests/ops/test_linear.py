@@ -1,4 +1,4 @@
-"""Linear: kernel, function and PyTorch agree, and a node that is no proper Linear is refused."""
+"""The kernel of Linear, its function and PyTorch agree, and a malformed Linear is refused."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ FORMS = [
     Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), rotated=(1, 1, 0)),
     Form(output_heads=(2, 2), bias=(0, 0), rotated=(0, 1)),
 ]
-RANKS = {"input": 3, "norm": 1, "bias": 1, "residual": 3, "cosine": 3, "sine": 3}  # of all others 2
+RANKS = {"input": 3, "norm": 1, "bias": 1, "residual": 3, "cosine": 3, "sine": 3}  # all others have 2
 
 
 def model_of(form: Form, dtype: str, shape: list[Any], weight: list[Any], function: bool) -> onnx.ModelProto:
-    """One Linear, of weights that are inputs."""
+    """Return a model of one Linear node whose weights are inputs."""
     kind = TYPES[dtype]
     value = helper.make_tensor_value_info
     shapes: dict[str, list[Any]] = {name: [None] * RANKS.get(name.rstrip("012"), 2) for name in form.inputs}
@@ -70,7 +70,7 @@ def needs_library() -> None:
 
 
 def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torch.Tensor]:
-    """Linear as PyTorch says it."""
+    """Return the outputs of Linear by its definition in PyTorch."""
     rows = input.transpose(1, 2).flatten(2) if form.input_heads else input
     if form.norm:
         rows = torch.nn.functional.rms_norm(rows, rows.shape[-1:], terms["norm"], form.epsilon)
@@ -90,9 +90,9 @@ def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torc
     return outputs
 
 
-# (batch, tokens, inputs, outputs): rows below, at and above a small tile, and enough for packed blocks and for two
-# panels of them; sizes that fill no vector, and enough of them for many tasks. Inputs are multiples of 6 and outputs of
-# 2, for heads.
+# (batch, tokens, inputs, outputs): fewer rows than a small tile, as many and more, enough for packed blocks and for two
+# panels of them; sizes that fill no vector, and sizes with many tasks. Inputs are multiples of 6 and outputs of 2, for
+# heads.
 SIZES = [
     (1, 1, 66, 48),
     (1, 1, 6, 2),
@@ -113,7 +113,7 @@ def test_it_is_what_pytorch_computes(form: Form, dtype: str, native: bool) -> No
     rng = np.random.default_rng(0)
     run = session(model_of(form, dtype, [None] * (4 if form.input_heads else 3), [None, None], not native), native)
     for batch, tokens, inputs, outputs in SIZES:
-        planes = max(1, outputs // 4)  # of a head that is rotated
+        planes = max(1, outputs // 4)  # planes of a head that is rotated
         split = [batch, form.input_heads, tokens, inputs // max(1, form.input_heads)]
         shapes = {
             "input": split if form.input_heads else [batch, tokens, inputs],
@@ -125,7 +125,7 @@ def test_it_is_what_pytorch_computes(form: Form, dtype: str, native: bool) -> No
             "cosine": [batch, tokens, planes],
             "sine": [batch, tokens, planes],
         }
-        # Products of one input have outputs of their own; heads that are rotated are of one size.
+        # Products of one input have different outputs. All rotated heads have one size.
         sizes = [
             2 * planes * heads if any(form.rotated) and heads else outputs + 6 * i
             for i, heads in enumerate(form.output_heads)
@@ -137,9 +137,9 @@ def test_it_is_what_pytorch_computes(form: Form, dtype: str, native: bool) -> No
         for name in {"weight0", "weight1", "weight2", "gate"} & feeds.keys():
             feeds[name] /= np.sqrt(inputs).astype(dtype)
         expected = meaning(form, **{name: torch.from_numpy(x).double() for name, x in feeds.items()})
-        for found, right in zip(run.run(None, feeds), expected, strict=True):
-            assert found.shape == right.shape and found.dtype == np.dtype(dtype)
-            error = np.abs(found.astype(np.float64) - right.numpy()).max() / np.abs(right.numpy()).max()
+        for actual, right in zip(run.run(None, feeds), expected, strict=True):
+            assert actual.shape == right.shape and actual.dtype == np.dtype(dtype)
+            error = np.abs(actual.astype(np.float64) - right.numpy()).max() / np.abs(right.numpy()).max()
             assert error < (4e-3 if dtype == "float16" else 2e-6), (batch, tokens, inputs, outputs)
 
 
@@ -257,7 +257,10 @@ def test_an_output_that_is_left_out_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_weights_give_the_same_bits_wherever_they_lie(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Constant weights are copied into huge pages where there are any; an input is read where it is."""
+    """Constant weights give the same bits wherever they are stored.
+
+    They are copied into huge pages if there are any. A weight that is an input is read in its place.
+    """
     needs_library()
     form = Form(norm=1, epsilon=1e-5, gate=1, bias=(1,))
     rng = np.random.default_rng(0)
@@ -270,10 +273,10 @@ def test_weights_give_the_same_bits_wherever_they_lie(dtype: str, monkeypatch: p
     held.CopyFrom(given)
     del held.graph.input[1:]
     held.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
-    for asked in ("", "off"):
-        monkeypatch.setenv("KVEXPORT_HUGE_PAGES", asked)
+    for setting in ("", "off"):
+        monkeypatch.setenv("KVEXPORT_HUGE_PAGES", setting)
         runs = [session(held, True) for _ in range(2)]
-        del runs[0]  # what others share stays
+        del runs[0]  # shared copies stay
         assert np.array_equal(runs[0].run(None, feeds)[0], expected)
 
 
@@ -302,7 +305,7 @@ def test_an_engine_says_the_same_with_and_without_the_kernel(
     # Queries, keys and values; the output; gate and up; down; the logits.
     assert types.count("Linear") == 4 * layers + 1
     assert not {"MatMul", "Sigmoid", "RMSNormalization", "RotaryEmbedding", "Reshape"} & set(types)
-    # Only the index of the last token's row is expanded; no key or value is.
+    # Only the index of the last token's row is expanded, and no key or value.
     expanded = {name for node in decoder.graph.node if node.op_type == "Expand" for name in node.output}
     assert expanded <= {node.input[1] for node in decoder.graph.node if node.op_type == "GatherElements"}
     forms = sorted(node.overload for node in decoder.graph.node if node.op_type == "Linear")
@@ -327,13 +330,13 @@ def test_an_engine_says_the_same_with_and_without_the_kernel(
 
 @pytest.mark.parametrize("rows", [1, 12, 256])
 def test_rounding_errors_do_not_add_up_over_the_inputs(rows: int) -> None:
-    """Products are not one running sum: of 1536 inputs that has an error of 7e-7 and more."""
+    """Rounding errors do not accumulate over the inputs: a running sum of 1536 has an error of 7e-7 and more."""
     needs_library()
     rng = np.random.default_rng(rows)
     x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((1, rows, 1536), (576, 1536)))
-    found = session(model_of(Form(), "float32", ["B", "T", 1536], [576, 1536], False), True).run(
+    actual = session(model_of(Form(), "float32", ["B", "T", 1536], [576, 1536], False), True).run(
         None, {"input": x, "weight0": weight}
     )[0][0]
     exact = x[0].astype(np.float64) @ weight.T.astype(np.float64)
-    error = np.linalg.norm(found - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+    error = np.linalg.norm(actual - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     assert error.max() < 5e-7

@@ -1,5 +1,7 @@
-"""Linear with packed weights: kernel and function are what the integers stand for, and a node that is no proper one is
-refused."""
+"""Linear with packed weights: kernel and function compute with the values of the integers.
+
+A malformed node is refused.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ FORMATS = [
     PackedFormat(8, False, 32, "minimum"),
     PackedFormat(4, False, 24, "minimum"),  # blocks of 8 inputs
     PackedFormat(8, False, 48),
-    PackedFormat(4, False, 6, "zero"),  # no panels: read at rest
+    PackedFormat(4, False, 6, "zero"),  # no panels: read as stored
 ]
 WITH_TABLES = [
     PackedFormat(4, False, 32, table=IQ4),
@@ -54,13 +56,13 @@ WITH_TABLES = [
     PackedFormat(4, False, 32, scale_dtype="uint8", table=E2M1),
     PackedFormat(4, False, 6, scale_dtype="uint8", table=E2M1),
 ]
-BLOCK = 32  # inputs that are rounded together
+BLOCK = 32  # the number of inputs that are rounded together
 
 
 def packed_weight(
     rng: np.random.Generator, packing: PackedFormat, name: str, n: int, k: int, size: float = 1.0
 ) -> tuple[list[TensorProto], np.ndarray[Any, Any]]:
-    """The initializers of a random weight [n, k], and what it stands for. size: of its values, about."""
+    """Return the initializers of a random weight [n, k], and its values, whose size is about `size`."""
     parts, low = packing.tensors(n, k), packing.lowest
     stored: dict[str, Any] = {}
     for part, (dtype, shape) in parts.items():
@@ -73,7 +75,7 @@ def packed_weight(
         else:
             spread = size / (1 << (packing.bits - 1)) if part == "scale" else size
             stored[part] = (rng.standard_normal(shape) * spread).astype(dtype)
-    made = [
+    initializers = [
         TensorProto(
             name=name if part == "weight" else f"{name}_{part}",
             data_type=TYPES[dtype],
@@ -82,11 +84,11 @@ def packed_weight(
         )
         for part, (dtype, shape) in parts.items()
     ]
-    return made, dequantize(packing, n, k, stored)
+    return initializers, dequantize(packing, n, k, stored)
 
 
 def model_of(form: Form, dtype: str, shapes: dict[str, Sequence[Any]], weights: list[TensorProto]) -> onnx.ModelProto:
-    """One Linear; what is no weight is an input of these shapes."""
+    """Return a model of one Linear node. Tensors that are no weights are inputs of these shapes."""
     outputs = [f"output{i}" for i in range(form.count)]
     node = helper.make_node(
         "Linear", form.inputs, outputs, domain="kvexport", overload=form.overload, **form.attributes
@@ -106,7 +108,7 @@ def form_of(packing: PackedFormat, **steps: Any) -> Form:
 def error_bound(
     x: np.ndarray[Any, Any], weight: np.ndarray[Any, Any], largest: np.ndarray[Any, Any] | None = None
 ) -> np.ndarray[Any, Any]:
-    """[rows, outputs]: half a step of each block's largest input times the weights that it meets."""
+    """Return the error bound [rows, outputs]: half a step of each block's largest input times the block's weights."""
     pad = ((0, 0), (0, -x.shape[1] % BLOCK))
     largest = largest_of_blocks(x) if largest is None else largest
     bound: np.ndarray[Any, Any] = largest @ np.abs(np.pad(weight, pad)).reshape(len(weight), -1, BLOCK).sum(-1).T / 254
@@ -114,12 +116,12 @@ def error_bound(
 
 
 def largest_of_blocks(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """[rows, blocks]: the largest magnitude of each block of inputs."""
+    """Return the largest magnitude of each block of inputs [rows, blocks]."""
     largest: np.ndarray[Any, Any] = np.abs(np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)))).reshape(len(x), -1, BLOCK)
     return largest.max(-1)
 
 
-# (rows, outputs, inputs): below, at and above a tile and a block; inputs that fill no vector where a group is a row.
+# (rows, outputs, inputs): below, at and above a tile and a block; inputs that fill no vector if a group is a row.
 SIZES = [(1, 37, 768), (3, 5, 768), (5, 64, 768), (13, 33, 768), (70, 129, 768), (2, 3, 98), (50, 3, 770), (9, 16, 40)]
 
 
@@ -135,7 +137,7 @@ def test_products_are_those_of_what_the_integers_stand_for(packing: PackedFormat
         weights, weight = packed_weight(rng, of_rows, "weight0", n, k)
         form = replace(form_of(of_rows), float_input=int(runs == "native, float input"))
         x = rng.standard_normal((rows, k)).astype(dtype)
-        x[0] = np.sign(x[0]) * 0.7  # the largest error: every number is rounded alike
+        x[0] = np.sign(x[0]) * 0.7  # the largest error: every number is rounded in the same direction
         (found,) = session(model_of(form, dtype, {"input": ["R", k]}, weights), runs != "function").run(
             None, {"input": x}
         )
@@ -154,13 +156,13 @@ def test_products_are_those_of_what_the_integers_stand_for(packing: PackedFormat
 def test_rows_are_rounded_to_16_bits_and_those_of_prompts_to_8_without_large_numbers(
     packing: PackedFormat, rows: int
 ) -> None:
-    """On machines without tiles."""
+    """Rows are rounded to 16 bits, and those of prompts to 8 without large numbers, on machines without tiles."""
     needs_library()
     rng = np.random.default_rng(rows)
     weights, weight = packed_weight(rng, packing, "weight0", 35, 1536)
     x = rng.standard_normal((rows, 1536)).astype(np.float32)
     x[:, 320:352] *= 30  # in every row
-    x[rows // 2, 64] = 90  # in one of a group of rows
+    x[rows // 2, 64] = 90  # in one row of a group
     run = session(model_of(form_of(packing), "float32", {"input": ["R", 1536]}, weights), True)
     (found,) = run.run(None, {"input": x})
     numbers = x.astype(np.float64)
@@ -178,7 +180,7 @@ def test_rows_are_rounded_to_16_bits_and_those_of_prompts_to_8_without_large_num
     assert (error <= error_bound(numbers, weight, coarse) + fine + terms * 1e-6).all()
     assert (error > fine + terms * 1e-6).any()  # some blocks have 8 bits
     (turned,) = run.run(None, {"input": x[::-1].copy()})
-    np.testing.assert_array_equal(turned[::-1], found)  # a row's products do not depend on the rows beside it
+    np.testing.assert_array_equal(turned[::-1], found)  # a row's products do not depend on the other rows
 
 
 @pytest.mark.parametrize("rows", [1, 60])
@@ -339,8 +341,8 @@ def test_an_engine_with_packed_weights_says_the_same_with_and_without_the_kernel
     needs_library()
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
     recipe = models.make_recipe(checkpoint, dtype="float16", limits={"max_length": 512})
-    said = recipe.model_dump() | {"weights": {"bits": bits, "head": "same"}}
-    path = models.build_shared(Recipe.model_validate(said), tmp_path / "artifact")
+    fields = recipe.model_dump() | {"weights": {"bits": bits, "head": "same"}}
+    path = models.build_shared(Recipe.model_validate(fields), tmp_path / "artifact")
     decoder = onnx.load(path / load_manifest(path, verify=False).graphs.decoder, load_external_data=False)
     types = [node.op_type for node in decoder.graph.node]
     assert types.count("Linear") == 4 * types.count("VoteAttention") + 1

@@ -1,4 +1,4 @@
-"""Packed weights in numpy: their parts, and what they mean."""
+"""Tests of packed weights in numpy: their parts and their values."""
 
 from __future__ import annotations
 

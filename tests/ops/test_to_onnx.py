@@ -1,4 +1,4 @@
-"""The steps of torch.export, torch.onnx and onnxscript that `to_onnx` skips change nothing in its graphs."""
+"""The steps of torch.export, torch.onnx and onnxscript that `to_onnx` skips would change nothing in its graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvexport.ops import pointwise, to_onnx
 
 
 class Promotes(nn.Module):
-    """Operations whose operands differ in type, and whose results are not of their operands' type."""
+    """A module of operations whose operands differ in type, and whose results have other types than the operands."""
 
     def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
         mixed = x * n + n / 3
@@ -31,7 +31,7 @@ def graph() -> bytes:
 
 
 def meaning(model: ir.Model) -> bytes:
-    """The graph without notes on how it came about, its values numbered as they appear."""
+    """Return the graph without metadata, with its values numbered in the order of their appearance."""
     proto = ir.to_proto(model).graph
     numbers: dict[str, str] = {"": ""}
 
@@ -55,7 +55,10 @@ class HoldsNumbers(nn.Module):
 
 
 def test_a_module_with_numbers_of_its_own_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are detached in place, for which a program would be decomposed, a second trace."""
+    """A module that holds numbers is traced once.
+
+    They are detached in place. PyTorch would decompose the program for this, which needs a second trace.
+    """
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *_: pytest.fail("decomposed"))
     model = to_onnx.to_onnx(HoldsNumbers(), (torch.zeros(2, 3),), ({0: Dim("batch")},), {})
     (numbers,) = (x for x in model.graph.initializers.values() if x.shape == (3,))
@@ -105,7 +108,7 @@ def test_skipped_steps_change_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Broadcasts(nn.Module):
-    """Operands whose memory is not contiguous, that lack dimensions, or that repeat, and results of other types."""
+    """A module of operands that are not contiguous, lack dimensions or repeat, and of results of other types."""
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         turned = x.transpose(0, 1) + y.transpose(0, 1)

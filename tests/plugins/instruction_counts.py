@@ -1,10 +1,10 @@
-"""Counts the instructions of a warp in the CUDA kernels, per slot, pair of slots, or weight of each lane.
+"""Count the instructions of a warp in the CUDA kernels, per slot, pair of slots, or weight of each lane.
 
     python -m tests.plugins.instruction_counts    rewrites plugins/cuda/instructions.json
 
-Each count is the difference of the instructions of two calls, by their PTX run on the host, divided by the difference
-of their slots or evicted slots: fixed costs cancel out. PTX has more instructions than the machine code, since ptxas
-merges some; both rise and fall together.
+Each count is the difference of the instructions of two calls, whose PTX runs on the host, divided by the difference of
+their slots or evicted slots, so that fixed costs cancel out. PTX has more instructions than the machine code, because
+ptxas merges some. Both rise and fall together.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LINEAR = (
 def measured(caller: PtxCaller) -> dict[str, float]:
     """Return the instructions of a warp for every figure.
 
-    Heads have 128 elements and one statistic; merges are in float16 unless the figure names another type.
+    Heads have 128 elements and one statistic. Merges are in float16 unless the figure names another type.
     """
     found = {}
     for dtype, group, program in DECODE:
@@ -114,7 +114,7 @@ def _decode(caller: PtxCaller, dtype: str, group: int, slots: int) -> None:
 def _merge(caller: PtxCaller, method: str, slots: int, evicted: int, dtype: str) -> None:
     made = all_methods()[method]()
     state = _state(slots, slots, len(made.statistics), dtype)
-    # Any order: as merges leave slots. The highest one is known, so that positions have as many digits.
+    # The order is random, as merges leave slots. The highest position is fixed, so that positions have as many digits.
     state["position"] = np.random.default_rng(3).permutation(slots).astype(np.int32)[None, None] * (4095 // slots)
     caller.merge_cache(state, MergeCacheAttributes(made, slots - evicted, 4, 64))
 
@@ -125,7 +125,7 @@ def _linear(caller: PtxCaller, dtype: str, packing: PackedFormat | None, rows: i
 
 
 def record(library: Path) -> None:
-    """Rewrite the figures."""
+    """Measure the figures, and rewrite their file."""
     caller = PtxCaller(library)
     caller.set_order(0, late=False, multiprocessors=1)
     held = {"compiler": resources.compiler_version(), "instructions of a warp": measured(caller)}

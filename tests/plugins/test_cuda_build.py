@@ -55,7 +55,10 @@ def test_every_supported_architecture_is_recorded_and_none_spills() -> None:
 
 @pytest.mark.parametrize("architecture", CAPABILITIES if ASKED == "all" else ASKED.split(","))
 def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_path: Path) -> None:
-    """Of one capability the PTX is there already, for what runs it on the host (tests/conformance/test_ptx.py)."""
+    """Kernels compile within their recorded resources.
+
+    For one capability the PTX exists already, because other tests run it on the host (tests/conformance/test_ptx.py).
+    """
     if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
         pytest.skip("not reached: there is no nvcc on this machine")
     if architecture == ptx.CAPABILITY != ASKED:
@@ -77,7 +80,7 @@ def hold_to_record(architecture: str, report: resources.Report) -> None:
     recorded = RECORDED[f"sm_{architecture}"]
     anew = f"if that is meant: python plugins/build.py cuda --record --capabilities {architecture}"
     assert set(report) == set(recorded), f"other kernels than recorded; {anew}"
-    if resources.compiler_version() == RECORDED["compiler"]:  # another compiler divides registers in its own way
+    if resources.compiler_version() == RECORDED["compiler"]:  # another compiler divides registers differently
         more = [
             name
             for name, numbers in report.items()
@@ -87,8 +90,7 @@ def hold_to_record(architecture: str, report: resources.Report) -> None:
 
 
 def binding_links(objects: list[Path], architecture: str, library: Path) -> str:
-    """The binding with these kernels, which go, as one library, and what that says of itself on this machine; or what
-    is lacking for it."""
+    """Link the binding with these kernels into one library, check it, and return why that is impossible, or ""."""
     if lacking := make.missing("onnxruntime-cuda"):
         return lacking
     make.link_device("onnxruntime-cuda", objects, [architecture], library)
@@ -107,7 +109,7 @@ def binding_links(objects: list[Path], architecture: str, library: Path) -> str:
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(library))
     options.log_severity_level = 4
-    # Known to ONNX Runtime in every type, and to its CUDA provider alone.
+    # ONNX Runtime knows the operators in every type, but only for its CUDA provider.
     for bfloat in (False, True):
         with pytest.raises(Exception, match="Could not find an implementation for VoteAttention"):
             node = model("VoteAttention", VOTE_ATTENTION, vote_attention_shapes(), bfloat=bfloat)
@@ -134,15 +136,15 @@ def test_a_library_for_cuda_is_for_this_machines_gpus_unless_named(
 
 
 def test_kernels_and_binding_are_compiled_for_what_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said: list[Sequence[str]] = []
+    commands: list[Sequence[str]] = []
     monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", str(tmp_path))
     (tmp_path / "onnxruntime_cxx_api.h").touch()
     monkeypatch.setattr(make, "tool", lambda name: name)
-    monkeypatch.setattr(make, "run", lambda command, what: said.append(command) or "")
-    monkeypatch.setattr(make, "link", lambda command, objects, library: said.append(command) or library)
+    monkeypatch.setattr(make, "run", lambda command, what: commands.append(command) or "")
+    monkeypatch.setattr(make, "link", lambda command, objects, library: commands.append(command) or library)
     built = make.build("onnxruntime-cuda", capabilities=["90", "86"], out=tmp_path)
     assert built == tmp_path / "libkvexport_onnxruntime_cuda.so"
-    *compiled, linked = [" ".join(command) for command in said]
+    *compiled, linked = [" ".join(command) for command in commands]
     kernels = [command for command in compiled if ".cu " in command]
     assert len(kernels) == len(KERNELS)
     for command in kernels:

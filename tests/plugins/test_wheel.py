@@ -1,4 +1,4 @@
-"""The wheel brings the native operators for its platform, and runs an artifact in an environment of its own."""
+"""The wheel has the native operators for its platform, and runs an artifact in a separate environment."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_wheel_is_for_every_python_and_for_systems_since_2018(wheel: Path) -
     tag = hatch_build.platform_tag(content, platform.machine())
     assert wheel.name == f"kvexport-{__version__}-py3-none-{tag}.whl"
     compiler = re.search(rb"GCC: \([^)]*\) (\d+)", content)
-    if compiler and int(compiler[1]) <= 12:  # newer ones take more of their own libstdc++ and glibc
+    if compiler and int(compiler[1]) <= 12:  # newer ones link more of their own libstdc++ and glibc
         assert tag == f"manylinux_2_28_{platform.machine()}"
     assert not [name for name in names if name.startswith(("tests/", "docs/", "plugins/"))]
     assert wheel.stat().st_size < 7e6
@@ -110,7 +110,10 @@ def test_the_metadata_has_addresses_and_links_that_work_on_an_index(wheel: Path)
 def test_the_wheel_runs_an_artifact_natively_in_an_environment_of_its_own(
     wheel: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:
-    """The environment has the packages of this one by a path, and kvexport from the wheel alone."""
+    """The wheel runs an artifact natively in a separate environment.
+
+    The environment has the packages of this one by a path, and kvexport only from the wheel.
+    """
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"

@@ -1,4 +1,4 @@
-"""The artifact of two ranks that tests of both devices load."""
+"""An artifact of two ranks, for the tests of both devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The operator AllReduce: the same bits on all ranks whoever comes first, in pieces, and an error, never a wait, where
-a rank is missing or does something else; of the CPU, and of GPUs on the host (tests/support/fake_gpus.py)."""
+"""The operator AllReduce gives the same bits on all ranks, in any order of arrival, and in pieces.
+
+If a rank is missing or sums another tensor, there is an error instead of a wait. The tests cover CPUs, and GPUs on the
+host (tests/support/fake_gpus.py).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def new(device: str) -> Callable[[], Collectives]:
-    """Makes what the process of a rank has of it."""
+    """A function that makes the collectives of a rank's process."""
     layer = {"dtype": "float32", "kv_heads": 1, "capacity": 8, "key_size": 8, "value_size": 8, "statistics": 1}
     cache = SimpleNamespace(caches=[SimpleNamespace(**layer, budget=8)])
     recipe, graphs = SimpleNamespace(cache=SimpleNamespace(build_method=H2O)), SimpleNamespace(rank_count=2)
@@ -70,7 +73,10 @@ Run = Callable[[list[Any]], list[Any]]
 
 @pytest.fixture
 def ranks(new: Callable[[], Collectives]) -> Iterator[Callable[[int, str], Run]]:
-    """Makes ranks that are threads: what each of them sums in turn, to what each of them gets, or its error."""
+    """A function that makes ranks as threads.
+
+    Its result takes the parts of each rank in turn, and returns the sums, or the error, of each rank.
+    """
     pools: list[ThreadPoolExecutor] = []
 
     def make(count: int, dtype: str = "float32") -> Run:

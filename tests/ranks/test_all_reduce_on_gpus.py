@@ -1,5 +1,8 @@
-"""The sum over ranks of the CUDA kernels, compiled for the host, where ranks are threads: bits, sizes, turns of the two
-halves, and ranks that do not come. What runs on GPUs is docs/tasks/tensor-parallel.md's."""
+"""The CUDA kernels' sum over ranks, compiled for the host, where ranks are threads.
+
+The tests cover bits, sizes, the alternation of the two halves, and ranks that do not come. For runs on GPUs see
+docs/tasks/tensor-parallel.md.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.conformance.cuda_library import HOST, CudaOnHost, load
 from tests.support.cuda_ranks import FAILED, LATE, OUT_OF_STEP, Ranks, in_order, multiprocessors, random_part
 
 pytestmark = pytest.mark.skipif(CudaOnHost().available() is not None, reason=f"not reached: {CudaOnHost().available()}")
-TYPES = ["float32", "float16", "uint16"]  # the last: bits of bfloat16
+TYPES = ["float32", "float16", "uint16"]  # uint16: bits of bfloat16
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
     with multiprocessors():
         yield make
     for one in made:
-        one.word[:] = FAILED  # nobody waits any more
+        one.word[:] = FAILED  # releases all waiting ranks
         one.pool.shutdown()
 
 
@@ -43,7 +46,10 @@ def agree(made: Ranks, parts: list[list[np.ndarray]]) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("count", [2, 4])
 def test_all_ranks_have_the_bits_of_the_sum_in_their_order(ranks: Any, dtype: str, count: int) -> None:
-    """Sizes that fill no vector, no block, several blocks; hundreds of rounds of the two halves."""
+    """All ranks get the bits of the sum in rank order.
+
+    Some sizes fill no vector or no block, others several blocks. Both halves alternate hundreds of times.
+    """
     rng = np.random.default_rng(count)
     sizes = [1, 7, 576, 4096, 4099, 70_001, *rng.integers(1, 9000, 300)]
     agree(ranks(count), [[random_part(rng, size, dtype) for size in sizes] for _ in range(count)])
@@ -73,7 +79,7 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(ranks: Any
     made = ranks(2, patience=20_000_000)
     made.run([[np.zeros(9, np.float32)]])
     assert made.word[0] == LATE | 0 << 8 | 1 << 16
-    made.run([[np.zeros(9, np.float32)]])  # and ends
+    made.run([[np.zeros(9, np.float32)]])  # ends without a wait
 
 
 def test_who_waits_is_released_by_the_word(ranks: Any) -> None:

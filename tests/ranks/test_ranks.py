@@ -1,5 +1,7 @@
-"""An engine of two processes answers as one of one process does, and a rank that ends is an error that names it, with
-no process and no memory left behind."""
+"""An engine of two processes answers like one of one process.
+
+If a rank ends, an error names it, and no process or memory remains.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from tests.support.tiny_model import PROMPTS, RECIPE, generated
 pytestmark = pytest.mark.skipif(
     library() is None, reason="not reached: the native operators are not built (make native)"
 )
-MOST_SECONDS = 20_000  # milliseconds, that anything here may wait for a process to end
+MOST_SECONDS = 20_000  # the milliseconds that a test may wait for the end of a process
 
 
 def recipe(checkpoint: Path, ranks: int, method: str = "keepkv") -> Recipe:
@@ -51,7 +53,7 @@ def made(recipe: Recipe, out: Path) -> Path:
 
 @pytest.fixture(scope="module", params=["keepkv", "ballot", "streaming"])
 def pair(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: Any) -> Iterator[tuple[Engine, ...]]:
-    """Engines of one process and of two, of the same recipe."""
+    """Engines of the same recipe with one process and with two."""
     folder = tmp_path_factory.mktemp("ranks")
     yield tuple(kvexport.load(made(recipe(tiny_checkpoint, n, request.param), folder / str(n))) for n in (1, 2))
 
@@ -63,9 +65,12 @@ def test_tokens_are_those_of_one_process(pair: tuple[Engine, Engine]) -> None:
 
 
 def test_every_state_is_the_whole_and_that_of_one_process(pair: tuple[Engine, Engine]) -> None:
-    """Chunks, merges, ragged steps, growing, copying, rolling back, clearing, reading and writing."""
+    """Every state of two processes is complete and equals that of one process.
+
+    The steps are chunks, merges, ragged steps, growing, copying, rolling back, clearing, reading and writing.
+    """
     ids = np.random.default_rng(0).integers(0, 64, (2, 16))
-    found = []
+    states = []
     for engine in pair:
         state = engine.new_state(1)
         for chunk in range(6):
@@ -79,8 +84,8 @@ def test_every_state_is_the_whole_and_that_of_one_process(pair: tuple[Engine, En
         state.clear(0, 1)
         state.write(0, saved, 99)
         state.set_state(whole := state.get_state(), np.array([[99], [1], [100]]))
-        found.append({"logits": logits, **{f"read {k}": v for k, v in saved.items()}, **whole})
-    one, two = found
+        states.append({"logits": logits, **{f"read {k}": v for k, v in saved.items()}, **whole})
+    one, two = states
     assert one.keys() == two.keys()
     for name in one:
         np.testing.assert_allclose(two[name], one[name], rtol=1e-3, atol=1e-4, err_msg=name)
@@ -108,10 +113,10 @@ def test_a_killed_rank_is_named_and_nothing_is_left(artifact: Path) -> None:
     stream = engine.stream(PROMPTS[0], max_new_tokens=400)
     next(stream)
     process.send_signal(signal.SIGKILL)
-    said = rf"rank 1, the process {process.pid}, was ended by SIGKILL"
-    with pytest.raises(KvexportError, match=said):
+    message = rf"rank 1, the process {process.pid}, was ended by SIGKILL"
+    with pytest.raises(KvexportError, match=message):
         list(stream)
-    with pytest.raises(KvexportError, match=said) as again:
+    with pytest.raises(KvexportError, match=message) as again:
         engine.generate([1, 2], max_new_tokens=2)
     assert again.value.fix == "load the artifact again"
     assert process.poll() == -signal.SIGKILL
@@ -119,7 +124,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(artifact: Path) -> None:
 
 
 def test_ranks_end_with_their_engine_and_with_rank_0(artifact: Path) -> None:
-    """One engine is let go of; the process of another one is killed."""
+    """Ranks end when their engine is freed, and when the process of rank 0 is killed."""
     engine = kvexport.load(artifact)
     ranks: Any = engine.model
     process = ranks.ranks._processes[0]

@@ -1,5 +1,7 @@
-"""Engines whose ranks have a GPU each, over a driver of the host and the CUDA kernels compiled for it: the tokens of
-one process, the ends of ranks, and what is said where GPUs are missing."""
+"""Engines whose ranks have one GPU each, on a fake driver and CUDA kernels compiled for the host.
+
+They give the tokens of one process. The tests also cover the ends of ranks, and the messages about missing GPUs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ needs_binding = pytest.mark.skipif(
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Two, of this process and of the workers that it starts."""
+    """The driver of two fake GPUs, in this process and in the workers that it starts."""
     monkeypatch.setenv(native.VARIABLE, str(fake_gpus.ON_HOST))
     monkeypatch.setattr(processes, "PROGRAM", fake_gpus.PROGRAM)
     return fake_gpus.install(monkeypatch.setattr, Driver())
@@ -53,7 +55,7 @@ def test_ranks_on_gpus_say_what_one_process_says_and_give_all_back(
     del engine, state
     gc.collect()
     for thread in set(threading.enumerate()) - others:
-        if "_read" in thread.name:  # of the channel to the worker that has ended: it knows the mailboxes until then
+        if "_read" in thread.name:  # the channel to the ended worker holds the mailboxes until its thread ends
             thread.join(30)
     assert set(gpus.held) <= held
     assert gpus.log[-3:] == ["cuIpcCloseMemHandle", "cuMemFree_v2", "cuMemHostUnregister"]
@@ -161,8 +163,8 @@ def test_the_driver_of_the_tests_has_names_of_the_real_one() -> None:
 
 def test_what_a_word_says() -> None:
     one = object.__new__(mailboxes.Mailboxes)
-    said = {word: one.problem(word.to_bytes(4, "little")) for word in (0, 1, 2 | 3 << 8 | 1 << 16, 3 | 1 << 8)}  # type: ignore[arg-type]
-    assert list(said.values()) == [
+    problems = {word: one.problem(word.to_bytes(4, "little")) for word in (0, 1, 2 | 3 << 8 | 1 << 16, 3 | 1 << 8)}  # type: ignore[arg-type]
+    assert list(problems.values()) == [
         "",
         "a rank has failed",
         "rank 3 waited 30 s for the summand of rank 1",

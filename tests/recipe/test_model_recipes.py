@@ -1,4 +1,4 @@
-"""Recipes of models on the hub: their plans for the models' configs, without the hub and without weights."""
+"""Tests of recipes of models on the hub: their plans for the models' configs, without the hub and without weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import transformers
 from kvexport.planning import plan_memory
 from kvexport.recipe.load import load_recipe
 
-# As published; what is left out is transformers' default, which is that model's.
+# The published configs. Absent fields have transformers' defaults, which are those of the model.
 LFM2_ATTENDS = (2, 5, 8, 10, 12, 14)
 CONFIGS: dict[str, Any] = {
     "gpt-oss-20b": lambda: transformers.GptOssConfig(
@@ -44,7 +44,7 @@ PUBLISHED = {
 
 
 def mxfp4_headers(config: Any, folder: Path) -> None:
-    """Write the header of gpt-oss's tensors, experts in MXFP4, before a hole in place of the weights."""
+    """Write the header of gpt-oss's tensors, with experts in MXFP4, before a hole in place of the weights."""
     model_config = json.loads((folder / "config.json").read_text())
     model_config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(model_config))

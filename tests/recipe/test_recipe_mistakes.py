@@ -1,5 +1,4 @@
-"""Mistakes in recipes: every one is named with its line, all of them at once, and no text whatever is more than a usage
-error."""
+"""Tests of mistakes in recipes: all are reported at once with their lines, and any text gives at most a usage error."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from tests.support.recipe_texts import SMALL, one_problem, problems, write
 def test_mistakes_of_different_kinds_come_out_in_one_error(recipe_dir: Path) -> None:
     cache = "cache:\n  budgt: 64\n  merge_every: often\n  slack: 3\n  parameters:\n    treshold: 0.5\n    decay: 2\n"
     write(recipe_dir, a="model:\n  path: 7\n" + cache + "limits: 5\n")
-    found = problems("a", ["export.logits=some", "cache.sinks=-1"])
+    actual = problems("a", ["export.logits=some", "cache.sinks=-1"])
     line = "(recipes/a.yaml:{})".format
     sinks = "cache.sinks: should be greater than or equal to 0 (first positions, which are never evicted), found -1"
     expected = [
@@ -42,8 +41,8 @@ def test_mistakes_of_different_kinds_come_out_in_one_error(recipe_dir: Path) -> 
         (sinks, "(--set cache.sinks=-1)"),
     ]
     for start, end in expected:
-        assert [line for line in found if line.startswith(start) and end in line], (start, found)
-    assert len(found) == len(expected)
+        assert [line for line in actual if line.startswith(start) and end in line], (start, actual)
+    assert len(actual) == len(expected)
 
 
 def test_unknown_key_points_at_the_key_and_suggests_across_sections(recipe_dir: Path) -> None:
@@ -157,7 +156,7 @@ def test_other_files_that_cannot_be_read(recipe_dir: Path) -> None:
     assert one_problem("loop").startswith("recipes/loop.yaml: cannot be read: ")
     assert one_problem("dir").startswith("recipes/dir.yaml: cannot be read: ")
     assert one_problem("./none.yaml") == "none.yaml: there is no such file"
-    os.mkfifo("pipe.yaml")  # nobody writes to it
+    os.mkfifo("pipe.yaml")  # no process writes to it
     assert one_problem("./pipe.yaml") == "pipe.yaml: cannot be read: it is no regular file"
     assert "cannot be read" in one_problem("a\0/x.yaml")
 

@@ -1,4 +1,4 @@
-"""The JSON schema of recipes takes what `load_recipe` takes and refuses what it refuses; every field has a meaning."""
+"""The JSON schema of recipes accepts and refuses the same values as `load_recipe`. Every field has a meaning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def valid(recipe: Any) -> bool:
 
 
 def loads(folder: Path, recipe: dict[str, Any]) -> bool:
-    """Whether `load_recipe` takes it. Rules between fields are the recipe's alone, so none is given that they touch."""
+    """Return whether `load_recipe` accepts a recipe.
+
+    Rules between fields are not part of the schema, so no tested recipe concerns them.
+    """
     from kvexport.errors import UsageError
 
     path = folder / "recipe.yaml"
@@ -95,8 +98,8 @@ def test_a_mistake_is_refused_by_both(tmp_path: Path, recipe: dict[str, Any]) ->
     assert not loads(tmp_path, recipe)
 
 
-# Values that YAML tells apart and JSON does not (8.0 is no integer in YAML) are left out.
-TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=3)  # what YAML can hold
+# Values that differ in YAML but not in JSON (8.0 is no integer in YAML) are left out.
+TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=3)  # text that YAML can represent
 VALUES = st.one_of(
     st.none(), st.booleans(), TEXT, st.integers(-2, 3), st.integers(MOST - 1, MOST + 2),
     st.sampled_from(["uniform", "last", "copy", "float16", 0.25, 0.75, -0.5, 1.5]), st.just([]), st.just({"a": 1}),
@@ -116,12 +119,12 @@ def test_both_take_the_same_values(tmp_path_factory: pytest.TempPathFactory, key
 
 def test_every_field_and_parameter_says_what_it_means() -> None:
     silent = [field.name for field in describe_fields(Recipe) if len(field.meaning) < 8]
-    silent += [f"{n}.{p}" for n, m in all_methods().items() for p, said in meanings(m).items() if len(said) < 8]
+    silent += [f"{n}.{p}" for n, m in all_methods().items() for p, meaning in meanings(m).items() if len(meaning) < 8]
     assert silent == []
 
 
 def test_a_meaning_is_taken_from_a_docstring_of_the_class_or_a_base() -> None:
-    said = meanings(all_methods()["pyramidkv"])
-    assert said == meanings(all_methods()["snapkv"])
-    assert said["pool"].startswith("The number of positions that are pooled")
+    meaning = meanings(all_methods()["pyramidkv"])
+    assert meaning == meanings(all_methods()["snapkv"])
+    assert meaning["pool"].startswith("The number of positions that are pooled")
     assert meanings(all_methods()["keepkv"])["zip"].endswith("is not lossless.")

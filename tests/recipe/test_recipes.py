@@ -1,4 +1,4 @@
-"""Recipes: what ships, where every value comes from, and how one extends another."""
+"""Tests of recipes: the shipped ones, the origin of every value, and how one extends another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.recipes import SMALL_CHECKPOINT, TINY_CHECKPOINT, method_sett
 TINY = ("tiny-base", "tiny-keepkv", "tiny-full")
 SMOLLM2 = tuple(f"smollm2-135m-{name}" for name in ("base", "full", "keepkv"))
 OTHERS = ("smollm2-135m-chat", "smollm2-135m-heads", "smollm2-135m-once", "smollm2-135m-recall", "keepkv-paper")
-# Recipes of measured budgets, and the layers of their models.
+# Recipes with measured budgets, and the number of layers of their models.
 LISTED = {
     str(recipe_file("tiny-listed")): 2,
     str(recipe_file("tiny-heads")): 2,

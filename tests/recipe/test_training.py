@@ -1,5 +1,4 @@
-"""The small checkpoint's training: a run that is stopped and resumed is the run that was not, and what is saved is what
-ships."""
+"""Tests of the small checkpoint's training: a resumed run equals one without a stop, and its result is what ships."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tests.support.recipes import SMALL_CHECKPOINT as SMALL
 
 @pytest.fixture(scope="module")
 def training() -> Iterator[ModuleType]:
-    """small/train.py, which imports documents.py beside it."""
+    """The module small/train.py, with documents.py beside it."""
     for name, file in (("documents", "documents.py"), ("small_train", "train.py")):
         spec = importlib.util.spec_from_file_location(name, SMALL / file)
         assert spec is not None and spec.loader is not None
@@ -40,7 +39,7 @@ def data(training: ModuleType) -> Any:
 
 
 def small_model(training: ModuleType) -> Any:
-    """The checkpoint's architecture with one narrow layer."""
+    """Return a model with the checkpoint's architecture and one narrow layer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +55,7 @@ def small_model(training: ModuleType) -> Any:
 
 
 def train(training: ModuleType, data: Any, state: Path, stops: list[int]) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """A run of 4 steps that is stopped after each of `stops`, with its state saved there."""
+    """Run 4 steps, stopped after each of `stops` with the state saved, and return the model, the run and the log."""
 
     class Stopped(Exception):
         pass

@@ -1,4 +1,4 @@
-"""Plots and heat maps: where their marks lie, and what is left out and said."""
+"""Tests of plots and heat maps: the places of their marks, and the values that are left out and counted."""
 
 from __future__ import annotations
 

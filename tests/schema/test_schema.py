@@ -1,4 +1,4 @@
-"""The schema: files written from it are current, errors name what is wrong, and the state stands nowhere else."""
+"""Tests of the schema: the files written from it are current, errors name the fault, and the state is defined once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_a_stale_file_is_named_and_mended(tmp_path: Path, capsys: pytest.Capture
     document = tmp_path / "docs/reference/contract.md"
     document.write_text(document.read_text().replace("| `tau` |", "| `tao` |"))
     assert generate.main(["--check"], tmp_path) == 1
-    said = capsys.readouterr().err
-    assert "plugins/abi/kvexport.h is not current" in said and "docs/reference/contract.md is not" in said
+    message = capsys.readouterr().err
+    assert "plugins/abi/kvexport.h is not current" in message and "docs/reference/contract.md is not" in message
     assert generate.main([], tmp_path) == 0
     assert generate.main(["--check"], tmp_path) == 0
     assert header.read_text() == (ROOT / "plugins/abi/kvexport.h").read_text()
@@ -53,12 +53,12 @@ def test_a_compiler_lays_the_structs_out_as_the_tests_mirror_them(tmp_path: Path
     source.write_text(f'#include "kvexport.h"\n#include <stdio.h>\nint main(void) {{ {" ".join(lines)} return 0; }}')
     command = ["gcc", "-I", str(ROOT / "plugins" / "abi"), str(source), "-o", str(tmp_path / "layout")]
     subprocess.run(command, check=True, timeout=60)
-    found = subprocess.run([str(tmp_path / "layout")], capture_output=True, text=True, check=True, timeout=60).stdout
+    actual = subprocess.run([str(tmp_path / "layout")], capture_output=True, text=True, check=True, timeout=60).stdout
     expected = []
     for name, fields in structs().items():
         expected.append(f"{name} {ctypes.sizeof(STRUCTURES[name])}")
         expected += [f"{name}.{f.name} {getattr(STRUCTURES[name], f.name).offset}" for f in fields]
-    assert found.splitlines() == expected
+    assert actual.splitlines() == expected
 
 
 def test_a_node_takes_no_attribute_but_its_own() -> None:
@@ -99,7 +99,7 @@ def test_the_schema_imports_nothing_heavy() -> None:
 
 
 def test_the_state_stands_once() -> None:
-    """No other list of its names, and no arithmetic on how many there are."""
+    """The state is defined once: no other list has its names, and no code calculates with their number."""
     written_out = re.compile(r",\s*".join(f"[\"']{name}[\"']" for name in STATE_NAMES))
     for path in [*(ROOT / "kvexport").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""The audit tells vulnerabilities from a network that is not there: only the first ever fails a test run."""
+"""The audit distinguishes vulnerabilities from an absent network, and only vulnerabilities fail a test run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools import audit
 
 
 def program(folder: Path, code: int, output: str) -> Path:
-    """A folder with a pip-audit that prints a text and exits."""
+    """Write a pip-audit into the folder that prints a text and exits, and return the folder."""
     (folder / "bin").mkdir(parents=True)
     script = folder / "bin" / "pip-audit"
     script.write_text(f"#!{sys.executable}\nimport sys\nprint({output!r})\nsys.exit({code})\n")

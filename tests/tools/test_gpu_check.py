@@ -1,4 +1,7 @@
-"""`tools/gpu_check` over the kernels compiled for the host: its own code, no figure of which means anything."""
+"""Tests of `tools/gpu_check` over the kernels compiled for the host.
+
+They test its own code: the figures mean nothing.
+"""
 
 from __future__ import annotations
 

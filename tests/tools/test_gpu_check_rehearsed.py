@@ -1,5 +1,7 @@
-"""What `tools/gpu_check` does on a GPU alone, over a GPU that is not there and a clock that is none: its lines run here
-for the first time, not on a machine that is lent for minutes."""
+"""Tests of the code of `tools/gpu_check` that runs only on a GPU, over a fake GPU and a fake clock.
+
+So it does not run for the first time on a machine that is lent for minutes.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 def target(kept: list[Any], **more: Any) -> Target:
-    """On the device as far as PyTorch knows, with the host's library and sizes."""
-    made = Target(on_host=False, small=True, keep=lambda x: kept.append(json.loads(json.dumps(x))), **more)
-    made._caller = Caller(load(HOST), DeviceMemory())
-    return made
+    """Return a target that PyTorch takes for a device, with the host's library and sizes."""
+    device_target = Target(on_host=False, small=True, keep=lambda x: kept.append(json.loads(json.dumps(x))), **more)
+    device_target._caller = Caller(load(HOST), DeviceMemory())
+    return device_target
 
 
 def test_every_measurement_runs_to_its_goals(clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""Every pin but torch has its digests, those of pip and of the build backend among them, and set-up checks them."""
+"""Every pin but torch has its digests, including those of pip and of the build backend, and set-up checks them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_what_builds_the_package_is_the_pinned_version() -> None:
 @pytest.mark.parametrize(("given", "checked"), [([], True), (["LOCK=off"], False)])
 def test_set_up_checks_digests_unless_it_is_told_not_to(given: list[str], checked: bool) -> None:
     command = ["make", "--dry-run", "--always-make", "setup", *given]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    assert ("--require-hashes" in said) is checked
-    assert "--no-build-isolation" in said  # what builds is what was installed a line before
+    commands = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert ("--require-hashes" in commands) is checked
+    assert "--no-build-isolation" in commands  # the build uses the packages that the line before installed
 
 
 def test_a_lock_that_was_written_is_read_again_and_refuses_another_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The bill of materials: every pin with its digests, in the form that CycloneDX 1.6 prescribes."""
+"""Tests of the bill of materials: it has every pin with its digests, in the format of CycloneDX 1.6."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.support.paths import ROOT
 from tools import lock, sbom
 
-# The parts of CycloneDX's bom-1.6.schema.json that the bill uses. Unknown keys are refused there as well.
+# The parts of CycloneDX's bom-1.6.schema.json that the bill uses. The original also refuses unknown keys.
 HASH = {
     "type": "object",
     "required": ["alg", "content"],

@@ -1,4 +1,4 @@
-"""decoder.onnx cut between its layers."""
+"""Tests of decoder.onnx cut between its layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from kvexport.validate.cut import CutDecoder, layer_borders
 
 
 def test_the_border_is_the_residual_stream() -> None:
-    """x -> attention + x -> mlp + that, twice, and a second tensor that goes round the third layer."""
+    """The border between layers is the residual stream.
+
+    The graph computes x -> attention + x -> mlp + that, twice, and has a second tensor that bypasses the third layer.
+    """
     node = helper.make_node
     nodes = [
         node("Gather", ["table", "input_ids"], ["x0"]),

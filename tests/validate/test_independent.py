@@ -1,4 +1,4 @@
-"""The independent run: a tie may part it from PyTorch's, a wrong merge and a wrong state may not."""
+"""Tests of the independent run: a tie may separate it from PyTorch's run, but not a wrong merge or a wrong state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 160
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Let `change(state, first)` alter the engine's own state around its third merge; "before" or "after" it."""
+    """Let `change(state, first, last, merge)` replace the engine's third merge."""
     merge, count = WatchedState.merge, [0]
 
     def altered(self: WatchedState, first: int, last: int) -> None:
@@ -44,8 +44,10 @@ def test_a_sound_run_parts_nowhere(tiny_artifact: Path) -> None:
 
 
 def test_a_wrong_selection_of_the_run_alone_is_found(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's merge evicts another entry than it should: its state before the merge has two scores swapped, and
-    swapped back afterwards."""
+    """A merge that evicts a wrong entry is found.
+
+    The scores of the state are reversed before the engine's merge, and restored in the record of that merge.
+    """
 
     def change(self: WatchedState, first: int, last: int, merge: Any) -> None:
         before = self.get_state()
@@ -66,7 +68,7 @@ def test_a_wrong_selection_of_the_run_alone_is_found(tiny_artifact: Path, monkey
 def test_a_wrong_state_before_a_merge_does_not_pass_for_a_tie(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The merge itself is right, but scores before it are not those of PyTorch."""
+    """A wrong state before a merge is not accepted as a tie: the merge is right, but the scores are not PyTorch's."""
 
     def change(self: WatchedState, first: int, last: int, merge: Any) -> None:
         wrong = self.get_state()

@@ -1,4 +1,4 @@
-"""Merges that differ from PyTorch's: ties that rounding decides are right, other choices are not."""
+"""Merges that differ from PyTorch's are right if rounding decides a tie, and wrong otherwise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cache(seed: int) -> list[np.ndarray]:
 
 
 def tied(seed: int, apart: float) -> list[np.ndarray]:
-    """A cache in which the lowest score has two targets whose cosines with it differ by about `apart`."""
+    """Return a cache whose slot of the lowest score has two targets with cosines that differ by about `apart`."""
     state = cache(seed)
     key, score = state[0][0, 0], state[3][0, 0, 0]
     score[:] = np.linspace(1.0, 2.0, SLOTS)
@@ -51,7 +51,7 @@ def merged(state: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def merged_where_it_is(state: list[np.ndarray], farther: float) -> list[np.ndarray]:
-    """The merge of a cache in which slot 9 is so many times as far from slot 5."""
+    """Return the merge of a cache in which slot 9 is `farther` times as far from slot 5."""
     other = [x.copy() for x in state]
     key = other[0][0, 0]
     key[9] = key[5] + (key[9] - key[5]) * np.float32(farther)
@@ -79,7 +79,7 @@ def test_what_pytorch_does_differs_nowhere() -> None:
 def test_of_a_tie_both_choices_are_right(seed: int) -> None:
     state = tied(seed, 0.0)
     into_9, into_12 = (merged_where_it_is(state, farther) for farther in (1 - 5e-6, 1 + 5e-6))
-    assert not np.allclose(into_9[1], into_12[1])  # the values say that it is a choice
+    assert not np.allclose(into_9[1], into_12[1])  # the values show that there is a choice
     found = [flips(state, engine, merged(state)) for engine in (into_9, into_12)]
     assert sorted(map(len, found)) == [0, 1]
     (flip,) = found[0] or found[1]
@@ -89,7 +89,7 @@ def test_of_a_tie_both_choices_are_right(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_farther_target_is_wrong_and_is_named(seed: int) -> None:
-    state = tied(seed, 0.001)  # 9 is nearer by far more than rounding
+    state = tied(seed, 0.001)  # slot 9 is nearer by far more than rounding
     wrong = merged_where_it_is(state, 1.01)
     found = flips(state, wrong, merged(state))
     assert len(found) == 1
@@ -121,7 +121,7 @@ def test_float64_computes_in_float64_and_roundings_are_of_float32() -> None:
 
 
 def drop(state: list[np.ndarray], slots: list[int]) -> dict[str, np.ndarray]:
-    """A head without these slots, the others moved up; rows as they are."""
+    """Return a head without these slots, with all others moved up and their contents unchanged."""
     kept = [i for i in range(SLOTS) if i not in slots]
     key, value, votes, _, position = (x[0, 0] for x in state)
     return {
@@ -136,10 +136,10 @@ def test_where_many_slots_cost_the_same_a_choice_may_be_any_of_them() -> None:
     state = cache(0)
     draws = [drop(state, slots) for slots in ([3, 5], [5, 7], [7, 9], [3, 9])]
     assert _among(drop(state, [3, 7]), draws)
-    assert _among(drop(state, [5, 11]), draws)  # one of two, as between draws
+    assert _among(drop(state, [5, 11]), draws)  # one of the two, as between draws
     assert not _among(drop(state, [11, 12, 13, 14, 15]), draws)
-    assert not _among(drop(state, [3, 7]), draws[:1] * 4)  # draws that agree
-    assert not _among(drop(state, [3, 7]), [*draws, draws[0]])  # two of them
+    assert not _among(drop(state, [3, 7]), draws[:1] * 4)  # draws that all agree
+    assert not _among(drop(state, [3, 7]), [*draws, draws[0]])  # two draws are equal
 
 
 @pytest.mark.parametrize("name", ["key", "value", "votes"])
@@ -149,6 +149,6 @@ def test_a_choice_among_others_has_their_rows(name: str) -> None:
     engine = drop(state, [3, 7])
     engine[name] = engine[name].copy()
     engine[name][0, 0, 10:14] *= 1.001
-    assert _among(engine, draws)  # as many as another choice may change
+    assert _among(engine, draws)  # as many rows as another choice may change
     engine[name][0, 0, 10:18] *= 1.001
     assert not _among(engine, draws)

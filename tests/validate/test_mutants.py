@@ -1,5 +1,7 @@
-"""A wrong kernel must not pass. `benchmarks/mutants.py` plants many more bugs; these are of each part of the
-validation."""
+"""A wrong kernel must not pass validation.
+
+These bugs test each part of the validation. `benchmarks/mutants.py` plants many more.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import kernel_mutants
 import pytest
 from mutants import MUTANTS, PLUGINS, ROOT, Library, build_engines, verdict
 
-EXAMINED = 3  # heads that merge otherwise, of a sound library as well; to ask float64 takes most of a second each
+EXAMINED = 3  # differing heads that are examined, also with a sound library: float64 takes most of a second for each
 PLANTED = ("lost vote", "wrong group of query heads", "stale score", "recent off by one", "epsilon")
 
 

@@ -1,4 +1,4 @@
-"""Rounding errors against float64: a right engine does not fail by the chance of a small sample, a worse one does."""
+"""Tests of rounding errors against float64: chance in a small sample fails no right engine, but larger errors do."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ def rounding(engine: NDArray[np.float64], pytorch: NDArray[np.float64]) -> Round
 
 
 def refused(count: int, factor: float) -> tuple[float, float]:
-    """The share of draws in which errors `factor` times PyTorch's are refused, and by the 99th percentile alone,
-    whatever the size of the sample. The tail is that of a trained model's errors."""
+    """Return the share of draws in which errors `factor` times PyTorch's are refused.
+
+    The second share is by the 99th percentile alone, whatever the size of the sample. The tail is that of a trained
+    model's errors.
+    """
     rng = np.random.default_rng(count)
-    found, alone = 0, 0
+    refusals, alone = 0, 0
     for _ in range(DRAWS):
         engine, pytorch = np.exp(rng.standard_normal((2, count))) * 1e-6
-        found += not rounding(factor * engine, pytorch).holds
+        refusals += not rounding(factor * engine, pytorch).holds
         alone += quantiles_of(factor * engine).p99 > 3 * quantiles_of(pytorch).p99
-    return found / DRAWS, alone / DRAWS
+    return refusals / DRAWS, alone / DRAWS
 
 
 @pytest.mark.parametrize("count", [36, 100, 800, 2000])
@@ -39,7 +42,7 @@ def test_errors_alike_pass_and_six_times_larger_ones_are_found_more_often_than_b
 def test_a_few_errors_out_of_bounds_fail_where_they_are_far_out() -> None:
     alike = np.linspace(1e-7, 1e-6, 36)
     few = np.where(np.arange(36) >= 34, alike * 3.16, alike)
-    assert rounding(few, alike).holds  # two of 36, as a sound engine was seen to have
+    assert rounding(few, alike).holds  # two of 36 errors, as observed with a sound engine
     assert not rounding(np.where(np.arange(36) >= 34, alike * 100, alike), alike).holds
     assert not rounding(np.where(np.arange(36) >= 20, alike * 3.5, alike), alike).holds
 

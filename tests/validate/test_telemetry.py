@@ -1,5 +1,7 @@
-"""Perturbation telemetry: its attention is the operator's, lossless merges show none, and what it observes is within
-Theorem 5's bound."""
+"""Tests of perturbation telemetry: its attention is the operator's, and lossless merges show no perturbation.
+
+All observed perturbations are within Theorem 5's bound.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ from tests.support.models import llama, make_recipe, random_ids, save_checkpoint
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Of what is as small as this, threads are most of the time."""
+    """Use one thread, because with tensors this small threads take most of the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-NOW = {"decay": 1e-12}  # an average of the current query alone: its scores are no estimates
+NOW = {"decay": 1e-12}  # an average of the current query alone, so that its scores are exact
 
 
 @pytest.mark.parametrize("window", [0, 9])
@@ -66,7 +68,10 @@ def test_attention_is_the_operators(window: int) -> None:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Perturbation]]:
-    """Three sequences of a random model with one query head per KV head, far past a budget of 24 slots."""
+    """A function that observes three sequences of a random model, far beyond a budget of 24 slots.
+
+    The model has one query head per KV head.
+    """
     checkpoint = save_checkpoint(tmp_path_factory.mktemp("one") / "checkpoint", llama(num_key_value_heads=4))
 
     def run(method: str, parameters: dict[str, Any] | None = None, **cache: Any) -> list[Perturbation]:
@@ -105,7 +110,7 @@ def test_a_convex_merge_and_an_eviction_do_change_it(watched: Callable[..., list
 
 
 def test_the_first_merge_leads_away_from_the_full_cache(watched: Callable[..., list[Perturbation]]) -> None:
-    """Until then the cache is the full one; afterwards what is lost stays lost."""
+    """The first merge leads away from the full cache, and the loss remains."""
     rows = watched("streaming")
     for row in at(rows, "current"):
         if row.step == 0:
@@ -126,9 +131,11 @@ SIZE, SLOTS, BUDGET = 8, 20, 13
 def one_merge(
     seed: int, method: str, parameters: dict[str, Any], *, error: float = 0.0, shift: float = 0.0, loud: float = 0.0
 ) -> tuple[Perturbation, Perturbation]:
-    """One head's random cache, merged, seen by the query of which its scores are the logits (each but for up to
-    `error`, all of them `shift` too large), and by one near it with a token of its own, whose key holds the query
-    `loud` times."""
+    """Merge the random cache of one head, and return the perturbation for two queries.
+
+    The scores are the logits of the first query, each with an error of up to `error`, and all of them too large by
+    `shift`. The second query is near the first and has its own token, whose key contains the query `loud` times.
+    """
     chosen = all_methods()[method](**parameters)
     layer = LayerCache(1, SIZE, SIZE, len(chosen.statistics), BUDGET, SLOTS, 2, 3, 0, True, "float32")
     telemetry = Telemetry(CachePlan((layer,)), [LayerGeometry(1, 1, SIZE, SIZE)], chosen)

@@ -1,4 +1,4 @@
-"""validate passes on a sound artifact and names the first layer, step and tensor that differ on an altered one."""
+"""validate passes a sound artifact, and names the first layer, step and tensor that differ on an altered one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def result(tiny_artifact: Path):
 
 
 def altered(artifact: Path, folder: Path, graph: str, change) -> Path:
-    """A copy of the artifact whose graph was changed and whose digests fit again."""
+    """Return a copy of the artifact with a changed graph and matching digests."""
     copy = folder / "altered"
     shutil.copytree(artifact, copy)
     manifest = load_manifest(copy)
@@ -44,14 +44,16 @@ def altered(artifact: Path, folder: Path, graph: str, change) -> Path:
 
 @pytest.fixture(params=["native", "off"])
 def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native operators, where they are built, and the functions."""
+    """The native operators, if they are built, and the functions."""
     if request.param == "off":
         monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
 
 
 def scale_meaning(model: onnx.ModelProto, op: str, attribute_name: str, factor: float) -> None:
-    """Multiply the attribute of the nodes of `op`, which native operators read, and in its function the first float
-    constant between 0.001 and 100."""
+    """Multiply the attribute of the nodes of `op`, and a constant of its function.
+
+    Native operators read the attribute. The constant is the first float between 0.001 and 100.
+    """
     for node in model.graph.node:
         for attribute in node.attribute:
             if node.op_type == op and attribute.name == attribute_name:
@@ -110,7 +112,7 @@ def test_a_difference_in_attention_is_named(tiny_artifact: Path, tmp_path: Path)
     assert not result.passed and result.mismatch is not None
     assert result.mismatch.step == 0 and result.mismatch.phase == "prefill"
     assert re.search(r"layer 0, step 0 \(prefill\), tensor \w+, lane \d, head \d, slot \d+: differs by", result.problem)
-    # It went on to the end, and the layer after the first begins with PyTorch's hidden state.
+    # Validation continued to the end, and the layer after the first starts with PyTorch's hidden state.
     assert result.steps[-1]["phase"] in ("decode", "merge")
     assert {m.layer for m in result.mismatches} >= {0, 1}
     assert math.isfinite(result.mean_kl())

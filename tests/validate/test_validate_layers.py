@@ -1,5 +1,4 @@
-"""`validate --layers N`: the first layers of a model alone, as the artifact has them, on every backend that is
-there."""
+"""Tests of `validate --layers N`: only the first layers of a model, as the artifact has them, on every backend."""
 
 from __future__ import annotations
 
@@ -25,7 +24,10 @@ from tests.support.models import build_shared
 
 @pytest.fixture(scope="module")
 def artifact(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers whose heads all have different budgets, so that one alone would get others from the recipe."""
+    """An artifact of two layers whose heads all have different budgets.
+
+    A recipe would give one layer alone other budgets.
+    """
     shares = ["cache.allocation.kind=listed", "cache.allocation.shares=[[1.6, 1.2], [0.5, 0.7]]"]
     recipe = load_recipe(str(tiny_recipe), shares).recipe
     return build_shared(recipe, tmp_path_factory.mktemp("layers") / "artifact")
@@ -51,7 +53,7 @@ def test_the_layer_that_is_held_is_the_artifacts(artifact: Path, one_layer: Path
 
 def test_the_layer_holds_and_another_layers_weights_do_not(one_layer: Path, tmp_path: Path) -> None:
     assert validate_artifact(one_layer, length=100, batch=2).passed
-    # The same layout, so that only the comparison can tell.
+    # The layout is the same, so only the comparison shows the difference.
     checkpoint = Path(load_manifest(one_layer).recipe.model.path)
     other = tmp_path / "checkpoint"
     other.mkdir()

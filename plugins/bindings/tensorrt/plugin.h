@@ -64,8 +64,14 @@ class Plugin final : public nvinfer1::IPluginV3,
     if (type == nvinfer1::PluginCapabilityType::kRUNTIME) return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
     return nullptr;
   }
+  // A clone knows the shapes of this plugin, since TensorRT may run it without another change of shapes.
   nvinfer1::IPluginV3* clone() noexcept override {
-    return guarded<nvinfer1::IPluginV3*>(nullptr, [&] { return new Plugin(fields_); });
+    return guarded<nvinfer1::IPluginV3*>(nullptr, [&] {
+      std::unique_ptr<Plugin> copy(new Plugin(fields_));
+      copy->call_ = call_, copy->inputs_ = inputs_, copy->workspace_size_ = workspace_size_;
+      if (device_memory_) copy->device_memory_ = copy->memory_.get([&] { return copy->operator_.initial_memory(); });
+      return copy.release();
+    });
   }
 
   const char* getPluginName() const noexcept override { return Operator::kName; }

@@ -416,6 +416,11 @@ def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
         assert plugin.asked("enqueue", tensors, outputs, ctypes.c_void_p(memory.address(workspace))) == 0, harness.log()
         assert harness.cuda_calls == before, "nothing is copied or allocated beside what the kernels do"
         assert_near(output, right["output"], 1e-5, f"step {step}")
+    copy = plugin.another("clone")
+    del plugin
+    workspace[...] = 0xFF
+    address = ctypes.c_void_p(memory.address(workspace))
+    assert copy.asked("enqueue", tensors, outputs, address) == 0, "a clone knows the shapes of its original"
 
 
 def test_making_plugins_calls_nothing_of_cuda_and_attaching_them_does(harness: Harness) -> None:

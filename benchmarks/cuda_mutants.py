@@ -232,7 +232,7 @@ ORDERING = (
         "a norm reads its rows before earlier launches have ended",
         LINEAR_MMA,
         FIRST_GROUPS,
-        FIRST_GROUPS + "factors(block, args, part.s, 0, 1);\n",
+        FIRST_GROUPS + "factors(block, args, work.s, 0, 1);\n",
         LINEAR,
         "LinearMma<Half, 4, 1>",
     ),

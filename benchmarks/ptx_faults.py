@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="PROGRAM", help="of CALLS; results of others stay")
     options = parser.parse_args()
     make.build("cuda-ptx")
-    bodies, rows = library.compiled(), []
+    bodies, rows = {name: kernel.body for name, kernel in library.compiled().items()}, []
     for program in options.only or CALLS:
         for kind in KINDS:
             there = places(bodies[program], kind)

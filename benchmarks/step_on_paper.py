@@ -1,16 +1,19 @@
-"""What a decode step should take on an H200, on paper: bytes over bandwidth, instructions over cores, launches.
+"""What a decode step should take on a GPU, on paper: bytes, instructions, round trips to memory, and launches.
 
-    python benchmarks/step_on_paper.py   prints a table of docs/measurements/cuda.md, writes results/step_on_paper.json
+    python benchmarks/step_on_paper.py   prints tables of docs/measurements/cuda.md, writes results/step_on_paper.json
 
-No kernel has run on a GPU. Instructions are counts of PTX (plugins/cuda/instructions.json, and the table of Linear in
-docs/measurements/cuda.md for what is not recorded there), launches are the nodes of a built decoder, and a kernel takes
-the longest of its memory, its instructions and its products.
+No kernel has run on a GPU. A kernel takes the round trips before its first product and after its last one, one after
+the other, and between them the longest of its memory, its instructions, its products, and the round trips of one block
+in its loop. Instructions are counts of PTX (plugins/cuda/instructions.json, and the table of Linear in
+docs/measurements/cuda.md for what is not recorded there). Round trips are those that nothing hides in the PTX
+(plugins/building/ptx/trips.py). Launches are the nodes of a built decoder.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +22,48 @@ from common import save
 RECORDED = json.loads((Path(__file__).parent.parent / "plugins/cuda/instructions.json").read_text())
 COUNTS = RECORDED["instructions of a warp"]
 
-# An H200: bytes of a copy a second; multiprocessors, their cycles a second, lanes and warps' instructions a cycle; what
-# mma.sync reaches of the products a second.
-COPY, CYCLES, LANES, WARPS, PRODUCTS = 4.3e12, 132 * 1.75e9, 128, 4, 0.6 * 989e12
+LANES, WARPS = 128, 4  # that issue an instruction in a cycle of a multiprocessor
 LAUNCH = 1e-6  # seconds from one kernel of a CUDA graph to the next
-# What of that is saved where a launch begins while the one before ends: the least and the most that was published for
-# an H100 (docs/measurements/cuda.md). Weights that are read meanwhile are not in it.
+# What of that is saved where a launch begins while the one before ends, from capability 9.0 on: the least and the most
+# that was published for an H100 (docs/measurements/cuda.md). Weights that are read meanwhile are not in it.
 SAVED = (0.2e-6, 0.96e-6)
-GOAL = 1.2  # of a step over its bytes' time
-# Instructions of a lane for a weight, by rows (docs/measurements/cuda.md). One row of float16 was counted; at 32 its
-# products take 22 us of the 94 that its memory does.
+TRIP = 0.3e-6  # seconds of a round trip to the L2 cache
+# Instructions of a lane for a weight, by rows (docs/measurements/cuda.md). One row of float16 was counted.
 LINEAR = {
     "float16": {1: 3.7, 8: 3.7, 32: 3.7},
     "int4": {1: COUNTS["linear, int4, rows 1, per weight"], 8: 4.7, 32: 6.5},
 }
+INT4_BEFORE = 4.0  # of one row, before rows were loaded a chunk ahead
 BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # of a weight; groups of 32, a float16 scale each
-NORM_ROWS = 8  # above, a norm is a launch of its own
-# Launches of a step beside its layers, by the nodes of a decoder (docs/measurements/cuda.md): positions and
-# rotary factors 8, the embedding, the last row 6, the cast of the logits, the length 2; and the six
-# nodes that find the largest logits. A packed embedding takes five more.
+# Launches of a step beside its layers, by the nodes of a decoder (docs/measurements/cuda.md): positions and rotary
+# factors 8, the embedding, the last row 6, the cast of the logits, the length 2; and the six nodes that find the
+# largest logits. A packed embedding takes five more.
 BESIDE, PACKED_EMBEDDING = 8 + 1 + 6 + 1 + 2 + 6, 5
+OWN_BYTES = 16384  # of several rows, for which each block computes the norm itself (plugins/cuda/linear/linear.cu)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, by published figures: bytes of a copy a second, multiprocessors, their cycles a second, products a second.
+
+    products: What mma.sync reaches of the published rate, six tenths. held: Blocks of Linear for 8 rows, and of decode,
+    that the shared memory of a multiprocessor holds. early: Whether launches begin early.
+    """
+
+    name: str
+    copy: float
+    multiprocessors: int
+    cycles: float
+    products: float
+    held: tuple[int, int]
+    early: bool = False
+
+
+DEVICES = (
+    Device("H200", 4.3e12, 132, 1.75e9, 0.6 * 989e12, (4, 3), early=True),
+    Device("L40S", 0.9 * 864e9, 142, 2.52e9, 0.6 * 362e12, (2, 2)),
+    Device("AGX Orin", 0.9 * 204.8e9, 16, 1.3e9, 0.6 * 42.5e12, (3, 3)),
+)
 
 
 @dataclass(frozen=True)
@@ -56,40 +81,98 @@ class Shape:
     budget: int
 
     @property
-    def layer_weights(self) -> int:
-        """The weights of a layer's four products."""
+    def products(self) -> list[tuple[int, int, bool, bool]]:
+        """The inputs and outputs of each product, and whether a norm is before it and its epilogue reads numbers."""
         query, cache = self.heads * self.group * self.size, self.heads * self.size
-        return self.hidden * (2 * query + 2 * cache + 3 * self.inner)
+        return [
+            (self.hidden, query + 2 * cache, True, True),
+            (query, self.hidden, False, True),
+            (self.hidden, 2 * self.inner, True, False),
+            (self.inner, self.hidden, False, True),
+        ]
+
+    @property
+    def head(self) -> tuple[int, int, bool, bool]:
+        """The product of the logits."""
+        return self.hidden, self.vocabulary, True, False
 
     @property
     def weights(self) -> int:
         """The weights that a step reads: all but the embedding."""
-        return self.layers * self.layer_weights + self.vocabulary * self.hidden
+        layer = sum(inputs * outputs for inputs, outputs, *_ in self.products)
+        return self.layers * layer + self.head[0] * self.head[1]
 
 
 SHAPES = (
+    Shape("Llama-3.1-8B", 32, 4096, 14336, 8, 4, 128, 128256, 1024),
     Shape("Llama-2-7B", 32, 4096, 11008, 32, 1, 128, 32000, 1024),
     Shape("SmolLM2-135M", 30, 576, 1536, 3, 3, 64, 49152, 512),
 )
 
 
-def linear_seconds(shape: Shape, weights: str, rows: int) -> float:
-    """The seconds of all products of a step."""
-    panel = 8 if rows <= 8 else 32
-    count = shape.weights
-    return max(
-        count * BYTES[weights] / COPY,
-        count * LINEAR[weights][rows] / (CYCLES * LANES),
-        2 * count * panel / PRODUCTS,
+def norm_is_launched(inputs: int, rows: int, *, now: bool) -> bool:
+    """Return whether the factors of a norm are a launch of their own. now: With this version's kernels."""
+    return rows > 8 or (now and rows > 1 and rows * inputs * 2 > OWN_BYTES)
+
+
+def linear_seconds(
+    device: Device, product: tuple[int, int, bool, bool], weights: str, rows: int, *, now: bool
+) -> tuple[float, float]:
+    """Return the seconds of a product without its launch, and the part of them that round trips take."""
+    inputs, outputs, norm, epilogue = product
+    many, count = rows > 8, inputs * outputs
+    columns, held = (128, 2) if many else (64, device.held[0])
+    if now and weights == "int4" and not many:
+        held = min(held, 3)  # rows that are loaded ahead need registers
+    chunk = 256 if weights == "int4" else 64
+    strips, chunks, places = ceil(outputs / columns), ceil(inputs / chunk), held * device.multiprocessors
+    splits = max(1, min(chunks, places // strips))
+    waves = ceil(strips * splits / places)
+    own = norm and not norm_is_launched(inputs, rows, now=now)
+    vectors = ceil(inputs / 8)
+    # A warp read a row, 32 inputs a trip; now a row's vectors are read at once, four rows at a time if they are short.
+    factors = ceil(rows / 4) * ceil(inputs / 32)
+    if now:
+        factors = ceil(rows / (4 if vectors <= 128 else 1)) * ceil(vectors / (128 if vectors <= 128 else 512))
+    # The rows of a chunk: two trips for each of a thread's rows; now they are loaded a chunk ahead, or four at a time.
+    own_rows = ceil(rows / (16 if chunk == 64 else 4))
+    in_chunk = (ceil(own_rows / 4) if many else 1) if now else (own_rows + 1 if many else 2 * own_rows)
+    before = (factors if own else norm) + (1 if now else in_chunk)
+    instructions = INT4_BEFORE if (weights, rows, now) == ("int4", 1, False) else LINEAR[weights][rows]
+    combined = (ceil(splits / 8) if now else splits) + 3 if splits > 1 else 0  # and fence, ticket, fence
+    after = combined + epilogue * (1 if now else 2) * ceil(rows * columns / 2 / 128)
+    panel = 32 if many else 8
+    stream = max(
+        count * BYTES[weights] / device.copy,
+        count * instructions / (device.multiprocessors * device.cycles * LANES),
+        2 * count * panel / device.products,
     )
+    looped = waves * ceil(chunks / splits) * in_chunk * TRIP
+    trips = (before + after) * TRIP
+    seconds = max(stream, looped) + trips
+    if norm and not own:  # the launch of the factors
+        longest = 1 if now else ceil(inputs / 32)
+        seconds, trips = seconds + longest * TRIP, trips + longest * TRIP
+    return seconds, trips + max(0.0, looped - stream)
 
 
-def attention_seconds(shape: Shape, batch: int) -> float:
-    """The seconds of attention in all layers, over a cache in float16."""
-    slots = shape.layers * shape.heads * batch * shape.budget
-    counted = {1: 1, 3: 4}[shape.group]
+def attention_seconds(device: Device, shape: Shape, batch: int) -> tuple[float, float]:
+    """Return the seconds of a layer's attention over a cache in float16, one average of logits; and of its trips."""
+    heads = shape.heads * batch
+    slots = heads * shape.budget
+    counted = {1: 1, 3: 4, 4: 4}[shape.group]
     instructions = COUNTS[f"decode, float16, group {counted}, per slot"] * shape.size / 128
-    return max(slots * slot_bytes(shape) / COPY, slots * instructions / (CYCLES * WARPS))
+    stream = max(
+        slots * slot_bytes(shape) / device.copy,
+        slots * instructions / (device.multiprocessors * device.cycles * WARPS),
+    )
+    splits = max(1, min(shape.budget // 32, device.held[1] * device.multiprocessors // heads))
+    before = 9  # position, five reads of votes, length, queries, the first keys
+    # Fence, ticket, fence, the splits' softmax, their outputs, eight at a time; the new token's key, value, position.
+    after = 7 + ceil(splits / 8) if splits > 1 else 3
+    series = splits * 70 / device.cycles if splits > 1 else 0.0  # a thread adds up the splits' softmax
+    trips = (before + after) * TRIP + series
+    return stream + trips, trips
 
 
 def slot_bytes(shape: Shape) -> int:
@@ -97,52 +180,73 @@ def slot_bytes(shape: Shape) -> int:
     return 4 * shape.size + 12
 
 
-def own_launches(shape: Shape, batch: int) -> int:
+def own_launches(shape: Shape, batch: int, *, now: bool) -> int:
     """Four products and attention a layer, the head, and norms: the kernels here, which begin early."""
-    return 5 * shape.layers + 1 + (2 * shape.layers + 1 if batch > NORM_ROWS else 0)
+    norms = 2 * shape.layers + 1 if norm_is_launched(shape.hidden, batch, now=now) else 0
+    return 5 * shape.layers + 1 + norms
 
 
-def launches(shape: Shape, weights: str, batch: int) -> int:
-    """Those, and what is beside, which are ONNX Runtime's."""
-    return own_launches(shape, batch) + BESIDE + (PACKED_EMBEDDING if weights == "int4" else 0)
+def step(device: Device, shape: Shape, weights: str, batch: int, *, now: bool) -> dict[str, float]:
+    """Return the microseconds of one step."""
+    parts = [linear_seconds(device, product, weights, batch, now=now) for product in shape.products]
+    parts.append(attention_seconds(device, shape, batch))
+    head = linear_seconds(device, shape.head, weights, batch, now=now)
+    seconds, trips = (shape.layers * sum(part[i] for part in parts) + head[i] for i in range(2))
+    own = own_launches(shape, batch, now=now)
+    launches = own + BESIDE + (PACKED_EMBEDDING if weights == "int4" else 0)
+    whole = seconds + launches * LAUNCH
+    early = [whole - own * saved if device.early else whole for saved in SAVED]
+    return {
+        "round trips us": trips * 1e6,
+        "kernels us": seconds * 1e6,
+        "launches": launches,
+        "step us": whole * 1e6,
+        "early least us": early[1] * 1e6,
+        "early most us": early[0] * 1e6,
+    }
 
 
-def row(shape: Shape, weights: str, batch: int) -> dict[str, Any]:
-    """Microseconds of one step."""
+def row(device: Device, shape: Shape, weights: str, batch: int) -> dict[str, Any]:
+    """Return a step before this version's kernels and now, and its floor, the time of its bytes."""
     cache = shape.layers * shape.heads * batch * shape.budget * slot_bytes(shape)
-    floor = (shape.weights * BYTES[weights] + cache) / COPY
-    count = launches(shape, weights, batch)
-    kernels = linear_seconds(shape, weights, batch) + attention_seconds(shape, batch)
-    step = kernels + count * LAUNCH
-    figures = {"model": shape.name, "weights": weights, "budget": shape.budget, "batch": batch}
-    figures |= {"floor us": floor * 1e6, "kernels us": kernels * 1e6, "launches": count, "step us": step * 1e6}
-    figures["early us"] = [(step - own_launches(shape, batch) * saved) * 1e6 for saved in SAVED]
-    figures["early over the floor"] = [us / floor / 1e6 for us in figures["early us"]]
-    left = GOAL * floor - count * LAUNCH
-    return figures | {"over the floor": step / floor, "share of copy for the goal": floor / left if left > 0 else None}
+    floor = (shape.weights * BYTES[weights] + cache) / device.copy * 1e6
+    figures: dict[str, Any] = {"device": device.name, "model": shape.name, "weights": weights, "batch": batch}
+    figures |= {"floor us": floor}
+    for name, now in (("before", False), ("now", True)):
+        found = step(device, shape, weights, batch, now=now)
+        figures[name] = found | {"over the floor": [found["early least us"] / floor, found["early most us"] / floor]}
+    return figures
 
 
 def main() -> None:
     """Print the table, keep the figures."""
-    rows = [row(shape, weights, batch) for shape in SHAPES for weights in BYTES for batch in (1, 8, 32)]
+    cases = [(device, shape, "int4") for device in DEVICES for shape in (SHAPES[0], SHAPES[2])]
+    cases += [(DEVICES[0], SHAPES[1], weights) for weights in BYTES] + [(DEVICES[0], SHAPES[2], "float16")]
+    rows = [row(*case, batch) for case in cases for batch in (1, 8, 32)]
     print(
-        "| model | weights | batch | floor, us | kernels, us | launches | step, us | over the floor | of a copy "
-        "| early, us | over the floor |"
+        "| GPU | model | weights | batch | floor, us | round trips, us, before | now | step, us, before | now "
+        "| over the floor, before | now |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for one in rows:
-        share = one["share of copy for the goal"]
-        print(
-            f"| {one['model']}, {one['budget']} slots | {one['weights']} | {one['batch']} | {one['floor us']:.0f} "
-            f"| {one['kernels us']:.0f} | {one['launches']} | {one['step us']:.0f} | {one['over the floor']:.2f} "
-            f"| {f'{share:.2f}' if share and share < 1 else 'out of reach'} "
-            f"| {' to '.join(f'{us:.0f}' for us in reversed(one['early us']))} "
-            f"| {' to '.join(f'{over:.2f}' for over in reversed(one['early over the floor']))} |"
-        )
-    assumed = {"copy bytes a second": COPY, "multiprocessor cycles a second": CYCLES, "seconds a launch": LAUNCH}
-    assumed["of these saved by launches that begin early"] = SAVED
+        before, now = one["before"], one["now"]
+        cells = [one["device"], one["model"], one["weights"], one["batch"], f"{one['floor us']:.0f}"]
+        cells += [f"{x['round trips us']:.0f}" for x in (before, now)]
+        cells += [_range(x["early least us"], x["early most us"], 0) for x in (before, now)]
+        cells += [_range(*x["over the floor"], 2) for x in (before, now)]
+        print(f"| {' | '.join(map(str, cells))} |")
+    assumed = {"seconds a launch": LAUNCH, "seconds a round trip": TRIP, "of launches saved by early ones": SAVED}
     shapes = [asdict(shape) | {"weights": shape.weights} for shape in SHAPES]
-    save("step_on_paper", {"assumed": assumed, "instructions": COUNTS, "shapes": shapes, "rows": rows})
+    devices = [asdict(device) for device in DEVICES]
+    save(
+        "step_on_paper",
+        {"assumed": assumed, "devices": devices, "instructions": COUNTS, "shapes": shapes, "rows": rows},
+    )
+
+
+def _range(least: float, most: float, digits: int) -> str:
+    low, high = f"{least:.{digits}f}", f"{most:.{digits}f}"
+    return low if low == high else f"{low} to {high}"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 // pointers to device memory, a stream, and a workspace.
 //
 // Calls only enqueue work and allocate nothing, so they can be captured in a CUDA graph. The same input gives the same
-// bits: the division of work depends only on batch, heads, slots and the number of multiprocessors, and partial results
-// are combined in a fixed order. Every function returns nullptr, or a static string that says why the call cannot be
-// computed, or CUDA's error message.
+// bits: the division of work depends only on the call's sizes, the number of multiprocessors and, in Linear, the blocks
+// that one of them holds, and partial results are combined in a fixed order. Every function returns nullptr, or a
+// static string that says why the call cannot be computed, or CUDA's error message.
 #pragma once
 
 #include "../abi/kvexport.h"

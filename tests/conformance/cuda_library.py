@@ -357,6 +357,8 @@ class PtxCaller(Caller):
         self.library.kv_ptx_reports.restype = ctypes.c_char_p
         self.library.kv_ptx_instructions.restype = ctypes.c_uint64
         self.library.kv_ptx_instructions.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        self.library.kv_ptx_stretches.restype = ctypes.POINTER(ctypes.c_int)
+        self.library.kv_ptx_stretches.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t)]
         self.library.kv_host_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_size_t]
         self.set_order(2, late=True)
 
@@ -371,6 +373,12 @@ class PtxCaller(Caller):
         longest thread (2).
         """
         return int(self.library.kv_ptx_instructions(program.encode(), of))
+
+    def stretches(self, program: str) -> list[int]:
+        """Return the stretches (trips.Stretches) that the first thread of a program's last block ran."""
+        count = ctypes.c_size_t()
+        numbers = self.library.kv_ptx_stretches(program.encode(), count)
+        return numbers[: count.value]
 
     def _run(self, operator: str, call: Any) -> None:
         self.library.kv_ptx_constant(None, 0)

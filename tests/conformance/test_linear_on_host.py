@@ -193,6 +193,7 @@ def test_refusals_say_why(caller: Caller, change: dict[str, int], message: str) 
         ({"group": 48}, "no multiple of a weight's group"),
         ({"scale_type": 2}, "neither float32 nor float16"),
         ({"minimum": 16}, "both a zero point and a minimum"),
+        ({"table": 16}, "no kernel for a packed weight with a table of numbers"),
     ],
 )
 def test_a_product_that_cannot_be_is_refused(caller: Caller, change: dict[str, int], message: str) -> None:

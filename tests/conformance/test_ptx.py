@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from plugins.building import make, resources
-from plugins.building.ptx import instructions, library, read, translate
+from plugins.building.ptx import instructions, library, read, translate, trips
 from tests.conformance import cuda_library
 from tests.conformance.cuda_library import CudaPtx, PtxCaller
 from tests.conformance.ptx_mutants import CALLS, MULTIPROCESSORS, found, linear, without, writes_early
@@ -125,3 +125,74 @@ def test_kernels_take_no_more_instructions_than_recorded() -> None:
         pytest.skip("not reached: another nvcc than the recorded one makes other instructions")
     more = {name: f"{count}, not {allowed[name]}" for name, count in measured.items() if count > 1.001 * allowed[name]}
     assert not more, f"{more}; if that is meant: python -m tests.plugins.instruction_counts"
+
+
+LOOP = """
+.visible .entry _Z3run(.param .u64 _Z3run_param_0)
+{
+	ld.param.u64 %rd1, [_Z3run_param_0];
+	mov.b32 %r1, 0;
+	$L__one:
+	BODY
+	add.s64 %rd1, %rd1, 64;
+	setp.lt.s32 %p1, %r1, 8;
+	@%p1 bra $L__one;
+	ret;
+}
+"""
+FROM_HALF = "cvt.f32.f16 %f1, %rs1; fma.rn.f32 %f0, %f1, %f1, %f0;"
+
+
+@pytest.mark.parametrize(
+    ("body", "trips_of_loop", "narrow"),
+    [
+        (f"ld.global.u16 %rs1, [%rd1]; {FROM_HALF}", 1, True),
+        (f"ld.global.u16 %rs1, [%rd1]; {FROM_HALF} @%p2 bra $L__two; ld.global.u16 %rs1, [%rd1+2]; {FROM_HALF} "
+         "$L__two:", 2, True),
+        ("ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd1]; add.s32 %r1, %r2, %r3;", 1, False),
+        # Loads of one stretch are under way together, and a load that is not used costs no trip.
+        ("ld.global.u16 %rs1, [%rd1]; ld.global.u16 %rs2, [%rd1+2]; add.s16 %rs3, %rs1, %rs2;", 1, False),
+        ("ld.global.u32 %r2, [%rd1];", 0, False),
+        # An address that was loaded; a copy that is waited for a batch later; a fence.
+        ("ld.global.u64 %rd2, [%rd1]; ld.global.u32 %r2, [%rd2]; add.s32 %r3, %r2, 1;", 2, False),
+        ("ld.global.u32 %r2, [%rd1]; add.s32 %r3, %r2, 1; membar.gl;", 2, True),
+    ],
+)  # fmt: skip
+def test_round_trips_of_a_loop_are_counted(body: str, trips_of_loop: int, narrow: bool) -> None:
+    (kernel,) = read.module(LOOP.replace("BODY", body)).kernels
+    (loop,) = trips.loops(trips.stretches(kernel))
+    assert (loop.trips, loop.is_narrow) == (trips_of_loop, narrow)
+
+
+def test_copies_cost_a_trip_where_they_are_waited_for() -> None:
+    copy = "cp.async.cg.shared.global [%r9], [%rd1], 16; cp.async.commit_group;"
+    for body, expected in ((f"{copy} cp.async.wait_group 0;", 1), (f"{copy} cp.async.wait_group 1;", 0)):
+        (kernel,) = read.module(LOOP.replace("BODY", f"ld.global.u32 %r2, [%rd1]; {body}")).kernels
+        parts = trips.stretches(kernel)
+        assert trips.along(parts, range(len(parts.all))) == expected
+
+
+@needs_library
+def test_no_loop_over_inputs_loads_less_than_4_bytes_in_a_round_trip() -> None:
+    """Linear's kernels on tensor cores, and the factors of its norm. LinearCores dequantizes weights one by one."""
+    narrow = {
+        f"{name}, {loop.label}: {loop.bytes} bytes in {loop.trips} round trips"
+        for name, kernel in library.compiled().items()
+        for loop in trips.loops(trips.stretches(kernel))
+        if loop.is_narrow and name.startswith(("LinearMma", "LinearFactors"))
+    }
+    assert not narrow
+
+
+@needs_library
+def test_kernels_wait_for_no_more_round_trips_than_recorded() -> None:
+    recorded = json.loads(instruction_counts.RECORD.read_text())
+    if resources.compiler_version() != recorded["compiler"]:
+        pytest.skip("not reached: another nvcc than the recorded one makes other instructions")
+    caller = PtxCaller(make.build("cuda-ptx"))
+    caller.set_order(0, late=False, multiprocessors=1)
+    calls, allowed = instruction_counts.measured_trips(caller), recorded["round trips of a call"]
+    caller.set_order(2, late=True)
+    assert calls.keys() == allowed.keys()
+    again = "if that is meant: python -m tests.plugins.instruction_counts"
+    assert not {name: count for name, count in calls.items() if count > allowed[name]}, again

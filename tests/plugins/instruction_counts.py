@@ -4,7 +4,8 @@
 
 Each count is the difference of the instructions of two calls, whose PTX runs on the host, divided by the difference of
 their slots or evicted slots, so that fixed costs cancel out. PTX has more instructions than the machine code, because
-ptxas merges some. Both rise and fall together.
+ptxas merges some. Both rise and fall together. The file also has the round trips to memory that wait for one another
+(plugins/building/ptx/trips.py) in one thread of a call.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.packed import PackedFormat
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make, resources
+from plugins.building.ptx import library, trips
+from plugins.building.ptx.read import Kernel
 from tests.conformance.cuda_library import PtxCaller
 from tests.conformance.cuda_linear import case
 from tests.conformance.small import BITS, small
@@ -82,6 +85,26 @@ def measured(caller: PtxCaller) -> dict[str, float]:
     return {name: round(count, 2) for name, count in found.items()}
 
 
+def measured_trips(caller: PtxCaller) -> dict[str, int]:
+    """Return the round trips of the first thread of the last block, for every call of a figure."""
+    kernels, found = library.compiled(), {}
+    for name, program, run in (
+        *(
+            (f"linear, int4, norm of {inputs} inputs, rows {rows}", "LinearMma<Half, 4, 1>", (rows, inputs))
+            for rows, inputs in ((1, 4096), (2, 4096), (8, 576))
+        ),
+        ("factors of 4096 inputs, rows 8", "LinearFactors<Half>", (8, 4096)),
+    ):
+        _linear(caller, "float16", PackedFormat(4, True, 32), run[0], run[1], Form(norm=1, packed=(1,), group=(32,)))
+        found[name] = _trips(caller, kernels, program)
+    return found
+
+
+def _trips(caller: PtxCaller, kernels: dict[str, Kernel], program: str) -> int:
+    namespaced = program.replace("<", "<kv::cuda::") if "<Half" in program else program
+    return trips.along(trips.stretches(kernels[program]), caller.stretches(f"kv::cuda::{namespaced}"))
+
+
 def _difference(caller: PtxCaller, program: str, run: Any, over: int, sizes: tuple[int, int] = SLOTS) -> float:
     counts = []
     for size in sizes:
@@ -119,8 +142,10 @@ def _merge(caller: PtxCaller, method: str, slots: int, evicted: int, dtype: str)
     caller.merge_cache(state, MergeCacheAttributes(made, slots - evicted, 4, 64))
 
 
-def _linear(caller: PtxCaller, dtype: str, packing: PackedFormat | None, rows: int, inputs: int) -> None:
-    form = Form(packed=(1,), group=(packing.group,)) if packing else Form()
+def _linear(
+    caller: PtxCaller, dtype: str, packing: PackedFormat | None, rows: int, inputs: int, form: Form | None = None
+) -> None:
+    form = form or (Form(packed=(1,), group=(packing.group,)) if packing else Form())
     case(form, dtype, (1, rows), inputs, COLUMNS, (packing,) if packing else ()).run(caller)
 
 
@@ -129,6 +154,7 @@ def record(library: Path) -> None:
     caller = PtxCaller(library)
     caller.set_order(0, late=False, multiprocessors=1)
     held = {"compiler": resources.compiler_version(), "instructions of a warp": measured(caller)}
+    held["round trips of a call"] = measured_trips(caller)
     RECORD.write_text(json.dumps(held, indent=1) + "\n")
 
 

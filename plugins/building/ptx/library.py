@@ -36,7 +36,7 @@ SAMPLE = re.compile(
     r"Rank|Choose|FormSets|Order|Place|DecodeSums|(Append|Attended|MergeRows|PrefillScores|Turn)<(float|Half)>"
     r"|Nearest<float, \w+>|NearestMma<Half, \w+, \d>|Decode<float, [148]>|DecodeMma<Half, 128>|Prefill<float, 1>"
     r"|PrefillMma(Scores)?<Half, 64>|LinearCores<float, 8>"
-    r"|LinearMma<(Half, 4|BFloat, 8), 1>"
+    r"|LinearMma<(Half, 4|BFloat, 8), 1>|LinearFactors<(Half|float)>"
     r"|AllReduce<float>|AppendSmall|DecodeSmall<\d, \d, 128>|Prefill<Small, 1>|PrefillScores<Small>"
 )
 
@@ -135,14 +135,14 @@ def is_current(library: Path, *, everything: bool = False) -> bool:
     return missing() is None and library.is_file() and key.is_file() and key.read_text() == _key(everything)
 
 
-def compiled() -> dict[str, str]:
-    """Return the PTX of every program of SAMPLE by its name without namespaces."""
-    bodies = {}
-    for unit in KERNELS:
-        for program, (_, kernel) in _programs(ptx_of(unit)).items():
-            if SAMPLE.fullmatch(_short(program)):
-                bodies[_short(program)] = kernel.body
-    return bodies
+def compiled(*, everything: bool = False) -> dict[str, read.Kernel]:
+    """Return the PTX of every program of SAMPLE, or of all, by its name without namespaces."""
+    return {
+        _short(program): kernel
+        for unit in KERNELS
+        for program, (_, kernel) in _programs(ptx_of(unit)).items()
+        if everything or SAMPLE.fullmatch(_short(program))
+    }
 
 
 def _key(everything: bool) -> str:

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 from .instructions import Unknown, c_type, literal, split, translate
 from .read import BITS, VARIABLE, Kernel, Module, statements
+from .trips import LEAVES
 
 SPECIAL = {"%tid.x": "thread().number", "%ctaid.x": "launched().block", "%ntid.x": "launched().threads"}
 SPECIAL |= {"%laneid": "(thread().number & 31)", "%globaltimer": "__builtin_ia32_rdtsc()"}  # a clock, of some rate
@@ -27,6 +28,7 @@ class _Function:
         self.at = 0  # the site of the current statement
         self.pending = 0  # instructions of the current stretch
         self.counted_at = -1  # the line that counts this stretch
+        self.stretch = 0  # its number in trips.Stretches
 
     # ---- the methods of a Scope ----
 
@@ -113,6 +115,7 @@ class _Function:
         elif text.endswith(":"):
             self._count()
             self.lines.append(text.replace("$", "_") + ";")
+            self.stretch += 1
             self._begin_count()
         else:
             self._instruction(text)
@@ -145,11 +148,12 @@ class _Function:
         line = translate(self, name, split(rest))
         if guard:
             line = f"if ({guard[1]}{self.register(guard[2])}) {{ {line} }}"
-        leaves = name.split(".")[0] in ("bra", "ret", "exit")
+        leaves = name.split(".")[0] in LEAVES
         if leaves:
             self._count()
         self.lines.append(line)
         if leaves:
+            self.stretch += 1
             self._begin_count()
 
     # A stretch of instructions without a branch or label is counted by one statement at its beginning.
@@ -159,7 +163,7 @@ class _Function:
 
     def _count(self) -> None:
         if self.counted_at >= 0 and self.pending:
-            self.lines[self.counted_at] = f"thread().instructions += {self.pending};"
+            self.lines[self.counted_at] = f"count({self.stretch}, {self.pending});"
         self.pending = 0
 
 

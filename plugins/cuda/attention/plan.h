@@ -11,6 +11,7 @@ namespace kv {
 namespace cuda {
 
 constexpr int kMostPlaces = 3;  // the most blocks of a decode step that a multiprocessor has room for
+constexpr int kMostStages = 3;
 
 // Returns whether the call has a statistic of this kind.
 inline bool keeps(const KvVoteAttention& a, int kind) {
@@ -31,13 +32,16 @@ const char* decode(Attention& args, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
   const size_t heads = static_cast<size_t>(a.batch) * a.heads, fixed = Program::fixed(a.key_size);
   const size_t closing = Program::closing(args.splits, a.query_heads / a.heads), stage = Stage<T>::size(a);
-  size_t shared = 0;
-  for (args.stages = 3; args.stages > 0; --args.stages) {
-    shared = fixed + (args.stages * stage > closing ? args.stages * stage : closing);
-    if (shared + 16 <= device.shared_limit) break;
-  }
+  const auto shared_of = [&](int stages) { return fixed + (stages * stage > closing ? stages * stage : closing); };
+  args.stages = kMostStages;
+  while (args.stages > 0 && shared_of(args.stages) + kOfIsLast > device.shared_limit) --args.stages;
   if (args.stages == 0) return kTooMuchShared;
+  // Two stages, if a multiprocessor then holds one more block, which copies more and computes meanwhile.
+  if (args.stages > 2 && blocks_held<Program>(shared_of(2), device) > blocks_held<Program>(shared_of(3), device))
+    args.stages = 2;
+  const size_t shared = shared_of(args.stages);
   static_assert(Program::kBlocksPerMultiprocessor <= kMostPlaces, "the workspace holds as many splits");
+  // Splits do not depend on the device's shared memory, so no bit of a result does.
   args.splits = shares_of(heads, slot_blocks(a), size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors);
   if (const char* problem = launch<Program>(args, heads * args.splits, shared, device, stream)) return problem;
   if (!args.logits) return nullptr;

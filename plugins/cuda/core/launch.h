@@ -16,12 +16,14 @@ namespace kv {
 namespace cuda {
 
 struct Device {
+  int number;
   int multiprocessors;
   size_t shared_limit;  // of a block
   bool runs;            // false: launches are only checked
   bool early = false;   // whether launches begin while the one before ends
 };
 
+constexpr size_t kOfIsLast = 16;  // bytes of a block's shared memory that Block::is_last uses
 constexpr const char* kTooManyBlocks = "the call is too large for one launch";
 constexpr const char* kTooMuchShared =
     "the cache has more slots, or larger rows, than this device's shared memory holds";
@@ -57,6 +59,7 @@ inline bool begins_early(int number) {
 inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
   int number = 0, shared = 0;
   if (const char* problem = text_of(cudaGetDevice(&number))) return problem;
+  device->number = number;
   if (const char* problem =
           text_of(cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, number)))
     return problem;
@@ -70,7 +73,7 @@ inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
 
 // A device with twice the multiprocessors of the largest GPU: the size of a workspace must not depend on the machine
 // that computes it.
-inline Device largest_device() { return {512, 0, false}; }
+inline Device largest_device() { return {0, 512, 0, false}; }
 
 template <class Program>
 __global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerMultiprocessor)
@@ -80,23 +83,46 @@ __global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerMultipro
   run_block(block, args);
 }
 
+// Allows a kernel so much shared memory. The limit is an attribute of the kernel. It is equal for every call, since a
+// call in another thread may set it between this line and the launch.
+template <class Program>
+const char* allow(size_t shared, const Device& device) {
+  const int limit = static_cast<int>(device.shared_limit - kOfIsLast);
+  if (shared <= 48000) return nullptr;
+  const char* problem =
+      text_of(cudaFuncSetAttribute(run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
+  if (problem) cudaGetLastError();  // clears the error, which the next check would report again
+  return problem;
+}
+
+// Returns how many blocks with so much shared memory a multiprocessor of the device holds: at least 1, and at most as
+// many as the program has registers for. A thread keeps some answers, since CUDA takes microseconds for one.
+template <class Program>
+int blocks_held(size_t shared, const Device& device) {
+  struct Answer {
+    size_t shared;
+    int held, device;
+  };
+  static thread_local Answer answers[8] = {};
+  Answer& last = answers[shared / 16 % 8];
+  if (last.held == 0 || last.device != device.number || last.shared != shared) {
+    int held = 0;
+    if (allow<Program>(shared, device) ||
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&held, run_program<Program>, Program::kThreads, shared))
+      cudaGetLastError(), held = Program::kBlocksPerMultiprocessor;  // the launch reports what is wrong
+    last = {shared, held < 1 ? 1 : min_of(held, Program::kBlocksPerMultiprocessor), device.number};
+  }
+  return last.held;
+}
+
 template <class Program>
 const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device,
                    Stream stream) {
   if (blocks == 0) return nullptr;
   if (blocks >= kLaunchable) return kTooManyBlocks;
-  // Block::is_last uses a few bytes of the block's shared memory.
-  const size_t limit = device.shared_limit - 16;
-  if (shared > limit) return kTooMuchShared;
+  if (shared + kOfIsLast > device.shared_limit) return kTooMuchShared;
   if (!device.runs) return nullptr;
-  // The limit is an attribute of the kernel. It is equal for every call, since a call in another thread may set it
-  // between this line and the launch.
-  if (shared > 48000)
-    if (const char* problem = text_of(cudaFuncSetAttribute(
-            run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)))) {
-      cudaGetLastError();  // clears the error, which the next check would report again
-      return problem;
-    }
+  if (const char* problem = allow<Program>(shared, device)) return problem;
   const unsigned count = static_cast<unsigned>(blocks);
 #if CUDART_VERSION >= 12030
   if (device.early) {
@@ -122,12 +148,20 @@ using Stream = void*;
 
 inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
   host().began = begin;
-  *device = {host().multiprocessors, host().shared_limit, true};
+  *device = {0, host().multiprocessors, host().shared_limit, true};
   return nullptr;
 }
 
 // The host's own number of multiprocessors, so that a sanitizer reports the first byte beyond what is used.
-inline Device largest_device() { return {host().multiprocessors, host().shared_limit, false}; }
+inline Device largest_device() { return {0, host().multiprocessors, host().shared_limit, false}; }
+
+// Returns how many blocks a multiprocessor holds that has 1,024 bytes more than a block may use, and keeps 1,024 for
+// each block, as GPUs do.
+template <class Program>
+int blocks_held(size_t shared, const Device& device) {
+  const size_t held = (device.shared_limit + 1024) / (shared + kOfIsLast + 1024);
+  return held < 1 ? 1 : min_of(static_cast<int>(held), Program::kBlocksPerMultiprocessor);
+}
 
 // For tests: one line for every launch that was only checked, with its program and number of blocks.
 inline std::string& checked() {
@@ -138,7 +172,7 @@ inline std::string& checked() {
 template <class Program>
 const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device, Stream) {
   if (blocks >= kLaunchable) return kTooManyBlocks;
-  if (shared + 16 > device.shared_limit) return kTooMuchShared;
+  if (shared + kOfIsLast > device.shared_limit) return kTooMuchShared;
   if (!device.runs) {
     checked() += std::string(typeid(Program).name()) + " " + std::to_string(blocks) + "\n";
     return nullptr;

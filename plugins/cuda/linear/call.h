@@ -26,6 +26,7 @@ struct LinearArgs {
   int* counters;                // [strips, panels]
   float* partial;               // [strips, panels, splits, rows of a panel, columns of a strip]
   float* factors;               // [rows]: 1 / a row's root mean square; nullptr: every block computes its rows' factors
+  bool whole_vectors;           // whether heads of the input are whole vectors of 16 bytes, at aligned addresses
   bool weights_stay;            // no launch writes the weights: they may be read before earlier launches have ended
 
   KV_HD int rows() const { return static_cast<int>(call.batch * call.tokens); }
@@ -92,43 +93,106 @@ KV_DEVICE size_t input_at(const KvLinear& a, int row, int k) {
   return ((static_cast<size_t>(b) * a.input_heads + h) * tokens + t) * size + k - h * size;
 }
 
-// Computes the factors of a panel's rows in factors[0 .. rows), one row per warp, in a fixed order. Ends with a
-// barrier: the factors are visible.
-template <class T, class Program>
-KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int first, int rows, float* factors) {
-  const KvLinear& a = args.call;
+// One row of the input, in any layout of its heads.
+struct InputRow {
+  size_t first, apart;  // the first element; from head to head
+  int size;             // of a head
+
+  KV_DEVICE InputRow(const KvLinear& a, int row)
+      : first(static_cast<size_t>(row) * a.inputs), apart(0), size(a.inputs) {
+    if (a.input_heads == 1 || a.tokens == 1) return;
+    const int tokens = static_cast<int>(a.tokens);
+    size = static_cast<int>(a.inputs / a.input_heads), apart = static_cast<size_t>(tokens) * size;
+    first = static_cast<size_t>(row / tokens) * a.input_heads * apart + static_cast<size_t>(row % tokens) * size;
+  }
+  // Returns the index of input k. There is no branch, so that the loads of several inputs can be under way together.
+  KV_DEVICE size_t at(int k) const { return first + k / size * apart + k % size; }
+};
+
+// A thread has this many loads of a row under way at a time.
+constexpr int kAhead = 4;
+
+// Returns the sum of squares of every `step`-th load of a row, from load `from` on. A load has kEach inputs: a vector,
+// or one input if vectors would not be aligned.
+template <class T, int kEach>
+KV_DEVICE float squares_of(const KvLinear& a, const InputRow& row, int from, int step) {
+  const T* const input = static_cast<const T*>(a.input);
+  const int loads = static_cast<int>(a.inputs) / kEach;
+  float squares = 0.0f;
+  for (int i = from; i < loads; i += kAhead * step) {
+    float x[kAhead][kEach];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const size_t at = row.at(min_of(i + j * step, loads - 1) * kEach);  // past the end: a load of no use, no branch
+      if constexpr (kEach == 1)
+        x[j][0] = to_float(input[at]);
+      else
+        widen<T>(load_vector(input + at), x[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j)
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) squares += i + j * step < loads ? x[j][k] * x[j][k] : 0.0f;
+  }
+  return squares;
+}
+
+// Returns by how many warps a row's squares are added: one if its lanes read the row at once, otherwise all.
+template <class T, int kWarps>
+KV_HD int warps_of_row(const KvLinear& a) {
+  return a.inputs > int64_t{kAhead} * kWarp * kLanes<T> ? kWarps : 1;
+}
+
+// Computes the factors of a panel's rows in factors[0 .. rows), in an order that depends on the number of inputs alone.
+// Ends with a barrier: the factors are visible. sums: as many floats of shared memory as there are rows and warps.
+// kAligned: whether args.whole_vectors is known to be true.
+template <class T, bool kAligned, class Program>
+KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int first, int rows, float* factors,
+                            float* sums) {
   constexpr int kWarps = Program::kThreads / kWarp;
-  for (int from = 0; from < rows; from += kWarps) {
+  const KvLinear& a = args.call;
+  const int warps = warps_of_row<T, kWarps>(a);
+  for (int from = 0; from < rows; from += kWarps / warps) {
     block.each_alone([&](int t, auto& r) {
+      const int row = from + t / kWarp / warps, lane = t % (warps * kWarp);
       r.squares = 0.0f;
-      const int row = from + t / kWarp;
       if (row >= rows) return;
-      for (int k = t % kWarp; k < args.inputs(); k += kWarp) {
-        const float x = to_float(static_cast<const T*>(a.input)[input_at(a, first + row, k)]);
-        r.squares += x * x;
-      }
+      if (kAligned || args.whole_vectors)
+        r.squares = squares_of<T, kLanes<T>>(a, InputRow(a, first + row), lane, warps * kWarp);
+      else
+        r.squares = squares_of<T, 1>(a, InputRow(a, first + row), lane, warps * kWarp);
     });
     block.warp_sum([](auto& r) -> float& { return r.squares; });
     block.each_alone([&](int t, auto& r) {
-      const int row = from + t / kWarp;
-      if (row < rows && t % kWarp == 0)
-        factors[row] = 1.0f / sqrtf(r.squares / static_cast<float>(args.inputs()) + a.epsilon);
+      const int row = from + t / kWarp / warps;
+      if (row < rows && t % kWarp == 0) sums[row * warps + t / kWarp % warps] = r.squares;
     });
   }
   block.each([&](int, auto&) {});
+  block.each([&](int t, auto&) {
+    if (t >= rows) return;
+    float squares = 0.0f;
+    for (int i = 0; i < warps; ++i) squares += sums[t * warps + i];
+    factors[t] = 1.0f / sqrtf(squares / static_cast<float>(args.inputs()) + a.epsilon);
+  });
 }
 
-// A launch that computes the factors of all rows, for panels with so many rows that every block would repeat much work.
+// A launch that computes the factors of all rows, for calls whose blocks would read too much to compute them each.
 template <class T>
 struct LinearFactors {
   using Args = LinearArgs;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 8, kRows = kThreads / kWarp;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 8, kWarps = kThreads / kWarp;
   struct Registers {
     float squares;
   };
+  static constexpr size_t shared_size() { return kWarps * sizeof(float); }
+  // Returns the rows of a block, which reads them at once.
+  static KV_HD int rows(const KvLinear& a) { return kWarps / warps_of_row<T, kWarps>(a); }
+
   static KV_DEVICE void run(Block<LinearFactors>& block, const LinearArgs& args) {
-    const int first = block.index() * kRows;
-    find_factors<T>(block, args, first, min_of(kRows, args.rows() - first), args.factors + first);
+    const int each = rows(args.call), first = block.index() * each;
+    find_factors<T, false>(block, args, first, min_of(each, args.rows() - first), args.factors + first,
+                           reinterpret_cast<float*>(block.shared));
   }
 };
 

@@ -42,7 +42,7 @@ struct LinearCores {
     const KvProduct& p = a.products[w.product];
     const Shared s = divide(block.shared);
     const int first = w.panel * kRows, rows = min_of(kRows, args.rows() - first);
-    if (a.norm && !args.factors) find_factors<T>(block, args, first, rows, s.factors);
+    if (a.norm && !args.factors) find_factors<T, false>(block, args, first, rows, s.factors, s.rows);
     block.each([&](int t, Registers& r) {
       if (a.norm && args.factors && t < rows) s.factors[t] = args.factors[first + t];
       if (t < kColumns) {
@@ -73,12 +73,22 @@ struct LinearCores {
   static KV_DEVICE void load(const LinearArgs& args, const KvProduct& p, const Shared& s, int first, int rows, int from,
                              int count, int t) {
     const KvLinear& a = args.call;
-    const int i = t % kInputs, k = from + i;
+    constexpr int kApart = kThreads / kInputs;
+    const int i = t % kInputs, k = from + i, last = args.inputs() - 1;
     const float norm = a.norm && i < count ? to_float(static_cast<const T*>(a.norm)[k]) : 1.0f;
-    for (int row = t / kInputs; row < rows; row += kThreads / kInputs) {
-      float x = i < count ? to_float(static_cast<const T*>(a.input)[input_at(a, first + row, k)]) : 0.0f;
-      if (a.norm) x = x * s.factors[row] * norm;
-      s.rows[row * kStride + i] = x;
+    for (int row = t / kInputs; row < rows; row += kAhead * kApart) {
+      T stored[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int at = first + min_of(row + j * kApart, rows - 1);
+        stored[j] = static_cast<const T*>(a.input)[input_at(a, at, min_of(k, last))];
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        float x = i < count ? to_float(stored[j]) : 0.0f;
+        if (a.norm) x = x * s.factors[min_of(row + j * kApart, rows - 1)] * norm;
+        if (row + j * kApart < rows) s.rows[(row + j * kApart) * kStride + i] = x;
+      }
     }
 #pragma unroll 8
     for (int column = t / kInputs; column < kColumns; column += kThreads / kInputs) {

@@ -11,36 +11,44 @@
 namespace kv {
 namespace cuda {
 
+constexpr int kSplitsAhead = 8;  // splits whose sums a thread loads at a time
+
 template <class T>
 struct Outputs {
   const KvLinear& a;
   const KvProduct& p;
 
-  KV_DEVICE float read(const void* from, size_t i) const { return to_float(static_cast<const T*>(from)[i]); }
-  KV_DEVICE float with_bias(float x, int column) const { return p.bias ? x + read(p.bias, column) : x; }
-  KV_DEVICE float with_residual(float x, int row, int column) const {
-    return a.residual ? x + read(a.residual, static_cast<size_t>(row) * p.outputs + column) : x;
-  }
+  KV_DEVICE T read(const void* from, size_t i) const { return static_cast<const T*>(from)[i]; }
   KV_DEVICE void write(float x, int row, int column) const {
     const int size = static_cast<int>(p.outputs / p.heads), tokens = static_cast<int>(a.tokens);
     const int b = row / tokens, t = row % tokens, h = column / size;
     assign(static_cast<T*>(p.output)[((static_cast<size_t>(b) * p.heads + h) * tokens + t) * size + column - h * size],
            x);
   }
-  // Writes the outputs of a pair of sums x, y, lane i of these halves.
+  // Writes the outputs of a pair of sums x, y, lane i of these halves. All loads come before the first use of one.
   KV_DEVICE void finish(float x, float y, int row, const Half8& first, const Half8& second, int i) const {
     const int u = first.first + i, v = second.first + i;
+    const bool has_second = !is_gated(a) && i < second.count;
     if (i >= first.count) return;
-    if (is_gated(a)) return write(with_residual(with_bias(x, u) * (y / (1.0f + expf(-y))), row, u), row, u);
-    x = with_residual(with_bias(x, u), row, u);
-    if (i < second.count) y = with_residual(with_bias(y, v), row, v);
+    T bias[2] = {}, residual[2] = {}, cosine = {}, sine = {};
+    const size_t at = static_cast<size_t>(row) * p.outputs;
+    if (p.bias) bias[0] = read(p.bias, u);
+    if (p.bias && has_second) bias[1] = read(p.bias, v);
+    if (a.residual) residual[0] = read(a.residual, at + u);
+    if (a.residual && has_second) residual[1] = read(a.residual, at + v);
     if (p.rotated) {
-      const size_t at = static_cast<size_t>(row) * a.planes + u % (2 * a.planes);
-      const float c = read(a.cosine, at), s = read(a.sine, at), rotated = x * c - y * s;
+      const size_t plane = static_cast<size_t>(row) * a.planes + u % (2 * a.planes);
+      cosine = read(a.cosine, plane), sine = read(a.sine, plane);
+    }
+    if (p.bias) x += to_float(bias[0]), y = has_second ? y + to_float(bias[1]) : y;
+    if (is_gated(a)) x *= y / (1.0f + expf(-y));
+    if (a.residual) x += to_float(residual[0]), y = has_second ? y + to_float(residual[1]) : y;
+    if (p.rotated) {
+      const float c = to_float(cosine), s = to_float(sine), rotated = x * c - y * s;
       y = y * c + x * s, x = rotated;
     }
     write(x, row, u);
-    if (i < second.count) write(y, row, v);
+    if (has_second) write(y, row, v);
   }
 };
 
@@ -59,7 +67,13 @@ KV_DEVICE void finish(Block<Program>& block, const LinearArgs& args, const Work&
     block.each([&](int t, auto&) {
       for (int i = t; i < used; i += Program::kThreads) {
         float sum = 0.0f;
-        for (int split = 0; split < args.splits; ++split) sum += partials[split * kSums + i];
+        for (int split = 0; split < args.splits; split += kSplitsAhead) {
+          float part[kSplitsAhead];
+#pragma unroll
+          for (int j = 0; j < kSplitsAhead; ++j) part[j] = partials[min_of(split + j, args.splits - 1) * kSums + i];
+#pragma unroll
+          for (int j = 0; j < kSplitsAhead; ++j) sum = split + j < args.splits ? sum + part[j] : sum;
+        }
         sums[i] = sum;
       }
     });

@@ -1,7 +1,7 @@
 // The entry points of Linear: check the call, divide the workspace, launch the kernels of each product.
 //
 //   check the call; if the workspace is too small: refuse
-//   with a norm and more than 8 rows: LinearFactors
+//   with a norm, and rows that are too many or too long for every block to compute their factors: LinearFactors
 //   the products that fit tensor cores, by the bits of their weights: LinearMma; the others: LinearCores
 #include <type_traits>
 
@@ -15,13 +15,17 @@ namespace {
 
 constexpr int64_t kMostSize = int64_t(1) << 28;
 constexpr int kFewRows = 8, kSomeRows = 32;  // rows of a call for which a panel has 8 or 32 rows
-enum { kOnCores = -1 };                      // a product's path: this, or on tensor cores the bits of its weights
+// The most bytes of several rows that every block reads for their factors. 528 blocks read 8 MB from the L2 cache in
+// the time that a launch takes.
+constexpr int64_t kOwnBytes = 16384;
+enum { kOnCores = -1 };  // a product's path: this, or on tensor cores the bits of its weights
 
 const char* check(const KvWeight& weight, int64_t inputs) {
   if (!weight.bits) return nullptr;
   if (weight.bits != 4 && weight.bits != 8) return "a packed weight has neither 4 nor 8 bits";
   if (weight.group < 1 || inputs % weight.group) return "the inputs are no multiple of a weight's group";
   if (weight.bits == 4 && weight.group % 2) return "a group of 4-bit weights is odd";
+  if (weight.table) return "there is no kernel for a packed weight with a table of numbers";
   if (weight.zero && weight.minimum) return "a packed weight has both a zero point and a minimum";
   const auto known = [](int type) { return type == KV_FLOAT32 || type == KV_FLOAT16; };
   if (!known(weight.scale_type) || (weight.minimum && !known(weight.minimum_type)))
@@ -55,6 +59,18 @@ int path_of(const KvLinear& a, const KvProduct& p) {
   return fits_tensor_cores(a, p) ? p.weight.bits : kOnCores;
 }
 
+// Returns whether a launch computes the factors of the norm, instead of every block those of its rows.
+bool launches_factors(const KvLinear& a) {
+  const int64_t rows = a.batch * a.tokens, element = a.type == KV_FLOAT32 ? 4 : 2;
+  return a.norm && rows > 1 && (rows > kFewRows || rows * a.inputs * element > kOwnBytes);
+}
+
+// Returns whether every head of the input is a whole number of vectors of 16 bytes, at an aligned address.
+bool has_whole_vectors(const KvLinear& a) {
+  const int64_t lanes = a.type == KV_FLOAT32 ? 4 : 8, heads = a.tokens == 1 ? 1 : a.input_heads;
+  return is_aligned(a.input) && a.inputs / heads % lanes == 0;
+}
+
 bool has_minima(const KvLinear& a) {
   for (int i = 0; i < a.count; ++i)
     if (a.products[i].weight.minimum) return true;
@@ -71,9 +87,14 @@ bool choose(const KvLinear& a, int path, LinearArgs* args) {
   return args->call.count > 0;
 }
 
-// Returns the blocks that run at a time. Splits make at most twice as many blocks, which bounds their partial sums.
+// Returns the blocks that run at a time, and the most that can on a device with as many multiprocessors. Splits make at
+// most twice as many blocks, which bounds their partial sums.
 template <class Program>
 size_t places_of(const Device& device) {
+  return static_cast<size_t>(blocks_held<Program>(Program::shared_size(), device)) * device.multiprocessors;
+}
+template <class Program>
+size_t most_places_of(const Device& device) {
   return size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors;
 }
 
@@ -102,7 +123,7 @@ size_t partial_of(const KvLinear& a, const Device& device) {
   LinearArgs args;
   const size_t rows = a.batch * a.tokens,
                blocks = strips_of<Program>(a, &args) * ((rows + Program::kRows - 1) / Program::kRows);
-  const size_t all = blocks * Program::chunks(a), most = 2 * places_of<Program>(device);
+  const size_t all = blocks * Program::chunks(a), most = 2 * most_places_of<Program>(device);
   return (all < most ? all : most) * Program::kRows * Program::kColumns;
 }
 
@@ -125,8 +146,8 @@ size_t plan(const KvLinear& a, const Device& device, void* workspace, LinearArgs
   Workspace space(workspace);
   *args = {};
   args->counters = space.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
-  const bool has_factors = a.norm && a.batch * a.tokens > kFewRows;
-  if (has_factors) args->factors = space.take<float>(a.batch * a.tokens);
+  args->whole_vectors = has_whole_vectors(a);
+  if (launches_factors(a)) args->factors = space.take<float>(a.batch * a.tokens);
   args->partial = space.take<float>(a.type == KV_FLOAT32   ? partial_of_type<float>(a, device)
                                     : a.type == KV_FLOAT16 ? partial_of_type<Half>(a, device)
                                                            : partial_of_type<BFloat>(a, device));
@@ -153,10 +174,11 @@ template <class T>
 const char* run_type(const KvLinear& a, LinearArgs args, const Device& device, Stream stream) {
   using Tensor = std::conditional_t<sizeof(T) == 4, BFloat, T>;
   const bool few = a.batch * a.tokens <= kFewRows;
-  if (a.norm && !few) {
+  if (launches_factors(a)) {
+    using Factors = LinearFactors<T>;
     args.call = a;
-    const size_t blocks = (args.rows() + LinearFactors<T>::kRows - 1) / LinearFactors<T>::kRows;
-    if (const char* problem = launch<LinearFactors<T>>(args, blocks, 0, device, stream)) return problem;
+    const size_t each = Factors::rows(a), blocks = (args.rows() + each - 1) / each;
+    if (const char* problem = launch<Factors>(args, blocks, Factors::shared_size(), device, stream)) return problem;
   }
   if (const char* problem = run_mma<Tensor, 8>(a, args, device, stream)) return problem;
   if (const char* problem = run_mma<Tensor, 4>(a, args, device, stream)) return problem;

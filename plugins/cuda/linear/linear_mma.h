@@ -3,7 +3,8 @@
 // four warps computes a strip of columns for a panel of rows, over a split of the inputs:
 //
 //   for each chunk of the strip's columns           128 (or 64) bytes of each by asynchronous copies, kStages at a time
-//     load the rows of the next chunk               normalised, in 16 bits, in the order of `Unit`; its groups likewise
+//     store the rows of the next chunk              normalised, in 16 bits, in the order of `Unit`; its groups likewise
+//     load the rows after these                     panels of 8 rows, into registers; larger ones as they are stored
 //     for each group of inputs in the chunk
 //       partial[column, row] += (integer - zero) x  16 or 32 columns of all rows per warp
 //       sum[column, row] += partial scale           float32, so no scale is rounded; + minimum sum of x
@@ -24,7 +25,11 @@ template <class T, int kBits, int kTiles>
 struct LinearMma {
   using Args = LinearArgs;
   using U = Unit<T, kBits>;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = kTiles > 1 ? 2 : 4, kStages = kTiles == 4 ? 2 : 3;
+  static constexpr int kThreads = 128,
+                       kBlocksPerMultiprocessor = kTiles > 1   ? 2
+                                                  : kBits == 4 ? 3
+                                                               : 4,
+                       kStages = kTiles == 4 ? 2 : 3;
   static constexpr int kRows = 8 * kTiles, kHigh = kTiles > 1 ? 2 : 1;  // kHigh: a warp's tiles of 16 columns
   static constexpr int kColumns = kThreads / kWarp * kHigh * kTileColumns;
   static constexpr bool kTakesMinima = kTiles <= 4;
@@ -35,6 +40,13 @@ struct LinearMma {
   // kAcross neighbouring threads copy a chunk of a column, 16 bytes each; the block copies kDown columns at a time, and
   // so a thread has kOwn columns.
   static constexpr int kAcross = kChunk / 16, kDown = kThreads / kAcross, kOwn = kColumns / kDown;
+  // A thread loads the same 8 inputs of every kApart-th row. Panels of 8 rows load them a chunk ahead.
+  // Panels of more rows have no registers for it: they load kRowsAhead rows at a time, just before they store them.
+  static constexpr int kEights = kInputs / 8, kApart = kThreads / kEights;
+  static constexpr bool kLoadsAhead = kTiles == 1;
+  static constexpr int kOwnRows = kLoadsAhead ? (kRows + kApart - 1) / kApart : 1;
+  static constexpr int kRowsAhead = T::kBrain && kTiles == 8 ? 2 : 4;  // with 4 such panels would spill on 8.6
+  static_assert(kThreads % kEights == 0, "a thread loads the same inputs of each of its rows");
   static constexpr int kGroups = kAcross, kGroupStride = kColumns + 4;  // kGroups: the most groups of a chunk
 
   struct Registers {
@@ -48,7 +60,8 @@ struct LinearMma {
     int column[kOwn];
     float next_scale[kOwn];
     uint32_t next_less[kOwn];
-    int groups, whole_groups;  // groups of all inputs; groups of every chunk, 0 if they are not whole
+    int groups, whole_groups;                // groups of all inputs; groups of every chunk, 0 if they are not whole
+    Eight<T> next_row[kOwnRows], next_norm;  // of a chunk that is not stored yet
     float squares;
   };
   struct alignas(8) Group {
@@ -58,7 +71,7 @@ struct LinearMma {
   struct Shared {
     char *columns, *rows;
     Group* groups;
-    float* factors;
+    float *factors, *squares;  // squares: for find_factors, only for 8 rows
 
     KV_DEVICE char* column(int stage, int i) const { return columns + (stage * LinearMma::kColumns + i) * kStride; }
     KV_DEVICE char* row(int buffer, int i) const { return rows + (buffer * LinearMma::kRows + i) * kRowStride; }
@@ -67,14 +80,13 @@ struct LinearMma {
     }
   };
   static constexpr size_t kOfRows = 2 * kRows * kRowStride, kOfGroups = kBits ? 2 * kGroups * kGroupStride * 8 : 0;
-  static constexpr size_t shared_size() {
-    return kStages * kColumns * kStride + kOfRows + kOfGroups + kRows * sizeof(float);
-  }
+  static constexpr size_t kOfFactors = kRows * sizeof(float) * (kLoadsAhead ? 1 + kThreads / kWarp : 1);
+  static constexpr size_t shared_size() { return kStages * kColumns * kStride + kOfRows + kOfGroups + kOfFactors; }
   static KV_DEVICE Shared divide(char* shared) {
     Shared s;
     s.columns = shared, s.rows = shared + kStages * kColumns * kStride;
     s.groups = reinterpret_cast<Group*>(s.rows + kOfRows);
-    s.factors = reinterpret_cast<float*>(s.rows + kOfRows + kOfGroups);
+    s.factors = reinterpret_cast<float*>(s.rows + kOfRows + kOfGroups), s.squares = s.factors + kRows;
     return s;
   }
   static int chunks(const KvLinear& a) { return static_cast<int>((a.inputs + kInputs - 1) / kInputs); }
@@ -112,12 +124,9 @@ struct LinearMma {
     const Shared& s = work.s;
     const Range range = work.range;
     const int first = w.panel * kRows, rows = min_of(kRows, args.rows() - first), inputs = work.inputs;
+    block.each_alone([&](int t, Registers& r) { load_rows(r, a, first, rows, range.from, t); });
     factors(block, args, s, first, rows);
-    block.each_alone([&](int t, Registers& r) {
-      store_groups(r, s, 0, t);
-      if (range.from + 1 < range.to) load_groups(r, args, p, range.from + 1, t);
-      load_rows(args, s, first, rows, range.from, 0, t);
-    });
+    block.each_alone([&](int t, Registers& r) { prepare(r, args, work, first, rows, range.from, 0, t); });
     const int group = kBits ? static_cast<int>(p.weight.group) / U::kInputs : kUnits;  // in units
     const bool alike = kUnits % group == 0;  // whether groups end at the same units in every whole chunk
     int left = group - range.from * kUnits % group, stage = 0;
@@ -126,10 +135,7 @@ struct LinearMma {
       block.cp_async_wait(kStages - 2);  // this chunk is there, and no thread reads the one before any more
       fetch(block, work, chunk + kStages - 1, stage ? stage - 1 : kStages - 1);
       block.each_alone([&](int t, Registers& r) {
-        if (chunk + 1 >= range.to) return;
-        store_groups(r, s, (i + 1) % 2, t);
-        if (chunk + 2 < range.to) load_groups(r, args, p, chunk + 2, t);
-        load_rows(args, s, first, rows, chunk + 1, (i + 1) % 2, t);
+        if (chunk + 1 < range.to) prepare(r, args, work, first, rows, chunk + 1, (i + 1) % 2, t);
       });
       const int units = min_of(kUnits, inputs / U::kInputs - chunk * kUnits);
       if (!alike || units < kUnits) ends = ends_of(units, group, left);
@@ -197,14 +203,14 @@ struct LinearMma {
   static KV_DEVICE void factors(Block<LinearMma>& block, const LinearArgs& args, const Shared& s, int first, int rows) {
     const KvLinear& a = args.call;
     if (!a.norm) return;
-    if (args.factors)
+    if (!kLoadsAhead || args.factors)
       block.each([&](int t, Registers&) {
         if (t < rows) s.factors[t] = args.factors[first + t];
       });
     else if (T::kBrain && a.type == KV_FLOAT32)
-      find_factors<float>(block, args, first, rows, s.factors);
+      find_factors<float, true>(block, args, first, rows, s.factors, s.squares);
     else
-      find_factors<T>(block, args, first, rows, s.factors);
+      find_factors<T, true>(block, args, first, rows, s.factors, s.squares);
   }
 
   // Within a phase: reads one of a chunk's groups per thread, for the columns that the thread copies.
@@ -234,34 +240,56 @@ struct LinearMma {
       s.group(buffer, t % kAcross, i * kDown + t / kAcross) = Group{r.next_scale[i], r.next_less[i]};
   }
 
-  static KV_DEVICE void load_eight(const KvLinear& a, const void* from, size_t i, float (&x)[8]) {
-    if (!T::kBrain || a.type != KV_FLOAT32) return widen<T>(load_vector(static_cast<const T*>(from) + i), x);
-    float low[4], high[4];
-    load_four(static_cast<const float*>(from) + i, low), load_four(static_cast<const float*>(from) + i + 4, high);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) x[j] = low[j], x[j + 4] = high[j];
+  // Within a phase: stores the groups and rows of a chunk, and loads those of the chunk after it into registers.
+  static KV_DEVICE void prepare(Registers& r, const LinearArgs& args, const BlockWork& work, int first, int rows,
+                                int chunk, int buffer, int t) {
+    const bool more = chunk + 1 < work.range.to;
+    store_groups(r, work.s, buffer, t);
+    if (more) load_groups(r, args, work.p, chunk + 1, t);
+    store_rows(r, args.call, work.s, first, rows, chunk, buffer, t);
+    if (more) load_rows(r, args.call, first, rows, chunk + 1, t);
   }
-  static KV_DEVICE void load_rows(const LinearArgs& args, const Shared& s, int first, int rows, int chunk, int buffer,
-                                  int t) {
-    const KvLinear& a = args.call;
-    constexpr int kVectors = kInputs / 8, kApart = kThreads / kVectors;
-    static_assert(kThreads % kVectors == 0, "a thread loads the same vector of each of its rows");
-    int row = t / kVectors;
-    if (row >= rows) return;
-    const int v = t % kVectors, k = chunk * kInputs + v * 8;
-    if (k >= args.inputs()) return;
-    // With few rows the norm's weights are read again for each row, and occupy no registers in between.
+  // Within a phase: loads a thread's share of the rows of a chunk into registers.
+  static KV_DEVICE void load_rows(Registers& r, const KvLinear& a, int first, int rows, int chunk, int t) {
+    if (!kLoadsAhead) return;
+    const int k = chunk * kInputs + t % kEights * 8;
+    if (k >= a.inputs) return;
+    if (a.norm) r.next_norm = load_eight<T>(a, a.norm, k);
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i) {
+      const int row = t / kEights + i * kApart;
+      if (row < rows) r.next_row[i] = load_eight<T>(a, a.input, input_at(a, first + row, k));
+    }
+  }
+  // Within a phase: stores a thread's share of the rows of a chunk, which are loaded here if not by load_rows.
+  static KV_DEVICE void store_rows(const Registers& r, const KvLinear& a, const Shared& s, int first, int rows,
+                                   int chunk, int buffer, int t) {
+    const int v = t % kEights, k = chunk * kInputs + v * 8;
+    if (t / kEights >= rows || k >= a.inputs) return;
     float norm[8];
-    if (a.norm && kTiles > 1) load_eight(a, a.norm, k, norm);
-    for (; row < rows; row += kApart) {
+    if (a.norm) widen_eight(a, kLoadsAhead ? r.next_norm : load_eight<T>(a, a.norm, k), norm);
+    const auto store = [&](const Eight<T>& from, int row) {
       float x[8];
-      load_eight(a, a.input, input_at(a, first + row, k), x);
-      if (a.norm) {
-        if (kTiles == 1) load_eight(a, a.norm, k, norm);
+      widen_eight(a, from, x);
+      if (a.norm)
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] = x[j] * s.factors[row] * norm[j];
-      }
       U::store_inputs(s.row(buffer, row), v, x);
+    };
+    if constexpr (kLoadsAhead) {
+#pragma unroll
+      for (int i = 0; i < kOwnRows; ++i)
+        if (t / kEights + i * kApart < rows) store(r.next_row[i], t / kEights + i * kApart);
+    } else {
+      for (int row = t / kEights; row < rows; row += kRowsAhead * kApart) {
+        Eight<T> from[kRowsAhead];
+#pragma unroll
+        for (int i = 0; i < kRowsAhead; ++i)
+          from[i] = load_eight<T>(a, a.input, input_at(a, first + min_of(row + i * kApart, rows - 1), k));
+#pragma unroll
+        for (int i = 0; i < kRowsAhead; ++i)
+          if (row + i * kApart < rows) store(from[i], row + i * kApart);
+      }
     }
   }
 

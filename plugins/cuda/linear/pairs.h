@@ -47,6 +47,29 @@ KV_DEVICE uint32_t spread_bytes(uint32_t word, int pair) {
 #endif
 }
 
+// 8 inputs of a row or of the norm as they are stored: in T, or in float32, which may become bfloat16.
+template <class T>
+struct Eight {
+  Vector part[T::kBrain ? 2 : 1];
+};
+template <class T>
+KV_DEVICE Eight<T> load_eight(const KvLinear& a, const void* from, size_t i) {
+  Eight<T> x;
+  if (T::kBrain && a.type == KV_FLOAT32) {
+    x.part[0] = load_vector(static_cast<const float*>(from) + i);
+    x.part[T::kBrain] = load_vector(static_cast<const float*>(from) + i + 4);
+  } else {
+    x.part[0] = load_vector(static_cast<const T*>(from) + i);
+  }
+  return x;
+}
+template <class T>
+KV_DEVICE void widen_eight(const KvLinear& a, const Eight<T>& from, float (&x)[8]) {
+  if (!T::kBrain || a.type != KV_FLOAT32) return widen<T>(from.part[0], x);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) x[j] = bits_as<float>(from.part[j / 4 * T::kBrain].word[j % 4]);
+}
+
 // A unit is the bytes of a row that make whole products of `mma`; a lane has one word of every 16 bytes.
 //
 //   bits  inputs  steps  a lane's inputs, c = lane % 4, in the order of elements 0, 1, 4, 5 of a

@@ -48,6 +48,7 @@ struct Runner {
     uint64_t all = 0, warps = 0, longest = 0;  // of all threads; of every warp's longest thread; of the longest thread
   };
   std::map<std::string, Counts> instructions;
+  std::map<std::string, std::vector<int>> stretches;  // of the first thread of a program's last block
   const Known* running = nullptr;
   Launched launched{};
   std::vector<Thread> threads;
@@ -160,6 +161,8 @@ bool run_block(int order) {
   Runner& r = runner();
   std::vector<uint32_t> ready;
   for (uint32_t i = 0; i < r.launched.threads; ++i) start(i), ready.push_back(i);
+  r.threads[0].stretches = &r.stretches[r.running->program];
+  r.threads[0].stretches->clear();
   begin_block();
   for (;;) {
     run_phase(ready, order);
@@ -279,6 +282,12 @@ extern "C" const char* kv_ptx_reports() {
   text = r.text;
   r.text.clear();
   return text.c_str();
+}
+// The stretches of instructions that the first thread of a program's last block ran, and how many they are.
+extern "C" const int* kv_ptx_stretches(const char* program, size_t* count) {
+  const std::vector<int>& stretches = kv::ptx::runner().stretches[program];
+  *count = stretches.size();
+  return stretches.data();
 }
 extern "C" uint64_t kv_ptx_instructions(const char* program, int of) {
   auto& counts = kv::ptx::runner().instructions[program];

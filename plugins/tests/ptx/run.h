@@ -27,7 +27,8 @@ struct Thread {
   State state = kReady;
   void* stack_pointer = nullptr;
   uint64_t instructions = 0;
-  bool waited = false;  // for the end of earlier launches
+  std::vector<int>* stretches = nullptr;  // gets the number of every stretch that the thread runs (trips.py)
+  bool waited = false;                    // for the end of earlier launches
   // At a barrier or in an operation of its warp: the line, the kind of operation, its input and output.
   int site = 0, kind = 0;
   const void* input = nullptr;
@@ -47,6 +48,11 @@ struct Launched {
 
 Thread& thread();
 const Launched& launched();
+inline void count(int stretch, int instructions) {
+  Thread& t = thread();
+  t.instructions += instructions;
+  if (t.stretches) t.stretches->push_back(stretch);
+}
 
 void barrier(int site);
 void fence();

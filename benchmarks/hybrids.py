@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import save
+from common import RESULTS, save
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
@@ -214,13 +214,14 @@ def measure(name: str, length: int, work: Path) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", default=[])
+    parser.add_argument("types", nargs="*", default=[], help="others keep their results; all where none is named")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--work", type=Path)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = chosen.work or Path(folder)
-        results = {}
+        path = RESULTS / "hybrids.json"
+        results = json.loads(path.read_text())["types"] if chosen.types and path.exists() else {}
         for name in chosen.types or TYPES:
             results[name] = measure(name, chosen.length, work)
             save("hybrids", {"length": chosen.length, "types": results})

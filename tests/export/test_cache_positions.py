@@ -16,7 +16,7 @@ from kvexport.planning import plan_memory
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
 from tests.export.test_refusals import dummy_checkpoint
-from tests.support import models
+from tests.support import hybrids, models
 from tests.support.models import make_recipe
 
 CACHE = {"method": "keepkv", "budget": 32, "sinks": 2, "recent": 8, "merge_every": 4, "positions": "cache"}
@@ -59,6 +59,19 @@ def test_learned_positions_are_refused(tmp_path: Path) -> None:
     assert "gpt2: cache.positions: cache turns keys to their places in the cache" in error.problem
     assert "no layer rotates keys" in error.problem
     assert error.fix == "--set cache.positions=absolute"
+
+
+def test_a_recurrent_state_is_refused(tmp_path: Path) -> None:
+    checkpoint = dummy_checkpoint(tmp_path / "checkpoint", hybrids.CONFIGS["qwen3_5_text"]())
+    error = refusal(recipe_for(checkpoint))
+    assert error.problem == "cache.positions is cache, which is not supported where layer 0 has a recurrent state"
+    assert error.fix == "--set cache.positions=absolute"
+
+
+def test_a_method_that_rotates_keys_knows_the_frequencies_beside_recurrent_states(tmp_path: Path) -> None:
+    checkpoint = dummy_checkpoint(tmp_path / "checkpoint", hybrids.CONFIGS["qwen3_5_text"]())
+    shape = read_model(recipe_for(checkpoint, length=256, positions="absolute", method="asymkv"), weights=False)
+    assert [len(layer.rotary.inverse_frequencies) for layer in shape.geometry] == [2]
 
 
 def test_queries_that_are_scaled_by_their_positions_are_refused(tmp_path: Path) -> None:

@@ -89,6 +89,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {**models.SIZES, "num_kv_shared_layers": 1},
         "the last 1 layers of gemma4_text read the keys of other layers",
     ),
+    "shieldgemma2": ("ShieldGemma2Config", {}, "classifies images, and writes no text"),
+    "glm5_next": (
+        "Glm5NextConfig",
+        {
+            "text_config": {
+                **models.SIZES,
+                "num_key_value_heads": 4,
+                "kv_lora_rank": 32,
+                "q_lora_rank": 32,
+                "layer_types": ["linear_attention", "indexed_attention"],
+            }
+        },
+        "picks the tokens that a query sees with an indexer",
+    ),
     "clip_vision_model": ("CLIPVisionConfig", {}, "transformers has no decoder"),
 }
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
@@ -61,6 +62,8 @@ def load_config(source: str, recipe: Recipe) -> Any:
             f"the last {shared} layers of {kind} read the keys of other layers (num_kv_shared_layers); only decoders "
             "whose every layer has a cache of its own can be exported"
         )
+    if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:  # transformers also names the decoder inside it
+        raise UsageError(f"{kind} classifies images, and writes no text; only decoders of text can be exported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
     positions = getattr(text, "max_position_embeddings", None)
@@ -96,7 +99,10 @@ def _refuse_length(recipe: Recipe, kind: str, positions: int) -> NoReturn:
 def _check_sizes(raw: Mapping[str, Any]) -> None:
     configs = [section for section in (raw, raw.get("text_config")) if isinstance(section, Mapping)]
     for section in configs:
+        latent = "kv_lora_rank" in section  # where some types call the rotated numbers of a key head_dim, also if 0
         for name in (*SIZES, *LAYERS):
+            if latent and name == "head_dim":
+                continue
             value, most = section.get(name), MOST_LAYERS if name in LAYERS else MOST
             if isinstance(value, int | float) and not (type(value) is int and 1 <= value <= most):
                 raise UsageError(

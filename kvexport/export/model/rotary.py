@@ -20,7 +20,7 @@ from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import attending
 from kvexport.export.hooks.latent import is_latent
-from kvexport.export.hooks.recurrence import RecurrentCache
+from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Rotary
 
@@ -148,9 +148,10 @@ def _require_rotary_alone(model: Any, geometry: list[LayerGeometry]) -> None:
 
 def _read(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> list[LayerGeometry]:
     probe = _Probe(model)
-    with probe.watching(model), attending(probe), torch.no_grad(), mode:
+    states = RecurrentCache(probe.model_type)
+    with probe.watching(model), attending(probe), recurring(model, states), torch.no_grad(), mode:
         tokens = torch.zeros(1, 2, dtype=torch.int64)
-        model(input_ids=tokens, position_ids=tokens, past_key_values=RecurrentCache(probe.model_type), use_cache=True)
+        model(input_ids=tokens, position_ids=tokens, past_key_values=states, use_cache=True)
     calls = [call for _, call in sorted(probe.layers.items())]
     return [replace(layer, rotary=_rotary(call)) for layer, call in zip(geometry, calls, strict=True)]
 

@@ -1,5 +1,4 @@
-"""Tables of measured budgets, of layers and of KV heads, of small caches that have them, and of contexts that are
-compressed once."""
+"""Tables of measured budgets of layers and KV heads, of small caches with them, and of contexts compressed once."""
 
 from __future__ import annotations
 
@@ -10,12 +9,15 @@ from table_parts import BUDGETS, ROOT, load, name_of, shown, table
 
 from kvexport.evaluate.statistics import mean
 
-# Recipes of measured budgets, of layers (MODEL-listed) or of KV heads (MODEL-heads).
+# Recipes with measured budgets of layers (MODEL-listed) or of KV heads (MODEL-heads).
 LISTED = tuple(f"{model}-{of}" for model in ("tiny", "small", "smollm2-135m") for of in ("listed", "heads"))
 
 
 def listed() -> str:
-    """`ballot` in measured budgets (recipes *-listed, *-heads) beside the best of all methods in their own, by KL."""
+    """Return the table of `ballot` in measured budgets (recipes *-listed, *-heads) beside the method of the lowest KL.
+
+    The other methods have their own budgets.
+    """
     lines = []
     for recipe in LISTED:
         model, _, of = recipe.rpartition("-")
@@ -39,7 +41,10 @@ def listed() -> str:
 
 
 def small_listed() -> str:
-    """Methods in small caches of float16's bytes, beside float16, over the texts that all of a line have."""
+    """Return the table of methods in small caches that have as many bytes as a float16 cache, beside that cache.
+
+    Each line averages over the texts that all of its methods have.
+    """
     found = {(r["budget"], r["dtype"], r["method"]): r for r in load("small-listed")["rows"].values()}
     for name, recipe, group, label in (
         ("keepkv", "smollm2-135m-base", "methods", "keepkv"),
@@ -67,7 +72,7 @@ def small_listed() -> str:
 
 
 def head_budgets() -> str:
-    """KL in simulated budgets of layers and of heads."""
+    """Return the table of KL in simulated budgets of layers and of heads."""
     found = load("head-budgets")["kl"]["other"]
     variants = list(dict.fromkeys(key.partition(", ")[2] for key in found))
     slots = sorted({int(key.partition(" ")[0]) for key in found})
@@ -78,7 +83,10 @@ def head_budgets() -> str:
 
 
 def once(task: str) -> str:
-    """Of contexts that are compressed once: KL of what follows, or right answers and digits, over texts or passages."""
+    """Return the table of contexts that are compressed once.
+
+    For texts it shows the KL of the tokens that follow, for passages the exact answers and the right digits.
+    """
     rows = [r for r in load("once")["rows"] if r["task"] == task]
     figures = ("kl",) if task == "text" else ("exact", "digits")
     cells = {(r["method"], r["part"]): [*(shown(r[x]) for x in figures), str(len(r["each"]))] for r in rows}
@@ -93,7 +101,7 @@ def once(task: str) -> str:
 
 
 def once_queries() -> str:
-    """The KL of one text by the queries that a merge is fitted to, below that of methods without a fit."""
+    """Return the table of one text's KL by the queries that a merge is fitted to, below methods without a fit."""
     text = {(r["method"], r["part"]): r["each"][0] for r in load("once")["rows"] if r["task"] == "text"}
     plain = [(f"`{method}`", text[method, 10]) for method in ("streaming", "h2o", "snapkv", "keepkv")]
     rows = [*plain, *((r["said"], r["kl"]) for r in load("once-queries")["rows"])]

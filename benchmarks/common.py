@@ -1,5 +1,4 @@
-"""What the benchmarks share: reference checkpoints with random weights, the machine's bandwidth, interleaved timing,
-results as JSON."""
+"""Shared parts of the benchmarks: checkpoints of random weights, memory bandwidth, interleaved timing, JSON results."""
 
 from __future__ import annotations
 
@@ -53,8 +52,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
-    """A Llama checkpoint of random weights (std 0.02) with a word tokenizer, written shard by shard; kept if it is
-    already there."""
+    """Write a Llama checkpoint of random weights (std 0.02) with a word tokenizer, shard by shard.
+
+    A checkpoint that the folder already holds is kept.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,8 +83,8 @@ def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int 
             tensor = torch.ones(parameter.shape, dtype=getattr(torch, dtype))
         else:
             count = parameter.numel()
-            # A large tensor repeats one random block: what it holds does not matter to what is measured, and drawing it
-            # takes minutes.
+            # A large tensor repeats one random block. Its values do not influence the measurements, and drawing all of
+            # them takes minutes.
             block = (torch.randn(min(count, 1 << 22), generator=generator) * 0.02).to(getattr(torch, dtype))
             tensor = block.repeat(-(-count // len(block)))[:count].reshape(parameter.shape)
         shard[name] = tensor
@@ -119,8 +120,10 @@ def _write_tokenizer(folder: Path, size: int) -> None:
 
 
 def read_bandwidth(megabytes: int = 512, threads: int = 2, seconds: float = 1.0) -> float:
-    """Bytes per second that `threads` threads read from memory: the best of repeated sums over an array far larger than
-    any cache."""
+    """Return the bytes per second that `threads` threads read from memory.
+
+    This is the best of repeated sums over an array far larger than any cache.
+    """
     import torch
 
     torch.set_num_threads(threads)
@@ -134,7 +137,7 @@ def read_bandwidth(megabytes: int = 512, threads: int = 2, seconds: float = 1.0)
 
 
 def interleave(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run every side once per round, in turn, and collect what each returns."""
+    """Run every side once per round, in turn, and return the figures of each side."""
     figures: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, run in sides.items():
@@ -143,12 +146,12 @@ def interleave(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 
 def ratio(a: list[float], b: list[float]) -> float:
-    """Median of the pairwise ratios a / b of two interleaved sides."""
+    """Return the median of the pairwise ratios a / b of two interleaved sides."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def machine() -> dict[str, Any]:
-    """What a figure was measured on."""
+    """Return the processor, core count, Python version and package versions of this machine."""
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.machine(),
@@ -163,11 +166,11 @@ def machine() -> dict[str, Any]:
 
 
 def head() -> dict[str, Any]:
-    """When, by what command and commit, and on what machine a figure was measured."""
+    """Return the date, command, commit and machine of a measurement."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
     ).stdout.strip()
-    # Paths of this machine are private.
+    # Absolute paths are private, so DIR replaces them.
     command = " ".join(
         ["python", Path(sys.argv[0]).name, *("DIR" if Path(a).is_absolute() else a for a in sys.argv[1:])]
     )
@@ -179,7 +182,7 @@ def save(name: str, figures: dict[str, Any]) -> Path:
 
     Args:
         name: File name without its suffix.
-        figures: What a table or a document is written from. Samples belong there only if a paired interval needs them.
+        figures: The figures that tables and documents show. Include samples only if a paired interval needs them.
 
     Returns:
         The path of the file.

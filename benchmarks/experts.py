@@ -1,15 +1,16 @@
-"""The kernel of Experts alone: a decode step and a prompt through layers of experts that no cache holds.
+"""Time of the kernel of Experts alone: a decode step and a prompt through layers of experts larger than any cache.
 
     python benchmarks/experts.py [--shapes qwen3-30b-a3b,gpt-oss-20b] [--layers 2] [--rows 1,512] [--rounds 30]
                                  [--threads 2] [--sides SIDE ...]
 
-Weights and inputs are random, in groups of 32 with scales in float16; those of MXFP4 have exponents. Every token
-chooses its experts at random and anew in every run. Sides: Experts with int4, int8 and MXFP4 weights, and ONNX
-Runtime's QMoE (int4, groups of 32, accuracy level 4), all in turn, in one process. `read_share` is the bytes of weights
-and scales of the chosen experts over the
-time of one row and the machine's read bandwidth, which is probed before and after. Goals: one row at 0.7 of the
-bandwidth, 1.0 times QMoE's speed with one row and 1.5 times with 512. If the machine is busy, take many rounds and read
-the figures that begin with `best`, which are of the fastest round.
+Weights and inputs are random. Weights have groups of 32 with scales in float16; MXFP4 has exponents instead. Every
+token chooses its experts at random, anew in every run. The sides are Experts with int4, int8 and MXFP4 weights, and
+ONNX Runtime's QMoE (int4, groups of 32, accuracy level 4). They run in turn in one process. `read_share` is the bytes
+of weights and scales of the chosen experts, over the time of one row and the machine's read bandwidth. The bandwidth is
+measured before and after.
+
+Goals: one row at 0.7 of the bandwidth, 1.0 times QMoE's speed with one row and 1.5 times with 512. On a busy machine
+take many rounds and read the figures that begin with `best`: they are those of the fastest round.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ GOALS = {"read_share": 0.7, "of_QMoE, 1 row": 1.0, "of_QMoE, 512 rows": 1.5}
 
 
 class Shape(NamedTuple):
-    """A layer of experts. form: of its activation; biases are left out on every side."""
+    """The shape of a layer of experts. `form` describes its activation; no side has biases."""
 
     hidden: int
     inner: int
@@ -54,7 +55,7 @@ SHAPES = {
 
 
 def weight(name: str, dims: tuple[int, int, int], side: str, rng: np.random.Generator) -> list[Any]:
-    """The initializers of random weights [experts, outputs, inputs]."""
+    """Return the initializers of random weights [experts, outputs, inputs]."""
     from onnx import TensorProto, helper
 
     experts, outputs, inputs = dims
@@ -81,7 +82,7 @@ def weight(name: str, dims: tuple[int, int, int], side: str, rng: np.random.Gene
 
 
 def layer(i: int, shape: Shape, side: str, rng: np.random.Generator) -> tuple[Any, list[Any]]:
-    """One node and its initializers."""
+    """Return the node of layer `i` and its initializers."""
     from onnx import helper
 
     first = weight(f"{i}.first", (shape.experts, 2 * shape.inner, shape.hidden), side, rng)
@@ -92,7 +93,7 @@ def layer(i: int, shape: Shape, side: str, rng: np.random.Generator) -> tuple[An
         form = ExpertsForm(**{**vars(shape.form), "packed": (kind, kind), "group": (GROUP, GROUP)})
         inputs = ["x", f"{i}.indices", f"{i}.weights", *names]
         return helper.make_node("Experts", inputs, [f"{i}.y"], domain="kvexport", **form.attributes), [*first, *down]
-    # Input 2 to 4: the first product; 5 to 7: the second. The router's numbers choose the experts.
+    # Inputs 2 to 4 belong to the first product, 5 to 7 to the second. The router's logits choose the experts.
     inputs = ["x", f"{i}.router", names[0], names[1], "", names[2], names[3], ""]
     attributes = {
         "k": shape.chosen, "activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": shape.form.slope,
@@ -103,7 +104,7 @@ def layer(i: int, shape: Shape, side: str, rng: np.random.Generator) -> tuple[An
 
 
 def session(shape: Shape, side: str, layers: int, threads: int) -> tuple[Any, int]:
-    """The layers, each of the same rows; and the bytes of one expert's weights and scales."""
+    """Return a session of ONNX Runtime whose layers read the same rows, and the bytes of one expert."""
     import onnxruntime as ort
     from onnx import TensorProto, helper
 
@@ -136,7 +137,7 @@ def session(shape: Shape, side: str, layers: int, threads: int) -> tuple[Any, in
 
 
 def feeds(shape: Shape, side: str, layers: int, rows: int, rng: np.random.Generator) -> dict[str, Any]:
-    """The inputs of a run: every row chooses its experts at random."""
+    """Return the inputs of one run; every row chooses its experts at random."""
     result: dict[str, Any] = {"x": rng.standard_normal((rows, shape.hidden)).astype(np.float32)}
     for i in range(layers):
         order = rng.random((rows, shape.experts)).argsort(1)[:, : shape.chosen].astype(np.int64)

@@ -1,11 +1,10 @@
-"""Which sixteen numbers 4 bits should stand for: those of least mean square error for rows as an int4 cache has them,
-beside equal steps.
+"""The sixteen levels of a 4-bit cache with the least mean square error, beside equal steps.
 
     python benchmarks/four_bits.py    # a second
 
-A row that was rotated has nearly normal numbers; it is divided by its largest magnitude. Lloyd's algorithm finds the
-levels, with -127, 0 and 127 among them, for rows of 64 and of 128 together. Writes benchmarks/results/four_bits.json:
-the levels, and for rows of each size the mean square error over the variance.
+The numbers of a rotated row of an int4 cache are nearly normal; a row is divided by its largest magnitude. Lloyd's
+algorithm finds the levels for rows of 64 and of 128 together, with -127, 0 and 127 among them. Writes
+benchmarks/results/four_bits.json: the levels, and for rows of each size the mean square error over the variance.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ NUMBERS = np.arange(-127 * FINE, 127 * FINE + 1) / FINE
 
 
 def levels(counts: Floats) -> Floats:
-    """Sixteen ascending levels for numbers that come as often as `counts` says."""
+    """Return sixteen ascending levels for `NUMBERS` with the given counts."""
     ascending = np.interp(np.linspace(0.0, 1.0, 16), np.cumsum(counts) / counts.sum(), NUMBERS)
     for _ in range(3000):
         nearest = np.searchsorted((ascending[1:] + ascending[:-1]) / 2, NUMBERS)
@@ -34,19 +33,19 @@ def levels(counts: Floats) -> Floats:
 
 
 def error(rows: Floats, rounded: Floats) -> float:
-    """The mean square error over the variance of rows [n, D]."""
+    """Return the mean square error over the variance of rows [n, D]."""
     return float(((rounded - rows) ** 2).mean() / (rows**2).mean())
 
 
 def of_levels(rows: Floats, ascending: Floats) -> Floats:
-    """Rows rounded to multiples of 1/127 of their largest number, and these to the nearest level."""
+    """Return the rows, rounded to multiples of 1/127 of their largest number and then to the nearest level."""
     scale = np.abs(rows).max(-1, keepdims=True) / 127
     nearest = np.searchsorted((ascending[1:] + ascending[:-1]) / 2, np.rint(rows / scale))
     return np.asarray(ascending[nearest] * scale)
 
 
 def of_8(rows: Floats) -> Floats:
-    """-8 .. 7 in equal steps, the largest magnitude -8, as llama.cpp's q4_0 has each block."""
+    """Return rows rounded to equal steps, -8 to 7, with the largest magnitude at -8, as in llama.cpp's q4_0 blocks."""
     largest = np.take_along_axis(rows, np.abs(rows).argmax(-1)[:, None], -1) / -8
     return np.asarray(np.clip(np.rint(rows / largest), -8, 7) * largest)
 

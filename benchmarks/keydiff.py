@@ -1,4 +1,4 @@
-"""KeyDiff (arXiv 2504.15364), for comparison: it is no method of kvexport, has no policy and runs from its function."""
+"""KeyDiff (arXiv 2504.15364), which kvexport does not have. It has no policy, so its ONNX function runs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ if TYPE_CHECKING:
 
 
 class KeyDiff(Method):
-    """The keys that are most like the others are evicted, by their cosine to the mean of all normalised keys; after
-    every chunk, so that what was evicted is no longer in the mean."""
+    """The method that evicts the keys most similar to the others, by their cosine to the mean of all normalised keys.
+
+    It evicts after every chunk, so that evicted keys are no longer part of the mean.
+    """
 
     name: ClassVar[str] = "keydiff"
     summary: ClassVar[str] = "keys that differ from the mean key are kept; the rest is dropped"
     source: ClassVar[str] = "arXiv 2504.15364"
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Minus that cosine; [B, H, C]."""
+        """Return the negative cosine [B, H, C]."""
         import torch
 
         key = slots.key.float()
         key = key / torch.clamp((key * key).sum(-1, keepdim=True).sqrt(), min=1e-12)
-        # The mean's length changes no order.
+        # The length of the mean does not change the order, so it is not normalised.
         anchor = torch.where((slots.votes > 0)[..., None], key, 0.0).sum(2, keepdim=True)
         return -(key * anchor).sum(-1)
 
 
 def register() -> None:
-    """Let recipes of this process name it."""
+    """Register the method, so that recipes of this process can name it."""
     all_methods()[KeyDiff.name] = KeyDiff

@@ -1,6 +1,6 @@
-"""The figure of README.md: time per token and memory of the cache over the length, beside the full cache.
+"""The figure of README.md: time per token and memory of the cache by text length, beside the full cache.
 
-`tables.py` writes it into docs/_static/length.svg from the results of `quantized.py`.
+`tables.py` writes it to docs/_static/length.svg from the results of `quantized.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Which queries a context that is compressed once should be fitted to: the table of docs/measurements/once.md.
+"""The table of docs/measurements/once.md: reference queries for the fit of a context that is compressed once.
 
     python benchmarks/once_queries.py [--rows 3,4]
 
-The first text of `once.py`, 2,000 tokens in a tenth of the slots. PyTorch reads it once, by the operators' own meaning,
-so that nothing is built; every query is noted, and rows differ in those that the merge, the native operator's, is given
-as the ring of reference queries. Results are added to benchmarks/results/once-queries.json row by row; what is there is
-not measured again.
+The first text of `once.py`, 2,000 tokens, is compressed to a tenth of the slots. PyTorch reads it once with the
+operators' reference functions, so that no artifact is built, and all queries are recorded. The rows differ in the
+queries that the merge (the native operator) gets as reference queries. Results are added to
+benchmarks/results/once-queries.json row by row. Rows that the file already holds are not measured again.
 """
 
 from __future__ import annotations
@@ -40,13 +40,21 @@ from kvexport.validate.reference import TorchReference
 from tests.conformance.backends import NativeCpu
 
 NAME, PART = "once-queries", 10
-AGAIN = 1000  # tokens that a second reading takes
+AGAIN = 1000  # tokens of the text that are read a second time
 FITTED = "attention_matching:after=ballot:change_max=10:bias_max=6"
 VALUES, UNBOUND = f"{FITTED}:steps=0", "attention_matching:change_max=1000"
 
 
 class Row(NamedTuple):
-    """said: in the table. of: which queries (see `chosen`), and how many; listed: in measured budgets of layers."""
+    """A row of the table.
+
+    Attributes:
+        said: Its text in the table.
+        method: The method, with its settings.
+        of: The kind of reference queries, see `Read.chosen`.
+        queries: The number of reference queries.
+        listed: Whether layers have measured budgets.
+    """
 
     said: str
     method: str
@@ -77,7 +85,7 @@ ROWS = (
 
 
 def recipe_of(row: Row, length: int = LENGTH + FOLLOWING) -> Recipe:
-    """The full cache reads up to `length` tokens, and merges when it is told to."""
+    """Return the recipe of a row: a cache that reads up to `length` tokens and merges only at the end of a prompt."""
     ring = [f"cache.parameters.queries={row.queries}"] if row.queries else []
     shares = load_recipe(SHARES["listed"], []).recipe.cache.allocation.shares
     listed = ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"] if row.listed else []
@@ -87,26 +95,26 @@ def recipe_of(row: Row, length: int = LENGTH + FOLLOWING) -> Recipe:
 
 
 class Noted:
-    """Takes up every layer's queries, as a ring holds them: [1, H, rows, D], times the logits' scale."""
+    """A recorder of every layer's queries, stored as reference queries: [1, H, rows, D], times the logits' scale."""
 
     def __init__(self, scales: Sequence[float]) -> None:
         self.scales, self.calls = scales, [list[Tensor]() for _ in scales]
 
     def attended(self, layer: int, query: Tensor, key: Tensor, *rest: Any) -> None:
-        """See `kvexport.validate.telemetry.Telemetry`."""
+        """Record the queries of one call of attention; see `kvexport.validate.telemetry.Telemetry`."""
         heads, (_, _, tokens, size) = key.shape[1], query.shape
         by_token = query.reshape(1, heads, -1, tokens, size).transpose(2, 3)
         self.calls[layer].append(by_token.reshape(1, heads, -1, size) * self.scales[layer])
 
     def taken(self) -> list[Tensor]:
-        """Those since the last time."""
+        """Return the queries of every layer since the last call of this method."""
         found = [torch.cat(calls, 2) for calls in self.calls]
         self.calls = [list[Tensor]() for _ in self.scales]
         return found
 
 
 class Read:
-    """A text that the full cache has read: its state, and of every layer the queries of it and of a second reading."""
+    """A text that the full cache has read: its state, and every layer's queries of the first and the second reading."""
 
     def __init__(self) -> None:
         instruction = "\n\nRepeat the text from its beginning.\n\n"
@@ -143,13 +151,13 @@ class Read:
         return log_softmax(self.torch.decode({"input_ids": self.following, **lengths, **state})["logits"][0])
 
     def kl(self, row: Row) -> float:
-        """Of what follows, in nats per token."""
+        """Return the mean KL of the tokens that follow, in nats per token, after a merge as the row says."""
         recipe = recipe_of(row)
         plan, method = plan_cache(recipe, self.shape.geometry), recipe.cache.build_method()
         state = {}
         for i, layer in enumerate(plan.caches):
             held = {t.name: self.state[t.past(i)] for t in self.shape.plan.caches[i].state}
-            held["score"] = held["score"][:, :, : layer.statistics]  # a method that selects by queries alone has one
+            held["score"] = held["score"][:, :, : layer.statistics]  # one score if the method selects by queries
             if row.queries:
                 held["query"], held["query_seen"] = (x.numpy() for x in self.chosen(i, row.of, row.queries))
             state |= {t.past(i): held[t.name] for t in layer.state}
@@ -162,7 +170,7 @@ class Read:
         return float((np.exp(self.right) * (self.right - found)).sum(-1).mean())
 
     def chosen(self, i: int, of: str, rows: int) -> tuple[Tensor, Tensor]:
-        """The ring [1, H, rows, D] of a layer, and the tokens that each row has seen [1, H, rows]."""
+        """Return the reference queries [1, H, rows, D] of layer `i`, and the tokens that each has seen [1, H, rows]."""
         tokens = rows // self.group
         if of == "keys":
             at = of_row = spread(LENGTH, rows)
@@ -183,13 +191,13 @@ class Read:
 
 
 def spread(count: int, n: int) -> Tensor:
-    """n of `count` places, evenly, the last one among them."""
+    """Return n evenly spaced indices below `count`, with the last one among them."""
     return torch.linspace(count / n - 1, count - 1, n).round().long()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help="numbers of rows, from 0; all of them by default")
+    parser.add_argument("--rows", help="numbers of the rows to measure, counted from 0; default: all")
     options = parser.parse_args()
     path = RESULTS / f"{NAME}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []

@@ -1,5 +1,4 @@
-"""What comparisons of compressed caches share: a model's own tensors, both operators on them, and how alike two caches
-are."""
+"""Shared parts of the comparisons of compressed caches: a model's tensors, both operators on them, and similarity."""
 
 from __future__ import annotations
 
@@ -16,13 +15,20 @@ from kvexport.methods.slots import Rotary
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 
-TOLERANCE = 1e-4  # of the largest magnitude, 1 at least: as `kvexport validate`
+TOLERANCE = 1e-4  # relative to the largest magnitude (at least 1), as in `kvexport validate`
 
 
 @dataclass(frozen=True)
 class Heads:
-    """One layer's tensors of a text: query [1, Hq, T, D] and key [1, H, T, D] after RoPE, value [1, H, T, Dv]; scale of
-    the logits."""
+    """The tensors of one layer over a text of T tokens.
+
+    Attributes:
+        query: Queries [1, Hq, T, D] after RoPE.
+        key: Keys [1, H, T, D] after RoPE.
+        value: Values [1, H, T, Dv].
+        scale: The scale of the logits.
+        rotary: The rotary frequencies of the keys.
+    """
 
     query: Tensor
     key: Tensor
@@ -32,33 +38,40 @@ class Heads:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
+        """The number of query heads per KV head."""
         return self.query.shape[1] // self.key.shape[1]
 
     def part(self, first: int, last: int) -> Heads:
-        """Tokens first <= t < last."""
+        """Return the tensors of tokens first <= t < last."""
         return replace(self, **{name: getattr(self, name)[:, :, first:last] for name in ("query", "key", "value")})
 
     def ungrouped(self) -> Heads:
-        """Every query head with keys and values of its own, for code that knows no groups."""
+        """Return tensors in which every query head has its own keys and values, for code without groups."""
         return replace(
             self, **{name: getattr(self, name).repeat_interleave(self.group, dim=1) for name in ("key", "value")}
         )
 
     def logits(self) -> Tensor:
-        """[1, Hq, T, T], -inf where a query does not see a key."""
+        """Return the logits [1, Hq, T, T], -inf where a query does not see a key."""
         logits = self.query @ self.key.repeat_interleave(self.group, dim=1).transpose(-1, -2) * self.scale
         return logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
 
     def mass(self) -> Tensor:
-        """[1, H, T]: the sum of probabilities of every token, mean over the group."""
+        """Return the sum of probabilities of every token [1, H, T], a mean over the group."""
         return self.logits().softmax(-1).sum(2).unflatten(1, (-1, self.group)).mean(2)
 
 
 @dataclass(frozen=True)
 class Cache:
-    """One layer's used slots: key, value [1, H, N, D], votes [1, H, N], score [1, H, K, N], position [1, H, N]
-    int32."""
+    """The used slots of one layer.
+
+    Attributes:
+        key: Keys [1, H, N, D].
+        value: Values [1, H, N, Dv].
+        votes: Votes [1, H, N].
+        score: Scores [1, H, K, N].
+        position: Positions [1, H, N], int32.
+    """
 
     key: Tensor
     value: Tensor
@@ -67,7 +80,7 @@ class Cache:
     position: Tensor
 
     def tensors(self, spare: int = 0) -> tuple[Tensor, ...]:
-        """The five state tensors with `spare` empty slots behind the used ones."""
+        """Return the five state tensors with `spare` empty slots behind the used ones."""
         pad = torch.nn.functional.pad
         return (
             *(pad(x, (0, 0, 0, spare)) for x in (self.key, self.value)),
@@ -76,7 +89,7 @@ class Cache:
 
 
 class _Capture:
-    """Causal attention that keeps what it was given, layer by layer."""
+    """Causal attention that records its inputs layer by layer."""
 
     def __init__(self, rotary: list[Rotary]) -> None:
         self.rotary = rotary
@@ -94,7 +107,7 @@ class _Capture:
 
 @torch.no_grad()
 def heads_of(model: Any, rotary: list[Rotary], ids: list[int]) -> list[Heads]:
-    """Every layer's tensors over the text `ids`; `model` is a `TorchReference`'s."""
+    """Return every layer's tensors over the text `ids`; `model` is the model of a `TorchReference`."""
     capture = _Capture(rotary)
     with attending(capture):
         model(
@@ -107,7 +120,10 @@ def heads_of(model: Any, rotary: list[Rotary], ids: list[int]) -> list[Heads]:
 
 
 def raw(heads: Heads, score: Tensor | None = None) -> Cache:
-    """The uncompressed cache of a text; score [1, H, T] or [1, H, K, T], default the sum of probabilities."""
+    """Return the uncompressed cache of a text.
+
+    `score` is [1, H, T] or [1, H, K, T]. Its default is the sum of probabilities.
+    """
     score = heads.mass() if score is None else score
     score = score if score.dim() == 4 else score[:, :, None]
     position = torch.arange(heads.key.shape[2], dtype=torch.int32).expand(heads.key.shape[:3])
@@ -117,7 +133,7 @@ def raw(heads: Heads, score: Tensor | None = None) -> Cache:
 def merged(
     cache: Cache, method: Method, budget: int, *, sinks: int = 0, recent: int = 0, rotary: Rotary | None = None
 ) -> Cache:
-    """MergeCache."""
+    """Return the cache after MergeCache."""
     attributes = MergeCacheAttributes(method, budget, sinks, recent, rotary=rotary or Rotary())
     key, value, votes, score, position = merge_cache(*cache.tensors(), attributes=attributes)
     return Cache(
@@ -126,8 +142,11 @@ def merged(
 
 
 def appended(cache: Cache, new: Heads, method: Method, first: int) -> tuple[Tensor, Cache]:
-    """VoteAttention of the tokens `new`, the first of which is at position `first`: their outputs [1, Hq, T, Dv] and
-    the cache."""
+    """Append the tokens `new` with VoteAttention, the first of them at position `first`.
+
+    Returns:
+        The outputs [1, Hq, T, Dv] of these tokens, and the cache.
+    """
     tokens = new.key.shape[2]
     output, *state = vote_attention(
         new.query,
@@ -142,7 +161,7 @@ def appended(cache: Cache, new: Heads, method: Method, first: int) -> tuple[Tens
 
 
 def empty(like: Heads, method: Method) -> Cache:
-    """A cache without slots."""
+    """Return a cache without slots."""
     _, heads, _, size = like.key.shape
     votes = torch.zeros(1, heads, 0)
     score = torch.zeros(1, heads, len(method.statistics), 0)
@@ -151,7 +170,7 @@ def empty(like: Heads, method: Method) -> Cache:
 
 
 def prefilled(heads: Heads, method: Method, budget: int, chunk: int, *, sinks: int = 0, recent: int = 0) -> Cache:
-    """A text through both operators, `chunk` tokens at a time."""
+    """Return the cache after a text has passed through both operators, `chunk` tokens at a time."""
     cache, length = empty(heads, method), heads.key.shape[2]
     for first in range(0, length, chunk):
         _, cache = appended(cache, heads.part(first, min(first + chunk, length)), method, first)
@@ -161,8 +180,10 @@ def prefilled(heads: Heads, method: Method, budget: int, chunk: int, *, sinks: i
 
 
 def jaccard(a: Tensor, b: Tensor) -> Tensor:
-    """|A and B| / |A or B| of the sets in the last dimension of a [..., N] and b [..., M], entries distinct; 1 where
-    both are empty."""
+    """Return |A and B| / |A or B| of the sets in the last dimension of a [..., N] and b [..., M].
+
+    The entries of a set are distinct. The result is 1 where both sets are empty.
+    """
     both = (a[..., :, None] == b[..., None, :]).flatten(-2).sum(-1)
     either = a.shape[-1] + b.shape[-1] - both
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)
@@ -170,10 +191,17 @@ def jaccard(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Likeness:
-    """How alike two caches are, whatever the order of their slots. shared: the share of slots that both have, to
-    `tolerance`; key, value,
-    votes: the largest difference, of the largest magnitude (1 at least), of slots that stand for each other; infinite
-    where two slots of one cache have the same nearest in the other."""
+    """The similarity of two caches, independent of the order of their slots.
+
+    Each slot of one cache is paired with the nearest slot of the other.
+
+    Attributes:
+        shared: The share of slots whose pair is equal within the tolerance.
+        key: The largest difference of paired keys, relative to the largest magnitude (at least 1). It is infinite if
+            two slots of one cache have the same nearest slot in the other.
+        value: The same for values.
+        votes: The same for votes.
+    """
 
     shared: float
     key: float
@@ -182,12 +210,12 @@ class Likeness:
 
     @property
     def same(self) -> bool:
-        """The same cache, to rounding."""
+        """Whether both caches are equal up to rounding."""
         return max(self.key, self.value, self.votes) <= TOLERANCE
 
 
 def likeness(ours: Cache, theirs: Cache, tolerance: float = TOLERANCE) -> Likeness:
-    """Slots stand for each other whose keys, values and votes together are nearest, head by head."""
+    """Compare two caches head by head, pairing the slots whose keys, values and votes together are nearest."""
     sides = [[c.key.double(), c.value.double(), c.votes[..., None].double()] for c in (ours, theirs)]
     sizes = [max(1.0, float(x.abs().max())) for x in sides[1]]
     a, b = ([x / size for x, size in zip(side, sizes, strict=True)] for side in sides)
@@ -203,14 +231,14 @@ def likeness(ours: Cache, theirs: Cache, tolerance: float = TOLERANCE) -> Likene
 
 
 def read(cache: Cache, later: Heads, alpha: float) -> Tensor:
-    """What queries after the text read from its cache alone, with the bias ``alpha ln votes``; [1, Hq, T, Dv]."""
+    """Return the outputs [1, Hq, T, Dv] of later queries over a cache alone, with the bias ``alpha ln votes``."""
     group = later.query.shape[1] // cache.key.shape[1]
     key, value, bias = (x.repeat_interleave(group, dim=1) for x in (cache.key, cache.value, alpha * cache.votes.log()))
     return (later.query @ key.transpose(-1, -2) * later.scale + bias[:, :, None]).softmax(-1) @ value
 
 
 def output_gap(a: Tensor, b: Tensor, full: Tensor) -> float:
-    """The mean over queries and heads of |a - b| / |full|, each [1, Hq, T, Dv]."""
+    """Return the mean over queries and heads of |a - b| / |full|; all tensors are [1, Hq, T, Dv]."""
     return float(((a - b).norm(dim=-1) / full.norm(dim=-1)).mean())
 
 
@@ -218,19 +246,26 @@ Row = dict[str, Any]
 
 
 def mean(values: Iterable[float]) -> float:
-    """Of at least one."""
+    """Return the mean of at least one value."""
     values = list(values)
     return sum(values) / len(values)
 
 
 def row(code: str, compared: str, difference: str = "", *, holds: bool = True, **figures: Any) -> Row:
-    """A row of the result. difference: what the two rules do not share, "" where they are one; holds: False where
-    figures are not what the row claims."""
+    """Return a row of the result.
+
+    Args:
+        code: The name of the compared code.
+        compared: The quantity that is compared.
+        difference: The difference of the two rules; "" if they are equal.
+        holds: Whether the figures agree with the row's claim.
+        **figures: The figures by name.
+    """
     return {"code": code, "compared": compared, "difference": difference, "holds": holds, **figures}
 
 
 def same(code: str, compared: str, pairs: list[tuple[Cache, Cache]], **figures: Any) -> Row:
-    """A row whose caches (ours, theirs) have to be the same."""
+    """Return a row whose pairs of caches (kvexport's, the authors') must be equal."""
     likenesses = [likeness(ours, theirs) for ours, theirs in pairs]
     worst = {name: max(getattr(x, name) for x in likenesses) for name in ("key", "value", "votes")}
     return row(
@@ -253,9 +288,11 @@ def differing(
     tolerance: float = TOLERANCE,
     **figures: Any,
 ) -> Row:
-    """A row of caches (ours, theirs, the text, what follows it) that differ. shared: of slots; gap: of what later
-    queries read from the one and the other; our_error, their_error: of what they read from each and from the whole
-    text."""
+    """Return a row of caches (kvexport's, the authors', the text, later tokens) that differ.
+
+    Its figures: `shared` is the share of equal slots, `gap` the difference of the outputs of later queries over the two
+    caches. `our_error` and `their_error` are the differences of each cache's outputs to those over the whole text.
+    """
     gaps: dict[str, list[float]] = {"gap": [], "our_error": [], "their_error": []}
     for ours, theirs, text, later in caches:
         a, b, full = (read(cache, later, alpha) for cache in (ours, theirs, raw(text)))

@@ -1,10 +1,9 @@
-"""Loads other people's code from folders outside of this repository: kvpress's presses and functions of the papers'
-authors.
+"""Loaders of other projects' code from folders outside of this repository: kvpress and code of papers' authors.
 
-Nothing of theirs is kept here. Their files are imported as they are, one by one. What an ``__init__`` would do is left
-out (kvpress's patches transformers, others import what they do not need), and a name that a file imports at its top,
-that is not there, and that what is called never uses, gets a stand-in for the time of the import. The result lists
-these.
+No file of these projects is kept in this repository. Their files are imported unchanged, one by one. Their `__init__`
+modules are not run: kvpress's patches transformers, others import packages that are not needed. A name that a file
+imports at its top, that is missing and that the called functions never use gets a stand-in during the import. The
+result lists the stand-ins.
 """
 
 from __future__ import annotations
@@ -24,9 +23,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody's code. source: where it is published; version: of the package, or commit; stand_ins: what was missing
-    and not needed;
-    code: its functions and classes by name."""
+    """The code of another project.
+
+    Attributes:
+        name: The project's name.
+        source: The repository where it is published.
+        version: The version of the package, or the commit.
+        stand_ins: Names that were missing and not needed.
+        code: Its functions and classes by name.
+    """
 
     name: str
     source: str
@@ -35,12 +40,12 @@ class Peer:
     code: SimpleNamespace
 
     def to_json(self) -> dict[str, Any]:
-        """All but the code."""
+        """Return all fields except the code."""
         return {"source": self.source, "version": self.version, "stand_ins": list(self.stand_ins)}
 
 
 def load_kvpress(folder: Path) -> Peer:
-    """Three presses of the kvpress that ``pip install --no-deps --target folder kvpress`` put there."""
+    """Load three presses of the kvpress that ``pip install --no-deps --target folder kvpress`` installed."""
     distribution = next(iter(metadata.distributions(name="kvpress", path=[str(folder)])), None)
     if distribution is None:
         raise FileNotFoundError(f"there is no kvpress in {folder}: pip install --no-deps --target {folder} kvpress")
@@ -54,8 +59,10 @@ def load_kvpress(folder: Path) -> Peer:
 
 
 def load_zeromerge(folder: Path) -> Peer:
-    """The functions of its one module. It names attention classes that transformers 5 no longer has, and replaces them
-    only when asked."""
+    """Load the functions of ZeroMerge's one module.
+
+    The module names attention classes that transformers 5 no longer has. It replaces these classes only on request.
+    """
     models = "transformers.models"
     lacking = {
         f"{models}.llama.modeling_llama": ("LlamaSdpaAttention",),
@@ -67,7 +74,7 @@ def load_zeromerge(folder: Path) -> Peer:
 
 
 def load_asymkv(folder: Path) -> Peer:
-    """Its cache; the models' forward functions, written for transformers 4.44, are left out."""
+    """Load AsymKV's cache without the forward functions of its models, which were written for transformers 4.44."""
     forward = {
         f"asymkv.method.asymkv_forward.asymkv_{family}": (f"enable_{name}_asymkv_attention{tail}",)
         for family, name, tail in (
@@ -83,7 +90,7 @@ def load_asymkv(folder: Path) -> Peer:
 
 
 def load_kvslimmer(folder: Path, asymkv: Path) -> Peer:
-    """Its cache, its weights, and what its prediction script feeds them with."""
+    """Load KVSlimmer's cache, its weights, and the function of its prediction script that makes their input."""
     unused = {"datasets": ("load_dataset",), "kvslimmer.patch": ("enable_kvslimmer_attention",)}
     with _packages({"kvslimmer": folder / "kvslimmer", **_asymkv(asymkv)}), _stand_ins(unused, {}) as stood_in:
         code = SimpleNamespace(
@@ -95,14 +102,14 @@ def load_kvslimmer(folder: Path, asymkv: Path) -> Peer:
 
 
 def load_keepkv(folder: Path) -> Peer:
-    """The attention class that merges; its `KV_update` is called on tensors."""
+    """Load KeepKV's merging attention class, whose `KV_update` is called on tensors."""
     module = _file("keepkv_modify_llama_oursk", folder / "utils_hh" / "modify_llama_oursk.py")
     code = SimpleNamespace(KV_update=module.LlamaAttention_heavy_hitter_our_sketch.KV_update)
     return Peer("KeepKV", "kkvcache/KeepKV", commit(folder), (), code)
 
 
 def commit(folder: Path) -> str:
-    """HEAD of a clone."""
+    """Return the commit of a clone's HEAD."""
     done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "no clone"
 
@@ -126,8 +133,10 @@ def _file(name: str, path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _packages(folders: Mapping[str, Path]) -> Iterator[None]:
-    """Packages with a folder and no `__init__`, until the end of the context; what was imported from them lives on in
-    its holder."""
+    """Register packages with a folder and without an `__init__`, until the end of the context.
+
+    Objects that were imported from them remain usable.
+    """
     for name, path in folders.items():
         if not path.is_dir():
             raise FileNotFoundError(f"there is no {path}")
@@ -145,8 +154,12 @@ def _packages(folders: Mapping[str, Path]) -> Iterator[None]:
 def _stand_ins(
     modules: Mapping[str, tuple[str, ...]], lacking: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, ...]]:
-    """Modules of these names that hold functions which do nothing, and such functions where a module that is there
-    lacks a name."""
+    """Register modules of functions that do nothing, and add such functions to existing modules that lack a name.
+
+    Args:
+        modules: The functions of each module to register.
+        lacking: The functions that existing modules need.
+    """
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None

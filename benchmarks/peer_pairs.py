@@ -1,4 +1,7 @@
-"""AsymKV's and KVSlimmer's authors' code against our operators: neighbouring pairs, in one rotary frame."""
+"""Comparison of kvexport's operators with the authors' code of AsymKV and KVSlimmer, which merge neighbouring pairs.
+
+Keys of both sides are compared in one rotary frame.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,16 @@ Weights = tuple[Tensor, Tensor]
 
 
 def compare_asymkv(code: SimpleNamespace, texts: list[list[Heads]]) -> list[Row]:
-    """One pair, with our weights in place of the Fisher information, which takes a backward pass."""
+    """Compare AsymKV's merge of one pair.
+
+    The authors' cache gets kvexport's probability mass as weights. Their own weights, the Fisher information, would
+    need a backward pass.
+    """
     pairs = []
     for heads, attention, mass in _with_a_weak_pair(texts):
         ours = merged(raw(heads, mass), AsymKV(share_pairs=True), FEW - 1, rotary=heads.rotary)
         cache = code.AsymKVCache(start_size=0, recent_size=FEW - 1)
-        # Their keys weigh by the square of what they call the Hessian's diagonal.
+        # The authors' code weighs keys by the square of the values that it calls the Hessian's diagonal.
         diagonal = mass.sqrt()[..., None].expand_as(heads.key).clone()
         kept, _ = cache([_their_layer(unrotated(heads))], [attention], heads.group, [(diagonal, None)])
         pairs.append((ours, _as_ours(kept[0], heads)))
@@ -41,7 +48,7 @@ def compare_asymkv(code: SimpleNamespace, texts: list[list[Heads]]) -> list[Row]
 
 
 def compare_kvslimmer(code: SimpleNamespace, texts: list[list[Heads]], length: int) -> list[Row]:
-    """The merge where the formulas are one, then every difference by itself."""
+    """Compare KVSlimmer's merge where both formulas are equal, then every difference by itself."""
     layers = [heads.part(0, length) for text in texts for heads in text]
     return [
         *_one_pair(code, texts),
@@ -53,30 +60,35 @@ def compare_kvslimmer(code: SimpleNamespace, texts: list[list[Heads]], length: i
 
 
 def _with_a_weak_pair(texts: list[list[Heads]]) -> list[tuple[Heads, Tensor, Tensor]]:
-    """A few tokens of every layer, random attention [1, Hq, 1, T] in which both rules merge `PAIR` first, and its mean
-    over groups."""
-    generator, found = torch.Generator().manual_seed(0), []
+    """Return the first tokens of every layer with random attention in which both rules merge the pair at `PAIR` first.
+
+    Each item is (tensors of the layer, attention [1, Hq, 1, T], its mean over the groups [1, H, T]).
+    """
+    generator, cases = torch.Generator().manual_seed(0), []
     for heads in (heads.part(0, FEW) for text in texts for heads in text):
         attention = 1 + torch.rand(1, heads.query.shape[1], 1, FEW, generator=generator)
         attention[..., PAIR : PAIR + 2] /= 3
-        found.append((heads, attention, attention.sum(2).unflatten(1, (-1, heads.group)).mean(2)))
-    return found
+        cases.append((heads, attention, attention.sum(2).unflatten(1, (-1, heads.group)).mean(2)))
+    return cases
 
 
 def unrotated(heads: Heads) -> Heads:
-    """Keys before RoPE, which is what their caches hold."""
+    """Return the layer with keys before RoPE, as the authors' caches hold them."""
     position = torch.arange(heads.key.shape[2]).expand(heads.key.shape[:3])
     return replace(heads, key=rotated(heads.key, -position, heads.rotary))
 
 
 def _their_layer(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Their cache of one layer: keys, sums of values, counts."""
+    """Return one layer as the authors' caches hold it: keys, sums of values, token counts."""
     return heads.key.clone(), heads.value.clone(), torch.ones(heads.key.shape[:3])
 
 
 def _as_ours(layer: Any, heads: Heads) -> Cache:
-    """Their cache, values as means, and keys rotated to their positions: the running count of tokens, which is the
-    youngest member's."""
+    """Convert a layer of the authors' cache into a `Cache`.
+
+    Sums of values become means. Keys are rotated to their positions: the running count of tokens, which is the position
+    of a slot's youngest token.
+    """
     key, value, votes = layer
     position = votes.cumsum(-1).long() - 1
     score = torch.zeros(1, key.shape[1], 1, key.shape[2])
@@ -84,7 +96,7 @@ def _as_ours(layer: Any, heads: Heads) -> Cache:
 
 
 def _slimmed(code: SimpleNamespace, layer: Any, attention: Tensor, group: int, budget: int) -> Any:
-    """One call of their cache with the diagonal that their script makes for it."""
+    """Return the layer after one call of KVSlimmer's cache, with the diagonal that the authors' script makes for it."""
     diagonal = code.build_hessian_proxy_from_ratio([layer], [attention], 0, group)
     return code.KVSlimmerCache(start_size=0, recent_size=budget)([layer], [attention], diagonal)[0][0]
 
@@ -116,9 +128,15 @@ def _one_pair(code: SimpleNamespace, texts: list[list[Heads]]) -> list[Row]:
 
 
 def bracket_weights(a: Weights, residual: Weights, *, norm: int, triangle: bool, guarded: bool) -> Weights:
-    """KVSlimmer's two key weights from shares a_i [...] and residuals v_i - o [..., D]; their sum is one. norm: 1 or 2.
-    triangle: the cross term is ``a_1 a_2 (|r_1| + |r_2|)`` in place of ``a_1 a_2 |r_1 + r_2|``. guarded: absolute
-    values, brackets of 0 at least, and a_i where both are as good as 0."""
+    """Return KVSlimmer's two key weights [...]; their sum is one.
+
+    Args:
+        a: Shares a_i of the attention [...] of both tokens.
+        residual: Residuals v_i - o [..., D] of both tokens.
+        norm: The norm of residuals, 1 or 2.
+        triangle: Whether the cross term is ``a_1 a_2 (|r_1| + |r_2|)`` in place of ``a_1 a_2 |r_1 + r_2|``.
+        guarded: Whether brackets are clamped to at least 0, and the weights are a_i where both brackets are nearly 0.
+    """
     size = [r.norm(p=norm, dim=-1) for r in residual]
     first, second = (x * (1 - 2 * x) * s for x, s in zip(a, size, strict=True))
     cross = a[0] * a[1] * (size[0] + size[1] if triangle else (residual[0] + residual[1]).norm(p=norm, dim=-1))
@@ -132,7 +150,7 @@ def bracket_weights(a: Weights, residual: Weights, *, norm: int, triangle: bool,
 
 
 def weighted(keys: Weights, weights: Weights) -> Tensor:
-    """[..., D]"""
+    """Return the weighted sum of two keys [..., D]."""
     return weights[0][..., None] * keys[0] + weights[1][..., None] * keys[1]
 
 
@@ -141,8 +159,11 @@ def _relative(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _weights(code: SimpleNamespace, layers: list[Heads]) -> list[Row]:
-    """Every disjoint pair of a text: their weights and ours by one formula, and what each of its three switches does to
-    the key."""
+    """Compare the key weights of every disjoint pair of a text by one formula with three switches.
+
+    The formula is compared with the authors' weights and with kvexport's. Each switch's effect on the key is measured
+    alone.
+    """
     theirs_off, ours_off, outside = 0.0, 0.0, []
     switches = {
         "norm": (1, False, True),
@@ -213,8 +234,10 @@ def _overlapping(code: SimpleNamespace, layers: list[Heads], length: int) -> Row
 
 
 def _in_chunks(code: SimpleNamespace, layers: list[Heads], budget: int = 128, chunk: int = 64) -> Row:
-    """A text through their cache as their script does it: before each chunk, what is there merges, by the attention of
-    that chunk."""
+    """Read a text with the authors' cache in chunks, as their script does.
+
+    Before each chunk the earlier slots are merged by the attention of that chunk.
+    """
     lost, clipped = [], []
     for heads in layers:
         past: Any = None
@@ -226,7 +249,7 @@ def _in_chunks(code: SimpleNamespace, layers: list[Heads], budget: int = 128, ch
                 continue
             key, votes = (x.repeat_interleave(heads.group, 1) for x in (past[0], past[2]))
             logits = new.query @ key.transpose(-1, -2) * heads.scale + votes.log()[:, :, None]
-            # Their forward gives the probability of one of a slot's tokens.
+            # The authors' forward function gives the probability of one of the tokens of a slot.
             past = _slimmed(code, past, logits.softmax(-1) / votes[:, :, None], heads.group, budget)
             past = tuple(torch.cat(x, 2) for x in zip(past, state, strict=True))
         lost.append(1 - float(past[2].sum(-1).mean()) / heads.key.shape[2])
@@ -237,8 +260,11 @@ def _in_chunks(code: SimpleNamespace, layers: list[Heads], budget: int = 128, ch
 
 
 def _selection(texts: list[list[Heads]], length: int) -> list[Row]:
-    """Which slots a quarter's merge keeps by our rule, with what their script and cache select by in place of the
-    accumulated attention."""
+    """Compare the slots that a merge of a quarter keeps by kvexport's rule, by three inputs of that rule.
+
+    The inputs are the accumulated attention, and the two quantities that the authors' script and cache use in its
+    place.
+    """
     script, late = [], []
     for heads in (heads for text in texts for heads in text):
         text, later = heads.part(0, length), heads.part(length, length + LATER)
@@ -249,8 +275,8 @@ def _selection(texts: list[list[Heads]], length: int) -> list[Row]:
             merged(raw(text, x), KVSlimmer(), 3 * length // 4, rotary=heads.rotary).position
             for x in (text.mass(), seen, favoured)
         )
-        for found, kept in zip((script, late), theirs, strict=True):
-            found.append(float(jaccard(ours, kept).mean()))
+        for jaccards, kept in zip((script, late), theirs, strict=True):
+            jaccards.append(float(jaccard(ours, kept).mean()))
     what = "positions kept of three quarters by our rule, with"
     next_chunk = (
         "their script goes by the attention of the next chunk, run twice for that; ours by what has accumulated"

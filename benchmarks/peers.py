@@ -1,13 +1,13 @@
-"""Our methods beside other people's code for them, on the shipped tiny checkpoint: the same slots, the same merged
-caches, or why not.
+"""Comparison of kvexport's methods with other projects' code for them, on the shipped tiny checkpoint.
 
     pip install --no-deps --target PEERS/kvpress kvpress
-    git -C PEERS clone https://github.com/SusCom-Lab/ZeroMerge        (and lianjunl13-sudo/KVSlimmer,
-    the-scale-lab/Asymkv, kkvcache/KeepKV) python benchmarks/peers.py --kvpress PEERS/kvpress --authors PEERS [--prompts
-    8]
+    git -C PEERS clone https://github.com/SusCom-Lab/ZeroMerge
+    (and lianjunl13-sudo/KVSlimmer, the-scale-lab/Asymkv, kkvcache/KeepKV)
+    python benchmarks/peers.py --kvpress PEERS/kvpress --authors PEERS [--prompts 8]
 
-What is not there is said and not compared. Writes benchmarks/results/peers.json; exit code 4 where rules that are one
-gave two results.
+Kept slots and merged caches must be equal, or the row states the difference of the rules. A project that is missing is
+reported and not compared. Writes benchmarks/results/peers.json. The exit code is 4 if equal rules gave different
+results.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ LENGTH, FACTS = 512, 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kvpress", type=Path, help="what pip's --target was")
-    parser.add_argument("--authors", type=Path, help="the folder of the clones")
+    parser.add_argument("--kvpress", type=Path, help="the folder given to pip's --target")
+    parser.add_argument("--authors", type=Path, help="the folder that holds the clones")
     parser.add_argument("--prompts", type=int, default=8)
     options = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -85,7 +85,7 @@ def _attempt(
     load: Callable[[Path], Peer],
     run: Callable[[Peer], list[Row]],
 ) -> list[Row]:
-    """The rows of one peer; of one that is not there or cannot be imported, none, and why."""
+    """Return the rows of one peer, or none, with the reason recorded, if the peer is missing or cannot be imported."""
     if folder is None:
         return []
     try:
@@ -105,7 +105,7 @@ def _slots(peer: Peer, prompts: int) -> list[Row]:
 
 
 def _texts(prompts: int) -> list[list[Heads]]:
-    """The tensors of texts that go on for a while after `LENGTH` tokens."""
+    """Return the tensors of texts that continue after `LENGTH` tokens."""
     language, rng = tiny_language(), np.random.default_rng(1)
     recipe = load_recipe("tiny-base", ["cache.method=kvslimmer", "cache.recent=0.25"]).recipe
     shape = read_model(recipe)  # with rotary frequencies, for the methods that rotate keys
@@ -131,7 +131,7 @@ def _merge_line(line: Row) -> str:
 
 
 def _plain(line: Row) -> Row:
-    """Infinite figures as text, which JSON can hold."""
+    """Return a row with infinite figures as text, since JSON has no infinity."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
 
 

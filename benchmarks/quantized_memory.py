@@ -1,13 +1,17 @@
-"""Memory and time of building artifacts with packed weights, of checkpoints of a 1.1B and a 7B Llama with random
-weights in a real layout of shards, each build in a process of its own.
+"""Memory and time of building artifacts with packed weights.
 
     python benchmarks/quantized_memory.py [--shapes 1b 7b] [--cases gptq] [--work DIR] [--keep]
 
-`gptq`: a GPTQ checkpoint of 4 bits in groups of 128 (7B: 3.9 GB) whose weights are kept as they are, once with columns
-in their own order and once with act-order; `rounded`: a float16 checkpoint (7B: 13.5 GB), rounded to 4 bits in groups
-of 32 at build; `importance`, `awq`: the same, for which the float model reads 2,048 tokens first. Peak memory is the
-kernel's figure for the finished process (mapped files included). The checkpoints are removed unless --keep; rows of
-other shapes and cases in the result stay.
+The checkpoints are Llamas of 1.1B and 7B random weights in the usual layout of shards. Each build runs in a process of
+its own. Cases:
+
+- `gptq` and `gptq, act-order`: a GPTQ checkpoint of 4 bits in groups of 128 (7B: 3.9 GB) whose packed weights are kept,
+  with columns in their own order or with act-order
+- `rounded`: a float16 checkpoint (7B: 13.5 GB), rounded to 4 bits in groups of 32 by the build
+- `importance`, `awq`: the same with calibration, for which the float model reads 2,048 tokens first
+
+Peak memory is the kernel's figure for the finished process, mapped files included. The checkpoints are removed unless
+--keep is given. Rows of other shapes and cases stay in the result.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ FLOATS = ("rounded", "importance", "awq")
 
 
 def make_gptq(shape: str, folder: Path, act_order: bool) -> None:
-    """The layout of `make_checkpoint` with every projection of the layers in GPTQ's words."""
+    """Write a checkpoint in the layout of `make_checkpoint` whose projections are in GPTQ's packed format."""
     from safetensors.numpy import save_file
     from transformers import LlamaConfig
 
@@ -44,14 +48,14 @@ def make_gptq(shape: str, folder: Path, act_order: bool) -> None:
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=131072, tie_word_embeddings=False)
     config.architectures = ["LlamaForCausalLM"]
     quantization = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": act_order, "sym": True}
-    said = {**config.to_dict(), "quantization_config": quantization, "bos_token_id": 1, "eos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(said))
+    description = {**config.to_dict(), "quantization_config": quantization, "bos_token_id": 1, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(description))
     for file in floats.glob("token*.json"):
         shutil.copy(file, folder / file.name)
     rng = np.random.default_rng(0)
     block = rng.integers(-(1 << 31), 1 << 31, 1 << 20).astype(np.int32)
     hidden, inner = config.hidden_size, config.intermediate_size
-    kept = hidden // config.num_attention_heads * config.num_key_value_heads
+    kv_size = hidden // config.num_attention_heads * config.num_key_value_heads
     orders = {size: rng.permutation(np.arange(size) // GROUP).astype(np.int32) for size in (hidden, inner)}
     floats_of = {
         name: np.full((config.vocab_size, hidden), 0.01, np.float16) for name in ("model.embed_tokens", "lm_head")
@@ -65,7 +69,7 @@ def make_gptq(shape: str, folder: Path, act_order: bool) -> None:
             tensors[f"{prefix}.{norm}.weight"] = np.ones(hidden, np.float16)
         for name, n, k in (
             *(("self_attn.q_proj", hidden, hidden), ("self_attn.o_proj", hidden, hidden)),
-            *(("self_attn.k_proj", kept, hidden), ("self_attn.v_proj", kept, hidden)),
+            *(("self_attn.k_proj", kv_size, hidden), ("self_attn.v_proj", kv_size, hidden)),
             *(("mlp.gate_proj", inner, hidden), ("mlp.up_proj", inner, hidden), ("mlp.down_proj", hidden, inner)),
         ):
             own = f"{prefix}.{name}"
@@ -85,7 +89,7 @@ def make_gptq(shape: str, folder: Path, act_order: bool) -> None:
 
 
 def made(case: str, shape: str, folder: Path) -> str:
-    """The checkpoint of a case, in a process of its own, so that this one stays small; returns its recipe."""
+    """Write the checkpoint of a case in a process of its own, which keeps this process small; return its recipe."""
     code = f"import sys, pathlib, quantized_memory as q; q.{'make_checkpoint' if case in FLOATS else 'make_gptq'}"
     last = "'float16'" if case in FLOATS else str("act-order" in case)
     subprocess.run(
@@ -107,7 +111,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["1b", "7b"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "kvexport-benchmark")
-    parser.add_argument("--keep", action="store_true", help="leave the checkpoints where they are")
+    parser.add_argument("--keep", action="store_true", help="do not remove the checkpoints")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     file = RESULTS / "quantized_memory.json"

@@ -1,9 +1,8 @@
-"""Recall of the tiny trained model: who has which thing, at budgets of 1/8, 1/4 and 1/2 of the prompt, method by
-method.
+"""Recall of the tiny trained model by method, with 4, 16 and 64 facts and budgets of 1/8, 1/4 and 1/2 of the prompt.
 
     python benchmarks/recall.py [--prompts 100] [--length 512]
 
-Every engine is built and run as a user would; all methods see the same prompts. The interval is Wilson's at 95 %.
+Every engine is built and run as a user would. All methods get the same prompts. The interval is Wilson's at 95 %.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ BATCH = 20
 
 
 def measure(engine: kvexport.Engine, length: int, facts: int, prompts: int) -> int:
-    """How many of `prompts` questions get the right first token."""
+    """Return the number of questions, out of `prompts`, with the right first token."""
     language, rng, hits = tiny_language(), np.random.default_rng(facts), 0
     cases = [language.make_prompt(rng, length, facts) for _ in range(prompts)]
     for start in range(0, prompts, BATCH):

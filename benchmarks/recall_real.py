@@ -1,15 +1,16 @@
-"""Recall of a real model: facts told in a long text and asked for at its end, at budgets of 1/8, 1/4 and 1/3 of it,
-method by method; whole layers and measured budgets of KV heads beside uniform budgets of the same slots.
+"""Recall of SmolLM2: facts that stand in a long text and are asked for at its end, by method and budget.
 
-    python benchmarks/recall_real.py layers --length 1000       # which layers recall hangs on, on another text
+    python benchmarks/recall_real.py layers --length 1000       # the layers that recall depends on, on another text
     python benchmarks/recall_real.py text --passages 8          # KL of text with whole layers and without
     python benchmarks/recall_real.py [--tasks codes,people,code,turns] [--methods h2o,...] [--parts 3,4,8]
         [--length 2000] [--passages 9] [--known]
 
-Every engine is built as a user would; all methods see the same passages, read once each, and their six questions are
-asked of copies of the cache. Results are added to benchmarks/results/recall-smollm2.json as they come; what is there
-is not measured again. Intervals are Wilson's at 95 %; differences to the best published method are of the same
-questions, with the bootstrap's interval.
+Budgets are 1/8, 1/4 and 1/3 of the text. Whole layers and measured budgets of KV heads are compared with uniform
+budgets of as many slots. Every engine is built as a user would build it. All methods get the same passages. Each
+passage is read once, and its six questions are asked of copies of the cache. Results are added to
+benchmarks/results/recall-smollm2.json as they are measured. Results that the file already holds are not measured again.
+Intervals are Wilson's at 95 %. Differences to the best published method are over the same questions, with the
+bootstrap's interval.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from kvexport.terminal import show
 NAME = "recall-smollm2"
 RECALL = "smollm2-135m-recall"
 QUESTIONS = 6
-# By `layers`, on another text and other facts.
+# The whole layers. The command `layers` measured them, on another text and other facts.
 WHOLE = (7, 8, 17, 18, 23)
 PUBLISHED = ("streaming", "h2o", "snapkv", "keepkv", "keydiff")
 ALL = ("full", *PUBLISHED, "ballot", "streaming+whole", "h2o+whole", "snapkv+whole", "keepkv+whole", "ballot+whole")
-HEADS = "smollm2-135m-heads"  # whose budgets of KV heads a method with +heads has
+HEADS = "smollm2-135m-heads"  # the recipe whose budgets of KV heads methods with +heads use
 CITIES = [
     "Paris",
     "London",
@@ -68,11 +69,11 @@ JOBS = ["teacher", "doctor", "lawyer", "farmer", "painter", "baker", "nurse", "p
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 USER = f"{SYSTEM}<|im_start|>user\n"
 ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
-LICENCES = Path("/usr/share/common-licenses")  # of Debian
+LICENCES = Path("/usr/share/common-licenses")  # part of Debian
 
 
 def sentences(task: str, rng: random.Random, length: int) -> list[str]:
-    """The text that facts stand in, longer than `length` tokens."""
+    """Return the sentences (lines for code) of a text longer than `length` tokens, in which facts are to stand."""
     if task == "code":
         sources = library_sources(True)
         start = rng.choice([path for path, source in sources.items() if len(source) > 20_000])
@@ -84,7 +85,7 @@ def sentences(task: str, rng: random.Random, length: int) -> list[str]:
 
 
 def facts(task: str, rng: random.Random) -> list[tuple[str, str, str]]:
-    """(statement, question, answer)."""
+    """Return the facts of a passage as (statement, question, answer)."""
     numbers = [f"{rng.randrange(10_000):04}" for _ in range(QUESTIONS)]
     if task == "code":
         names = rng.sample(CITIES, QUESTIONS)
@@ -95,16 +96,16 @@ def facts(task: str, rng: random.Random) -> list[tuple[str, str, str]]:
         return [(f"{n} works as a {j}.", f"{n} works as a", j) for n, j in work] + [
             (f"{n} lives in {c}.", f"{n} lives in", c) for n, c in live
         ]
-    said = [f"The secret number of {city} is" for city in rng.sample(CITIES, QUESTIONS)]
-    made = [(f"{s} {n}.", s, n) for s, n in zip(said, numbers, strict=True)]
+    stems = [f"The secret number of {city} is" for city in rng.sample(CITIES, QUESTIONS)]
+    told = [(f"{s} {n}.", s, n) for s, n in zip(stems, numbers, strict=True)]
     if task != "turns":
-        return made
+        return told
     turn = "{}?" + ANSWER + "{}"
-    return [(whole, turn.format(s.replace("The", "What is the").removesuffix(" is"), s), n) for whole, s, n in made]
+    return [(whole, turn.format(s.replace("The", "What is the").removesuffix(" is"), s), n) for whole, s, n in told]
 
 
 def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> list[recall.Passage]:
-    """The same for every engine."""
+    """Return `count` passages, the same for every engine."""
     assert engine.tokenizer is not None
 
     def encode(text: str) -> list[int]:
@@ -114,24 +115,32 @@ def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> lis
         "turns": (USER, f"{ANSWER}I have read all of it. What do you want to know?<|im_end|>\n<|im_start|>user\n"),
         "code": ("", "\n\n"),
     }
-    made = []
+    drawn = []
     for i in range(count):
         rng = random.Random(f"{task}/{i}")
         text, told = sentences(task, rng, length), facts(task, rng)
         places = np.random.default_rng([i, length])
-        made.append(recall.passage(encode, text, told, length, places, frames.get(task, (USER, "\n\n"))))
-    return made
+        drawn.append(recall.passage(encode, text, told, length, places, frames.get(task, (USER, "\n\n"))))
+    return drawn
 
 
 def whole_layers(method: str) -> list[int]:
-    """Of "h2o" and "h2o+heads" none, of "h2o+whole" those that were measured to matter, of "h2o+8+18" these two."""
+    """Return the whole layers that a method's name asks for.
+
+    "h2o" and "h2o+heads" have none, "h2o+whole" has the measured `WHOLE`, and "h2o+8+18" has layers 8 and 18.
+    """
     named = [name for name in method.split("+")[1:] if name != "heads"]
     return list(WHOLE) if named == ["whole"] else [int(layer) for layer in named]
 
 
 def engine_of(folder: Path, label: dict[str, Any], threads: int) -> kvexport.Engine:
-    """One that is in the folder already is not built again. label: of a row; its method, see `whole_layers`; its part:
-    the budget is so much less than the length."""
+    """Return the engine of a row; an artifact that the folder already holds is not built again.
+
+    Args:
+        folder: The folder of artifacts.
+        label: The label of the row. For its method see `whole_layers`. The budget is the length divided by its part.
+        threads: The number of threads.
+    """
     method, part, length = label["method"], label["part"], label["length"]
     settings = [
         f"cache.method={method.split('+')[0]}",
@@ -151,7 +160,7 @@ def engine_of(folder: Path, label: dict[str, Any], threads: int) -> kvexport.Eng
     return kvexport.load(where, threads=threads, verify=False)
 
 
-Each = list[list[float]]  # of every answer: whether it is exact (1 or 0), the share of its digits that are right
+Each = list[list[float]]  # for every answer: whether it is exact (1 or 0), and the share of its digits that are right
 
 
 def row(label: dict[str, Any], each: Each) -> dict[str, Any]:
@@ -175,8 +184,10 @@ def _difference(row: dict[str, Any], base: dict[str, Any], figure: str) -> Estim
 
 
 def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every row to the published method of most exact answers (then digits) in the same place, on the questions that
-    both were asked."""
+    """Return the difference of every row to the best published method in the same place, over the questions of both.
+
+    The best method has the most exact answers, then the most right digits.
+    """
     found = []
     for r in rows:
         place = {k: r[k] for k in ("task", "part", "length", "known")}
@@ -196,24 +207,24 @@ def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Results:
-    """The file of results, which is read again before every change."""
+    """The file of results. It is read again before every change."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def read(self) -> dict[str, Any]:
-        """All that is there."""
+        """Return all recorded results."""
         path = RESULTS / f"{self.name}.json"
         before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         return {key: before.get(key, []) for key in ("layers", "rows", "differences", "text")}
 
     def find(self, label: dict[str, Any]) -> Each:
-        """What was answered so far."""
+        """Return the recorded answers of a label."""
         same = (r for r in self.read()["rows"] if all(r[k] == v for k, v in label.items()))
         return next(([list(pair) for pair in zip(r["exact_each"], r["digits_each"], strict=True)] for r in same), [])
 
     def put(self, label: dict[str, Any], each: Each) -> dict[str, Any]:
-        """Write a row in the place of the same row with fewer questions."""
+        """Write a row in place of the row with the same label and fewer questions."""
         new, result = row(label, each), self.read()
         at = [i for i, r in enumerate(result["rows"]) if all(r[k] == v for k, v in label.items())]
         if at:
@@ -226,7 +237,7 @@ class Results:
 
 
 def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
-    """Every method's answers, passage by passage."""
+    """Ask all questions of every method, passage by passage."""
     for method in options.methods.split(","):
         for part in [3] if method == "full" else map(int, options.parts.split(",")):
             engine = None
@@ -251,14 +262,14 @@ def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
 
 
 def measure_layers(options: argparse.Namespace, _: Path, results: Results) -> None:
-    """What every layer costs the answers, as `kvexport calibrate` finds it."""
+    """Measure the cost of compressing each layer in answers, as `kvexport calibrate` does."""
     found = calibrate(RECALL, options.set, length=options.length, passages=options.passages, progress=show)
     save(results.name, {**results.read(), "layers": {"made": head(), **found.to_json()}})
     print(render_text(found.sections()))
 
 
 def measure_text(options: argparse.Namespace, folder: Path, results: Results) -> None:
-    """KL of Python's manual to the full cache's, at equal bytes, over the second half of texts of 1,024 tokens."""
+    """Measure the KL of Python's manual to the full cache at equal bytes, over the second half of 1,024-token texts."""
     labels = [f"{m}{whole}" for m in ("h2o", "keepkv") for whole in ("", f":cache.allocation.whole={list(WHOLE)}")]
     asked = Options(
         tuple(labels), (1 / 4, 1 / 3), ("text",), options.passages, 1024, batch=1, source=manual(), timed=False
@@ -280,11 +291,13 @@ def main() -> None:
     parser.add_argument("--parts", default="3,4,8")
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--passages", type=int, default=9)
-    parser.add_argument("--known", action="store_true", help="the question is part of the chunk that is compressed")
+    parser.add_argument("--known", action="store_true", help="put the question into the chunk that is compressed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="keep engines there, for a run that goes on")
-    parser.add_argument("--name", default=NAME, help="of the file of results")
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="keep the built engines in this folder, for later runs"
+    )
+    parser.add_argument("--name", default=NAME, help="the name of the file of results")
     options = parser.parse_args()
     if options.work:
         options.work.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
-"""Summaries whose facts are checked: a report stands in a text of licences, and SmolLM2-135M-Instruct is asked, after
-the text was compressed, to summarize it; how many of the report's eight facts does the summary tell?
+"""Facts of a report that a summary repeats after the text was compressed.
 
     python benchmarks/recall_summaries.py [--methods full,streaming,...] [--part 3] [--length 1000] [--work DIR]
 
-Summaries are greedy, of 160 tokens at most; a fact is told where its words stand in the summary. Methods as in
-recall_real.py, of the same slots in all. Intervals are the bootstrap's over reports, and differences to the full cache
-of the same ones. Writes benchmarks/results/recall-summaries.json, with the summaries.
+A report stands in a text of licences. SmolLM2-135M-Instruct is asked to summarize it after the text was compressed, and
+the report's eight facts are looked for in the summary. Summaries are greedy and have at most 160 tokens. A fact counts
+if its words stand in the summary. Methods are written as in recall_real.py, and have the same number of slots in all.
+Intervals are the bootstrap's over reports, and differences to the full cache are over the same reports. Writes
+benchmarks/results/recall-summaries.json, with the summaries.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvexport.evaluate.statistics import mean
 NAME = "recall-summaries"
 METHODS = "full,streaming,h2o,snapkv,keepkv,h2o+whole,keepkv+whole"
 TOKENS = 160
-# What it is about, the report, and the words of its facts.
+# Of each report: its subject, its text, and the words of its facts.
 REPORTS: list[tuple[str, str, list[str]]] = [
     (
         "the new bridge",
@@ -81,7 +82,7 @@ REPORTS: list[tuple[str, str, list[str]]] = [
 
 
 def document(engine: kvexport.Engine, number: int, length: int) -> str:
-    """A report in the middle of prose, about `length` tokens in all."""
+    """Return a text of about `length` tokens with report `number` in the middle of prose."""
     assert engine.tokenizer is not None
     _, report, _ = REPORTS[number]
     lines = sentences("codes", random.Random(number), length)
@@ -95,7 +96,7 @@ def document(engine: kvexport.Engine, number: int, length: int) -> str:
 
 
 def summary(engine: kvexport.Engine, number: int, length: int) -> str:
-    """What the model says of a report."""
+    """Return the model's summary of a report."""
     about = REPORTS[number][0]
     ask = f"{document(engine, number, length)}\n\nSummarize what the text says about {about}, in four sentences."
     return engine.chat([{"role": "user", "content": ask}], max_new_tokens=TOKENS, temperature=0.0).text
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=3)
     parser.add_argument("--length", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, metavar="DIR", help="keep engines there")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keep the built engines in this folder")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -115,9 +116,9 @@ def main() -> None:
             label = {"method": method, "part": options.part, "length": options.length, "known": False}
             settings = [f"limits.max_length={options.length + 512}"]  # the question, and the answer
             engine = engine_of(options.work or Path(folder), {**label, "set": settings}, options.threads)
-            said = [summary(engine, i, options.length) for i in range(len(REPORTS))]
-            told = [sum(f.lower() in text.lower() for f in REPORTS[i][2]) for i, text in enumerate(said)]
-            rows.append({**label, "told": told, "share": vars(mean([n / 8 for n in told])), "summaries": said})
+            summaries = [summary(engine, i, options.length) for i in range(len(REPORTS))]
+            told = [sum(f.lower() in text.lower() for f in REPORTS[i][2]) for i, text in enumerate(summaries)]
+            rows.append({**label, "told": told, "share": vars(mean([n / 8 for n in told])), "summaries": summaries})
             if rows[0]["method"] == "full":
                 pairs = zip(told, rows[0]["told"], strict=True)
                 rows[-1]["difference"] = vars(mean([(a - b) / 8 for a, b in pairs]))

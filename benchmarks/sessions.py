@@ -1,8 +1,8 @@
-"""What sessions, forks, prompt snapshots and lanes cost: M with KeepKV in 512 slots, on the CPU.
+"""Cost of sessions, forks, prompt snapshots and lanes: the model M with KeepKV in 512 slots, on the CPU.
 
     python benchmarks/sessions.py [--rounds 9] [--only NAME] [--work DIR]
 
-Both sides of a figure run in turn, round by round, in one process with one engine; a ratio is the median over rounds.
+Both sides of a figure run in turn, round by round, in one process with one engine. A ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def first_token(engine: Engine, request: Request) -> float:
-    """Seconds from adding a request to its first token; it is answered to the end."""
+    """Return the seconds from adding a request to its first token; then run the request to its end."""
     start = time.perf_counter()
     engine.add(request)
     while not request.tokens:
@@ -59,7 +59,7 @@ def greedy(engine: Engine, tokens: int) -> Any:
 
 
 def save_and_restore(engine: Engine, rounds: int) -> dict[str, Any]:
-    """Lane to bytes and bytes to lane, beside a copy and a SHA-256 of as many bytes, each way."""
+    """Measure saving a lane to bytes and restoring it, beside a copy and a SHA-256 of as many bytes each way."""
     request = Request(ids(2000), greedy(engine, 2), keep=True)
     first_token(engine, request)
     lanes, snapshot = engine._pool.lanes, request.snapshot
@@ -82,7 +82,7 @@ def save_and_restore(engine: Engine, rounds: int) -> dict[str, Any]:
 
 
 def fork(engine: Engine, rounds: int) -> dict[str, Any]:
-    """A lane copied to another, beside a decode step of one lane."""
+    """Measure the copy of one lane to another, beside a decode step of one lane."""
     lanes = engine.lanes(2)
     lanes.prefill([np.array(ids(2000)), np.array(ids(1))])
 
@@ -94,7 +94,7 @@ def fork(engine: Engine, rounds: int) -> dict[str, Any]:
 
 
 def hit(engine: Engine, rounds: int) -> dict[str, Any]:
-    """The first token of a prompt of 4,096 tokens and a few more, cold and where all but the last chunk is kept."""
+    """Measure the first token of a prompt of 4,116 tokens, without and with a snapshot of its first 4,096 tokens."""
 
     def cold() -> float:
         engine.prefixes = None
@@ -115,8 +115,11 @@ def hit(engine: Engine, rounds: int) -> dict[str, Any]:
 
 
 def turns(engine: Engine, rounds: int) -> dict[str, Any]:
-    """The first token of turn 50 of a conversation beside that of turn 2; 40 new tokens and 40 of answer a turn, after
-    a first message of 1,000 tokens: the cache is full, and every turn merges."""
+    """Measure the first token of turn 50 of a conversation beside that of turn 2.
+
+    A turn has 40 new tokens and an answer of 40, after a first message of 1,000 tokens. So the cache is full and every
+    turn merges.
+    """
     found: dict[str, list[float]] = {"turn_50": [], "turn_2": []}
     for _ in range(rounds):
         start: Snapshot | None = None
@@ -125,15 +128,17 @@ def turns(engine: Engine, rounds: int) -> dict[str, Any]:
             request = Request(ids(40 if turn else 1000), greedy(engine, 40), start=start, keep=True)
             times.append(first_token(engine, request))
             start = request.snapshot
-        # Neighbouring turns as well: one turn alone is a matter of chance.
+        # Medians over neighbouring turns, because one turn alone varies much.
         found["turn_50"].append(statistics.median(times[-5:]))
         found["turn_2"].append(statistics.median(times[1:6]))
     return {"turn_50_over_turn_2": ratio(found["turn_50"], found["turn_2"]), **found}
 
 
 def scheduling(engine: Engine, rounds: int) -> dict[str, Any]:
-    """The share of a step of eight lanes that decode that is spent in the scheduler, and in all but the ONNX graphs:
-    sampling and text as well."""
+    """Measure the shares of a decode step of eight lanes that the scheduler, and all but the ONNX graphs, take.
+
+    The second share includes sampling and text.
+    """
     model: Any = engine.model
     spent = {"scheduler": 0.0, "graphs": 0.0}
 
@@ -164,7 +169,7 @@ def scheduling(engine: Engine, rounds: int) -> dict[str, Any]:
 
 
 def fill(engine: Engine, lanes: int, tokens: int) -> list[Request]:
-    """So many requests that decode."""
+    """Start `lanes` requests and return them when all of them decode."""
     requests = [Request(ids(600), greedy(engine, tokens)) for _ in range(lanes)]
     for request in requests:
         engine.add(request)
@@ -179,7 +184,7 @@ def drain(engine: Engine) -> None:
 
 
 def throughput(engine: Engine, rounds: int) -> dict[str, Any]:
-    """Tokens per second of eight lanes that decode beside those of one."""
+    """Measure the tokens per second of eight decoding lanes beside those of one."""
 
     def speed(lanes: int) -> float:
         requests = fill(engine, lanes, 200)
@@ -195,8 +200,7 @@ def throughput(engine: Engine, rounds: int) -> dict[str, Any]:
 
 
 def short_beside_long(engine: Engine, rounds: int) -> dict[str, Any]:
-    """How many prompt calls of others come before the first token of a short prompt that joins while prompts of 16,384
-    tokens are read."""
+    """Count the steps before the first token of a short prompt that joins while prompts of 16,384 tokens are read."""
     found: dict[str, list[float]] = {"calls_before": [], "seconds": [], "chunk_seconds": []}
     for _ in range(rounds):
         long = [Request(ids(16384), greedy(engine, 1)) for _ in range(3)]
@@ -221,7 +225,7 @@ FIGURES = {f.__name__: f for f in (save_and_restore, fork, hit, turns, schedulin
 
 
 def main() -> None:
-    """Measure, and write the result."""
+    """Measure all figures and write the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=[*FIGURES])

@@ -1,10 +1,10 @@
-"""Every method, and the full cache, over 20 times the training length: is all finite, do key norms stay bounded, what
-is lost?
+"""Stability of every method and of the full cache over 20 times the training length.
 
     python benchmarks/stability.py [--recipe tiny-base] [--training-length 1152] [--slots 64]
 
-One text, in chunks, its last tokens one by one. Writes benchmarks/results/stability-RECIPE.json, method by method; the
-tables are in docs/measurements/long-texts.md.
+The figures are the loss, whether all values are finite, and the norms of cached keys. One text is read in chunks, and
+its last tokens one by one. Writes benchmarks/results/stability-RECIPE.json, method by method; the tables are in
+docs/measurements/long-texts.md.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from kvexport.terminal import silent
 
 
 def row(label: str, slots: int, windows: Sequence[Window]) -> dict[str, Any]:
-    """A run in figures. nll: of the first and the last window that had something to predict, nats; key_norm: the
-    largest of a cached key at the end of the first window and at the end of any."""
+    """Return the figures of one run.
+
+    `nll` holds the loss in nats of the first and the last window that had a token to predict. `key_norm` holds the
+    largest norm of a cached key at the end of the first window, and at the end of any window.
+    """
     losses = [w.nll for w in windows if w.nll == w.nll]
     norms = [w.key_norm for w in windows]
     return {
@@ -50,10 +53,14 @@ def main() -> None:
     )
     parser.add_argument("--slots", type=float, default=64)
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of all settings, such as backend.threads=1"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change the recipe of every run, such as backend.threads=1",
     )
-    parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
-    parser.add_argument("--manual", action="store_true", help="of Python's manual, not of its library's source")
+    parser.add_argument("--again", metavar="PREFIX", help="measure methods again whose labels begin with it")
+    parser.add_argument("--manual", action="store_true", help="read Python's manual, not the source of its library")
     arguments = parser.parse_args()
     name = f"stability-{Path(arguments.recipe).stem}"
     path = RESULTS / f"{name}.json"

@@ -1,11 +1,10 @@
-"""Greedy tokens of every method on the trained checkpoints, far past the budget: recorded before a change of the code,
-compared after it.
+"""Greedy tokens of every method on the trained checkpoints, far past the budget, compared across a change of the code.
 
-    python benchmarks/tokens.py --record FILE        builds each recipe, writes what it generates
-    python benchmarks/tokens.py --check FILE         the same, held to the file; exit code 1 where anything differs
+    python benchmarks/tokens.py --record FILE        builds each recipe and writes the generated tokens
+    python benchmarks/tokens.py --check FILE         compares with the file; exit code 1 if any token differs
 
-Each recipe runs with the native operators and from the functions of its graphs: each of three prompts alone, and a
-ragged batch of all three, whose lengths are several budgets.
+Each recipe runs with the native operators and with the functions of its graphs. Each of three prompts runs alone, then
+all three run in a ragged batch. Their lengths are several budgets.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ kvexport.build(sys.argv[1], sys.argv[2], sys.argv[3:])
 engine = kvexport.load(sys.argv[2])
 print(engine.vocabulary, engine.max_length)
 """
-# Recent shares and thresholds of single methods, as they were recorded.
+# Recent windows and thresholds of single methods with which the tokens were recorded.
 SETTINGS = {
     "tiny-ballot": ["cache.recent=0.3"],
     "tiny-kvslimmer": ["cache.recent=0.25"],

@@ -85,7 +85,7 @@ FUZZ_SEED ?= $(shell date +%s)
 fuzz: setup
 	cmake -S plugins -B build-cache/native-fuzz -DKV_SANITIZE=address,undefined >/dev/null
 	cmake --build build-cache/native-fuzz --target kv_fuzz >/dev/null
-	grep -v '^#' plugins/tests/fuzz_seeds.txt | while read seed _; do build-cache/native-fuzz/kv_fuzz $$seed 1 || exit 1; done
+	grep -v '^#' plugins/tests/fuzz_seeds.txt | cut -d: -f1 | while read case; do build-cache/native-fuzz/kv_fuzz $$case || exit 1; done
 	build-cache/native-fuzz/kv_fuzz $(FUZZ_SEED) $(FUZZ_CASES)
 	$(BIN)/python -m pytest tests/state/test_snapshot.py tests/serve/test_fuzz.py tests/serve/test_attacks.py
 

@@ -6,12 +6,14 @@ as many cases), and the kernels as they are have to pass them.
 
 Takes g++, ONNX Runtime's headers, a machine with AVX-512 VNNI and some minutes. Where the machine has no AMX, its
 instructions run in software (plugins/tests/tiles_in_software.h). Writes
-benchmarks/results/kernel-mutants.json: of every mutant its instruction set, and the call that gave it away.
+benchmarks/results/kernel-mutants.json: of every mutant its instruction set, and the call that gave it away. With
+--only, the entries of other mutants stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -19,9 +21,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import save
+from common import RESULTS, head, save
 from mutants import ISA, ISA_FLAGS, REPACK, Library, Mutant
 
+NAME = "kernel-mutants"
 SEED, CASES = "10000", "300"  # tests/backends/onnxruntime/test_operators.py
 OTHERS = (("20000", "60"), ("30000", "30"), ("40000", "30"))  # the calls that it makes besides
 FUZZ = "tests/fuzz.cpp"
@@ -157,6 +160,15 @@ def failures(program: Path, isa: str, *, linear: bool, seed: str = SEED, cases: 
     return "" if done.returncode == 0 else done.stderr.strip()[:300] or f"ended by signal {-done.returncode}"
 
 
+def keep(results: dict[str, Any]) -> None:
+    """Put mutants of a run with --only into the committed results, each with the head of this run."""
+    run = json.loads((RESULTS / f"{NAME}.json").read_text())
+    known = run["mutants"] | {name: {**of, "run": head()} for name, of in results.items()}
+    run["mutants"] = {mutant.name: known[mutant.name] for mutant in MUTANTS if mutant.name in known}
+    run["found"] = f"{sum(bool(of['found']) for of in run['mutants'].values())} of {len(run['mutants'])}"
+    save(NAME, run)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="mutants whose names begin so")
@@ -177,11 +189,11 @@ def main() -> None:
             program.restore()
             print(mutant.name, "|", gave_away or "MISSED", flush=True)
     missed = [name for name, of in results.items() if not of["found"]]
-    if not options.only:
+    if options.only:
+        keep(results)
+    else:
         count = f"{len(chosen) - len(missed)} of {len(chosen)}"
-        save(
-            "kernel-mutants", {"seed": SEED, "cases": CASES, "unchanged": unchanged, "mutants": results, "found": count}
-        )
+        save(NAME, {"seed": SEED, "cases": CASES, "unchanged": unchanged, "mutants": results, "found": count})
     if missed or any(unchanged.values()):
         sys.exit(f"missed: {missed}; unchanged and yet found: {unchanged}")
 

@@ -39,6 +39,13 @@ struct LinearCase {
     if (call.count == 1 && random.one_in(2)) call.residual = residual.data<void>();
     call.float_input = random.one_in(3);
     pack(random);
+    if (random.one_in(3)) draw_outliers(random);
+  }
+
+  // Makes few inputs so large that their blocks keep low bytes in a prompt.
+  void draw_outliers(Random& random) {
+    for (int64_t i = 0; i < tokens() * call.inputs; ++i)
+      if (random.one_in(200)) write(shape, input.data<void>(), i, 50.0f * read(shape, input.data<void>(), i));
   }
 
   void draw_sizes(Random& random) {
@@ -120,8 +127,10 @@ struct LinearCase {
   double tolerance() const { return shape.type == KV_FLOAT16 ? 1.5e-3 : 1e-5; }
 
   // A column of a weight; for a packed one also the size of the terms of each number, which bounds its rounding error.
+  // block: the inputs that are rounded together for it, or 0.
   struct Column {
     std::vector<double> value, terms;
+    int64_t block = 0;
   };
   // The columns of a product and of the gate for one output.
   struct Columns {
@@ -129,10 +138,12 @@ struct LinearCase {
   };
 
   Column column_of(int i, int64_t column) const {
-    Column result{std::vector<double>(call.inputs), std::vector<double>(packed_of[i] ? call.inputs : 0)};
+    Column result;
+    result.value.resize(call.inputs), result.terms.resize(packed_of[i] ? call.inputs : 0);
     double *const value = result.value.data(), *const terms = result.terms.data();
     for (int64_t k = 0; k < call.inputs; ++k) value[k] = weight(i, column, k);
     for (int64_t k = 0; k < call.inputs && packed_of[i]; ++k) terms[k] = packed_of[i]->terms(column, k);
+    if (packed_of[i]) result.block = packed_of[i]->block();
     return result;
   }
   Columns columns_of(int i, int64_t column) const {
@@ -149,29 +160,32 @@ struct LinearCase {
     return result;
   }
 
-  // A row times a column, and in *size the sum of its terms without their signs. The rows of a packed weight may be
-  // rounded by blocks: by half a step of the block's largest, of which there are 32512, or to bfloat16; of many rows
-  // also by half a step of 127, in blocks without a number above five times the row's root mean square.
+  // A row times a column, and in *size the sum of its terms without their signs. For weights in panels the row may be
+  // rounded by blocks: by half a step of the block's largest, of which there are 32512; of many rows also by half a
+  // step of 127, in blocks without a number above five times the row's root mean square. In tiles the row and the
+  // column are both rounded to bfloat16, whose 8 bits put a number off by up to 1/257 of itself, and so a product by up
+  // to 1/128.
   double product(const std::vector<double>& row, const Column& column, double* size) const {
-    double sum = 0.0, highest = 0.0, block = 0.0, rounding = 0.0, coarse = 0.0, terms = 0.0, squares = 0.0;
+    double sum = 0.0, products = 0.0, terms = 0.0, squares = 0.0, rounding = 0.0, coarse = 0.0;
     for (const double number : row) squares += number * number;
     const double small = 5.001 * std::sqrt(squares / static_cast<double>(call.inputs));
     const double *const x = row.data(), *const w = column.value.data(), *const term = column.terms.data();
-    const bool is_packed = !column.terms.empty();
-    *size = 0.0;
-    for (int64_t k = 0; k < call.inputs; ++k) {
-      if (k % 32 == 0) rounding += highest * block, coarse += std::min(highest, small) * block, highest = block = 0.0;
-      highest = std::max(highest, std::fabs(x[k])), block += std::fabs(w[k]);
-      sum += x[k] * w[k], *size += std::fabs(x[k] * w[k]);
-    }
-    rounding += highest * block, coarse += std::min(highest, small) * block;
+    for (int64_t k = 0; k < call.inputs; ++k) sum += x[k] * w[k], products += std::fabs(x[k] * w[k]);
     // Kernels multiply a packed weight's integer and its offset separately, in float32.
-    for (int64_t k = 0; k < call.inputs && is_packed; ++k) terms += std::fabs(x[k]) * term[k];
-    *size += terms * 1e-5 / tolerance();
-    if (is_packed && !call.float_input) {
-      *size += rounding / (in_tiles() ? 254.0 : 20000.0) / tolerance();
-      if (tokens() >= kTallFrom) *size += coarse / 253.0 / tolerance();
+    if (!column.terms.empty())
+      for (int64_t k = 0; k < call.inputs; ++k) terms += std::fabs(x[k]) * term[k];
+    *size = products + terms * 1e-5 / tolerance();
+    if (!column.block || call.float_input) return sum;
+    for (int64_t from = 0; from < call.inputs; from += column.block) {
+      double highest = 0.0, weights = 0.0;
+      for (int64_t k = from; k < std::min(from + column.block, call.inputs); ++k)
+        highest = std::max(highest, std::fabs(x[k])), weights += std::fabs(w[k]);
+      rounding += highest * weights, coarse += highest <= small ? highest * weights : 0.0;
     }
+    if (in_tiles())
+      *size += products / 128.0 / tolerance();
+    else
+      *size += (rounding / 20000.0 + (tokens() >= kTallFrom ? coarse / 253.0 : 0.0)) / tolerance();
     return sum;
   }
 
@@ -191,8 +205,9 @@ struct LinearCase {
     if (call.gate.data) {
       double gate_size;
       const double g = product(x, w.gate, &gate_size), silu = g / (1.0 + std::exp(-g));
-      // The slope of silu is at most 1.1.
-      *size = *size * std::fabs(silu) + std::fabs(sum) * 1.1 * gate_size, sum *= silu;
+      // The slope of silu is at most 1.1. Both factors of the product are off.
+      const double off = 1.1 * gate_size;
+      *size = *size * (std::fabs(silu) + tolerance() * off) + std::fabs(sum) * off, sum *= silu;
     }
     if (call.residual) sum += read(shape, call.residual, row * p.outputs + column);
     *size += std::fabs(sum);

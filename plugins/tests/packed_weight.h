@@ -1,6 +1,8 @@
 // A random packed weight, and its values in double precision.
 #pragma once
 
+#include "../cpu/kvexport_cpu.h"
+#include "../cpu/linear/panels.h"
 #include "support.h"
 
 namespace fuzz {
@@ -79,6 +81,9 @@ struct PackedWeight {
     if (has_table()) return std::fabs(scale_at(g)) * 512;
     return std::fabs(real(scale, g)) * (2 << bits) + (kind == kMinimum ? std::fabs(real(offset, g)) : 0.0f);
   }
+
+  // Returns the inputs that kernels round together for this weight; 0 where they multiply inputs as they are.
+  int64_t block() const { return in_panels ? kv::block_of_group(group, inputs) : 0; }
 
   void check_canaries() const { integers.check_canaries(), scale.check_canaries(), offset.check_canaries(); }
 

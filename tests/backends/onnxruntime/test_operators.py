@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -63,10 +64,10 @@ def fuzz(folder: str, *options: str) -> Path:
     return build / "kv_fuzz"
 
 
-def calls_hold(command: list[str], seed: int, cases: int, isa: str = "") -> None:
+def calls_hold(command: list[str], seed: int, cases: int, isa: str = "", kind: Sequence[str] = ()) -> None:
     """Run random calls on an instruction set, by default the best. Skip the test if the machine lacks it."""
     environment = {**os.environ, "KVEXPORT_CPU_ISA": isa, "TSAN_OPTIONS": "halt_on_error=1"}
-    arguments = [*command, str(seed), str(cases), *(["linear"] if isa in LINEAR_ALONE else [])]
+    arguments = [*command, str(seed), str(cases), *(["linear"] if isa in LINEAR_ALONE else kind)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
     if (
         "unexpected memory mapping" in done.stderr
@@ -93,11 +94,11 @@ def test_random_calls_under_address_and_undefined_behaviour_sanitizer(isa: str) 
 def test_cases_that_once_failed_hold() -> None:
     """Cases that once failed pass under the address and undefined-behaviour sanitizers, which found them."""
     lines = (PLUGINS / "tests" / "fuzz_seeds.txt").read_text().splitlines()
-    seeds = [int(line.split()[0]) for line in lines if not line.startswith("#")]
+    arguments = [line.partition(":")[0].split() for line in lines if not line.startswith("#")]
     program = str(fuzz("native-address-undefined", "-DKV_SANITIZE=address,undefined"))
-    for seed in seeds:
-        calls_hold([program], seed, 1)
-    assert seeds
+    for seed, cases, *kind in arguments:
+        calls_hold([program], int(seed), int(cases), kind=kind)
+    assert arguments
 
 
 def test_random_calls_under_thread_sanitizer() -> None:

@@ -1,14 +1,50 @@
-"""The memory of this machine, and errors that say that there is too little of it."""
+"""The memory of this machine, errors that say that there is too little of it, and the memory that a server needs."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvexport.errors import EnvironmentProblem
 from kvexport.units import format_bytes
 
 TORCH_BYTES = 1 << 30
+PROGRAM_BYTES = 512 << 20  # Python, the backend, and activations of a small model
+KEPT_BYTES = 1 << 30  # the default for prefixes, and for sessions
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """The most memory that `kvexport serve` needs, in bytes, with an estimate for the program itself.
+
+    Attributes:
+        weights: The weights at rest.
+        state: The KV caches of all lanes.
+        prefixes: The limit of the states of prompt prefixes.
+        sessions: The limit of the sessions in memory.
+    """
+
+    weights: int
+    state: int
+    prefixes: int = KEPT_BYTES
+    sessions: int = KEPT_BYTES
+
+    @property
+    def total(self) -> int:
+        """The sum of all uses. Weights count twice, because kernels may keep a reordered copy of them."""
+        return 2 * self.weights + self.state + self.prefixes + self.sessions + PROGRAM_BYTES
+
+    def __str__(self) -> str:
+        """Return the sum and its terms as text."""
+        terms = {
+            "2 times the weights": 2 * self.weights,
+            "caches": self.state,
+            "prefixes": self.prefixes,
+            "sessions": self.sessions,
+            "the program": PROGRAM_BYTES,
+        }
+        return f"up to {format_bytes(self.total)}: " + ", ".join(f"{format_bytes(n)} {use}" for use, n in terms.items())
 
 
 def machine_memory() -> tuple[int, int]:

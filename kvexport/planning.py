@@ -14,6 +14,7 @@ from kvexport import backends
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
 from kvexport.cache_planning import plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
+from kvexport.memory import ServerMemory
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.schema.state import RING, StateTensor
@@ -100,6 +101,11 @@ class MemoryPlan:
         return state_bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
 
     @property
+    def server(self) -> ServerMemory:
+        """The most memory that `kvexport serve` needs with its default limits for prefixes and sessions."""
+        return ServerMemory(self.weight_bytes, self.batch_bytes)
+
+    @property
     def ratio(self) -> float | None:
         """The bytes of a full cache divided by the bytes of the recipe's cache, for one sequence.
 
@@ -181,6 +187,7 @@ class MemoryPlan:
             "cache_bytes_after_prompt": self.settled_bytes,
             "snapshot_bytes_after_prompt": self.snapshot_bytes,
             "cache_bytes": self.batch_bytes,
+            "server_bytes": self.server.total,
             "ranks": self.recipe.backend.tensor_parallel,
             "rank_weight_bytes": self.rank_weight_bytes,
             "rank_cache_bytes": _rank_bytes(self.recipe, self.cache, limits.max_batch),
@@ -205,6 +212,7 @@ class MemoryPlan:
             "cache of 1 sequence": format_bytes(self.sequence_bytes) + self._after_prompt,
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
             "weights and caches": f"{format_bytes(self.weight_bytes + self.batch_bytes)}; {NOT_COUNTED}",
+            "kvexport serve": str(self.server),
         }
         if (ranks := recipe.backend.tensor_parallel) > 1:
             caches = format_bytes(_rank_bytes(recipe, self.cache, batch))

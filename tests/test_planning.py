@@ -140,3 +140,5 @@ def test_the_verb_prints_the_plan(tiny_recipe: Path) -> None:
     assert data["fit"]["sequences"] == 6
     assert data["cache_bytes_per_sequence"] == sum(layer["bytes"] for layer in data["layers"]) + 8
     assert data["cache_bytes"] == 4 * data["cache_bytes_per_sequence"]
+    server = 2 * plan.weight_bytes + plan.batch_bytes + (2 << 30) + (512 << 20)
+    assert data["server_bytes"] == server and f"up to {format_bytes(server)}: " in shown.stdout

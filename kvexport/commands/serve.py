@@ -126,8 +126,9 @@ def serve(
 ) -> None:
     """Serve a model or an artifact over HTTP: OpenAI's and Anthropic's routes under /v1, and a chat page at /.
 
-    The server prints its address on stdout when it is ready. SIGTERM and an interrupt let running requests end.
-    docs/tasks/serve.md describes routes, limits, metrics and security.
+    The server prints its address on stdout when it is ready, and before that on stderr how much memory it may take.
+    SIGTERM and an interrupt let running requests end. docs/tasks/serve.md describes routes, limits, metrics and
+    security.
 
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """
@@ -140,6 +141,7 @@ def serve(
     from kvexport.serve.app import create_app
     from kvexport.serve.run import listen, run
     from kvexport.serve.settings import ServeSettings
+    from kvexport.terminal import say
 
     settings = ServeSettings(
         names=tuple(name or (source if is_model(source) else Path(source).resolve().name,)),
@@ -172,6 +174,7 @@ def serve(
         lanes=lanes,
     )
     app = create_app(engine, settings)
+    say(f"memory: {app.state.service.memory}")
     shown = f"[{host}]" if ":" in host else host
     run(app, listener, lambda: print(f"http://{shown}:{listener.getsockname()[1]}", flush=True))
 

@@ -14,11 +14,11 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.cache_planning import state_bytes
 from kvexport.errors import UsageError
+from kvexport.memory import ServerMemory
 
 USER = 10001  # of docker/cpu.Dockerfile
 PORT = 8000
 MIB = 1 << 20
-PROGRAM = 512 * MIB  # Python, ONNX Runtime and activations of a small model
 GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin for Kubernetes
 
 
@@ -54,11 +54,10 @@ class Server:
 def memory(manifest: Manifest, server: Server) -> int:
     """Return the memory in bytes that one server of the Kubernetes deployment needs.
 
-    The sum of twice the artifact's files (kernels may keep a reordered copy of the weights), the state of all lanes,
-    the limits of prefixes and sessions, and the program.
+    The artifact's files count as weights.
     """
     state = state_bytes(manifest.recipe, manifest.cache, server.lanes or manifest.limits.max_batch)
-    return 2 * manifest.bytes + state + server.prefix_memory + server.session_memory + PROGRAM
+    return ServerMemory(manifest.bytes, state, server.prefix_memory, server.session_memory).total
 
 
 def manifests(artifact: Path, server: Server) -> str:

@@ -20,6 +20,7 @@ from kvexport.engine.request import Request as EngineRequest
 from kvexport.language.grammar import Grammar
 from kvexport.language.reasoning import is_open, shown_ids, thinks
 from kvexport.language.tools import calls_grammar, check_tools, choose, form_of
+from kvexport.memory import ServerMemory
 from kvexport.serve import tracing
 from kvexport.serve.bodies import read_bytes
 from kvexport.serve.conversation import Conversation, Prepared
@@ -95,6 +96,12 @@ class Service:
         self.sessions = Sessions(engine.manifest, settings)
         self.session_bytes = session_bytes(engine.manifest)
         self.lanes = engine.reserve()  # takes all memory of the state now
+        self.memory = ServerMemory(
+            engine.manifest.bytes,
+            state_bytes(engine.manifest.recipe, engine.plan, engine.max_batch),
+            settings.prefix_memory,
+            settings.session_memory,
+        )
         self.responses = ResponseStore()
         self.tracing = tracing.start(self.model)
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)

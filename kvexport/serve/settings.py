@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvexport.errors import UsageError
+from kvexport.memory import KEPT_BYTES
 
 MIB = 1 << 20
 
@@ -56,8 +57,8 @@ class ServeSettings:
     stall: float = 30.0
     drain: float = 30.0
     buffer: int = 4096
-    prefix_memory: int = 1 << 30
-    session_memory: int = 1 << 30
+    prefix_memory: int = KEPT_BYTES
+    session_memory: int = KEPT_BYTES
     session_folder: str | None = None
     session_disk: int = 16 << 30
     session_shared: bool = False

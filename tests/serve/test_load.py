@@ -12,7 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
+from kvexport.artifact.reading import load_manifest
 from kvexport.engine.engine import Engine
+from kvexport.memory import ServerMemory
 from tests.support.command_line import process
 from tests.support.http_server import Running, running, wait_until
 from tests.support.streams import RawClient
@@ -86,7 +88,8 @@ def test_a_signal_drains(tiny_artifact: Path, drain: int) -> None:
 
     Beyond it clients are told of the end.
     """
-    child = process("serve", tiny_artifact, "--port", 0, "--threads", 1, "--drain", drain)
+    memory = ("--prefix-memory", "3MB", "--session-memory", "5MB")
+    child = process("serve", tiny_artifact, "--port", 0, "--threads", 1, "--drain", drain, *memory)
     assert child.stdout
     url = child.stdout.readline().strip()
     client = RawClient(url, COMPLETE, {"prompt": "a", "max_tokens": 500, "stream": True})
@@ -95,6 +98,9 @@ def test_a_signal_drains(tiny_artifact: Path, drain: int) -> None:
     seen += client.read_until(b"[DONE]")
     _, errors = child.communicate(timeout=60)
     assert (child.returncode, "Traceback" in errors) == (0, False), errors
+    manifest = load_manifest(tiny_artifact)
+    most = ServerMemory(manifest.bytes, manifest.cache.bytes(manifest.limits.max_batch), 3_000_000, 5_000_000)
+    assert f"memory: {most}" in errors and "3 MB prefixes, 5 MB sessions" in errors
     if drain:
         assert seen.count(b"data:") > 100 and b'"finish_reason":"length"' in seen
     else:

@@ -1,9 +1,9 @@
-"""Changed bytes of snapshots: none loads as anything but itself, none crashes.
+"""Snapshots with changed bytes: whether all are refused and none crashes.
 
     python benchmarks/blob_fuzz.py [--mutations 20000]
 
-Bits are flipped, pieces cut out, inserted, swapped and zeroed; headers and tensors are changed under digests that are
-computed anew, which can only give other values of the same shapes: those are run, beside a request that must not
+Bits are flipped; pieces are cut out, inserted, swapped and zeroed. Headers and tensors are also changed under new
+digests, which can give only other values of the same shapes. Such snapshots run beside a request whose answer must not
 change.
 """
 
@@ -39,12 +39,12 @@ def answer(engine: Engine, *requests: Request) -> None:
 
 
 def run_beside(engine: Engine, snapshot: Snapshot, expected: list[int]) -> str:
-    """Go on with a snapshot of any values; the neighbour's answer is as it was."""
+    """Continue a snapshot of arbitrary values and return the outcome; another request's answer must stay the same."""
     neighbour = Request(LONG[:20], engine.settings(max_new_tokens=3))
     other = Request([1, 2], engine.settings(max_new_tokens=3), start=snapshot)
     try:
         answer(engine, neighbour, other)
-    except KvexportError as error:  # refused when it was added
+    except KvexportError as error:  # when the request is added
         answer(engine)
         return f"refused: {type(error).__name__}"
     assert [token.id for token in neighbour.tokens] == expected
@@ -52,7 +52,7 @@ def run_beside(engine: Engine, snapshot: Snapshot, expected: list[int]) -> str:
 
 
 def main() -> None:
-    """Change, load, and count what came of it."""
+    """Change snapshots, load them, and count the outcomes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mutations", type=int, default=20000)
     arguments = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Do the tests find a wrong CUDA kernel? Bugs are planted in a copy of the kernels' sources, one at a time; each has to
-fail, and the kernels as they are have to pass.
+"""Search for undetected bugs of the CUDA kernels: whether the tests find each of many planted bugs.
 
     python benchmarks/cuda_mutants.py [--only NAME ...]
 
-What is wrong on a GPU alone (a barrier, a fence, a wait that is missing) is compiled by nvcc and its PTX run on the
-host (plugins/tests/ptx), by calls of tests/conformance/ptx_mutants.py; everything else is compiled for the host, and
-the tests of the kernels there are run until one fails. Takes nvcc, g++ and some fifteen minutes. Writes
-benchmarks/results/cuda-mutants.json: of every mutant what gave it away.
+Bugs are planted in a copy of the kernels' sources, one at a time. The tests must fail with each of them and pass
+without. Bugs that exist only on a GPU (a missing barrier, fence or wait) are compiled by nvcc, and their PTX runs on
+the host (plugins/tests/ptx) by calls of tests/conformance/ptx_mutants.py. All others are compiled for the host, where
+the tests of the kernels run until one fails. This needs nvcc, g++ and about fifteen minutes. Writes
+benchmarks/results/cuda-mutants.json: for every mutant the test or message that found it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.conformance.ptx_mutants import CALLS, faults
 
 RESULT = RESULTS / "cuda-mutants.json"
 ATTENTION, SMALL, MERGE, LINEAR, _ = KERNELS
-# Of every source its tests, the suite's among them; but the one that compiles a library of its own.
+# The tests of every source, from the conformance suite too, without the test that compiles its own library.
 TESTS = {
     ATTENTION: ("test_cuda_on_host.py", "test_prefill_on_host.py", "-k", "not outside_of_any_buffer"),
     SMALL: ("test_cuda_small.py",),
@@ -51,8 +51,16 @@ TESTS = {
 
 
 class Mutant(NamedTuple):
-    """A bug: `old` becomes `new` wherever it stands in the file, on as many lines. unit: the source that is compiled.
-    call: of CALLS, one that runs its PTX; the tests on the host where it is empty."""
+    """A bug in one file of the kernels.
+
+    Attributes:
+        name: A description of the bug.
+        file: The file below plugins/.
+        old: The text that is replaced everywhere in the file.
+        new: Its replacement, with the same number of lines.
+        unit: The source that is compiled.
+        call: The call of `CALLS` that runs the PTX; the tests on the host run if it is empty.
+    """
 
     name: str
     file: str
@@ -80,8 +88,8 @@ SELECT, POSITIONS, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
 )
 LINEAR_MMA = "cuda/linear/linear_mma.h"
 FIRST_WAIT = "if (!args.weights_stay) block.wait_for_earlier();"
-FIRST_GROUPS = "load_groups(r, args, work.p, work.range.from, t); });\n"  # the last of what Linear does early
-# Wrong on a GPU alone.
+FIRST_GROUPS = "load_groups(r, args, work.p, work.range.from, t); });\n"  # the last step that Linear takes early
+# Bugs that exist only on a GPU.
 ORDERING = (
     Mutant(
         "splits are published without a fence",
@@ -246,7 +254,7 @@ ORDERING = (
         "LinearMma<Half, 4, 1>",
     ),
 )
-# Wrong anywhere.
+# Bugs that exist everywhere.
 MEANING = (
     Mutant(
         "a split ends a block early",
@@ -338,7 +346,7 @@ MUTANTS = (*ORDERING, *MEANING)
 
 
 def planted(mutant: Mutant, folder: Path) -> Path:
-    """A copy of plugins/ with the bug."""
+    """Return a copy of plugins/ with the bug."""
     copy = folder / "plugins"
     shutil.copytree(PLUGINS, copy, ignore=shutil.ignore_patterns("__pycache__"))
     file = copy / mutant.file
@@ -350,7 +358,10 @@ def planted(mutant: Mutant, folder: Path) -> Path:
 
 
 def on_host(mutant: Mutant, folder: Path) -> str:
-    """The first test that fails; empty where none does. The other sources are those of the library as it is."""
+    """Return the first test that fails with the bug on the host, or "" if none does.
+
+    Only the mutant's source is compiled again; the other sources come from the unchanged library.
+    """
     source, path = planted(mutant, folder) / mutant.unit, folder / "libkvexport_cuda_host.so"
     flags = [*HOST_FLAGS, "-O1", "-Wno-error", "-shared", "-Wl,--no-as-needed", "-x", "c++", str(source), "-x", "none"]
     run([host_compiler(), *flags, str(make.build("cuda-host")), "-o", str(path)], "compiler")
@@ -358,7 +369,7 @@ def on_host(mutant: Mutant, folder: Path) -> str:
 
 
 def failing(path: Path, tests: tuple[str, ...]) -> str:
-    """Of the tests of a library for the host the first that fails, or what ended them; empty where none does."""
+    """Return the first test that fails with a library for the host, or the reason why they ended; "" if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "--tb=line"]
     command += ["-rf", *(f"tests/conformance/{name}" if name.endswith(".py") else name for name in tests)]
     environment = {**os.environ, OTHER_LIBRARY: str(path), "KVEXPORT_BACKENDS": "cuda-on-host"}
@@ -371,13 +382,13 @@ def failing(path: Path, tests: tuple[str, ...]) -> str:
     if done.returncode <= 0:
         return f"ended by signal {-done.returncode}" if done.returncode else ""
     found = re.search(r"^FAILED \S+?::(\S+)", done.stdout, re.MULTILINE)
-    if not found:  # which says nothing of the kernels
+    if not found:  # not a failure of the kernels
         raise RuntimeError((done.stdout + done.stderr)[-2000:])
     return found[1]
 
 
 def on_ptx(mutant: Mutant, folder: Path) -> str:
-    """What the PTX's runner says, in a process of its own, which a wrong kernel may end."""
+    """Return the message of the PTX runner, which runs in a process of its own because a wrong kernel may end it."""
     base = make.build("cuda-ptx")
     path = library.of_source(base, mutant.unit, planted(mutant, folder), folder / "mutant.so")
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -388,14 +399,14 @@ def on_ptx(mutant: Mutant, folder: Path) -> str:
 
 
 def judged(path: Path, base: Path, call: str) -> str:
-    """What gives a library away, against the results of another one."""
+    """Return the difference of a library's results from those of `base`, or ""."""
     caller = PtxCaller(base)
     caller.set_order(0, late=False, multiprocessors=9)
     return faults(path, call, CALLS[call](caller))
 
 
 def as_they_are() -> dict[str, str]:
-    """What is found wrong with the kernels as they are."""
+    """Return the faults that are reported for the unchanged kernels, by test source or call."""
     host, ptx = make.build("cuda-host"), make.build("cuda-ptx")
     found = {unit: failing(host, names) for unit, names in TESTS.items()}
     found |= {call: judged(ptx, ptx, call) for call in CALLS}
@@ -406,7 +417,7 @@ def as_they_are() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="*", metavar="NAME", help="mutants whose names begin so; results of others stay"
+        "--only", nargs="*", metavar="NAME", help="run only mutants whose names begin with it; results of others stay"
     )
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]

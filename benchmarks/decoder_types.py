@@ -1,19 +1,20 @@
-"""Which decoder types of transformers can be exported: `python benchmarks/decoder_types.py [TYPE...]`.
+"""Export of every decoder type of transformers, compared with transformers.
 
-Every type that AutoModelForCausalLM or AutoModelForImageTextToText knows gets a tiny random config
-(`decoder_configs.py`). Its artifact, with a budget that holds the whole sequence, reads two sequences in chunks and
-then token by token; the logits are compared with those of transformers' own model, which reads a whole sequence at
-once. A type is
+    python benchmarks/decoder_types.py [TYPE...]
 
-    equal      logits within 1e-4 of the largest, and the most likely next tokens are the same
-    refused    kvexport says why, by a UsageError
+Every type of AutoModelForCausalLM or AutoModelForImageTextToText gets a tiny random config (`decoder_configs.py`). Its
+artifact has a budget that holds the whole sequence. It reads two sequences in chunks and then token by token. The
+logits are compared with those of transformers' own model, which reads a whole sequence at once. The results are
+
+    equal      logits within 1e-4 of the largest, and the same most likely next tokens
+    refused    kvexport gives the reason in a UsageError
     not made   transformers itself cannot make the tiny model here
     no text    transformers does not run the model on tokens alone
     different  none of these: a silent fault
     leaked     an exception of torch or transformers reached the caller
 
-Results are written to benchmarks/results/decoder-types.json after every type, and types with a result are left out
-unless they are named. `tables.py` writes the tables of the page.
+Results are written to benchmarks/results/decoder-types.json after every type. Types with a result are left out unless
+they are named. `tables.py` writes the tables of the page.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from tests.support import models  # noqa: E402
 
 NAME = "decoder-types"
 TOLERANCE = 1e-4
-SECONDS = 100  # of one type, of processor time
+SECONDS = 100  # seconds of processor time for one type
 
 
 def checkpoint_class(config: Any) -> Any:
-    """Return the class of transformers that checkpoints of a config are of: the wrapper where there is one."""
+    """Return the class of transformers to which checkpoints of a config belong: the wrapper if the type has one."""
     wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     return wrapper if wrapper is not None and is_composite(config) else decoder_class(config)
 
@@ -83,7 +84,7 @@ def reference_logits(config: Any, folder: Path, sequences: Any) -> Any:
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
-    """Return the result of one type: its `result`, and the `reason` or the `error` of the logits."""
+    """Return the result of one type: its `result`, and either the `reason` or the `error` of the logits."""
     config_class = CONFIG_MAPPING[name]
     try:
         config = config_class(**tiny(config_class))
@@ -116,7 +117,7 @@ def _line(error: Exception) -> str:
 
 
 class _Late(Exception):
-    """A type took longer than `SECONDS`."""
+    """The exception for a type that takes longer than `SECONDS`."""
 
 
 def _stop(*_: Any) -> None:
@@ -124,7 +125,7 @@ def _stop(*_: Any) -> None:
 
 
 def all_types() -> list[str]:
-    """Return every decoder type, those of text first."""
+    """Return every decoder type, text models first."""
     names = {}
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         for config in mapping:
@@ -133,9 +134,11 @@ def all_types() -> list[str]:
 
 
 def main() -> None:
-    """Measure the types that have no result yet, or those that are named."""
+    """Measure the named types, or those without a result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="all types without a result where none is named")
+    parser.add_argument(
+        "types", nargs="*", metavar="TYPE", help="a type to measure; default: all types without a result"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)

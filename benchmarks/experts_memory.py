@@ -2,10 +2,10 @@
 
     python benchmarks/experts_memory.py [--layers 1 2] [--work DIR]
 
-The checkpoint is a sparse file: its header has a float16 matrix for each of 128 experts, and its weights are a hole,
-which reads as zeros. `float16` writes the experts as they are, `int4` rounds them to 4 bits in groups of 32. Each build
-runs in a process of its own; peak memory is the kernel's figure for the finished process (mapped files included). What
-a build holds does not depend on the weights' values. Rows of other numbers of layers in the result stay.
+The checkpoint is a sparse file. Its header has float16 matrices of 128 experts, and its weights are a hole, which reads
+as zeros. `float16` writes the experts unchanged, `int4` rounds them to 4 bits in groups of 32. Each build runs in a
+process of its own. Peak memory is the kernel's figure for the finished process, mapped files included. The memory of a
+build does not depend on the values of the weights. Rows of other numbers of layers in the result stay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES = {"float16": "", "int4": "weights: {bits: 4, group: 32}\n"}
 
 
 def sparse_checkpoint(folder: Path, layers: int) -> int:
-    """Write the checkpoint into `folder`, and return the bytes of its weights."""
+    """Write the checkpoint into `folder` and return the bytes of its weights."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -1,11 +1,11 @@
-"""Memory and time of exporting a checkpoint: kvexport beside onnxruntime-genai's model builder, each in a process of
-its own, in turn.
+"""Memory and time of exporting a checkpoint, by kvexport and by the model builder of onnxruntime-genai.
 
     python benchmarks/export.py [--shapes 1b 7b] [--rounds N] [--work DIR] [--genai DIR_ON_PYTHONPATH]
 
-Seconds are the median of the rounds, peak memory the largest: the kernel's figure for the finished process (maximum
-resident set, mapped files included). Ratios are medians of the rounds' ratios. The builder is measured where
-`onnxruntime_genai` can be imported; for 7b it is left out (it holds the whole checkpoint), and copied weights too.
+Each export runs in a process of its own, in turn. Seconds are the median of the rounds. Peak memory is the largest: the
+kernel's figure for the finished process (maximum resident set, mapped files included). Ratios are medians of the
+rounds' ratios. The builder is measured if `onnxruntime_genai` can be imported. For 7b neither the builder, which holds
+the whole checkpoint, nor copied weights are measured.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ GENAI = "onnxruntime-genai"
 
 
 def measured(command: list[str], environment: dict[str, str]) -> dict[str, float]:
-    """Run a command; its wall seconds and peak resident bytes. A shell in between, since a child starts with its
-    parent's peak."""
+    """Run a command and return its wall seconds and its peak resident megabytes.
+
+    A shell runs in between, since a child starts with the peak of its parent.
+    """
     start = time.perf_counter()
     process = subprocess.Popen(
         ["sh", "-c", 'exec "$@"', "sh", *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -47,14 +49,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path)
     parser.add_argument(
-        "--genai", default="", help="a folder with onnxruntime_genai, put on PYTHONPATH for its builder alone"
+        "--genai", default="", help="a folder with onnxruntime_genai, on the PYTHONPATH of its builder alone"
     )
     options = parser.parse_args()
     work = options.work or Path(tempfile.gettempdir()) / "kvexport-benchmark"
     work.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for shape in options.shapes:
-        # In a process of its own, so that this one stays small.
+        # In a process of its own, so that this process stays small.
         make = "import sys, pathlib, common; common.make_checkpoint(sys.argv[1], pathlib.Path(sys.argv[2]), 'float16')"
         subprocess.run(
             [sys.executable, "-c", make, shape, str(work.absolute() / shape)], check=True, cwd=Path(__file__).parent
@@ -87,7 +89,7 @@ def main() -> None:
 
 
 def commands(shape: str, work: Path, genai: str) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """What is measured of a shape, by name: a command that writes into `work/out`, and its environment."""
+    """Return the measured commands of a shape by name, each with its environment; they write into `work/out`."""
     sides: dict[str, tuple[list[str], dict[str, str]]] = {}
     for weights in ("copy", "link") if shape != "7b" else ("link",):
         recipe = work / f"{shape}-{weights}.yaml"

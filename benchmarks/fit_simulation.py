@@ -1,10 +1,10 @@
-"""Whether fitting the values after ballot's merge to recent queries brings anything: KL to the full cache, in PyTorch.
+"""The gain of fitting values to recent queries after ballot's merge: KL to the full cache, simulated in PyTorch.
 
     python benchmarks/fit_simulation.py [--slots 128,51] [--queries 64] [--ridges 0.02,0.1,0.5,2]   # "": no fits
 
-Texts of 1,024 tokens of Python's manual are read in chunks of 32, a merge after each; KL in nats per token of the
-second half, text by text. The queries take no slots here, so that this is the most that a fit can bring; there is no
-bound on how much values change. Rows are added to those of earlier runs.
+Texts of 1,024 tokens of Python's manual are read in chunks of 32 with a merge after each. KL is in nats per token of
+the second half, text by text. The result is an upper bound of the gain: queries take no slots, and values may change
+without a bound. Rows are added to those of earlier runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def recipe_of(name: str, length: int, budget: int, method: str, parameters: dict
 
 
 def predictions(reference: TorchReference, tokens: NDArray[np.int64]) -> NDArray[Any]:
-    """Log-probabilities [texts, second half, vocabulary] where every chunk is followed by a merge."""
+    """Return log-probabilities [texts, second half, vocabulary] with a merge after every chunk."""
     texts, length = tokens.shape
     state: Arrays = {
         past: np.zeros(layer.shapes(texts)[kind], layer.dtypes()[kind])

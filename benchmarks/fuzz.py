@@ -1,12 +1,12 @@
-"""Random calls of the CPU kernels under sanitizers, in parts that add up.
+"""Random calls of the CPU kernels under sanitizers; the counts of all runs are added up.
 
     python benchmarks/fuzz.py address,undefined --minutes 10
     python benchmarks/fuzz.py thread --minutes 10
-    python benchmarks/fuzz.py address,undefined --small --minutes 10      some hundred times as many, smaller calls
+    python benchmarks/fuzz.py address,undefined --small --minutes 10      about a hundred times as many, smaller calls
 
-Builds kv_fuzz with the sanitizers and runs it with seeds that no earlier run has used. results/fuzz.json keeps, for
-each choice of sanitizers, the calls and cases of all runs, the next seed, and the seeds of cases that failed. A failing
-case belongs into plugins/tests/fuzz_seeds.txt, which `make fuzz` and the tests run first.
+Builds kv_fuzz with the sanitizers and runs it with seeds that no earlier run has used. For each choice of sanitizers,
+results/fuzz.json keeps the calls and cases of all runs, the next seed, and the seeds of cases that failed. Add a
+failing case to plugins/tests/fuzz_seeds.txt, whose cases `make fuzz` and the tests run first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common import RESULTS, save
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_SEED = 1_000_000  # the tests use smaller ones
-PART = {"": 25, "small": 2500}  # cases in a process: a failure ends no more than these
+PART = {"": 25, "small": 2500}  # cases in a process, since a failure ends the process
 
 
 def program(sanitizers: str) -> list[str]:
@@ -39,16 +39,16 @@ def program(sanitizers: str) -> list[str]:
 
 
 def run(command: list[str], kind: str, seed: int, minutes: float) -> dict[str, Any]:
-    """Run parts until the time is over.
+    """Run kv_fuzz in parts until the time is over.
 
     Args:
         command: The command of kv_fuzz.
         kind: "small" for small calls alone, else "".
         seed: The first seed.
-        minutes: The time.
+        minutes: The time in minutes.
 
     Returns:
-        Figures: cases, calls, seconds, the next seed, and the seeds of failing cases with their messages.
+        The figures: cases, calls, seconds, the next seed, and the seeds of failing cases with their messages.
     """
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     begun, cases, calls, failures, isa = time.monotonic(), 0, 0, dict[str, str](), ""
@@ -73,7 +73,7 @@ def run(command: list[str], kind: str, seed: int, minutes: float) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("sanitizers", choices=["address,undefined", "thread"])
-    parser.add_argument("--small", action="store_true", help="only calls of small shapes")
+    parser.add_argument("--small", action="store_true", help="make only calls of small shapes")
     parser.add_argument("--minutes", type=float, default=10.0)
     arguments = parser.parse_args()
     file = RESULTS / "fuzz.json"

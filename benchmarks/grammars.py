@@ -1,7 +1,8 @@
-"""Random JSON schemas, and answers that are drawn from random logits under them: every one is JSON that jsonschema
-accepts; and what the masks cost beside a step.
+"""Validity of answers drawn from random logits under random JSON schemas, and the cost of the token masks.
 
     python benchmarks/grammars.py [--count 1000] [--tokenizer FOLDER] [--save]
+
+Every answer must be JSON that jsonschema accepts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOST_TOKENS = 1500
 
 
 def random_schema(random: np.random.Generator, depth: int = 3) -> dict[str, Any]:
-    """One whose every answer is short enough to be drawn to its end."""
+    """Return a random schema all of whose answers are short enough to be drawn to their end."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
     if depth:
         kinds += ["object", "array", "anyOf", "ref"] * 2
@@ -69,7 +70,7 @@ def random_schema(random: np.random.Generator, depth: int = 3) -> dict[str, Any]
 def draw(
     constraint: Constraint, tokenizer: Tokenizer, vocabulary: int, eos: tuple[int, ...], seed: int, **chosen: Any
 ) -> tuple[list[int], str, str]:
-    """Tokens, text and finish reason of an answer from random logits, in which what is short is more likely."""
+    """Return the tokens, the text and the finish reason of an answer drawn from random logits."""
     random = np.random.default_rng(seed)
     settings = GenerationSettings(max_new_tokens=MOST_TOKENS, eos_token_ids=eos, seed=seed, **chosen)
     sampler = Sampler(settings, [1], vocabulary, constraint)
@@ -79,7 +80,7 @@ def draw(
 
 
 def main() -> None:
-    """Print the figures, and write them."""
+    """Measure, print the figures, and write them if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--tokenizer", type=Path, default=SMALL)

@@ -1,21 +1,25 @@
-"""Budgets of layers and of single KV heads on SmolLM2-135M-Instruct, simulated in PyTorch: what evictions of every head
-cost a text, and the KL to the full cache in budgets that follow from it, at equal slots in all.
+"""Budgets of layers and of single KV heads on SmolLM2-135M-Instruct, simulated in PyTorch.
 
     python benchmarks/head_budgets.py costs [--texts 0,1,2,3]
     python benchmarks/head_budgets.py shares [--slots 51]     # as a recipe's cache.allocation.shares
     python benchmarks/head_budgets.py compare [--slots 51,128,256] [--variants uniform,shipped,layers,heads,prompt]
         [--texts 0,1] [--judged]
 
-`costs`: what `kvexport calibrate --of heads` measures, on other texts and in caches of GRID slots; with --recall of the
-answers to six questions about a text. `shares`: `heads` of texts, `facts` of both, each by its share of what caches of
-GRID[1] slots lose.
+`costs` measures the loss that evictions of every head cause, as `kvexport calibrate --of heads` does, on other texts
+and in caches of GRID slots. With --recall it is the loss of the answers to six questions about a text.
 
-`compare`: budgets with the least sum of costs for heads, or for layers, whose heads are alike; with the ratios of those
-for other slots after an @. KIND/SHARE is of so many recent slots. `shipped`: those of the recipe. `prompt`: a layer's
-slots go to the entries of the largest mean probability in all its heads at every merge (AdaKV, arXiv 2407.11550).
-Texts of 1,024 tokens in chunks of 32, merged after each; KL in nats over the second half. Choices are made on pieces of
-Python's manual and library that nothing is judged on; --judged reads the texts of docs/measurements/budgets.md. Rows
-are added to those of earlier runs in benchmarks/results/head-budgets.json.
+`shares` prints shares of the budget that follow from these costs: `heads` from texts, `facts` from texts and answers.
+For `facts` both costs count relative to their sums in caches of GRID[1] slots.
+
+`compare` measures the KL to the full cache at equal slots in all, in nats over the second half. Variants: `heads` and
+`layers` have the least sum of costs, where `layers` gives all heads of a layer the same budget. KIND@SLOTS takes the
+ratios for another number of slots. KIND/SHARE sets the share of recent slots. `shipped` has the budgets of the recipe.
+In `prompt`, the slots of a layer go at every merge to the entries with the largest mean probability in all its heads
+(AdaKV, arXiv 2407.11550).
+
+Texts of 1,024 tokens are read in chunks of 32 with a merge after each. Budgets are chosen on pieces of Python's manual
+and library that are not used to judge them. --judged reads the texts of docs/measurements/budgets.md. Rows are added to
+those of earlier runs in benchmarks/results/head-budgets.json.
 """
 
 from __future__ import annotations
@@ -56,20 +60,20 @@ from kvexport.validate.weights import load_model
 NAME, RECIPE, LISTED = "head-budgets", "smollm2-135m-base", str(TEST_RECIPES / "smollm2-135m-listed.yaml")
 BALLOT = "cache.method=ballot"
 LENGTH, CHUNK, SINKS = 1024, 32, 4
-FACTS_LENGTH = 900  # tokens of a passage; questions and answers come behind it
+FACTS_LENGTH = 900  # tokens of a passage; questions and answers follow it
 GRID = (24, 48, 96, 192, 384)
 RECENT = 0.5
-LEAST = 12  # slots of a head
-FLOOR = 0.2  # of a uniform share, which `prompt` leaves every head
-NOTHING = 1e-30  # votes of a slot that no query sees
+LEAST = 12  # the fewest slots of a head
+FLOOR = 0.2  # the part of a uniform budget that `prompt` leaves every head
+NOTHING = 1e-30  # votes that make a slot invisible to queries
 
 State = tuple[Tensor, ...]
 
 
 class Heads:
-    """Layer by layer, caches whose heads have budgets of their own.
+    """Caches of all layers whose heads have budgets of their own.
 
-    A head is filled up to its layer's largest budget with slots that count nothing: their votes are NOTHING, and their
+    A head is filled up to its layer's largest budget with slots without influence: their votes are NOTHING, and their
     position -1 makes them sinks, which are neither evicted nor merged into. So the operators are those of the engine.
     """
 
@@ -80,8 +84,13 @@ class Heads:
         self.recent: list[Tensor] = []
 
     def begin(self, budgets: NDArray[np.int64], recent: Sequence[float], room: float = 1.0) -> None:
-        """Empty caches for budgets [lanes, layers, heads], of which `recent` [lanes] are the latest positions. room: of
-        the largest budget, what a head may come to have."""
+        """Empty all caches and set the budgets.
+
+        Args:
+            budgets: Budgets [lanes, layers, heads].
+            recent: For each lane the share of the budget that the latest positions have.
+            room: The largest budget that a head may get later, relative to the largest of `budgets`.
+        """
         self.state, self.most, self.recent = [], [], []
         self.budgets = torch.from_numpy(budgets)
         share = torch.tensor(recent, dtype=torch.float64)[:, None]
@@ -94,7 +103,7 @@ class Heads:
             self.recent.append((share * given).to(torch.int32)[..., None])
 
     def append(self, i: int, query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> Tensor:
-        """The attention output [B, Hq, T, D] of layer i; the tokens are in its cache then."""
+        """Append tokens to the cache of layer i and return their attention output [B, Hq, T, D]."""
         lengths = torch.full((len(query), 1), query.shape[2])
         output, *state = vote_attention(
             *(query, key, value, position, lengths),
@@ -105,7 +114,7 @@ class Heads:
         return output
 
     def merge(self, i: int, by_prompt: Sequence[bool] = ()) -> None:
-        """Bring layer i within its budgets; those of the lanes `by_prompt` are chosen first."""
+        """Bring layer i within its budgets; lanes marked in `by_prompt` choose their budgets first."""
         attributes = MergeCacheAttributes(self.method, self.most[i], SINKS)
         state, capacity = self.state[i], self.state[i][2].shape[-1]
         if int((state[2] > 0).sum(-1).max()) <= self.most[i]:
@@ -120,7 +129,7 @@ class Heads:
         self.state[i] = tuple(x.narrow(axis, 0, capacity) for x, axis in zip(merged, (2, 2, 2, 3, 2), strict=True))
 
     def _chosen(self, i: int) -> Tensor:
-        """Budgets [B, H] of layer i by the entries of its heads."""
+        """Return budgets [B, H] of layer i that follow from the entries of its heads."""
         key, value, votes, score, position = self.state[i]
         real = (votes > 0) & (position >= 0)
         now = position.amax(-1, keepdim=True)
@@ -138,7 +147,7 @@ class Heads:
 
 
 def empty(batch: int, layer: LayerGeometry, slots: int, statistics: int) -> State:
-    """An empty cache."""
+    """Return an empty cache."""
     head = (batch, layer.kv_heads)
     return (
         torch.zeros(*head, slots, layer.key_size),
@@ -150,7 +159,7 @@ def empty(batch: int, layer: LayerGeometry, slots: int, statistics: int) -> Stat
 
 
 def filled(state: State, fill: Tensor) -> State:
-    """`state` whose heads have so many slots [B, H] that count nothing, behind all others."""
+    """Return `state` with `fill` [B, H] slots without influence behind the entries of each head."""
     real = (state[2] > 0) & (state[4] >= 0)
     order = (~real).to(torch.int8).sort(dim=-1, stable=True).indices
     slots = gather_slots(Slots(*state, state[4][..., :1]), order)
@@ -166,7 +175,7 @@ def filled(state: State, fill: Tensor) -> State:
 
 
 class Model:
-    """SmolLM2 in PyTorch; `attend` is what its layers call."""
+    """SmolLM2 in PyTorch; its layers call `attend`."""
 
     def __init__(self) -> None:
         recipe = load_recipe(RECIPE, [BALLOT]).recipe
@@ -175,10 +184,10 @@ class Model:
         self.method = recipe.cache.build_method()
         self.tokenizer = Tokenizer.from_folder(shape.checkpoint.path)
         self.model = load_model(shape.checkpoint, recipe, IMPLEMENTATION).requires_grad_(False)
-        self.heads: Heads | None = None  # None: every token sees all before it
+        self.heads: Heads | None = None  # None: every token sees all tokens before it
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
-        """Compute the attention of one layer, as `kvexport.export.hooks.attention.Attending` asks."""
+        """Compute the attention of one layer, as `kvexport.export.hooks.attention.Attending` requires."""
         i: int = module.layer_idx
         if self.heads is not None:
             return self.heads.append(i, query, key, value, self.position)
@@ -188,11 +197,11 @@ class Model:
         )
 
     def mask(self, mask_function: Any) -> Any:
-        """None: the attention knows who sees what."""
+        """Return None: `attend` masks by itself."""
         return None
 
     def hidden(self, ids: Tensor, first: int = 0) -> Tensor:
-        """[B, T, hidden] of tokens at positions from `first` on."""
+        """Return the hidden states [B, T, hidden] of tokens at positions from `first` on."""
         self.position = torch.arange(first, first + ids.shape[1]).expand(ids.shape)
         with attending(self):
             return self.model.model(  # type: ignore[no-any-return]
@@ -200,48 +209,50 @@ class Model:
             ).last_hidden_state
 
     def logs(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities [B, T, vocabulary]."""
+        """Return log-probabilities [B, T, vocabulary]."""
         return torch.log_softmax(self.model.lm_head(hidden).float(), -1)
 
 
 def judged_texts(tokenizer: Tokenizer) -> list[Ids]:
-    """Those of docs/measurements/budgets.md."""
+    """Return the texts of docs/measurements/budgets.md."""
     return [x.ids for x in TASKS["text"].samples(Text(tokenizer, manual()), 8, LENGTH, 0)]
 
 
 def other_texts(tokenizer: Tokenizer, numbers: Iterable[int]) -> list[Ids]:
-    """Texts to choose by: those of even numbers from `unjudged`, the others from the library's source that nothing is
-    evaluated on."""
+    """Return texts by which budgets are chosen.
+
+    Even numbers are texts of `unjudged`, odd numbers of the library's sources that no evaluation uses.
+    """
     prose = Text(tokenizer, unjudged())
     source = Text(tokenizer, "\n".join(library_sources(held_out=False).values()))
     return [(source if n % 2 else prose).text(np.random.default_rng([17, n]), LENGTH)[0] for n in numbers]
 
 
 def unjudged() -> str:
-    """Python's manual without all lines of `judged_texts`."""
+    """Return Python's manual without the lines of `judged_texts`."""
     tokenizer = Tokenizer.from_folder(checkpoint())
     judged = {line for ids in judged_texts(tokenizer) for line in tokenizer.decode(ids).splitlines() if line.strip()}
     return "\n".join(line for line in manual().splitlines() if line not in judged)
 
 
 def checkpoint() -> Path:
-    """SmolLM2's folder."""
+    """Return the folder of SmolLM2."""
     return read_model(load_recipe(RECIPE, [BALLOT]).recipe).checkpoint.path
 
 
 def recall_texts(numbers: Sequence[int]) -> list[Sample]:
-    """Passages of `unjudged` with six facts, each asked for and answered behind it."""
+    """Return passages of `unjudged` with six facts, followed by a question and answer about each."""
     given = fact_passages(checkpoint(), unjudged(), FACTS_LENGTH, max(numbers) + 1, 17)
     return [asked_and_answered(given[n]) for n in numbers]
 
 
 def costs(model: Model, ids: Ids, counted: Sequence[int] = range(LENGTH // 2, LENGTH)) -> NDArray[np.float64]:
-    """[layers, heads, GRID]: `kvexport.calibrate.head_costs.HeadCosts`, by default of a text's second half."""
+    """Return the costs [layers, heads, GRID] of `HeadCosts`, by default of a text's second half."""
     return HeadCosts(model.recipe, read_model(model.recipe)).of_text(ids, counted, GRID)
 
 
 def shares_of(kind: str, slots: int, cost: NDArray[np.float64]) -> list[Any]:
-    """`cache.allocation.shares` of layers, or of heads, that are best at so many slots: relative to their mean."""
+    """Return the best `cache.allocation.shares` of layers or of heads at `slots` slots, relative to their mean."""
     counted = cost if kind == "heads" else cost.mean(1, keepdims=True)
     curves = curves_of(counted.reshape(-1, len(GRID)), GRID, LEAST, LENGTH)
     shares = (cheapest(curves, slots, LEAST) / slots).round(2).reshape(counted.shape[:2])
@@ -249,7 +260,7 @@ def shares_of(kind: str, slots: int, cost: NDArray[np.float64]) -> list[Any]:
 
 
 def budgets_of(variant: str, slots: int, cost: NDArray[np.float64]) -> NDArray[np.int64]:
-    """[layers, heads]"""
+    """Return the budgets [layers, heads] of a variant."""
     layers, heads = cost.shape[:2]
     kind, _, at = variant.partition("/")[0].partition("@")
     sets = [BALLOT, f"cache.budget={slots}"]
@@ -262,7 +273,10 @@ def budgets_of(variant: str, slots: int, cost: NDArray[np.float64]) -> NDArray[n
 
 @torch.no_grad()
 def compare(model: Model, texts: Sequence[Ids], slots: int, variants: Sequence[str]) -> dict[str, list[float]]:
-    """KL of every variant, text by text. A variant is its kind, and the share of recent slots after a slash."""
+    """Return the KL of every variant, text by text.
+
+    A variant is its kind, optionally with the share of recent slots after a slash.
+    """
     cost = mean_cost()
     model.heads = None
     right = model.logs(model.hidden(torch.tensor(texts))[:, LENGTH // 2 :]).split(CHUNK, 1)
@@ -289,24 +303,24 @@ def compare(model: Model, texts: Sequence[Ids], slots: int, variants: Sequence[s
 
 
 def stored() -> dict[str, Any]:
-    """What earlier runs found."""
+    """Return the results of earlier runs."""
     path = RESULTS / f"{NAME}.json"
     empty: dict[str, Any] = {"costs": {}, "recall": {}, "kl": {}}
     return empty | (json.loads(path.read_text()) if path.exists() else {})
 
 
 def mean_cost(of: str = "costs") -> NDArray[np.float64]:
-    """[layers, heads, GRID] of all texts, nats; of: costs, or recall."""
+    """Return the mean costs [layers, heads, GRID] of all texts in nats; `of` is costs or recall."""
     return np.mean([np.array(x) for x in stored()[of].values()], 0)
 
 
 def both_costs() -> NDArray[np.float64]:
-    """[layers, heads, GRID] of texts and of recall, each by its share of what caches of GRID[1] slots lose."""
+    """Return the costs [layers, heads, GRID] of texts plus recall, each relative to its sum in GRID[1] slots."""
     return np.sum([x / x[..., 1].sum() for x in (mean_cost(), mean_cost("recall"))], 0)
 
 
 def keep(found: dict[str, Any]) -> None:
-    """Write it, without what says how it was run."""
+    """Write the results, without the description of an earlier run."""
     kept = {key: found[key] for key in ("costs", "recall", "kl")}
     save(NAME, {"recipe": RECIPE, "length": LENGTH, "grid": GRID, **kept})
 
@@ -314,11 +328,13 @@ def keep(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("costs", "shares", "compare"))
-    parser.add_argument("--texts", default="0,1,2,3", help="numbers of texts")
-    parser.add_argument("--recall", action="store_true", help="costs of answers")
+    parser.add_argument("--texts", default="0,1,2,3", help="the numbers of the texts")
+    parser.add_argument("--recall", action="store_true", help="measure the costs of answers")
     parser.add_argument("--judged", action="store_true", help="compare on the texts of docs/measurements/budgets.md")
     parser.add_argument("--slots", default="51,128,256")
-    parser.add_argument("--variants", default="uniform,shipped,layers,heads", help="see above")
+    parser.add_argument(
+        "--variants", default="uniform,shipped,layers,heads", help="the variants of `compare`, see above"
+    )
     arguments = parser.parse_args()
     if arguments.what == "shares":
         cost = mean_cost()

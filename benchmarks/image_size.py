@@ -1,12 +1,12 @@
-"""Replays the image docker/cpu.Dockerfile in a folder, without Docker, and measures it.
+"""Size of the image of docker/cpu.Dockerfile, whose build is replayed in a folder without Docker.
 
     python benchmarks/image_size.py --out FOLDER [--artifact ARTIFACT]
 
-The RUN lines of the build stage run with their paths below FOLDER; the system's packages (apt-get) are those of this
-machine. Prints the bytes of the folder that the image's last stage copies, of its largest packages, and the time of
-the RUN lines. With an artifact, the server of that folder starts and the line of HEALTHCHECK asks it.
+The RUN lines of the build stage run with their paths below FOLDER. Packages of the system (apt-get) are those of this
+machine. The script prints the bytes of the folder that the image's last stage copies, of its largest packages, and the
+time of the RUN lines. With an artifact, the server of that folder starts and the command of HEALTHCHECK asks it.
 
-The base image is not here: add its bytes.
+The base image is not counted: add its bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--artifact", type=Path)
-    parser.add_argument("--extras", default="", help="in place of the Dockerfile's")
+    parser.add_argument("--extras", default="", help="extras to install in place of the Dockerfile's")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     lines = joined(DOCKERFILE.read_text())
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def joined(text: str) -> list[str]:
-    """Return the instructions of a Dockerfile, one a line."""
+    """Return the instructions of a Dockerfile, each joined to one line."""
     kept = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("#"))
     return re.sub(r"\\\n\s*", "", kept).splitlines()
 
@@ -76,7 +76,7 @@ def replay(lines: list[str], out: Path, extras: str) -> float:
 
 
 def copy(names: list[str], target: Path) -> None:
-    """Copy what COPY names into `target`, without what .dockerignore leaves out."""
+    """Copy the operands of a COPY line into `target`, without the files that .dockerignore excludes."""
     for name in names:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "_native"))

@@ -1,16 +1,17 @@
-"""Contexts that the full cache reads and that are compressed once, then gone on with and asked: SmolLM2, 1/10 and 1/50.
+"""Contexts that are compressed once at their end to 1/10 and 1/50: KL and answers of SmolLM2 after that.
 
     python benchmarks/once.py --work DIR [--methods h2o,ballot+listed,...] [--parts 10,50] [--texts 4]
         [--tasks text,codes] [--threads 1]
 
-text: the KL to the full cache over the 256 tokens that follow 2,000 of Python's manual. codes: `recall_real.py`'s
-passages of 2,000 tokens, whose six questions are asked of copies of the cache. Every engine is built as a user would,
-with `cache.merge_prompts: end`, and all methods of a part have the same slots: reference queries, of which a cache has
-no need once it is compressed, are not counted. Nothing that follows the context merges. Results are added to
-benchmarks/results/once.json text by text; what is there is not measured again.
+The task `text` is the KL to the full cache over the 256 tokens that follow 2,000 of Python's manual. The task `codes`
+has the passages of `recall_real.py` with 2,000 tokens, whose six questions are asked of copies of the cache. Every
+engine is built as a user would build it, with `cache.merge_prompts: end`. All methods of a part have the same number of
+slots. Reference queries are not counted, since a compressed cache does not need them. No merge happens after the
+context. Results are added to benchmarks/results/once.json text by text. Results that the file already holds are not
+measured again.
 
-A method is NAME, NAME:queries=192 (a parameter), or with +listed (measured budgets of layers), +heads (of heads) and
-+18 (a whole layer); `fitted` is the method of the recipe smollm2-135m-once.
+A method is NAME, NAME:queries=192 (a parameter), or either with +listed (measured budgets of layers), +heads (of heads)
+or +18 (a whole layer). `fitted` is the method of the recipe smollm2-135m-once.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ METHODS = (
     "fitted+heads",
 )
 SHARES = {"listed": str(TEST_RECIPES / "smollm2-135m-listed.yaml"), "heads": "smollm2-135m-heads"}
-# Methods that fit have the last 32 tokens' queries, of three query heads each.
+# Methods with a fit have the queries of the last 32 tokens, of three query heads each.
 SETTINGS = {
     "grkv": "grkv:queries=96",
     "attention_matching": "attention_matching:queries=96",
@@ -64,8 +65,14 @@ SETTINGS = {
 
 
 def engine_of(work: Path, method: str, part: int, threads: int) -> kvexport.Engine:
-    """One that is in the folder already is not built again. part: the budget is so much less than the context; 1: that
-    of a full cache."""
+    """Return an engine; an artifact that the folder already holds is not built again.
+
+    Args:
+        work: The folder of artifacts.
+        method: The method, see the module's text.
+        part: The length of the context over the budget; 1 for the budget of a full cache.
+        threads: The number of threads.
+    """
     named, *more = method.split("+")
     settings = [
         *overrides_of(SETTINGS.get(named, named)),
@@ -88,8 +95,10 @@ def engine_of(work: Path, method: str, part: int, threads: int) -> kvexport.Engi
 
 
 def read(engine: kvexport.Engine, ids: list[int]) -> Saved:
-    """A lane that has read a context, before it merges. Where a method observes the last queries of a call, the
-    context's last alone are counted."""
+    """Return the state of a lane that has read a context, before it merges.
+
+    If a method observes the last queries of each call, only the last queries of the context count.
+    """
     lanes, context = engine.lanes(1), np.array(ids, np.int64)
     starts = [*range(0, len(ids) - recall.TAIL, CHUNK), len(ids) - recall.TAIL]
     for start, end in itertools.pairwise([*starts, len(ids)]):
@@ -101,7 +110,7 @@ def read(engine: kvexport.Engine, ids: list[int]) -> Saved:
 
 
 def compressed(engine: kvexport.Engine, saved: Saved) -> Saved:
-    """That lane as it is when the prompt has ended."""
+    """Return the lane's state after the merge at the prompt's end."""
     lanes, layers = engine.lanes(1), engine.plan.caches
     if not any(layer.merges for layer in layers):
         return saved
@@ -112,7 +121,7 @@ def compressed(engine: kvexport.Engine, saved: Saved) -> Saved:
 
 
 def following(engine: kvexport.Engine, saved: Saved, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Log-probabilities [tokens, vocabulary] of what follows the context."""
+    """Return the log-probabilities [tokens, vocabulary] of the tokens after the context."""
     lanes = engine.lanes(1)
     lanes.restore(0, saved)
     logits = lanes.append([ids], prefill=True)[0]
@@ -121,7 +130,7 @@ def following(engine: kvexport.Engine, saved: Saved, ids: NDArray[np.int64]) -> 
 
 
 def asked(engine: kvexport.Engine, saved: Saved, given: recall.Passage) -> list[list[float]]:
-    """Of every question: exact, digits, nll."""
+    """Return [exact, digits, nll] of every question."""
     lanes = engine.lanes(len(given.questions))
     for lane in range(lanes.count):
         lanes.restore(lane, saved)
@@ -131,12 +140,12 @@ def asked(engine: kvexport.Engine, saved: Saved, given: recall.Passage) -> list[
 
 
 def text_of(tokenizer: Tokenizer, number: int) -> list[int]:
-    """A context and what follows it, of Python's manual."""
+    """Return a context from Python's manual with the tokens that follow it."""
     return Text(tokenizer, manual()).text(np.random.default_rng([1000, number]), LENGTH + FOLLOWING)[0]
 
 
 class Measure:
-    """One text, or one passage and its questions: read once for all methods that keep the same statistics."""
+    """One text, or one passage with its questions. It is read once for all methods with the same statistics."""
 
     def __init__(self, task: str, number: int, full: kvexport.Engine) -> None:
         assert full.tokenizer is not None and not any(layer.merges for layer in full.plan.caches)
@@ -157,7 +166,7 @@ class Measure:
         return self._read[kept]
 
     def of(self, engine: kvexport.Engine) -> Any:
-        """KL in nats per token, or the answers."""
+        """Return the KL in nats per token, or the answers."""
         saved = compressed(engine, self._saved(engine))
         if self.task == "codes":
             return asked(engine, saved, self._passage)
@@ -166,7 +175,7 @@ class Measure:
 
 
 def figures(task: str, each: list[Any]) -> dict[str, Any]:
-    """With 95 % intervals over texts; of answers over passages, whose questions share a cache."""
+    """Return figures with 95 % intervals over texts, or over passages, whose questions share a cache."""
     if task == "text":
         return {"kl": vars(mean(each))}
     exact, digits, nll = ([float(np.mean([q[k] for q in answers])) for answers in each] for k in range(3))
@@ -175,7 +184,9 @@ def figures(task: str, each: list[Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="engines are built there, and kept")
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="DIR", help="the folder that keeps the built engines"
+    )
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--parts", default="10,50")
     parser.add_argument("--tasks", default="text,codes")

@@ -1,9 +1,9 @@
-"""The merge at a prompt's end, of one layer of SmolLM2: 2,000 entries become 200 by the method of smollm2-135m-once,
-native and from its ONNX function.
+"""Time of the merge at the end of a prompt in one layer of SmolLM2, by the native operator and by the ONNX function.
 
     python benchmarks/once_merge.py [--rounds 7] [--threads 1]
 
-Writes benchmarks/results/once-merge.json: medians in milliseconds.
+2,000 entries become 200 by the method of smollm2-135m-once. Writes benchmarks/results/once-merge.json: medians in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADS, SIZE, ENTRIES, BUDGET = 3, 64, 2000, 200
 
 
 def merging(threads: int, *, native: bool) -> Callable[[], float]:
-    """Merges the same cache, and gives the seconds of it."""
+    """Return a function that merges the same cache at every call and returns the seconds that it takes."""
     section = load_recipe("smollm2-135m-once", []).recipe.cache
     attributes = MergeCacheAttributes(section.build_method(), BUDGET, section.sinks, BUDGET // 10)
     method, rng = attributes.method, np.random.default_rng(0)

@@ -1,16 +1,17 @@
-"""What packed weights do to a model's predictions: KL to the float32 model, of texts that it reads with a full cache.
+"""KL of models with packed weights to the float32 model, over texts that they read with a full cache.
 
     python benchmarks/quantized_quality.py [--texts N] [--length TOKENS] [--of library|manual] [--sides SIDE ...]
                                            [--noise SHARE] [--float-input] [--work DIR]
 
-Sides: weights rounded at build (`weights.bits`), by least errors of the weights or, `importance`, of the products on
-the package's text, with AWQ's scales or without; and llama.cpp's types: the same weights quantized by `gguf.quantize`
-and read by kvexport. All run on the same engine, which rounds the inputs of packed products, but for `float inputs`;
-`float input` in a row is the same artifact without that. Texts are source of Python's library or prose of its manual;
-nothing is calibrated by either. Rows of other sides in the result stay where texts and length are the same.
+Some sides have weights rounded by the build (`weights.bits`), with the least errors of the weights or, for
+`importance`, of the products on the package's text, with AWQ's scales or without. Others have llama.cpp's types: the
+same weights quantized by `gguf.quantize` and read by kvexport. All run on the same engine. It rounds the inputs of
+packed products, except on the side `float inputs`. `float input` in a row is the same artifact without rounded inputs.
+Texts are source of Python's library or prose of its manual; neither is used for calibration. Rows of other sides in the
+result stay if texts and length are the same.
 
-SmolLM2-135M-Instruct's weights had 4 bits before (Q4_1, groups of 32), which favours every type with a minimum or a
-zero point for such groups. With `--noise 0.1` normal noise of a tenth of each row's deviation takes that away.
+SmolLM2-135M-Instruct's weights once had 4 bits (Q4_1, groups of 32), which favours every type with a minimum or a zero
+point for such groups. `--noise 0.1` removes this advantage by normal noise of a tenth of each row's deviation.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def with_noise(source: Path, folder: Path, share: float) -> Path:
-    """The checkpoint with normal noise of `share` of each row's deviation on every matrix."""
+    """Write the checkpoint with normal noise of `share` of each row's deviation on every matrix."""
     from safetensors.numpy import load_file, save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ def with_noise(source: Path, folder: Path, share: float) -> Path:
 
 
 def write_gguf(checkpoint: Path, file: Path, rest: str, head: str) -> Path:
-    """A Llama checkpoint by gguf's own quantization, rows of queries and keys in llama.cpp's order."""
+    """Write a Llama checkpoint as GGUF with gguf's own quantization, rows of queries and keys in llama.cpp's order."""
     import gguf
     from safetensors import safe_open
 
@@ -161,10 +162,10 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--of", default="library", choices=("library", "manual"), help="what is read")
+    parser.add_argument("--of", default="library", choices=("library", "manual"), help="the texts that are read")
     parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
-    parser.add_argument("--float-input", action="store_true", help="the same artifacts without rounded inputs as well")
+    parser.add_argument("--float-input", action="store_true", help="also run the artifacts without rounded inputs")
     parser.add_argument("--work", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

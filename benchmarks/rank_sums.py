@@ -1,10 +1,11 @@
-"""The CUDA kernels' sum over ranks on the host, many times, and would a wrong one be found? Ranks are threads of this
-process that come when they like; bugs are planted in a copy of plugins/cuda/ranks, one at a time, and each has to give
-itself away, by other bits or by a rank that does not come, where the kernel as it is does not.
+"""The CUDA kernels' sum over ranks, many times on the host, and whether planted bugs of it are found.
 
     python benchmarks/rank_sums.py [--sums 6000]
 
-Takes g++, about a minute. Writes benchmarks/results/rank-sums.json: the sums, and of every bug what gave it away.
+Ranks are threads of this process that arrive at random times. Bugs are planted in a copy of plugins/cuda/ranks, one at
+a time. Each must show itself by other bits or by a rank that does not arrive; the unchanged kernel must not. This needs
+g++ and about a minute. Writes benchmarks/results/rank-sums.json: the number of sums, and for every bug the fault that
+revealed it.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from plugins.building.targets import HOST_FLAGS
 from plugins.building.tools import PLUGINS, host_compiler, run
 from tests.support.cuda_ranks import Ranks, in_order, random_part
 
-TYPES = ("float32", "float16", "uint16")  # the last: bits of bfloat16
+TYPES = ("float32", "float16", "uint16")  # uint16 holds bits of bfloat16
 KERNEL, CALL = "all_reduce.h", "all_reduce.cu"
-PATIENCE = 5_000_000_000  # nanoseconds, of machines that do other things as well
+PATIENCE = 5_000_000_000  # nanoseconds; long enough for a busy machine
 ALWAYS_TWO = (CALL, "kTwoShotsFrom = 2 << 20", "kTwoShotsFrom = -1")
-FEW = 250  # sums of a bug
+FEW = 250  # sums for each bug
 
 
 MEET = "if (!meet(block, args, turn, failed)) return;"
 
 
 class Bug(NamedTuple):
-    """Each `old` of a file becomes `new`, wherever it stands."""
+    """A bug: in the given files each `old` becomes `new` everywhere."""
 
     name: str
     changes: Sequence[tuple[str, str, str]]
@@ -77,20 +78,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sound = compiled(Bug("as it is", []), Path(folder))
         for count in (2, 3, 4):
-            said = given_away(sound, count, options.sums // 3, spread=True)
-            assert not said, f"the kernel as it is: {said}"
+            fault = given_away(sound, count, options.sums // 3, spread=True)
+            assert not fault, f"the unchanged kernel: {fault}"
         for bug in (SOUND, *BUGS):
             library = compiled(bug, Path(folder))
             found[bug.name] = given_away(library, 3, FEW)
             print(bug.name, "|", found[bug.name], flush=True)
-    assert not found.pop(SOUND.name), "the kernel in two shots"
-    missed = [name for name, said in found.items() if not said]
+    assert not found.pop(SOUND.name), "the unchanged kernel in two shots"
+    missed = [name for name, fault in found.items() if not fault]
     figures = {"sums": options.sums // 3 * 3, "ranks": [2, 3, 4], "wrong": 0, "bugs": found, "not found": missed}
     save("rank-sums", {**figures, "seconds": round(time.monotonic() - began)})
 
 
 def compiled(bug: Bug, folder: Path) -> Path:
-    """A library of the sum alone, with the bug."""
+    """Return a library of the sum alone, with the bug."""
     shutil.copytree(PLUGINS, folder / bug.name, ignore=shutil.ignore_patterns("tests", "cpu", "bindings"))
     ranks = folder / bug.name / "cuda" / "ranks"
     for name, old, new in bug.changes:
@@ -104,9 +105,16 @@ def compiled(bug: Bug, folder: Path) -> Path:
 
 
 def given_away(library: Path, count: int, sums: int, *, spread: bool = False) -> str:
-    """What is wrong with random sums; "" where nothing is. spread: ranks come at times of their own."""
+    """Return the fault of random sums, or "".
+
+    Args:
+        library: The library of the sum.
+        count: The number of ranks.
+        sums: The number of sums.
+        spread: Whether ranks arrive at different times.
+    """
     rng, ranks = np.random.default_rng(count), Ranks(ctypes.CDLL(str(library)), count, patience=PATIENCE)
-    sizes = np.exp(rng.uniform(0, np.log(12_000), sums)).astype(int)  # of what runs at a time on 4 multiprocessors
+    sizes = np.exp(rng.uniform(0, np.log(12_000), sums)).astype(int)  # numbers that 4 multiprocessors add at a time
     parts = [[random_part(rng, size, TYPES[i % 3]) for i, size in enumerate(sizes)] for _ in range(count)]
     if spread:
         ranks.pause = lambda rank: time.sleep(0.001) if rng.random() < 0.05 else None

@@ -1,13 +1,13 @@
-"""Small caches in the bytes of float16's, with and without measured budgets of layers or heads, on
-SmolLM2-135M-Instruct: KL to the full cache on the deployed engine.
+"""KL of small caches with as many bytes as a float16 cache, with and without measured budgets of layers or heads.
 
     python benchmarks/small_listed.py [--budgets 1/20,1/8,1/4] [--samples 8] [--only keepkv,ballot,listed,heads]
         [--dtypes int8,k8v4]
 
-The texts and the settings are those of docs/measurements/budgets.md (sweep.py, recipes smollm2-135m-base, -listed and
--heads), whose figures are the rows of float16: a float32 cache stands for it. A small cache gets the most slots whose
-bytes, with scales, votes, scores, positions and slack, do not exceed those of keepkv's cache of float16 at that budget.
-Rows that are there already, in benchmarks/results/small-listed.json, are not measured again.
+The deployed engine of SmolLM2-135M-Instruct is compared with the full cache. The texts and the settings are those of
+docs/measurements/budgets.md (sweep.py, recipes smollm2-135m-base, -listed and -heads). The figures of that page are the
+rows of float16, for which a float32 cache stands. A small cache gets the most slots whose bytes, with scales, votes,
+scores, positions and slack, do not exceed those of keepkv's float16 cache at that budget. Rows that
+benchmarks/results/small-listed.json already holds are not measured again.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvexport.terminal import silent
 NAME, RECIPE = "small-listed", "smollm2-135m-base"
 MEASURED = {"listed": str(TEST_RECIPES / "smollm2-135m-listed.yaml"), "heads": "smollm2-135m-heads"}
 LENGTH = 1024
-SETTINGS = ["backend.threads=1", "export.prefill_chunk=32", "cache.merge_every=8"]  # of docs/measurements/budgets.md
+SETTINGS = ["backend.threads=1", "export.prefill_chunk=32", "cache.merge_every=8"]  # as in docs/measurements/budgets.md
 
 
 def label_of(name: str, dtype: str) -> str:
-    """A method's settings, as `kvexport eval` takes them."""
+    """Return the settings of a method, as `kvexport eval` takes them."""
     label = "ballot" if name in MEASURED else name
     if name in MEASURED:
         shares = load_recipe(MEASURED[name]).recipe.cache.allocation.shares
@@ -47,7 +47,7 @@ def label_of(name: str, dtype: str) -> str:
 
 
 def setting_of(run: Run, name: str, dtype: str, budget: float) -> Setting:
-    """With the most slots that fit."""
+    """Return the setting with the most slots that fit."""
     slots = round(budget * LENGTH)
     float16 = load_setting(RECIPE, "keepkv:model.dtype=float16", slots, run.common)
     limit = plan_cache(float16, run.geometry).bytes()
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--only", default="keepkv,ballot,listed,heads")
     parser.add_argument("--dtypes", default="int8,k8v4")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="keep the full cache's predictions there")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="the folder for the full cache's predictions")
     arguments = parser.parse_args()
     options = Options((), (), ("text",), arguments.samples, LENGTH, batch=2, source=manual(), timed=False)
     path = RESULTS / f"{NAME}.json"

@@ -1,12 +1,13 @@
-"""What a decode step should take on a GPU, on paper: bytes, instructions, round trips to memory, and launches.
+"""Predicted time of a decode step on a GPU, from bytes, instructions, round trips to memory, and launches.
 
     python benchmarks/step_on_paper.py   prints tables of docs/measurements/cuda.md, writes results/step_on_paper.json
 
-No kernel has run on a GPU. A kernel takes the round trips before its first product and after its last one, one after
-the other, and between them the longest of its memory, its instructions, its products, and the round trips of one block
-in its loop. Instructions are counts of PTX (plugins/cuda/instructions.json, and the table of Linear in
-docs/measurements/cuda.md for what is not recorded there). Round trips are those that nothing hides in the PTX
-(plugins/building/ptx/trips.py). Launches are the nodes of a built decoder.
+No kernel has run on a GPU. The time of a kernel has three parts, one after the other: the round trips before its first
+product, its loop, and the round trips after its last product. The loop takes the longest of four times: its memory, its
+instructions, its products, and the round trips of one block. Instructions are counts of PTX, from
+plugins/cuda/instructions.json or, if they are not recorded there, from the table of Linear in
+docs/measurements/cuda.md. Round trips are those of the PTX that nothing hides (plugins/building/ptx/trips.py). Launches
+are the nodes of a built decoder.
 """
 
 from __future__ import annotations
@@ -22,32 +23,39 @@ from common import save
 RECORDED = json.loads((Path(__file__).parent.parent / "plugins/cuda/instructions.json").read_text())
 COUNTS = RECORDED["instructions of a warp"]
 
-LANES, WARPS = 128, 4  # that issue an instruction in a cycle of a multiprocessor
+LANES, WARPS = 128, 4  # those of a multiprocessor that issue an instruction in a cycle
 LAUNCH = 1e-6  # seconds from one kernel of a CUDA graph to the next
-# What of that is saved where a launch begins while the one before ends, from capability 9.0 on: the least and the most
-# that was published for an H100 (docs/measurements/cuda.md). Weights that are read meanwhile are not in it.
+# The seconds of it that are saved if a launch begins before the one before ends, which needs capability 9.0: the
+# smallest and the largest that were published for an H100 (docs/measurements/cuda.md). The time to read weights
+# meanwhile is not included.
 SAVED = (0.2e-6, 0.96e-6)
 TRIP = 0.3e-6  # seconds of a round trip to the L2 cache
-# Instructions of a lane for a weight, by rows (docs/measurements/cuda.md). One row of float16 was counted.
+# Instructions of a lane per weight, by rows (docs/measurements/cuda.md). One row of float16 was counted.
 LINEAR = {
     "float16": {1: 3.7, 8: 3.7, 32: 3.7},
     "int4": {1: COUNTS["linear, int4, rows 1, per weight"], 8: 4.7, 32: 6.5},
 }
-INT4_BEFORE = 4.0  # of one row, before rows were loaded a chunk ahead
-BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # of a weight; groups of 32, a float16 scale each
-# Launches of a step beside its layers, by the nodes of a decoder (docs/measurements/cuda.md): positions and rotary
-# factors 8, the embedding, the last row 6, the cast of the logits, the length 2; and the six nodes that find the
-# largest logits. A packed embedding takes five more.
+INT4_BEFORE = 4.0  # for one row, before rows were loaded a chunk ahead
+BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # bytes of a weight; groups of 32 with a float16 scale each
+# Launches of a step outside of its layers, by the nodes of a decoder (docs/measurements/cuda.md): positions and rotary
+# factors 8, the embedding 1, the last row 6, the cast of the logits 1, the length 2, and 6 that find the largest
+# logits. A packed embedding takes five more.
 BESIDE, PACKED_EMBEDDING = 8 + 1 + 6 + 1 + 2 + 6, 5
-OWN_BYTES = 16384  # of several rows, for which each block computes the norm itself (plugins/cuda/linear/linear.cu)
+OWN_BYTES = 16384  # the most bytes of several rows for which each block computes the norm itself (linear/linear.cu)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, by published figures: bytes of a copy a second, multiprocessors, their cycles a second, products a second.
+    """A GPU, by published figures.
 
-    products: What mma.sync reaches of the published rate, six tenths. held: Blocks of Linear for 8 rows, and of decode,
-    that the shared memory of a multiprocessor holds. early: Whether launches begin early.
+    Attributes:
+        name: Its name.
+        copy: Bytes that a copy moves per second.
+        multiprocessors: Their number.
+        cycles: Cycles of a multiprocessor per second.
+        products: Products per second that mma.sync reaches, six tenths of the published rate.
+        held: Blocks of Linear for 8 rows, and of decode, that the shared memory of a multiprocessor holds.
+        early: Whether launches begin early.
     """
 
     name: str
@@ -68,7 +76,7 @@ DEVICES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's, and its cache. group: query heads of a KV head."""
+    """The shape of a Llama and of its cache. `group` is the number of query heads of a KV head."""
 
     name: str
     layers: int
@@ -82,7 +90,7 @@ class Shape:
 
     @property
     def products(self) -> list[tuple[int, int, bool, bool]]:
-        """The inputs and outputs of each product, and whether a norm is before it and its epilogue reads numbers."""
+        """The products of a layer: inputs, outputs, whether a norm is before it, whether its epilogue reads numbers."""
         query, cache = self.heads * self.group * self.size, self.heads * self.size
         return [
             (self.hidden, query + 2 * cache, True, True),
@@ -98,7 +106,7 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """The weights that a step reads: all but the embedding."""
+        """The number of weights that a step reads: all but the embedding."""
         layer = sum(inputs * outputs for inputs, outputs, *_ in self.products)
         return self.layers * layer + self.head[0] * self.head[1]
 
@@ -111,7 +119,7 @@ SHAPES = (
 
 
 def norm_is_launched(inputs: int, rows: int, *, now: bool) -> bool:
-    """Return whether the factors of a norm are a launch of their own. now: With this version's kernels."""
+    """Return whether the factors of a norm are a launch of their own; `now` selects this version's kernels."""
     return rows > 8 or (now and rows > 1 and rows * inputs * 2 > OWN_BYTES)
 
 
@@ -123,23 +131,25 @@ def linear_seconds(
     many, count = rows > 8, inputs * outputs
     columns, held = (128, 2) if many else (64, device.held[0])
     if now and weights == "int4" and not many:
-        held = min(held, 3)  # rows that are loaded ahead need registers
+        held = min(held, 3)  # rows loaded ahead need registers
     chunk = 256 if weights == "int4" else 64
     strips, chunks, places = ceil(outputs / columns), ceil(inputs / chunk), held * device.multiprocessors
     splits = max(1, min(chunks, places // strips))
     waves = ceil(strips * splits / places)
     own = norm and not norm_is_launched(inputs, rows, now=now)
     vectors = ceil(inputs / 8)
-    # A warp read a row, 32 inputs a trip; now a row's vectors are read at once, four rows at a time if they are short.
+    # Before, a warp read a row, 32 inputs a trip. Now a row's vectors are read at once, four rows at a time if they are
+    # short.
     factors = ceil(rows / 4) * ceil(inputs / 32)
     if now:
         factors = ceil(rows / (4 if vectors <= 128 else 1)) * ceil(vectors / (128 if vectors <= 128 else 512))
-    # The rows of a chunk: two trips for each of a thread's rows; now they are loaded a chunk ahead, or four at a time.
+    # The rows of a chunk: before, two trips for each row of a thread; now they are loaded a chunk ahead, or four at a
+    # time.
     own_rows = ceil(rows / (16 if chunk == 64 else 4))
     in_chunk = (ceil(own_rows / 4) if many else 1) if now else (own_rows + 1 if many else 2 * own_rows)
     before = (factors if own else norm) + (1 if now else in_chunk)
     instructions = INT4_BEFORE if (weights, rows, now) == ("int4", 1, False) else LINEAR[weights][rows]
-    combined = (ceil(splits / 8) if now else splits) + 3 if splits > 1 else 0  # and fence, ticket, fence
+    combined = (ceil(splits / 8) if now else splits) + 3 if splits > 1 else 0  # 3: fence, ticket, fence
     after = combined + epilogue * (1 if now else 2) * ceil(rows * columns / 2 / 128)
     panel = 32 if many else 8
     stream = max(
@@ -157,7 +167,7 @@ def linear_seconds(
 
 
 def attention_seconds(device: Device, shape: Shape, batch: int) -> tuple[float, float]:
-    """Return the seconds of a layer's attention over a cache in float16, one average of logits; and of its trips."""
+    """Return the seconds of a layer's attention over a float16 cache with one average of logits, and of its trips."""
     heads = shape.heads * batch
     slots = heads * shape.budget
     counted = {1: 1, 3: 4, 4: 4}[shape.group]
@@ -176,12 +186,15 @@ def attention_seconds(device: Device, shape: Shape, batch: int) -> tuple[float, 
 
 
 def slot_bytes(shape: Shape) -> int:
-    """Key, value, votes, score, position."""
+    """Return the bytes of a slot: key, value, votes, score and position."""
     return 4 * shape.size + 12
 
 
 def own_launches(shape: Shape, batch: int, *, now: bool) -> int:
-    """Four products and attention a layer, the head, and norms: the kernels here, which begin early."""
+    """Return the number of kvexport's launches in a step, which can begin early.
+
+    They are four products and attention in each layer, the head, and norms.
+    """
     norms = 2 * shape.layers + 1 if norm_is_launched(shape.hidden, batch, now=now) else 0
     return 5 * shape.layers + 1 + norms
 
@@ -207,7 +220,7 @@ def step(device: Device, shape: Shape, weights: str, batch: int, *, now: bool) -
 
 
 def row(device: Device, shape: Shape, weights: str, batch: int) -> dict[str, Any]:
-    """Return a step before this version's kernels and now, and its floor, the time of its bytes."""
+    """Return the figures of a step with the kernels before this version and now, and its floor: its bytes' time."""
     cache = shape.layers * shape.heads * batch * shape.budget * slot_bytes(shape)
     floor = (shape.weights * BYTES[weights] + cache) / device.copy * 1e6
     figures: dict[str, Any] = {"device": device.name, "model": shape.name, "weights": weights, "batch": batch}
@@ -219,7 +232,7 @@ def row(device: Device, shape: Shape, weights: str, batch: int) -> dict[str, Any
 
 
 def main() -> None:
-    """Print the table, keep the figures."""
+    """Print the table and save the figures."""
     cases = [(device, shape, "int4") for device in DEVICES for shape in (SHAPES[0], SHAPES[2])]
     cases += [(DEVICES[0], SHAPES[1], weights) for weights in BYTES] + [(DEVICES[0], SHAPES[2], "float16")]
     rows = [row(*case, batch) for case in cases for batch in (1, 8, 32)]

@@ -1,10 +1,9 @@
-"""The tables of docs/ and README.md: methods and fields of a recipe, from their classes; figures, from
-benchmarks/results.
+"""Writer of the tables in docs/ and README.md.
 
     python benchmarks/tables.py
 
-Writes every table between its marks, `<!-- NAME -->` and `<!-- end -->`. A test asks that they are what this would
-write.
+Tables of methods and recipe fields come from their classes, tables of figures from benchmarks/results. Every table is
+written between its marks, `<!-- NAME -->` and `<!-- end -->`. A test checks that the documents hold these tables.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvexport.recipe.fields import Recipe
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KINDS = {"log_ema": "ln of the average exp(logit)", "probability": "sum of probabilities", "none": "none"}
-# What a model was asked: task, figure, and whether less is better.
+# The figures of a model: task and figure.
 FIGURES = {
     "tiny-base": (("text", "kl"), ("multikey", "kl"), ("multikey", "accuracy")),
     "small-base": (
@@ -40,16 +39,16 @@ FIGURES = {
     ),
     "smollm2-135m-base": (("text", "kl"),),
 }
-# Methods whose samples' own figures are kept, beside one of them.
+# The method with which other methods are compared sample by sample.
 PAIRED = {"smollm2-135m-base": "keepkv"}
-# Models of which engines of packed weights were measured beside their peers.
+# Models whose engines of packed weights were measured beside their peers.
 PACKED_MODELS = {"smollm2": "SmolLM2-135M", "M": "28M Llama", "1b": "1.1B Llama", "7b": "7B Llama"}
-# What README.md shows of a table.
+# The methods that README.md shows.
 SHORT = {"smollm2-135m-base": ("streaming", "snapkv", "h2o", "keepkv", "ballot")}
 
 
 def methods() -> str:
-    """Every method, by what its class says."""
+    """Return the table of all methods, from their classes."""
     header = ("method", "what it does", "score", "read bias", "layer budgets", "source")
     return table(header, *(_method(method()) for method in all_methods().values()))
 
@@ -77,13 +76,13 @@ def _score(statistic: Statistic) -> str:
 
 
 def compared(recipe: str, task: str, figure: str, only: tuple[str, ...] = ()) -> str:
-    """Every method (or `only` those) at every budget that was measured; the best of a column in bold."""
+    """Return the table of every method (or of those in `only`) at every measured budget, each column's best in bold."""
     rows = [r for r in load(f"sweep-{recipe}")["groups"]["methods"]["rows"] if not only or r["label"] in only]
     return _by_budget(rows, {(r["label"], r["budget"]): r["scores"][task][figure] for r in rows}, figure)
 
 
 def differences(recipe: str, task: str, figure: str) -> str:
-    """Every method's figure minus that of the one that it is paired with, sample by sample."""
+    """Return the table of every method's figure minus that of the method in `PAIRED`, sample by sample."""
     rows = load(f"sweep-{recipe}")["groups"]["methods"]["rows"]
     every = {(r["label"], r["budget"]): r["scores"][task]["samples"][figure] for r in rows}
     estimates = {}
@@ -95,11 +94,11 @@ def differences(recipe: str, task: str, figure: str) -> str:
 
 
 def _by_budget(rows: list[Any], by_cell: dict[tuple[str, float], Any], figure: str) -> str:
-    """Figures by label and budget as a table, the best of a column in bold."""
+    """Return figures by label and budget as a table, the best of a column in bold."""
     labels = list(dict.fromkeys(r["label"] for r in rows))
     budgets = [b for b in BUDGETS if any((label, b) in by_cell for label in labels)]
     better = max if figure == "accuracy" else min
-    # Where a column is not whole, nobody knows its best.
+    # A column that is not complete has no best figure.
     whole = [b for b in budgets if all((label, b) in by_cell for label in labels)]
     best = {b: better(by_cell[label, b]["value"] for label in labels) for b in whole}
     lines = []
@@ -111,7 +110,7 @@ def _by_budget(rows: list[Any], by_cell: dict[tuple[str, float], Any], figure: s
 
 
 def settings(recipe: str) -> str:
-    """The groups in which one setting changes, at 1/8."""
+    """Return the table of the groups in which one setting changes, at 1/8."""
     groups = {name: g for name, g in load(f"sweep-{recipe}")["groups"].items() if name != "methods"}
     tasks = list(dict.fromkeys(task for task, _ in FIGURES[recipe]))
     rows = []
@@ -127,7 +126,7 @@ def settings(recipe: str) -> str:
 
 
 def stability(recipe: str) -> str:
-    """Every method, and the full cache, over 20 training lengths."""
+    """Return the table of every method, and of the full cache, over 20 training lengths."""
     rows = load(f"stability-{recipe}")["rows"]
     full = next(r for r in rows if r["label"] == "full")["key_norm"][1]
     header = (
@@ -156,7 +155,7 @@ def stability(recipe: str) -> str:
 
 
 def fields() -> str:
-    """Every key of a recipe."""
+    """Return the table of every key of a recipe."""
     rows = []
     for field in describe_fields(Recipe):
         default = "required" if field.required else f"`{'{}' if field.type == 'object' else json.dumps(field.default)}`"
@@ -167,14 +166,14 @@ def fields() -> str:
 
 
 def recall_layers() -> str:
-    """What cutting one layer costs the answers, the ten dearest."""
+    """Return the table of the ten layers whose compression costs the answers most."""
     cost = [layer["value"] for layer in load("recall-smollm2")["layers"]["layers"]]
     dearest = sorted(range(len(cost)), key=lambda layer: -cost[layer])[:10]
     return table(("layer", "nats of a token of the answers"), *((str(i), f"{cost[i]:.3f}") for i in dearest))
 
 
 def recall(length: int, *, known: bool) -> str:
-    """What was answered of texts of so many tokens, method by method and budget by budget."""
+    """Return the table of the answers about texts of `length` tokens, by method and budget."""
     rows = [r for r in load("recall-smollm2")["rows"] if not r["set"] and (r["length"], r["known"]) == (length, known)]
     rows += [r for r in load("recall-smollm2")["rows"] if known and r["method"] == "full" and r["length"] == length]
     budgets = ["all", *(f"1/{part}" for part in sorted({r["part"] for r in rows if r["method"] != "full"}))]
@@ -202,7 +201,10 @@ def _recalled(r: dict[str, Any]) -> str:
 
 
 def recall_differences() -> str:
-    """Of what is not published to the published method of most exact answers, question by question."""
+    """Return the table of differences of unpublished methods to the best published one, question by question.
+
+    The best published method has the most exact answers.
+    """
     lines = [
         (
             d["task"],
@@ -222,7 +224,7 @@ def recall_differences() -> str:
 
 
 def recall_text() -> str:
-    """KL of text with whole layers and without."""
+    """Return the table of KL of text with whole layers and without."""
     rows = load("recall-smollm2")["text"]["rows"]
     named = {0.25: "1/4", 0.333: "1/3"}
     lines = {r["method"]: [f"`{r['method']}`"] for r in rows}
@@ -233,7 +235,7 @@ def recall_text() -> str:
 
 
 def packed_speed() -> str:
-    """Engines of packed weights beside their peers."""
+    """Return the table of engines of packed weights beside their peers."""
     lines = []
     for model, name in PACKED_MODELS.items():
         for bits in (4, 8):
@@ -253,7 +255,7 @@ def packed_speed() -> str:
 
 
 def packed_kernel() -> str:
-    """The kernel of packed weights alone, beside ONNX Runtime's."""
+    """Return the table of the kernel of packed weights alone, beside ONNX Runtime's."""
     found = {what: figures for what, figures in load("packed-kernel").items() if what.endswith(" rows")}
     rows = sorted({int(what.split()[1]) for what in found})
     lines = []
@@ -264,7 +266,7 @@ def packed_kernel() -> str:
 
 
 def packed_quality() -> str:
-    """What rounding weights costs, by side."""
+    """Return the table of the KL that rounded weights cost, by side."""
     lines = []
     for name, r in load("quantized_quality")["rows"].items():
         if "kl" in r:
@@ -274,7 +276,7 @@ def packed_quality() -> str:
 
 
 def awq() -> str:
-    """What AWQ's scales bring beside importance."""
+    """Return the table of AWQ's scales beside importance."""
     names = {"rtn": "`rtn`", "importance": "`importance`", "awq": "`rtn`, AWQ's scales everywhere"}
     names |= {"awq, importance": "`importance`, AWQ's scales everywhere"}
     names |= {"awq of norms, importance": "`importance`, AWQ's scales where inputs come of a norm (`awq`)"}
@@ -284,7 +286,7 @@ def awq() -> str:
 
 
 def small_cache() -> str:
-    """What few bits for keys and values cost, without merging and with it."""
+    """Return the table of the KL that few bits for keys and values cost, with merging and without."""
     lines = []
     for what, (value, low, high, count) in load("small-cache")["kl"].items():
         method, slots, form = what.split(" | ")
@@ -294,7 +296,7 @@ def small_cache() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Every table by its mark."""
+    """Return every table by its mark."""
     texts = {"methods": methods(), "fields of a recipe": fields()}
     texts |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
     for asked in ("unknown", "known"):
@@ -317,7 +319,18 @@ def tables() -> dict[str, str]:
 
 
 def written(text: str, found: dict[str, str]) -> str:
-    """A document with its tables as they should be. Raises KeyError for an unknown mark."""
+    """Return a document with its tables replaced by the current ones.
+
+    Args:
+        text: The document.
+        found: Every table by its mark.
+
+    Returns:
+        The new document.
+
+    Raises:
+        KeyError: The document has an unknown mark.
+    """
     return re.sub(
         r"<!-- ([\w -]+) -->\n.*?<!-- end -->",
         lambda m: f"<!-- {m[1]} -->\n{found[m[1]]}\n<!-- end -->",

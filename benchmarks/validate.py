@@ -1,11 +1,10 @@
-"""Does every method's engine of a real checkpoint pass `kvexport validate`, in float32 and in float16, and how long
-does it take?
+"""`kvexport validate` on an engine of every method of a real checkpoint, in float32 and float16, with its time.
 
     python benchmarks/validate.py [--recipe smollm2-135m-base] [--set KEY=VALUE ...] [--methods NAME ...]
 
-Writes benchmarks/results/validate-RECIPE.json, engine by engine, each with its settings; those that are there already
-with the same ones are not run again. Every engine is built and validated in a process of its own, whose peak memory is
-noted.
+Writes benchmarks/results/validate-RECIPE.json, engine by engine, each with its settings. Engines that the file already
+holds with the same settings are not run again. Every engine is built and validated in a process of its own, whose peak
+memory is recorded.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ DTYPES = ("float32", "float16")
 
 
 def row(result: ValidationResult) -> dict[str, Any]:
-    """A validation in figures."""
+    """Return the figures of a validation."""
     kinds = dict.fromkeys(kind for step in result.steps for kind in step["largest"])
     return {
         "passed": result.passed,

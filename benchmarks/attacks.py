@@ -1,13 +1,13 @@
-"""Attacks on a server: each row of the table is one attack, and has 0 in its last column if nothing fell.
+"""Attacks on a server; the result has one row for each attack, with the number of its failures.
 
     python -m benchmarks.attacks ARTIFACT --out benchmarks/results/attacks.json
     python -m benchmarks.attacks ARTIFACT --minutes 30
 
-The server is a process of its own with 64 file descriptors. Beside every attack a client reads streams without a pause.
-A row counts as failed if a request is answered otherwise than expected, if that client waits longer than 0.25 s for a
-token, if /health does not answer, or if the server's memory stays more than 10 % above its largest size after a first
-round of all attacks, in which libraries take their memory.
-With --minutes the attacks repeat, each at another moment, until the time is over.
+The server is a process of its own with 64 file descriptors. During every attack a client reads streams without a pause.
+An attack fails the server if a request is answered otherwise than expected, if that client waits longer than 0.25 s for
+a token, if /health does not answer, or if the server's memory stays more than 10 % above its largest size after a first
+round of all attacks, in which libraries take their memory. With --minutes the attacks repeat, each at another moment,
+until the time is over.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Target:
         return socket.create_connection(self.address(), timeout=timeout)
 
     def post(self, path: str, body: bytes, timeout: float = 60) -> int:
-        """Send a body and return the status of the answer, 0 where the connection was closed."""
+        """Send a body and return the status of the answer, 0 if the connection was closed."""
         connection = http.client.HTTPConnection(*self.address(), timeout=timeout)
         try:
             headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
@@ -68,7 +68,7 @@ class Target:
             connection.close()
 
     def raw(self, data: bytes) -> bytes:
-        """Send bytes as they are and return everything that comes until the connection closes."""
+        """Send bytes unchanged and return all bytes that arrive until the connection closes."""
         with self.connect() as connection:
             connection.sendall(data)
             answer = b""
@@ -95,7 +95,7 @@ class Target:
 
 @contextmanager
 def target(artifact: Path, log: Path, *options: str, descriptors: int = DESCRIPTORS) -> Iterator[Target]:
-    """Run a server in a process of its own. log: the file that gets its stderr."""
+    """Run a server in a process of its own; `log` is the file for its stderr."""
     command = [sys.executable, "-m", "kvexport", "serve", str(artifact), "--port", "0", "--threads", "1"]
     limited = ["bash", "-c", f'ulimit -n {descriptors}; exec "$@"', "bash", *command, "--api-key", KEY, *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -115,7 +115,7 @@ def target(artifact: Path, log: Path, *options: str, descriptors: int = DESCRIPT
 
 
 class Reader(threading.Thread):
-    """A client that reads one stream after another and notes the longest time between two pieces."""
+    """A client that reads one stream after another and records the longest time between two pieces."""
 
     def __init__(self, server: Target) -> None:
         super().__init__(daemon=True)
@@ -123,7 +123,7 @@ class Reader(threading.Thread):
         self._end = threading.Event()
 
     def run(self) -> None:
-        """Read until `stop`. Every stream is on one connection, as a client's session has it."""
+        """Read until `stop`, all streams on one connection."""
         body = json.dumps({"prompt": "a", "max_tokens": 400, "stream": True}).encode()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         connection = http.client.HTTPConnection(*self.server.address(), timeout=30)
@@ -145,16 +145,16 @@ class Reader(threading.Thread):
             connection.close()
 
     def stop(self) -> None:
-        """End and wait for the thread."""
+        """End the thread and wait for it."""
         self._end.set()
         self.join(60)
 
 
-Attack = Callable[[Target], str]  # returns what went wrong, "" if nothing did
+Attack = Callable[[Target], str]  # returns the failure, or ""
 
 
 def half_headers(server: Target) -> str:
-    """80 connections with half a header, more than the process has descriptors."""
+    """Open 80 connections, more than the process has descriptors, and send half a header on each."""
     sockets: list[socket.socket] = []
     try:
         for _ in range(80):
@@ -173,7 +173,7 @@ def half_headers(server: Target) -> str:
 
 
 def half_bodies(server: Target) -> str:
-    """80 connections that send a tenth of their body."""
+    """Open 80 connections and send the head of a request and the first byte of its body on each."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n"
     sockets: list[socket.socket] = []
     try:
@@ -196,7 +196,7 @@ def _status(path: str, body: bytes, expected: tuple[int, ...]) -> Attack:
 
 
 def both_lengths(server: Target) -> str:
-    """Content-Length beside chunked: two servers could disagree on where the request ends."""
+    """Send Content-Length with chunked encoding: two servers could disagree on where the request ends."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
     more = "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
     answer = server.raw((head + more).encode())
@@ -205,7 +205,7 @@ def both_lengths(server: Target) -> str:
 
 
 def bad_headers(server: Target) -> str:
-    """Headers that are no addresses, no ASCII, or no HTTP."""
+    """Send headers that are not addresses, not ASCII, or not HTTP."""
     lines = {
         "Origin: http://[": (b"403",),
         "Authorization: Bearer \xff\xfe": (b"401",),
@@ -256,7 +256,7 @@ def run_attack(server: Target, name: str, base: int) -> tuple[str, float]:
     """Run one attack beside a reader.
 
     Returns:
-        What went wrong, "" if nothing did; and the reader's longest gap in seconds.
+        The failure or "", and the reader's longest gap in seconds.
     """
     reader = Reader(server)
     reader.start()
@@ -277,7 +277,7 @@ def run_attack(server: Target, name: str, base: int) -> tuple[str, float]:
 
 
 def drains(server: Target) -> str:
-    """Return what went wrong when a signal ends the server beside a half-sent body, "" if nothing did."""
+    """Return the failure when a signal ends the server beside a half-sent body, or ""."""
     with server.connect() as half:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n"
         half.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
@@ -296,15 +296,15 @@ def main() -> None:
     """Attack, print the table, and exit with 1 if a row has a failure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--minutes", type=float, default=0.0, help="repeat the attacks for so long")
-    parser.add_argument("--out", type=Path, help="the table as JSON")
+    parser.add_argument("--minutes", type=float, default=0.0, help="repeat the attacks for this time")
+    parser.add_argument("--out", type=Path, help="the file to write with the table as JSON")
     arguments = parser.parse_args()
     log = Path(tempfile.gettempdir()) / "kvexport-attacks.log"
     order = random.Random(0)
     rows: dict[str, dict[str, object]] = {name: {"tries": 0, "longest gap s": 0.0, "failures": 0} for name in ATTACKS}
     with target(arguments.artifact, log) as server:
         base = 0
-        for name in ATTACKS:  # libraries take memory the first time
+        for name in ATTACKS:  # in the first round libraries take memory
             run_attack(server, name, 1 << 40)
             base = max(base, server.memory())
         end = time.monotonic() + 60 * arguments.minutes

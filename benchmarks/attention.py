@@ -1,10 +1,10 @@
-"""The native VoteAttention alone: the share of the machine's read bandwidth that a decode step reaches.
+"""Share of the machine's read bandwidth that a decode step of the native VoteAttention reaches.
 
     python benchmarks/attention.py [--rounds 20] [--threads 2]
 
 Batch 4, 4096 slots, 32 query heads on 8 KV heads of size 128 (a layer of Llama-3-8B), votes and one score statistic,
-state bound in place; the cache of the query's type, int8, int4 and k8v4. Bytes: keys, values, scales, votes, scores
-read and scores written. The bandwidth is probed before and after every round by the same number of threads; each
+state bound in place. The cache has the query's type, int8, int4 or k8v4. Bytes are keys, values, scales, votes, scores
+read and scores written. The bandwidth is measured before and after every round with the same number of threads. Each
 instruction set runs in a process of its own.
 """
 
@@ -31,7 +31,7 @@ SIDES = (
 
 
 def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[Any, Any, int]:
-    """A session of one VoteAttention node, a binding whose state is in place, and the bytes that a step has to move."""
+    """Return a session of one VoteAttention node, a binding with state in place, and the bytes of a step."""
     import onnxruntime as ort
     from onnx import helper
 
@@ -108,7 +108,10 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
 
 
 def measure(threads: int, rounds: int, dtype: str, statistic: str, cache_type: str) -> dict[str, Any]:
-    """Of every round the share of the bandwidth, which is the better of two probes around it."""
+    """Return the median figures of all rounds.
+
+    The share of a round is relative to the better of the two measurements of the bandwidth around it.
+    """
     ort_session, bound, nbytes = session(threads, dtype, statistic, cache_type)
     votes = bound[1]["past_votes"]
     shares, rates = [], []
@@ -116,7 +119,7 @@ def measure(threads: int, rounds: int, dtype: str, statistic: str, cache_type: s
     for _ in range(rounds):
         best = float("inf")
         for _ in range(8):
-            votes[:, :, SLOTS:] = 0  # the token that the last step appended goes
+            votes[:, :, SLOTS:] = 0  # removes the token that the last step appended
             start = time.perf_counter()
             ort_session.run_with_iobinding(bound[0])
             best = min(best, time.perf_counter() - start)

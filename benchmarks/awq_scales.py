@@ -1,15 +1,16 @@
-"""What AWQ's scales would gain: KL to the float32 model of SmolLM2-135M-Instruct, of its weights in 4 bits in groups of
-32 (the head in 8), rounded by least errors of the weights or of the products (`importance`), each with AWQ's scales and
-without. All take the same bytes.
+"""Gain of AWQ's scales: KL of SmolLM2-135M-Instruct with 4-bit weights to the float32 model.
 
     python benchmarks/awq_scales.py [--texts 2] [--length 512]
 
-AWQ (arXiv 2306.00978) multiplies the weights of input j with s_j = mean |x_j|^alpha and its input with 1 / s_j, in the
-norm or the projection before; alpha is the one, of a grid, with the least squared error of the products on a text, for
-all projections of one input. What a model then computes with is `round(W diag(s)) diag(1 / s)`, and that is what is put
-in place of its weights here: where s is folded into changes nothing but the last bits. Inputs of the output projection
-come of the values, of which each head serves several query heads, so these have the same scales. Text and pieces are
-those of `weights.method: importance`; products are in float32, inputs are not rounded. The texts that are judged are of
+Weights have groups of 32; the head has 8 bits. They are rounded by the least errors of the weights or of the products
+(`importance`), each with AWQ's scales and without. All sides take the same bytes.
+
+AWQ (arXiv 2306.00978) multiplies the weights of input j by s_j = mean |x_j|^alpha and its input by 1 / s_j, in the norm
+or the projection before. For all projections of one input, alpha is the value of a grid with the least squared error of
+the products on a text. A model then computes with `round(W diag(s)) diag(1 / s)`, and this product replaces its weights
+here. Folding s into other weights would change only the last bits. Inputs of the output projection come from the
+values. Each head of these serves several query heads, so the same scales are used for all of them. Text and pieces are
+those of `weights.method: importance`; products are in float32, inputs are not rounded. KL is measured on texts of
 Python's library. Writes benchmarks/results/awq.json.
 """
 
@@ -40,7 +41,7 @@ from kvexport.tensor_files.casting import row_blocks
 
 FOUR, HEAD = PackedFormat(4, True, 32), PackedFormat(8, True, 32)
 ALPHAS = tuple(i / 10 for i in range(10))
-# (whether errors count by importance, which inputs have AWQ's scales: none, those of norms, all)
+# (whether errors are weighted by importance, which inputs have AWQ's scales: none, those of norms, all)
 SIDES = {
     "rtn": (False, ""),
     "importance": (True, ""),
@@ -51,7 +52,7 @@ SIDES = {
 
 
 class Inputs:
-    """Of the inputs x of projections: mean x^2, mean |x| and mean x x^T over all tokens."""
+    """Statistics of the inputs x of projections: mean x^2, mean |x| and mean x x^T over all tokens."""
 
     def __init__(self, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -60,41 +61,41 @@ class Inputs:
 
     @property
     def importance(self) -> Tensor:
-        """As a build counts them."""
+        """The importance of the inputs, as a build computes it."""
         return torch.clamp(self.square / self.square.mean(), min=float(importance.LEAST))
 
 
 def rounded(weight: Tensor, packing: PackedFormat, counted: Tensor | None) -> Tensor:
-    """What [outputs, inputs] becomes; counted: [inputs], by which squared errors count."""
+    """Return the rounded weight [outputs, inputs]; `counted` [inputs] weights squared errors."""
     values, groups = weight.numpy(), weight.shape[1] // packing.group
     matter = None if counted is None else counted.numpy().reshape(groups, packing.group)
-    made = np.empty_like(values)
+    result = np.empty_like(values)
     for rows in row_blocks(len(values), 4 * values.shape[1], BLOCK_BYTES):
         block = values[rows.start : rows.stop].reshape(len(rows), groups, packing.group)
         numbers, parts = round_groups(block, packing, matter)
-        made[rows.start : rows.stop] = (numbers * parts["scale"][..., None].astype(np.float32)).reshape(len(rows), -1)
-    return torch.from_numpy(made)
+        result[rows.start : rows.stop] = (numbers * parts["scale"][..., None].astype(np.float32)).reshape(len(rows), -1)
+    return torch.from_numpy(result)
 
 
 def scaled(weights: list[Tensor], of: Inputs, size: Tensor, weighed: bool) -> tuple[list[Tensor], float]:
-    """The weights of one input with AWQ's scales, and alpha. size: [inputs], mean |x| as it may differ."""
+    """Return the weights of one input with AWQ's scales, and alpha; `size` [inputs] is mean |x|."""
 
-    def made(alpha: float) -> list[Tensor]:
+    def rounded_by(alpha: float) -> list[Tensor]:
         scale = size.clamp(min=1e-4) ** alpha
         scale = scale / (scale.max() * scale.min()).sqrt()
         counted = of.importance / scale.square() if weighed else None
         return [rounded(w * scale, FOUR, counted) / scale for w in weights]
 
     def error(alpha: float) -> float:
-        errors = [m - w for m, w in zip(made(alpha), weights, strict=True)]
+        errors = [m - w for m, w in zip(rounded_by(alpha), weights, strict=True)]
         return sum(float(((e @ of.product) * e).sum()) for e in errors)
 
     alpha = min(ALPHAS, key=error)
-    return made(alpha), alpha
+    return rounded_by(alpha), alpha
 
 
 def projections(model: Any) -> Iterator[list[nn.Linear]]:
-    """Those of one input, layer by layer."""
+    """Yield the projections that share an input, layer by layer."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         yield [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -104,7 +105,7 @@ def projections(model: Any) -> Iterator[list[nn.Linear]]:
 
 
 def inputs_of(model: Any, ids: Tensor) -> dict[nn.Module, Inputs]:
-    """By the first of the projections that have them; and by the head, without products."""
+    """Return the statistics of inputs, by the first projection of each input, and by the head."""
     found: dict[nn.Module, Inputs] = {}
 
     def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -118,25 +119,25 @@ def inputs_of(model: Any, ids: Tensor) -> dict[nn.Module, Inputs]:
 
 
 def shared_by_query_heads(size: Tensor, config: Any) -> Tensor:
-    """The mean over the query heads of each KV head."""
+    """Return the mean over the query heads of each KV head."""
     heads = size.reshape(config.num_key_value_heads, -1, size.numel() // config.num_attention_heads)
     return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
 
 
 def quantize(model: Any, inputs: dict[nn.Module, Inputs], weighed: bool, awq: str) -> list[float]:
-    """In place; the alphas, group by group of projections."""
+    """Quantize the model in place and return the alphas of each group of projections."""
     alphas, outputs = [], [layer.self_attn.o_proj for layer in model.model.layers]
     for of in projections(model):
         stats, weights = inputs[of[0]], [m.weight.data for m in of]
         if awq == "all" or (awq == "norms" and len(of) > 1):
             size = shared_by_query_heads(stats.size, model.config) if of[0] in outputs else stats.size
-            made, alpha = scaled(weights, stats, size, weighed)
+            replaced, alpha = scaled(weights, stats, size, weighed)
             alphas.append(alpha)
         else:
-            made = [rounded(w, FOUR, stats.importance if weighed else None) for w in weights]
-        for module, values in zip(of, made, strict=True):
+            replaced = [rounded(w, FOUR, stats.importance if weighed else None) for w in weights]
+        for module, values in zip(of, replaced, strict=True):
             module.weight.data = values
-    head = model.lm_head  # its weight is the embedding's
+    head = model.lm_head  # shares its weight with the embedding
     head.weight.data = rounded(head.weight.data, HEAD, inputs[head].importance if weighed else None)
     return alphas
 

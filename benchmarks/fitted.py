@@ -1,11 +1,12 @@
-"""What a fit to reference queries costs on SmolLM2: a merge of 32 entries beside keepkv's, and a step beside h2o's; and
-a step in measured budgets of KV heads beside one in uniform budgets, of `ballot`.
+"""Cost of a fit to reference queries, and of measured budgets of KV heads, on SmolLM2.
 
     python benchmarks/fitted.py [--rounds 7] [--threads 2] [--work DIR]
 
-512 slots, a merge of all layers every 32 steps, after a prompt of 1,024 tokens. Every side runs in a process of its
-own, in turn, round by round, the bandwidth probed before and after; a ratio is the median over rounds. A step is the
-mean of 128, merges among them; a merge is the median of the four.
+A merge of 32 entries with a fit is compared with keepkv's, a step with h2o's, and a step of `ballot` in measured
+budgets of KV heads with one in uniform budgets. Caches have 512 slots and merge in all layers every 32 steps, after a
+prompt of 1,024 tokens. Every side runs in a process of its own, in turn, round by round. The bandwidth is measured
+before and after. A ratio is the median over rounds. A step is the mean of 128, merges included; a merge is the median
+of the four.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import numpy as np
 from common import interleave, ratio, read_bandwidth, save
 
 SIDES = ("h2o", "keepkv", "ballot", "ballot+heads", "grkv", "attention_matching")
-HEADS = "smollm2-135m-heads"  # whose budgets of KV heads a side with +heads has
+HEADS = "smollm2-135m-heads"  # the recipe with the budgets of KV heads for sides with +heads
 FITS = ("grkv", "attention_matching")
 STEPS, PROMPT = 128, 1024
 GOALS = {"merge, times keepkv's": 2.0, "speed of a step, of h2o's": 0.93}
 
 
 def artifact(work: Path, method: str, threads: int) -> Path:
-    """The artifact of a side, built if it is not there."""
+    """Return the artifact of a side; it is built if it is missing."""
     from kvexport.export.build import build
     from kvexport.recipe.load import load_recipe
 
@@ -47,7 +48,7 @@ def artifact(work: Path, method: str, threads: int) -> Path:
 
 
 def measure(path: Path) -> dict[str, float]:
-    """Seconds of a step and of a merge."""
+    """Return the seconds of a step and of a merge."""
     import kvexport
 
     lanes = kvexport.load(path, verify=False).lanes(1)
@@ -72,7 +73,7 @@ def measure(path: Path) -> dict[str, float]:
 
 
 def in_process(path: Path, threads: int, measurements: list[dict[str, float]]) -> float:
-    """Run one side in a fresh process; its seconds per step."""
+    """Run one side in a fresh process and return its seconds per step."""
     command = [sys.executable, __file__, "--side", str(path), "--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     measurements.append(json.loads(done.stdout.splitlines()[-1]))

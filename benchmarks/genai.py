@@ -1,12 +1,12 @@
-"""kvexport on the CPU beside onnxruntime-genai: decode, prefill, methods, memory, on the reference model M.
+"""Speed and memory of kvexport beside onnxruntime-genai on the CPU, with the reference model M.
 
     python benchmarks/genai.py --genai DIR [--rounds 5] [--only NAME] [--work DIR]
 
-DIR is where `pip install --no-deps --target DIR onnxruntime-genai==0.18.0` put it; both use the same ONNX Runtime,
-threads and checkpoint. Every side runs in a process of its own. Decoding goes in turn, block by block: a block is one
-merge interval, every token counted, merging included; prompts in turn, one by one. A ratio is the median over all
-blocks, and the bandwidth is probed before and after every round. `read_GBps` is what a step cannot but read over its
-time; where both sides read as fast as the machine can, speeds are as their bytes.
+DIR is the target of `pip install --no-deps --target DIR onnxruntime-genai==0.18.0`. Both sides use the same ONNX
+Runtime, threads and checkpoint. Every side runs in a process of its own. Decoding goes in turn, block by block. A block
+is one merge interval, and its merge is counted. Prompts go in turn, one by one. A ratio is the median over all blocks.
+The bandwidth is measured before and after every round. `read_GBps` is the bytes that a step must read over its time. If
+both sides read at the machine's full speed, the ratio of speeds is that of bytes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from common import SHAPES, interleave, make_checkpoint, ratio, read_bandwidth, s
 from decode import ENGINES, STEPS, THREADS, engine_path
 
 BLOCK = 32  # tokens: one merge interval
-BLOCKS = 2 * STEPS // BLOCK - 1  # for which the engines and genai's cache have room, beside one to warm up
+BLOCKS = 2 * STEPS // BLOCK - 1  # blocks that fit into the engines' and genai's cache, less one to warm up
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Side a beside side b; `kind` is decode (a step of `batch` sequences at a context) or prefill (a prompt). goal: of
-    speed a / b."""
+    """Side a beside side b. `goal` is the wanted ratio of speeds a / b.
+
+    `kind` is decode (a step of `batch` sequences at a context) or prefill (a prompt).
+    """
 
     kind: str
     a: str
@@ -48,7 +50,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """For the results."""
+        """The name of the pair in the results."""
         return f"{self.kind}: {self.a} / {self.b} at {self.context}" + (
             f", batch {self.batch}" if self.batch > 1 else ""
         )
@@ -68,7 +70,7 @@ PAIRS = [
 
 
 def genai_model(work: Path, genai: str) -> Path:
-    """M as onnxruntime-genai's own builder makes it, on as many threads as the other side."""
+    """Return M as onnxruntime-genai's builder makes it, with as many threads as the other side."""
     folder = work / "M-genai"
     if not folder.exists():
         command = [
@@ -92,7 +94,7 @@ def genai_model(work: Path, genai: str) -> Path:
 
 
 def generator(work: Path, ids: np.ndarray, room: int) -> Any:
-    """A genai generator for prompts of the shape of `ids` [batch, tokens]."""
+    """Return a genai generator for prompts of the shape of `ids` [batch, tokens]."""
     import onnxruntime_genai as og
 
     model = og.Model(str(work / "M-genai"))
@@ -103,13 +105,15 @@ def generator(work: Path, ids: np.ndarray, room: int) -> Any:
 
 
 def stepper(side: str, context: int, batch: int, work: Path) -> Callable[[], float]:
-    """`batch` sequences of `context` tokens; every call decodes BLOCK tokens of each and gives the seconds of a
-    step."""
+    """Return a function that decodes BLOCK tokens of each of `batch` sequences and returns the seconds of a step.
+
+    The sequences begin with `context` tokens.
+    """
     if side == "genai":
         ids = np.random.default_rng(0).integers(3, 4096, (1, context)).astype(np.int32).repeat(batch, 0)
-        made = generator(work, ids, 2 * STEPS)
-        made.append_tokens(ids)
-        step = made.generate_next_token
+        sequence = generator(work, ids, 2 * STEPS)
+        sequence.append_tokens(ids)
+        step = sequence.generate_next_token
     else:
         import kvexport
 
@@ -123,15 +127,17 @@ def stepper(side: str, context: int, batch: int, work: Path) -> Callable[[], flo
         for _ in range(BLOCK):
             step()
         seconds = (time.perf_counter() - start) / BLOCK
-        time.sleep(0.2)  # threads that spin on would be in the other side's way
+        time.sleep(0.2)  # threads that still spin would slow down the other side
         return seconds
 
     return block
 
 
 def serve_blocks(side: str, context: int, batch: int, work: Path) -> None:
-    """In a process of its own: one line with a block's figure for every line that comes in. The first block warms
-    up."""
+    """Print one line with a block's figure for every line of input, in a process of its own.
+
+    The first block warms up.
+    """
     block = stepper(side, context, batch, work)
     block()
     print("ready", flush=True)
@@ -140,8 +146,11 @@ def serve_blocks(side: str, context: int, batch: int, work: Path) -> None:
 
 
 def interleaved(pair: Pair, work: Path, genai: str) -> dict[str, list[float]]:
-    """Seconds per step of both sides, block by block in turn: both processes are there, and one of them computes. What
-    the machine's other tenants do changes within seconds, and so meets both sides alike."""
+    """Return seconds per step of both sides, block by block in turn.
+
+    Both processes exist at once, and one of them computes at a time. Other tenants of the machine vary within seconds,
+    so they affect both sides alike.
+    """
     workers = {
         side: start_process(["blocks", side, pair.context, pair.batch], work, genai) for side in (pair.a, pair.b)
     }
@@ -167,13 +176,13 @@ def interleaved(pair: Pair, work: Path, genai: str) -> dict[str, list[float]]:
 
 
 def prefill_seconds(side: str, context: int, work: Path) -> float:
-    """Seconds of a prompt, after a shorter one has warmed the process up."""
+    """Return the seconds of a prompt, after a shorter one has warmed up the process."""
     ids = np.random.default_rng(0).integers(3, 4096, (1, context)).astype(np.int32)
     if side == "genai":
         generator(work, ids[:, :1024], 8).append_tokens(ids[:, :1024])
-        made = generator(work, ids, 8)
+        sequence = generator(work, ids, 8)
         start = time.perf_counter()
-        made.append_tokens(ids)
+        sequence.append_tokens(ids)
         return time.perf_counter() - start
     import kvexport
 
@@ -186,7 +195,7 @@ def prefill_seconds(side: str, context: int, work: Path) -> float:
 
 
 def peak_megabytes(side: str, context: int, work: Path) -> float:
-    """Peak resident memory of a process that loads the engine and reads a prompt."""
+    """Return the peak resident memory of a process that loads the engine and reads a prompt."""
     import kvexport
 
     kvexport.load(engine_path(work, side, context), verify=False).lanes(1).prefill([np.arange(context) % 4000 + 3])
@@ -194,7 +203,7 @@ def peak_megabytes(side: str, context: int, work: Path) -> float:
 
 
 def start_process(what: list[Any], work: Path, genai: str) -> subprocess.Popen[str]:
-    """This script in a fresh process, for one side."""
+    """Start this script in a fresh process, for one side."""
     command = [sys.executable, __file__, "--side", json.dumps(what), "--work", str(work), "--genai", genai]
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": genai if what[1] == "genai" else ""}
     pipe = subprocess.PIPE
@@ -202,7 +211,7 @@ def start_process(what: list[Any], work: Path, genai: str) -> subprocess.Popen[s
 
 
 def in_process(what: str, side: str, context: int, work: Path, genai: str) -> float:
-    """One measurement in a fresh process."""
+    """Return one measurement of a fresh process."""
     process = start_process([what, side, context, 1], work, genai)
     out, errors = process.communicate()
     if process.returncode:
@@ -211,8 +220,10 @@ def in_process(what: str, side: str, context: int, work: Path, genai: str) -> fl
 
 
 def bytes_moved(side: str, context: int, batch: int) -> int:
-    """Bytes that a step cannot but read: every weight once, but for the embedding, of which it takes rows, and every
-    sequence's keys and values; float32."""
+    """Return the bytes that a step must read, in float32.
+
+    These are every weight once, except the embedding, of which it reads rows, and every sequence's keys and values.
+    """
     m = SHAPES["M"]
     hidden, size = m["hidden_size"], m["hidden_size"] // m["num_attention_heads"]
     cached = 2 * m["num_key_value_heads"] * size  # floats of a slot in one layer
@@ -222,7 +233,7 @@ def bytes_moved(side: str, context: int, batch: int) -> int:
 
 
 def compare(pair: Pair, rounds: int, work: Path, genai: str) -> dict[str, Any]:
-    """Both sides in turn."""
+    """Measure both sides in turn."""
     sides = (pair.a, pair.b)
     for side in sides:
         if side != "genai":
@@ -254,7 +265,7 @@ def compare(pair: Pair, rounds: int, work: Path, genai: str) -> dict[str, Any]:
 
 
 def linearity(rounds: int, work: Path, genai: str) -> dict[str, Any]:
-    """Prefill of 65536 tokens beside 8192: tokens per second must not fall."""
+    """Measure the prefill of 65536 tokens beside 8192: tokens per second must not fall."""
     run = partial(in_process, "prefill", "keepkv-1024", work=work, genai=genai)
     figures = interleave({str(n): partial(run, context=n) for n in (8192, 65536)}, rounds)
     return {
@@ -265,7 +276,7 @@ def linearity(rounds: int, work: Path, genai: str) -> dict[str, Any]:
 
 
 def memory(work: Path, genai: str) -> dict[str, Any]:
-    """Peak memory of a long prompt over that of a short one."""
+    """Measure the peak memory of a long prompt over that of a short one."""
     peaks = {n: in_process("memory", "keepkv", n, work, genai) for n in (2048, 65536)}
     return {"peak_megabytes": peaks, "ratio": peaks[65536] / peaks[2048], "goal": "at most 1.05"}
 
@@ -274,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--genai", required=True)
     parser.add_argument(
-        "--rounds", type=int, default=3, help="of processes started anew; a round has seven blocks of either side"
+        "--rounds", type=int, default=3, help="rounds of fresh processes; a round has seven blocks of either side"
     )
     parser.add_argument("--only", help="a part of a measurement's name")
     parser.add_argument("--work", type=Path)

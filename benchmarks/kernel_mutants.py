@@ -1,13 +1,12 @@
-"""Do the tests find a wrong kernel of packed weights or of a small cache? Bugs are planted in a copy of the CPU
-kernels, one at a time; each has to fail the random calls that the tests make (plugins/tests/fuzz.cpp, the same seed and
-as many cases), and the kernels as they are have to pass them.
+"""Search for undetected bugs of the CPU kernels for packed weights and small caches.
 
     python benchmarks/kernel_mutants.py [--only NAME ...]
 
-Takes g++, ONNX Runtime's headers, a machine with AVX-512 VNNI and some minutes. Where the machine has no AMX, its
-instructions run in software (plugins/tests/tiles_in_software.h). Writes
-benchmarks/results/kernel-mutants.json: of every mutant its instruction set, and the call that gave it away. With
---only, the entries of other mutants stay as they are.
+Bugs are planted in a copy of the kernels, one at a time. Each must fail the random calls of the tests
+(plugins/tests/fuzz.cpp, with the same seed and number of cases), and the unchanged kernels must pass them. This needs
+g++, ONNX Runtime's headers, a machine with AVX-512 VNNI and some minutes. On a machine without AMX its instructions run
+in software (plugins/tests/tiles_in_software.h). Writes benchmarks/results/kernel-mutants.json: for every mutant its
+instruction set and the failing call.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from common import RESULTS, head, save
 from mutants import ISA, ISA_FLAGS, REPACK, Library, Mutant
 
 NAME = "kernel-mutants"
-SEED, CASES = "10000", "300"  # tests/backends/onnxruntime/test_operators.py
-OTHERS = (("20000", "60"), ("30000", "30"), ("40000", "30"))  # the calls that it makes besides
+SEED, CASES = "10000", "300"  # as in tests/backends/onnxruntime/test_operators.py
+OTHERS = (("20000", "60"), ("30000", "30"), ("40000", "30"))  # further calls of that test
 FUZZ = "tests/fuzz.cpp"
 PRODUCTS, FLOATS, ROUNDING, DOT, PACKED, AMX = (
     f"cpu/linear/{name}.h" for name in ("panel_products", "panel_floats", "rounding", "dot", "packed", "amx")
@@ -149,8 +148,10 @@ MUTANTS = (
 
 
 def failures(program: Path, isa: str, *, linear: bool, seed: str = SEED, cases: str = CASES) -> str:
-    """What the random calls, of Linear alone or of every operator, find wrong on an instruction set; empty where they
-    find nothing."""
+    """Return the message of the random calls on an instruction set, "" if they pass.
+
+    They call Linear alone if `linear` is set, else every operator.
+    """
     command = [str(program), seed, cases, *["linear"] * linear]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "KVEXPORT_CPU_ISA": isa}
@@ -171,7 +172,7 @@ def keep(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="mutants whose names begin so")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="run only mutants whose names begin with it")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
     results: dict[str, Any] = {}

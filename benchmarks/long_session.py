@@ -1,12 +1,13 @@
-"""One text of many times the trained length, read in a fixed budget: loss by tokens read, absolute positions beside
-positions in the cache, and beside a window of the same slots that is prefilled anew.
+"""Loss over one text of many times the trained length, read in a fixed budget.
 
     python long_session.py TEXT [--tokens 100000] [--sides "ballot cache" ...]
 
-TEXT is a file of English prose, or a folder of HTML pages (Debian's package debian-handbook has one in
-/usr/share/doc/debian-handbook/html/en-US). SmolLM2-135M-Instruct was trained on 8,192 positions. A side that the result
-holds for the same text and tokens is not run again. The window sees 512 to 527 tokens, no fewer than the cache has
-slots, and is measured on the first tokens of some windows in every block; the others on the same tokens as well.
+Sides have absolute positions or positions in the cache; another side is a window of as many slots that is prefilled
+again for each loss. TEXT is a file of English prose, or a folder of HTML pages (Debian's package debian-handbook has
+one in /usr/share/doc/debian-handbook/html/en-US). SmolLM2-135M-Instruct was trained on 8,192 positions. A side that the
+result already holds for the same text and tokens is not run again. The window sees 512 to 527 tokens, never fewer than
+the cache has slots. It is measured on the first tokens of some windows in every block, the other sides on the same
+tokens as well.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvexport.recipe.load import load_recipe
 NAME = "long-session"
 RECIPE = "smollm2-135m-base"
 BLOCK, SLOTS, CHUNK = 4096, 512, 256
-WINDOWS, COUNTED = 8, 16  # windows of a block, and tokens counted of each
+WINDOWS, COUNTED = 8, 16  # windows of a block, and counted tokens of each
 WINDOW = "window"
 SIDES = ("ballot cache", "ballot absolute", WINDOW, "streaming cache", "streaming absolute", "keepkv cache")
 
@@ -69,12 +70,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--sides", nargs="+", default=list(SIDES))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="for artifacts, a file system that can link the checkpoint")
+    parser.add_argument(
+        "--folder", type=Path, help="the folder for artifacts, on a file system that can link the checkpoint"
+    )
     return parser.parse_args()
 
 
 def read_text(path: Path) -> str:
-    """A file as it is; of a folder's HTML pages the paragraphs, in order of their names."""
+    """Return the text of a file, or the paragraphs of a folder's HTML pages in order of their names."""
     if path.is_file():
         return path.read_text(encoding="utf-8")
     results = []
@@ -88,7 +91,7 @@ def read_text(path: Path) -> str:
 
 
 def earlier(tokens: int, text: str) -> dict[str, Any]:
-    """The figures of an earlier run on the same tokens, or none."""
+    """Return the figures of an earlier run on the same tokens, or empty figures."""
     path = RESULTS / f"{NAME}.json"
     setting = {"model": "SmolLM2-135M-Instruct", "slots": SLOTS, "chunk": CHUNK, "tokens": tokens, "text": text}
     if path.exists():
@@ -99,8 +102,10 @@ def earlier(tokens: int, text: str) -> dict[str, Any]:
 
 
 def engine_of(side: str, folder: Path, threads: int) -> Engine:
-    """An engine of "METHOD POSITIONS". Beyond the trained length absolute positions need a checkpoint that claims to
-    have been trained on more."""
+    """Return the engine of a side, "METHOD POSITIONS".
+
+    Beyond the trained length, absolute positions need a checkpoint whose config states a longer trained length.
+    """
     method, positions = side.split()
     overrides = [f"cache.method={method}", f"cache.positions={positions}", f"cache.budget={SLOTS}"]
     overrides += [f"export.prefill_chunk={CHUNK}", "export.logits=all", f"backend.threads={threads}"]
@@ -120,7 +125,7 @@ def token_ids(engine: Engine, text: str, count: int) -> np.ndarray:
 
 
 def read_through(engine: Engine, ids: np.ndarray) -> np.ndarray:
-    """The loss in nats of every token but the first, all read as one sequence."""
+    """Return the loss in nats of every token but the first, all read as one sequence."""
     lanes, losses = engine.lanes(1), []
     for start in range(0, len(ids) - 1, CHUNK):
         part = ids[start : min(start + CHUNK, len(ids) - 1)]
@@ -131,21 +136,21 @@ def read_through(engine: Engine, ids: np.ndarray) -> np.ndarray:
 
 
 def loss_of(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Minus ln p of targets [T] by logits [T, V]."""
+    """Return -ln p of targets [T] by logits [T, V]."""
     top = logits.max(-1)
     total = np.log(np.exp(logits - top[:, None]).sum(-1, dtype=np.float64)) + top
     return np.asarray(total - logits[np.arange(len(targets)), targets])
 
 
 def counted(tokens: int) -> list[slice]:
-    """The losses that windows are measured on: evenly spread, none before a whole window."""
+    """Return the slices of losses on which windows are measured: evenly spread, and with a whole window before each."""
     count = max(1, WINDOWS * tokens // BLOCK)
     starts = np.linspace(SLOTS, tokens - 1 - COUNTED, count).astype(int)
     return [slice(int(start), int(start) + COUNTED) for start in starts]
 
 
 def windows(engine: Engine, ids: np.ndarray) -> list[np.ndarray]:
-    """Losses where the last tokens alone are prefilled; before they exceed the budget nothing is evicted."""
+    """Return losses after prefilling the last tokens alone; nothing is evicted before they exceed the budget."""
     results, lanes = [], engine.lanes(1)
     for at in counted(len(ids)):
         lanes.clear()
@@ -154,14 +159,14 @@ def windows(engine: Engine, ids: np.ndarray) -> list[np.ndarray]:
             part = tokens[start : start + CHUNK]
             logits = lanes.append([part], prefill=True)[0]
             if start + len(part) >= SLOTS:
-                position = at.start + 1 - SLOTS + start + np.arange(len(part))  # loss i is of token i + 1
+                position = at.start + 1 - SLOTS + start + np.arange(len(part))  # loss i belongs to token i + 1
                 keep = (position >= at.start) & (position < at.stop)
                 results.append(loss_of(logits[keep], ids[position[keep] + 1]))
     return joined(results)
 
 
 def joined(parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Pieces of windows as whole windows."""
+    """Join pieces of windows to whole windows."""
     return list(np.concatenate(parts).reshape(-1, COUNTED))
 
 
@@ -170,8 +175,11 @@ def by_block(losses: np.ndarray) -> list[float]:
 
 
 def summary(figures: dict[str, Any]) -> dict[str, Any]:
-    """Of every side the loss at 4,000 to 8,000 tokens and over the last 10,000 of whole blocks; against the window the
-    paired difference with its 95 % interval over windows beyond 8,192 tokens."""
+    """Return the summary of every side.
+
+    It has the loss at 4,000 to 8,000 tokens and over the last 10,000 of whole blocks. It also has the paired difference
+    to the window, with its 95 % interval over windows beyond 8,192 tokens.
+    """
     results: dict[str, Any] = {}
     beyond = np.array([at.start >= 8192 for at in counted(figures["tokens"] + 1)])
     for side, blocks in figures["loss"].items():

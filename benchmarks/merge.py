@@ -1,10 +1,10 @@
-"""The native MergeCache alone, merge after merge: what it takes to bring a layer's cache back to its budget.
+"""Time of the native MergeCache alone, which brings a layer's cache back to its budget.
 
     python benchmarks/merge.py [--rounds 40] [--threads 2] [--before LIBRARY]
 
-Batch 4, 8 KV heads of size 128 (a layer of Llama-3-8B), budgets of 512 and 2,048 slots, state bound in place: 32 tokens
-are appended, and a merge evicts as many. So slots lie as merges leave them. `--before` names the library of operators
-of another checkout, which runs in turn with this one's.
+Batch 4, 8 KV heads of size 128 (a layer of Llama-3-8B), budgets of 512 and 2,048 slots, state bound in place. 32 tokens
+are appended, and a merge evicts as many, again and again, so that slots have the order that merges leave. `--before`
+names the library of operators of another checkout, which runs in turn with this one's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIDES += [("h2o", 2048, "float16")]
 
 
 def merging(library: Path, threads: int, method: str, budget: int, dtype: str) -> Callable[[], float]:
-    """Appends, merges, and gives the milliseconds of the merge."""
+    """Return a function that appends, merges, and returns the milliseconds of the merge."""
     import onnxruntime as ort
     from onnx import helper
 
@@ -35,12 +35,12 @@ def merging(library: Path, threads: int, method: str, budget: int, dtype: str) -
     from kvexport.schema.operators import MERGE_CACHE
     from kvexport.schema.state import STATE_NAMES
 
-    made, rng, capacity = all_methods()[method](), np.random.default_rng(0), budget + EVICTED
+    rule, rng, capacity = all_methods()[method](), np.random.default_rng(0), budget + EVICTED
     shape = (BATCH, HEADS, capacity)
     state: dict[str, np.ndarray] = {name: rng.normal(size=(*shape, SIZE)).astype(dtype) for name in ("key", "value")}
     state |= {
         "votes": np.ones(shape, np.float32),
-        "score": rng.normal(size=(*shape[:2], len(made.statistics), capacity)),
+        "score": rng.normal(size=(*shape[:2], len(rule.statistics), capacity)),
     }
     state["score"] = state["score"].astype(np.float32)
     state["position"] = np.broadcast_to(np.arange(capacity, dtype=np.int32), shape).copy()
@@ -49,7 +49,7 @@ def merging(library: Path, threads: int, method: str, budget: int, dtype: str) -
         MERGE_CACHE.input_names,
         MERGE_CACHE.output_names,
         domain="kvexport",
-        **merge_cache_node_attributes(MergeCacheAttributes(made, budget, 4, budget // 4)),
+        **merge_cache_node_attributes(MergeCacheAttributes(rule, budget, 4, budget // 4)),
     )
     names = dict(zip(STATE_NAMES, MERGE_CACHE.input_names, strict=True))
     bound = dict(zip(STATE_NAMES, MERGE_CACHE.output_names, strict=True))
@@ -86,7 +86,7 @@ def merging(library: Path, threads: int, method: str, budget: int, dtype: str) -
         session.run_with_iobinding(binding)
         return 1e3 * (time.perf_counter() - start)
 
-    for _ in range(2 * budget // EVICTED):  # until the budget has been evicted twice over
+    for _ in range(2 * budget // EVICTED):  # until twice the budget has been evicted
         merge()
     return merge
 

@@ -1,10 +1,10 @@
-"""Does `kvexport validate` find a wrong kernel? Bugs are planted in a copy of the CPU kernels, one at a time; each has
-to fail, and the kernels as they are have to pass.
+"""Search for bugs of the CPU kernels that `kvexport validate` does not find.
 
     python benchmarks/mutants.py [--only NAME ...]
 
-Takes g++ and ONNX Runtime's headers (`python plugins/build.py --fetch-headers` leaves them in build-cache). Writes
-benchmarks/results/mutants.json: of every mutant, the engine it was run in, and what the validation said.
+Bugs are planted in a copy of the CPU kernels, one at a time. `kvexport validate` must fail with each of them and pass
+without. This needs g++ and ONNX Runtime's headers (`python plugins/build.py --fetch-headers` puts them in build-cache).
+Writes benchmarks/results/mutants.json: for every mutant its engine and the problems that the validation found.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ DISPATCH = "cpu/dispatch.cpp"
 BINDING = "bindings/onnxruntime/library.cpp"
 RANKS = "cpu/ranks/all_reduce.cpp"
 REPACK = "cpu/linear/repack.cpp"
-ONCE = (DISPATCH, RANKS, REPACK)  # compiled for no instruction set of their own
+ONCE = (DISPATCH, RANKS, REPACK)  # compiled once, for no specific instruction set
 FLAGS = ("-std=gnu++17", "-Og", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
-# One instruction set is enough where the sources are the same for all.
+# One instruction set is enough if the sources are the same for all.
 ISA = "avx2"
 ISA_FLAGS = {
     "portable": ("-DKV_WIDTH=4",),
@@ -57,8 +57,16 @@ if not HAS_TILES:
 
 
 class Mutant(NamedTuple):
-    """A bug: `old` becomes `new` wherever it stands in the file. engine: of `ENGINES`, one that computes with it. isa:
-    an instruction set that computes with it."""
+    """A bug: `old` becomes `new` everywhere in the file.
+
+    Attributes:
+        name: A description of the bug.
+        file: The file below plugins/.
+        old: The text that is replaced.
+        new: Its replacement.
+        engine: A key of `ENGINES` whose engine computes with the changed code.
+        isa: An instruction set that computes with it.
+    """
 
     name: str
     file: str
@@ -150,7 +158,8 @@ MUTANTS = (
     ),
     Mutant("a few tokens see the next one", DECODE, "max_of(from, own + 1)", "max_of(from, own + 2)", "full"),
 )
-# Recipe's method, the kind of checkpoint (the trained tiny one, or a random one of that architecture), other settings.
+# The recipe's method, the kind of checkpoint (the trained tiny one, or a random one of that architecture), and other
+# settings.
 ENGINES: dict[str, tuple[str, ...]] = {
     "keepkv": ("keepkv", "tiny"),
     "ballot": ("ballot", "tiny"),
@@ -168,7 +177,7 @@ SHAPE = dict(vocab_size=64, hidden_size=48, intermediate_size=96, num_hidden_lay
 
 
 def checkpoint(kind: str, folder: Path) -> Path:
-    """A random checkpoint with a sliding window, or with biases."""
+    """Write a random checkpoint with a sliding window or with biases."""
     import torch
     from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -185,29 +194,36 @@ def checkpoint(kind: str, folder: Path) -> Path:
 
 
 def build_engines(names: Sequence[str], folder: Path) -> dict[str, Path]:
-    """Their artifacts."""
+    """Return the artifacts of engines."""
     from kvexport.export.build import build
     from kvexport.recipe.load import load_recipe
 
-    made = {}
+    artifacts = {}
     for name in names:
         method, kind, *others = ENGINES[name]
         changes = [f"cache.method={method}", "limits.max_length=512", "cache.budget=32", *others]
         if kind != "tiny":
             changes.append(f"model.path={checkpoint(kind, folder)}")
-        made[name] = build(load_recipe("tiny-base", changes).recipe, folder / name, name=name)
-    return made
+        artifacts[name] = build(load_recipe("tiny-base", changes).recipe, folder / name, name=name)
+    return artifacts
 
 
 class Library:
-    """A copy of the kernels that can be changed and compiled: a library, or a program with that source. linears: the
-    instruction sets that it has Linear for, of which KVEXPORT_CPU_ISA chooses; all else is `ISA`'s. made: where CMake
-    may have compiled the operators, whose object files are taken where no source is newer."""
+    """A copy of the kernels that can be changed and compiled to a library, or to a program.
+
+    Args:
+        folder: The folder of the copy.
+        linears: The instruction sets for which Linear is compiled. KVEXPORT_CPU_ISA chooses one of them; all other
+            operators are compiled for `ISA`.
+        program: The source of the program, if it is one.
+        made: The folder in which CMake may have compiled the operators. Its object files are used if no source is
+            newer.
+    """
 
     def __init__(
-        self, folder: Path, linears: Sequence[str] = (ISA,), program: str | None = None, made: Path | None = None
+        self, folder: Path, linears: Sequence[str] = (ISA,), program: str | None = None, artifacts: Path | None = None
     ) -> None:
-        self.folder, self.made = folder / "plugins", made
+        self.folder, self.artifacts = folder / "plugins", artifacts
         shutil.copytree(PLUGINS, self.folder)
         dispatch = self.folder / DISPATCH
         text, found = re.subn(
@@ -228,7 +244,7 @@ class Library:
         self._link()
 
     def change(self, mutant: Mutant) -> None:
-        """Plant a bug, and compile what it is part of."""
+        """Plant a bug and compile the sources that contain it."""
         file = self.folder / mutant.file
         before = file.read_text()
         if mutant.old not in before:
@@ -255,7 +271,7 @@ class Library:
             file.write_text(before)
 
     def restore(self) -> None:
-        """Compile what `change` changed as it is."""
+        """Take the unchanged object files again for the sources that `change` compiled."""
         for unit in self._changed:
             shutil.copy(self._object(*unit, kept=True), self._object(*unit))
 
@@ -273,11 +289,11 @@ class Library:
             shutil.copy(target, kept)
 
     def _made(self, source: str, isa: str) -> Path | None:
-        """CMake's object file, where it is of what is there now."""
-        if self.made is None:
+        """Return CMake's object file if it is newer than all sources."""
+        if self.artifacts is None:
             return None
         part = {BINDING: "kvexport_onnxruntime", RANKS: "kvexport_cpu", REPACK: "kvexport_cpu"}.get(source, f"kv_{isa}")
-        there = self.made / "CMakeFiles" / f"{part}.dir" / f"{source}.o"
+        there = self.artifacts / "CMakeFiles" / f"{part}.dir" / f"{source}.o"
         newest = max(path.stat().st_mtime for path in PLUGINS.rglob("*") if path.suffix in (".h", ".cpp", ".txt"))
         return there if there.is_file() and there.stat().st_mtime > newest else None
 
@@ -287,7 +303,7 @@ class Library:
 
 
 def _choice(linears: Sequence[str]) -> str:
-    """dispatch.cpp's function of the instruction sets that are compiled."""
+    """Return the function of dispatch.cpp for the compiled instruction sets."""
     linear = {isa: f"kv::{isa}::linear" for isa in linears}
     if "avx512vnni" in linears:
         linear["amx"] = "kv::avx512vnni::linear_amx"
@@ -304,8 +320,11 @@ def _choice(linears: Sequence[str]) -> str:
 
 
 def verdict(library: Path, artifact: Path, examined: int = merges.MOST_EXAMINED) -> dict[str, Any]:
-    """What validate says of an artifact with this library, float64 being asked about so many merges that differ. In a
-    process of its own, which loads no other library: a copy of one that has imported what validate needs."""
+    """Return the result of `kvexport validate` on an artifact with this library.
+
+    It runs in a process of its own, which loads no other library. This process is forked from one that has imported the
+    modules that validate needs. `examined` is the largest number of differing merges that are compared in float64.
+    """
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["kvexport.validate.merges", "transformers.models.llama.modeling_llama"])
     with ProcessPoolExecutor(1, processes) as pool:
@@ -332,7 +351,7 @@ def _verdict(library: Path, artifact: Path, examined: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="mutants whose names begin so")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="run only mutants whose names begin with it")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,14 +1,15 @@
-"""The kernel of packed weights alone: one row, and a prompt's rows, times matrices of a 7B layer that no cache holds.
+"""Time of the kernel of packed weights alone, on matrices of a 7B layer that fit into no processor cache.
 
     python benchmarks/packed_kernel.py [--rounds 20] [--threads 2] [--rows 1,8,512] [--megabytes 640] [--sides SIDE ...]
 
-Sides: Linear with int4, int8 (groups of 32, scales in float16) and float16 weights, the first two also with inputs that
-are not rounded (`weights.inputs: float`), and ONNX Runtime's MatMulNBits (int4, groups of 32, accuracy level 4), all in
-turn, in one process. `read_share` is the bytes of weights and scales over the time of one row and the machine's read
-bandwidth, which is probed before and after; `of_MatMulNBits` is the speed over that side's. Goals: one row at 0.85 of
-the bandwidth and 1.0 of MatMulNBits, 512 rows at 300 GMAC/s on two Zen 4 cores and 2 times MatMulNBits. The result
-names the processor, the instruction set that ran and the load of the machine. If the machine is busy, take many rounds
-and read the figures that begin with `best`, which are of the fastest round.
+Matrices are multiplied with one row and with a prompt's rows. The sides are Linear with int4, int8 (groups of 32,
+scales in float16) and float16 weights, the first two also with inputs that are not rounded (`weights.inputs: float`),
+and ONNX Runtime's MatMulNBits (int4, groups of 32, accuracy level 4). All run in turn in one process. `read_share` is
+the bytes of weights and scales over the time of one row and the machine's read bandwidth, which is measured before and
+after. `of_MatMulNBits` is the speed relative to that side's. Goals: one row at 0.85 of the bandwidth and 1.0 of
+MatMulNBits, 512 rows at 300 GMAC/s on two Zen 4 cores and 2 times MatMulNBits. The result names the processor, the
+instruction set that ran and the load of the machine. On a busy machine take many rounds and read the figures that begin
+with `best`: they are those of the fastest round.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from kvexport.backends.onnxruntime.operators import instruction_set, library
 OUTPUTS, INPUTS, GROUP = 11008, 4096, 32
 SIDES = ("int4", "int8", "int4, float inputs", "int8, float inputs", "float16", "MatMulNBits")
 PEER = "MatMulNBits"
-READ_GOAL = 0.85  # of the read bandwidth, one row
+READ_GOAL = 0.85  # the share of the read bandwidth for one row
 
 
 def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[Any], dict[str, Any]]:
-    """The initializers of one matrix, and the node's attributes; Linear's or MatMulNBits'."""
+    """Return the initializers of one matrix, and the attributes of its node of Linear or MatMulNBits."""
     from onnx import TensorProto, helper
 
     from kvexport.ops.linear import Form
@@ -41,7 +42,7 @@ def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[A
     bits = 16 if side == "float16" else 8 if side.startswith("int8") else 4
     numbers = rng.integers(0, 256, OUTPUTS * INPUTS * bits // 8, np.uint8)
     if side == "float16":
-        values = (numbers.view(np.uint16) & 0x83FF | 0x2000).tobytes()  # of size 2^-7
+        values = (numbers.view(np.uint16) & 0x83FF | 0x2000).tobytes()  # of magnitude 2^-7
         return [helper.make_tensor(name, TensorProto.FLOAT16, [OUTPUTS, INPUTS], values, raw=True)], Form().attributes
     groups = INPUTS // GROUP
     if side == PEER:
@@ -61,7 +62,10 @@ def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[A
 
 
 def session(side: str, threads: int, megabytes: int) -> tuple[Any, int, int]:
-    """Matrices of so many megabytes together, each times the same rows; how many, and their bytes."""
+    """Return a session of matrices times the same rows, their number, and their bytes.
+
+    The matrices have at least `megabytes` megabytes together.
+    """
     import onnxruntime as ort
     from onnx import TensorProto, helper
 

@@ -1,7 +1,8 @@
-"""A load test of a server with OpenAI's API.
+"""Load test of a server with OpenAI's API.
 
-Conversations begin at random times, whether or not earlier ones are answered (an open loop). The times of all pieces
-are kept. `serve.py` measures all servers by this client; docs/tasks/measure-speed.md names tools for other uses.
+Conversations begin at random times, whether or not earlier ones are answered (an open loop). The times of all pieces of
+text are recorded. `serve.py` measures all servers with this client; docs/tasks/measure-speed.md names tools for other
+uses.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Conversation:
 def conversations(workload: Workload) -> list[Conversation]:
     """Return the conversations of a workload, equal for equal seeds.
 
-    No two messages begin alike, so a server finds no shared prefix.
+    No two messages begin alike, so that a server finds no shared prefix.
     """
     drawn, start, result = random.Random(workload.seed), 0.0, []
     for _ in range(workload.conversations):
@@ -87,10 +88,10 @@ class Answer:
         pieces: Seconds from the request to each piece of text.
         end: Seconds from the beginning of the run to the end of the answer.
         text: The answer.
-        tokens: Tokens of the answer, as the server counts them; else the number of pieces.
-        prompt_tokens: Tokens of the prompt, as the server counts them.
+        tokens: Tokens of the answer as the server counts them, else the number of pieces.
+        prompt_tokens: Tokens of the prompt as the server counts them.
         cached_tokens: Tokens of the prompt that the server took from its cache.
-        error: Why the answer is missing or incomplete; empty if it is complete.
+        error: The reason why the answer is missing or incomplete; empty if it is complete.
     """
 
     conversation: int
@@ -106,17 +107,17 @@ class Answer:
 
     @property
     def ttft(self) -> float:
-        """Return the seconds to the first piece of the answer."""
+        """The seconds to the first piece of the answer."""
         return self.pieces[0]
 
     @property
     def gaps(self) -> list[float]:
-        """Return the seconds between neighbouring pieces."""
+        """The seconds between neighbouring pieces."""
         return [b - a for a, b in zip(self.pieces, self.pieces[1:], strict=False)]
 
     @property
     def per_token(self) -> float:
-        """Return the mean seconds per token after the first; 0 for answers of one token."""
+        """The mean seconds per token after the first; 0 for answers of one token."""
         return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
@@ -138,7 +139,7 @@ class Server:
 
     @property
     def base(self) -> str:
-        """Return the address with /v1, under which /chat/completions lies."""
+        """The address with /v1, to which /chat/completions is added."""
         url = self.url.rstrip("/")
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"the server's address is {self.url!r}, expected http://HOST:PORT")
@@ -176,7 +177,7 @@ async def _first_model(client: httpx2.AsyncClient, server: Server) -> str:
     try:
         response = await client.get(f"{server.base}/models")
         return str(response.raise_for_status().json()["data"][0]["id"])
-    except Exception as error:  # of the network, the status and the body alike
+    except Exception as error:  # errors of the network, the status and the body
         why = str(error) or type(error).__name__
         raise ConnectionError(f"{server.base}/models does not answer with models: {why}") from error
 
@@ -209,7 +210,7 @@ async def _converse(
         answers.append(answer)
         try:
             await _ask(client, f"{server.base}/chat/completions", body, answer)
-        except Exception as error:  # whatever ends one request is a figure, not the end of the run
+        except Exception as error:  # an error of one request is a figure, not the end of the run
             answer.error = answer.error or f"{type(error).__name__}: {error}"[:200]
         answer.end = time.perf_counter() - begin
         answer.error = answer.error or ("" if answer.pieces else "no token came")
@@ -286,7 +287,7 @@ class Result:
 
     @property
     def whole(self) -> list[Answer]:
-        """Return the answers without an error."""
+        """The answers without an error."""
         return [answer for answer in self.answers if not answer.error]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Other engines as OpenAI-compatible servers, so that `benchmarks/serve.py` asks all of them by the same client.
+"""Other engines as servers with OpenAI's API, so that `benchmarks/serve.py` measures all of them with one client.
 
     python benchmarks/serve_peers.py NAME MODEL [--lanes 8] [--context 8192] [--threads 2]
 
 NAME is llamacpp (MODEL: a GGUF file; llama.cpp's own server, which the wheel `xllamacpp` carries), genai (a folder of
-onnxruntime-genai's builder; its `Engine`) or transformers (a checkpoint; its continuous batching). It prints the
-address when it is ready, and ends with its standard input. The last two have no small HTTP server of their own: the one
-here does no more than hand on tokens.
+onnxruntime-genai's builder; its `Engine`) or transformers (a checkpoint; its continuous batching). The script prints
+the address when it is ready, and ends with its standard input. The last two have no small HTTP server of their own. The
+server of this script only passes on their tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-Deliver = Callable[[int | None], None]  # a token, or None: the last has come
+Deliver = Callable[[int | None], None]  # takes a token, or None after the last one
 
 
 def llamacpp(model: str, lanes: int, context: int, threads: int) -> str:
-    """Start it; its address. The cache is in 16 bits, llama.cpp's default."""
+    """Start llama.cpp's server and return its address. The cache has 16 bits, llama.cpp's default."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
@@ -43,7 +43,7 @@ keep: list[Any] = []
 
 
 class Genai:
-    """onnxruntime-genai's engine, in a thread of its own."""
+    """The engine of onnxruntime-genai, in a thread of its own."""
 
     def __init__(self, model: str, lanes: int, context: int, threads: int) -> None:
         self.model, self.lanes, self.context = model, lanes, context
@@ -53,13 +53,13 @@ class Genai:
         threading.Thread(target=self.loop, daemon=True).start()
 
     def add(self, ids: list[int], count: int, deliver: Deliver) -> None:
-        """Let a prompt be answered by exactly so many tokens."""
+        """Add a prompt that is to be answered by exactly `count` tokens."""
         with self.wake:
             self.new.append((ids, count, deliver))
             self.wake.notify()
 
     def loop(self) -> None:
-        """Begin what is new, run, deliver. The engine belongs to the thread that made it."""
+        """Start new requests, run the engine and deliver tokens. The engine belongs to the thread that made it."""
         import numpy as np
         import onnxruntime_genai as og
 
@@ -95,7 +95,7 @@ class Genai:
 
 
 class Transformers:
-    """Hugging Face's continuous batching."""
+    """The continuous batching of transformers."""
 
     def __init__(self, model: str, lanes: int, context: int, threads: int) -> None:
         import torch
@@ -110,7 +110,7 @@ class Transformers:
         self.sent = 0
 
     def add(self, ids: list[int], count: int, deliver: Deliver) -> None:
-        """As Genai's; from within an event loop."""
+        """Add a prompt, as `Genai.add` does, from within an event loop."""
         self.sent += 1
         seen = 0
 
@@ -128,7 +128,7 @@ class Transformers:
 
 
 def serve(peer: Genai | Transformers, tokenizer_folder: Path) -> None:
-    """Its tokens as chunks of chat completions."""
+    """Serve the peer's tokens as chunks of chat completions."""
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=["llamacpp", "genai", "transformers"])
     parser.add_argument("model")
-    parser.add_argument("--tokenizer", type=Path, help="the checkpoint, where MODEL has no chat template")
+    parser.add_argument("--tokenizer", type=Path, help="the checkpoint, if MODEL has no chat template")
     parser.add_argument("--lanes", type=int, default=8)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)

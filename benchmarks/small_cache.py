@@ -1,15 +1,15 @@
-"""What 8 and 4 bits for keys and values cost on SmolLM2-135M-Instruct: rounding alone, merging alone, and both at equal
-bytes.
+"""Cost of 8 and 4 bits for keys and values on SmolLM2-135M-Instruct: rounding, merging, and both at equal bytes.
 
     python benchmarks/small_cache.py [--texts 0,1,...] [--methods full,h2o,keepkv,ballot]
 
-Some minutes a text; what is there is kept. `full` is rounding alone.
+A text takes some minutes; earlier results are kept. The method `full` measures rounding alone.
 
-Texts of 1,024 tokens of Python's manual, in chunks of 64. The figure is KL(full float32 cache || this one) over the
-second half of a text, in nats. PyTorch computes it with the operators' own meaning, which `validate` holds engines to:
-int8, int4 and k8v4 are caches of these types. The other forms, among them llama.cpp's q4_0, stand here alone: a float32
-cache whose rows are rounded before they are appended and after merges. `recent exact`: the chunk that is read and the
-64 tokens before it are not rounded yet. Writes benchmarks/results/small-cache.json.
+Texts are 1,024 tokens of Python's manual in chunks of 64. The figure is KL(full float32 cache || this one) over the
+second half of a text, in nats. PyTorch computes it with the operators' reference functions, which `validate` compares
+engines with. The forms int8, int4 and k8v4 are caches of these types. The other forms, among them llama.cpp's q4_0,
+exist only in this script: a float32 cache whose rows are rounded before they are appended and after merges. In the form
+`recent exact` the chunk that is being read and the 64 tokens before it are not rounded. Writes
+benchmarks/results/small-cache.json.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from kvexport.recipe.load import load_recipe
 
 NAME, RECIPE = "small-cache", "smollm2-135m-base"
 LENGTH, CHUNK, SLOTS = 1024, 64, 128
-KEY_SIZE = 64  # of a head of SmolLM2
+KEY_SIZE = 64  # the key size of SmolLM2
 METHODS = ("h2o", "keepkv", "ballot")
 Rounding = Callable[[Tensor], Tensor]
 
 
 def as_it_is(rows: Tensor) -> Tensor:
-    """Float16 of a float32 model costs less than can be seen here."""
+    """Return the rows unchanged: float16 of a float32 model costs less than this benchmark can show."""
     return rows
 
 
@@ -59,24 +59,24 @@ def int4_unrotated(rows: Tensor) -> Tensor:
 
 
 def int4(rows: Tensor) -> Tensor:
-    """What a cache of int4 stores."""
+    """Return the rows as a cache of int4 stores them."""
     return rotated_by_hadamard(dequantized(*quantized(rotated_by_hadamard(rows), torch.uint8)))
 
 
 def int4_of_7(rows: Tensor) -> Tensor:
-    """-7 .. 7 in equal steps and a scale for each row, rotated."""
+    """Round rotated rows to equal steps, -7 to 7, with one scale per row."""
     turned = rotated_by_hadamard(rows)
     scale = (turned.abs().amax(-1, keepdim=True) / 7).to(torch.bfloat16).float()
     return rotated_by_hadamard(torch.round(turned / torch.where(scale > 0, scale, 1.0)).clamp(-7, 7) * scale)
 
 
 def int4_of_8(rows: Tensor) -> Tensor:
-    """-8 .. 7: the number of the largest magnitude is -8; rotated."""
+    """Round rotated rows to equal steps, -8 to 7, with the number of the largest magnitude at -8."""
     return rotated_by_hadamard(_of_8(rotated_by_hadamard(rows), rows.shape[-1]))
 
 
 def q4_0(rows: Tensor) -> Tensor:
-    """llama.cpp's: so, in blocks of 32."""
+    """Round rows to equal steps, -8 to 7, in blocks of 32, as llama.cpp's q4_0 does."""
     return _of_8(rows, 32)
 
 
@@ -93,9 +93,15 @@ def _of_8(rows: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """How rows are stored. bits: of a number of a key and of one of a value, scales of a row of 64 included. rounding:
-    of rows of a cache of the model's type. dtype: the cache's, as a recipe names it. sinks, recent: the first tokens,
-    and the latest ones, whose rows are not rounded; of the latest, while they are."""
+    """A form of stored rows.
+
+    Attributes:
+        bits: Bits of a number of a key and of a value, including the scales of a row of 64.
+        rounding: The rounding of rows in a cache of the model's type.
+        dtype: The cache's type, as a recipe names it.
+        sinks: The number of first tokens whose rows are not rounded.
+        recent: The number of latest tokens whose rows are not rounded yet.
+    """
 
     bits: tuple[float, float]
     rounding: Rounding = as_it_is
@@ -104,7 +110,7 @@ class Form:
     recent: int = 0
 
     def rounded(self, rows: Tensor, position: Tensor, last: int) -> Tensor:
-        """rows [B, H, n, D] of tokens at `position` [B, H or 1, n], the latest token being at `last`."""
+        """Round rows [B, H, n, D] of tokens at `position` [B, H or 1, n]; the latest token is at `last`."""
         exact = (position < self.sinks) | (position > last - self.recent)
         return torch.where(exact[..., None], rows, self.rounding(rows))
 
@@ -128,13 +134,16 @@ MERGED = ("float16", "int8", "k8v4", "int4")
 
 
 def slots_of(stored: Form, size: int) -> int:
-    """Slots, slack included, in the bytes of SLOTS and CHUNK slots of float16; votes, scores and positions counted."""
+    """Return the slots whose bytes, with those of slack, equal those of SLOTS and CHUNK slots of float16.
+
+    Votes, scores and positions are counted.
+    """
     slot = [size * sum(x.bits) / 8 + 12 for x in (FORMS["float16"], stored)]
     return int((SLOTS + CHUNK) * slot[0] / slot[1]) - CHUNK
 
 
 class Reader:
-    """The model over a cache of one method whose rows are rounded; `logits` of a text are those of every token."""
+    """The model over a cache of one method with rounded rows."""
 
     def __init__(self) -> None:
         from transformers import AutoModelForCausalLM
@@ -148,7 +157,7 @@ class Reader:
         self.tokenizer = Tokenizer.from_folder(path)
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
-        """Over the state of its layer; see `kvexport.export.hooks.attention`."""
+        """Compute attention over the state of the layer; see `kvexport.export.hooks.attention`."""
         layer: int = module.layer_idx
         last = int(self.position[0, -1])
         output, *self.state[layer] = vote_attention(
@@ -165,12 +174,12 @@ class Reader:
         return output
 
     def mask(self, mask_function: Any) -> Any:
-        """None: VoteAttention knows who sees what."""
+        """Return None: VoteAttention masks by itself."""
         return None
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int], method: str, slots: int, stored: Form) -> Tensor:
-        """[tokens, vocabulary]"""
+        """Return the logits [tokens, vocabulary] of every token of a text."""
         sets = [f"cache.method={method}", f"cache.budget={slots}", f"export.prefill_chunk={CHUNK}"]
         sets += [f"limits.max_length={LENGTH}", f"cache.dtype={stored.dtype}"]
         recipe = load_recipe(RECIPE, sets).recipe
@@ -203,28 +212,32 @@ class Reader:
 
 
 def kl(full: Tensor, other: Tensor) -> float:
-    """Mean over the second half of the text."""
+    """Return the mean KL over the second half of the text."""
     half = len(full) // 2
     p, q = (torch.log_softmax(x[half:].double(), -1) for x in (full, other))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def figures(size: int) -> list[tuple[str, int, str]]:
-    """(method, slots, form): every form over the full cache; of every method, in the slots and in the bytes of
-    float16."""
+    """Return (method, slots, form) of all figures.
+
+    Every form is measured over the full cache. Every method is measured in the slots and in the bytes of float16.
+    """
     merged = [(m, n, x) for m in METHODS for x in MERGED for n in sorted({SLOTS, slots_of(FORMS[x], size)})]
     return [("full", LENGTH, name) for name in FORMS if name != "float16"] + merged
 
 
 def measured() -> dict[str, dict[str, float]]:
-    """Text by text what is there."""
+    """Return the earlier results text by text."""
     path = RESULTS / f"{NAME}.json"
     return json.loads(path.read_text())["texts"] if path.exists() else {}  # type: ignore[no-any-return]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", default="0,1,2,3,4,5,6,7", help="numbers of texts, spread over the manual")
+    parser.add_argument(
+        "--texts", default="0,1,2,3,4,5,6,7", help="the numbers of texts, which are spread over the manual"
+    )
     parser.add_argument("--methods", default=",".join(("full", *METHODS)))
     arguments = parser.parse_args()
     reader = Reader()
@@ -239,12 +252,12 @@ def main() -> None:
             key = f"{method} | {slots} | {name}"
             done[key] = kl(full, reader.logits(text, method, slots, FORMS[name]))
             print(number, key, f"{done[key]:.5f}", flush=True)
-            write(measured() | {number: done})  # others may have been measured meanwhile
+            write(measured() | {number: done})  # another process may have added results meanwhile
     write(measured())
 
 
 def write(texts: dict[str, dict[str, float]]) -> None:
-    """All that was measured, and its means over the texts that have it."""
+    """Write all results, and their means over the texts that have them."""
     keys = [" | ".join(map(str, x)) for x in figures(KEY_SIZE)]
     rows = {k: mean(each) for k in keys if (each := [x[k] for x in texts.values() if k in x])}
     summary = {k: [x.value, x.low, x.high, x.count] for k, x in rows.items()}

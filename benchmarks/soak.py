@@ -2,11 +2,11 @@
 
     python -m benchmarks.soak ARTIFACT --minutes 10 --kills 100 --out benchmarks/results/soak.json
 
-Six clients have conversations. Meanwhile each server is killed (SIGKILL) a few seconds after it has started, the
-folder's disk is full for a second at a time, a server is stopped (SIGSTOP) and continues, and a proxy cuts connections
-after a random number of bytes. The folder is a tmpfs in a mount namespace of its own; where no process may mount, the
-disk is never full, and the result says so. The run ends when both the minutes and the kills are reached, and at the
-latest after three times the minutes. At the end every conversation has one more turn: an acknowledged turn that is
+Six clients have conversations. Meanwhile each server is killed (SIGKILL) a few seconds after it has started. The
+folder's disk is full for a second at a time. A server is stopped (SIGSTOP) and continues. A proxy cuts connections
+after a random number of bytes. The folder is a tmpfs in a mount namespace of its own. If processes may not mount, the
+disk is never full, and the result states it. The run ends when both the minutes and the kills are reached, at the
+latest after three times the minutes. At the end every conversation has one more turn. An acknowledged turn that is
 missing, a wrong answer, or a lane that is not free again counts as a failure.
 """
 
@@ -54,13 +54,13 @@ class Server:
         self.port, self.log = free_port(), log
         options = ["--threads", "1", "--session-folder", str(folder), "--session-shared", "--drain", "5"]
         self._command = [sys.executable, "-m", "kvexport", "serve", str(artifact), "--port", str(self.port), *options]
-        self.lock = threading.Lock()  # nobody kills a server that is stopped, or stops one that is killed
+        self.lock = threading.Lock()  # a stopped server is not killed, and a killed one not stopped
         self.largest = 0  # bytes of resident memory
         self.start()
 
     @property
     def url(self) -> str:
-        """Return the address of the server, with its port."""
+        """The address of the server, with its port."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class Server:
         return False
 
     def note_memory(self) -> int:
-        """Return the resident bytes, and keep the largest."""
+        """Return the resident bytes and remember the largest."""
         with suppress(psutil.Error):
             now = int(psutil.Process(self.process.pid).memory_info().rss)
             self.largest = max(self.largest, now)
@@ -103,7 +103,7 @@ class CuttingProxy(threading.Thread):
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def run(self) -> None:
-        """Take connections until the process ends."""
+        """Accept connections until the process ends."""
         while True:
             client, _ = self._listener.accept()
             threading.Thread(target=self._pass, args=(client,), daemon=True).start()
@@ -124,7 +124,7 @@ class CuttingProxy(threading.Thread):
 
     @staticmethod
     def _copy(source: socket.socket, target: socket.socket, limit: int) -> bool:
-        """Copy at most `limit` bytes, and return whether that was the end."""
+        """Copy at most `limit` bytes and return whether the limit was reached."""
         with suppress(OSError):
             while limit > 0 and (data := source.recv(min(4096, limit))):
                 target.sendall(data)
@@ -133,12 +133,12 @@ class CuttingProxy(threading.Thread):
 
 
 class Disturbances:
-    """The threads that kill, stop and fill.
+    """The threads that kill and stop servers and fill the disk.
 
     Args:
         servers: The servers.
         folder: The folder of sessions.
-        every: Mean seconds until a server that runs is killed.
+        every: Mean seconds until a running server is killed.
         mounted: Whether the folder has a small disk of its own.
     """
 
@@ -206,7 +206,7 @@ def in_own_namespace() -> bool:
 
 
 def last_turns(clients: list[Client], servers: list[Server]) -> int:
-    """Give every conversation one more turn, and return how many were answered rightly."""
+    """Give every conversation one more turn and return the number of right answers."""
     right = 0
     for client in clients:
         client._urls = [server.url for server in servers]
@@ -216,7 +216,7 @@ def last_turns(clients: list[Client], servers: list[Server]) -> int:
 
 
 def busy_lanes(server: Server) -> int:
-    """Return how many lanes of a server are in use."""
+    """Return the number of lanes of a server that are in use."""
     with urllib.request.urlopen(f"{server.url}/stats", timeout=10) as answer:
         return sum(lane["state"] != "idle" for lane in json.load(answer)["lanes"])
 
@@ -282,9 +282,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--kills", type=int, default=100, help="go on until there were so many")
-    parser.add_argument("--every", type=float, default=4.0, help="mean seconds until a server that runs is killed")
-    parser.add_argument("--out", type=Path, help="the figures as JSON")
+    parser.add_argument("--kills", type=int, default=100, help="the least number of kills")
+    parser.add_argument("--every", type=float, default=4.0, help="mean seconds until a running server is killed")
+    parser.add_argument("--out", type=Path, help="the file to write with the figures as JSON")
     arguments = parser.parse_args()
     mounted = in_own_namespace()
     with tempfile.TemporaryDirectory(prefix="kvexport-soak-") as name:

@@ -1,8 +1,8 @@
 """Clients of `soak.py`: conversations on servers that are killed, stopped and cut off.
 
 A client knows the states that its session may have. After an acknowledged turn there is one: the state after it. An
-attempt that ended without an answer may have been kept or not, or may be kept later, so each adds a state. An answer
-that fits none of them is wrong: an acknowledged turn was lost, or a state was mixed up.
+attempt that ended without an answer adds a state, since it may have been kept or not, or may be kept later. An answer
+that fits none of the states is wrong: an acknowledged turn was lost, or two states were confused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvexport.state.snapshot import Snapshot
 TURNS, PROMPT, ANSWER = 8, 6, 8
 SECONDS = 6.0  # a client waits this long for the next byte
 VOCABULARY = 64
-_MOST = 32  # states that a session may have
+_MOST = 32  # the most states that a session may have
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Reference:
 
 @dataclass
 class Session:
-    """A conversation. states: those that it may have. late: prompts whose attempts got no answer."""
+    """A conversation. `states` may be its state, `late` holds prompts whose attempts got no answer."""
 
     name: str
     states: list[State] = field(default_factory=lambda: [State()])
@@ -117,13 +117,13 @@ class Client(threading.Thread):
             if status == "no answer":
                 session.late.append(ids)
                 session.states += [self._reference.after(state, ids) for state in session.states[: _MOST - 1]]
-                del session.states[_MOST:]  # those of most kept attempts, which are the least likely
+                del session.states[_MOST:]  # states with the most kept attempts, the least likely
             (stop or self._stop_set).wait(0.2 + self._random.random() * 0.3)
         return False
 
     def _acknowledged(self, session: Session, ids: list[int], text: str, tokens: int) -> bool:
         known = list(session.states)
-        for _ in range(3):  # attempts without an answer may have been kept since
+        for _ in range(3):  # unanswered attempts may have been kept meanwhile
             for state in known:
                 after = self._reference.after(state, ids)
                 if state.tokens + len(ids) == tokens and after.text == text:
@@ -177,7 +177,7 @@ def _whole(data: bytes) -> tuple[str, str, int]:
 
 
 def _stream(data: bytes) -> tuple[str, str, int]:
-    """Return the outcome of a stream: it counts as answered if it has token counts and its end, and no error."""
+    """Return the outcome of a stream, which counts as answered if it has token counts, its end, and no error."""
     text, tokens, status = "", 0, "no answer"
     for line in data.decode().splitlines():
         if line == "data: [DONE]":

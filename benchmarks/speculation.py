@@ -1,5 +1,4 @@
-"""Speculative decoding: what its calls cost, how many drafted tokens are accepted, and tokens per second against the
-same cache without drafts.
+"""Speculative decoding: cost of its calls, accepted tokens, and tokens per second compared with no drafts.
 
     python speculation.py costs  [--contexts 8192,16384,32768] [--rounds 30] [--threads 2] [--bits 4]
     python speculation.py text   [--length 7900] [--new 128] [--kinds prose,code,chat] [--methods full,h2o] [--bits 4]
@@ -10,16 +9,22 @@ same cache without drafts.
     python speculation.py given  [--contexts 16384,32768] [--new 128] [--threads 2] [--bits 4]
     python speculation.py periodic [--length 7900] [--new 256] [--kinds prose,code] [--methods h2o,keepkv]
 
-costs: M (a random Llama of 28M parameters), the decoder alone, over state of random numbers: a step of the full cache,
-calls of it that verify, and a step of the drafter, all in turn; and what follows from the medians for a chance of
-acceptance. text: SmolLM2-135M-Instruct goes on with a text of so many tokens (Python's manual, its library's source),
-or answers a question that takes quotation; the prompt is read once, and every side goes on from its snapshot. given: M
-end to end, with a chance of acceptance that is given, since that of random weights says nothing: the drafter runs, and
-what it drafts is replaced by the answer without drafts, with so many mistakes. periodic: SmolLM2 goes on with a text by
-cache.periodic, each token given; KL is to the full cache, in nats. Every row is saved as it is there. --new tokens
-without a choice between (every: --new) show the part alone.
---bits rounds weights, as a user on a CPU has them; --yarn stretches the rotary embedding of a model by a factor
-(arXiv 2309.00071), so that it reads texts of more than the 8,192 tokens that SmolLM2 was trained on.
+`costs` measures the decoder of M (a random Llama of 28M parameters) alone, over state of random numbers: a step of the
+full cache, its calls that verify, and a step of the drafter, all in turn. It also gives the speedup that follows from
+the medians for given chances of acceptance.
+
+`text` lets SmolLM2-135M-Instruct continue a text of `--length` tokens (Python's manual, its library's source), or
+answer a question that asks for a quotation. The prompt is read once, and every side continues from its snapshot.
+
+`given` measures M end to end with given chances of acceptance, since the chance with random weights means nothing. The
+drafter runs, and its drafts are replaced by the answer without drafts, with mistakes at the given rate.
+
+`periodic` lets SmolLM2 continue a text with cache.periodic, each token given. KL is to the full cache, in nats. With as
+many tokens between two selections as --new there is a single selection, which shows the selected cache alone.
+
+Every row is saved as soon as it is measured. --bits rounds weights, as is usual on a CPU. --yarn stretches the rotary
+embedding of a model by a factor (arXiv 2309.00071), so that it reads more than the 8,192 tokens that SmolLM2 was
+trained on.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ from kvexport.state.snapshot import Snapshot
 NAME = "speculation"
 BUDGET, REBUILD, MOST = 512, 64, 8
 ACCEPTED = (0.6, 0.7, 0.8, 0.9)
-DELAY = 4  # steps between a choice that a thread makes and the first one that reads it
+DELAY = 4  # steps between a selection in a thread and the first step that reads it
 QUESTION = "Quote the first 25 lines of this text, word for word:\n\n"
 
 
@@ -69,7 +74,7 @@ def main() -> None:
         options.save = partial(save, NAME, figures)
         try:
             WHAT[options.what](options, Path(folder), found)
-        finally:  # what an interrupted run has measured
+        finally:  # also the figures of an interrupted run
             save(NAME, figures)
 
 
@@ -79,16 +84,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[16384])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["prose", "code", "chat"])
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["full", "h2o"])
-    parser.add_argument("--recipe", default="smollm2-135m-full", help="of text")
-    parser.add_argument("--slots", type=int, default=BUDGET, help="of the drafter in text; also twice as many")
+    parser.add_argument("--recipe", default="smollm2-135m-full", help="the recipe of text")
+    parser.add_argument("--slots", type=int, default=BUDGET, help="slots of the drafter in text; also twice as many")
     parser.add_argument("--length", type=int, default=7900)
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--greedy", action="store_true", help="of text: no drawn answers")
+    parser.add_argument("--greedy", action="store_true", help="text: no sampled answers")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--bits", type=int, choices=(4, 8), help="of weights; float32 where it is left out")
-    parser.add_argument("--yarn", type=float, default=1, help="of text: how much longer than trained the model reads")
-    parser.add_argument("--folder", default=None, help="where artifacts are built; they are removed")
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="bits of weights; default: float32")
+    parser.add_argument(
+        "--yarn", type=float, default=1, help="text: the factor by which texts exceed the trained length"
+    )
+    parser.add_argument("--folder", default=None, help="the folder to build artifacts in; they are removed")
     return parser.parse_args()
 
 
@@ -101,7 +108,7 @@ def run_name(options: argparse.Namespace) -> str:
 
 
 def m_engine(folder: Path, length: int, options: argparse.Namespace) -> Engine:
-    """M with a full cache, and a drafter's."""
+    """Return an engine of M with a full cache and a drafter's cache."""
     recipe = Recipe.model_validate(
         {
             "model": {"path": str(make_checkpoint("M", folder / "M"))},
@@ -116,7 +123,7 @@ def m_engine(folder: Path, length: int, options: argparse.Namespace) -> Engine:
 
 
 def costs(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
-    """By context: milliseconds of calls, and tokens per step that follow."""
+    """Measure, by context, milliseconds of calls and the speedup that follows."""
     for context in options.contexts:
         engine = m_engine(folder, context + 64, options)
         assert isinstance(engine.drafter, CacheDrafter)
@@ -136,7 +143,7 @@ def costs(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> N
 
 
 def fill(state: Any, used: int, length: int) -> None:
-    """Random entries."""
+    """Fill a state with random entries."""
     rng = np.random.default_rng(0)
     for name, array in state.state.items():
         kind = name.rpartition(".")[2]
@@ -156,7 +163,7 @@ def call(state: Any, rows: int) -> float:
 
 
 def best(times: dict[str, float], accepted: float) -> dict[str, Any]:
-    """Of all lengths of a draft the one that is fastest at a chance of acceptance, and how much faster than a step."""
+    """Return the draft length that is fastest at a chance of acceptance, and its speedup over plain steps."""
     speed = {}
     for n in range(1, MOST + 1):
         tokens = (1 - accepted ** (n + 1)) / (1 - accepted)
@@ -166,7 +173,7 @@ def best(times: dict[str, float], accepted: float) -> dict[str, Any]:
 
 
 def text(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
-    """By method and kind of text: acceptance and speed of every side."""
+    """Measure acceptance and speed of every side, by method and kind of text."""
     for method in options.methods:
         changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "speculate.after=0"]
         changes += [f"weights.bits={options.bits or 'null'}", *stretched(options, folder)]
@@ -190,7 +197,7 @@ def text(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> No
 
 
 def stretched(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Changes of the recipe for texts longer than the model was trained on."""
+    """Return changes of the recipe for texts longer than the model's trained length."""
     if options.yarn == 1:
         return []
     base = resolve_checkpoint(load_recipe(options.recipe).recipe.model.path, None)
@@ -218,8 +225,11 @@ def prompt(engine: Engine, kind: str, length: int) -> list[int]:
 
 
 def periodic(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
-    """By method and kind of text: tokens per second of the full cache, and by slots, tokens between two choices and
-    delay KL to it, tokens per second, and what a choice costs."""
+    """Measure cache.periodic by method and kind of text, slots, tokens between two selections, and delay.
+
+    The figures are the tokens per second of the full cache, and for each setting the KL to it, tokens per second, and
+    the time of a selection.
+    """
     for method in options.methods:
         changes = [f"cache.method={method}", "cache.budget=1.0", f"cache.periodic.slots={2 * options.slots}"]
         loaded = load_recipe(options.recipe, [*changes, f"limits.max_length={options.length + 8}"])
@@ -246,9 +256,11 @@ def periodic(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -
 def periods(
     engine: Engine, over: Any, start: Snapshot, given: list[int], full: Any, settings: dict[str, int]
 ) -> dict[str, Any]:
-    """Tokens after a snapshot by cache.periodic: KL to the rows of the full cache, in nats; milliseconds of what a
-    choice takes, medians (choose: by the scores; prepare: in the thread, choosing and copying; place: copying into the
-    part)."""
+    """Return the figures of tokens after a snapshot with cache.periodic.
+
+    KL is to the rows of the full cache, in nats. The milliseconds of a selection are medians of three parts: `choose`
+    ranks by scores, `prepare` selects and copies in the thread, and `place` copies into the selected cache.
+    """
     recipe = engine.manifest.recipe
     section = recipe.cache.periodic.model_copy(update=settings)
     cache = recipe.cache.model_copy(update={"periodic": section})
@@ -268,7 +280,7 @@ def periods(
 
 
 def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """The same, its seconds noted."""
+    """Return the function, with the seconds of its calls recorded."""
 
     def call(*given: Any, **named: Any) -> Any:
         start = time.perf_counter()
@@ -281,7 +293,7 @@ def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., A
 
 
 def given_rows(lanes: Lanes, start: Snapshot, given: list[int]) -> tuple[Any, float]:
-    """The logits after each of some tokens that follow a snapshot, and tokens per second."""
+    """Return the logits after each of the given tokens that follow a snapshot, and tokens per second."""
     lanes.restore(0, start.saved)
     rows, begin = [], time.perf_counter()
     for token in given:
@@ -295,7 +307,7 @@ def log_softmax(row: Any) -> Any:
 
 
 def given(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
-    """By context: the speed of every side, all in turn."""
+    """Measure the speed of every side by context, all in turn."""
     for context in options.contexts:
         engine = m_engine(folder, context + 2 * options.new, options)
         ids = np.random.default_rng(0).integers(0, engine.vocabulary, context).tolist()
@@ -321,21 +333,21 @@ def given(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> N
 
 
 class Mistaken:
-    """A drafter whose work is done and whose drafts are an answer with mistakes, each token right by `rate`."""
+    """A drafter that does its work but returns the answer with mistakes; each token is right at `rate`."""
 
     def __init__(self, drafter: Any, answer: list[int], rate: float, vocabulary: int) -> None:
         self.drafter, self.answer, self.rate, self.vocabulary = drafter, answer, rate, vocabulary
         self.rng = np.random.default_rng(0)
 
     def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
-        """Return the drafted tokens of each request, as `kvexport.engine.speculation.Drafter` asks."""
+        """Return the drafted tokens of each request, as `kvexport.engine.speculation.Drafter` requires."""
         (draft,), done = self.drafter(requests, lanes), len(requests[0].tokens)
         right = self.answer[done : done + len(draft)]
         return [[token if self.rng.random() < self.rate else (token + 1) % self.vocabulary for token in right]]
 
 
 def drafters(engine: Engine, slots: int) -> dict[str, Any]:
-    """N-grams, and the cache by tokens, budget and rebuild."""
+    """Return drafters by name: n-grams, and the cache with several numbers of tokens, budgets and intervals."""
     sides: dict[str, Any] = {"ngram 4": partial(draft_ngrams, tokens=4, max_length=engine.max_length)}
     for tokens, budget, rebuild in (
         (2, slots, 64), (3, slots, 64), (4, slots, 64), (3, slots, 8), (3, slots, 256), (3, 2 * slots, 64),
@@ -346,7 +358,7 @@ def drafters(engine: Engine, slots: int) -> dict[str, Any]:
 
 
 def changed_drafter(engine: Engine, **changes: int) -> Any:
-    """The cache drafter by other settings than the recipe's."""
+    """Return the cache drafter with other settings than the recipe's."""
     recipe = engine.manifest.recipe
     speculate = recipe.speculate.model_copy(update=changes)
     manifest = dataclasses.replace(engine.manifest, recipe=recipe.model_copy(update={"speculate": speculate}))
@@ -356,7 +368,7 @@ def changed_drafter(engine: Engine, **changes: int) -> Any:
 def answered(
     engine: Engine, start: Snapshot, last: int, settings: GenerationSettings, drafter: Any
 ) -> tuple[list[int], dict[str, Any]]:
-    """The answer to a prompt of which all but the last token is read, and its figures."""
+    """Return the answer to a prompt of which all tokens but the last are read, and its figures."""
     engine.drafter = drafter
     request = Request([last], settings, start=start)
     engine.add(request)
@@ -373,7 +385,7 @@ def answered(
 
 
 def read(engine: Engine, ids: list[int]) -> tuple[Snapshot, int]:
-    """The state after all tokens of a prompt but the last, and that."""
+    """Return the state after all tokens of a prompt but the last, and that token."""
     engine.drafter = None
     request = Request(ids[:-1], engine.settings(max_new_tokens=1, do_sample=False), keep=True)
     engine.add(request)

@@ -1,4 +1,4 @@
-"""What all tables of docs/ and README.md are made with."""
+"""Shared parts of the tables in docs/ and README.md."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ BUDGETS = {0.05: "1/20", 0.125: "1/8", 0.25: "1/4", 0.5: "1/2"}
 
 
 def load(name: str) -> Any:
-    """What is in benchmarks/results/NAME.json."""
+    """Return the content of benchmarks/results/NAME.json."""
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def table(*rows: tuple[str, ...]) -> str:
-    """Markdown; the first row is the header."""
+    """Return a table in Markdown; the first row is the header."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def name_of(label: str) -> str:
-    """ "keepkv:cache.recent=0.1" as "`keepkv`, recent 0.1"."""
+    """Return a label as Markdown: "keepkv:cache.recent=0.1" as "`keepkv`, recent 0.1"."""
     method, *settings = label.split(":")
     return ", ".join(
         [
@@ -33,5 +33,5 @@ def name_of(label: str) -> str:
 
 
 def shown(estimate: dict[str, float]) -> str:
-    """A figure and its interval."""
+    """Return a figure with its interval."""
     return f"{estimate['value']:.3g} [{estimate['low']:.2g}, {estimate['high']:.2g}]"

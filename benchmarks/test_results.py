@@ -1,4 +1,4 @@
-"""Checks of the committed results: which methods were measured, and which planted bugs were found.
+"""Checks of the committed results: every method was measured, and every planted bug was found.
 
     python -m pytest benchmarks
 

@@ -1,12 +1,11 @@
-"""Two checkouts of kvexport beside each other on the CPU: whether a change of the code made decode, prefill or export
-slower.
+"""Speed of two checkouts of kvexport on the CPU, in turn: whether a change made decode, prefill or export slower.
 
     python benchmarks/versions.py --before CHECKOUT [--rounds 5] [--only NAME] [--work DIR]
 
-The checkout of this script is the other side; both have their native operators built (make native). Each side builds
+The other side is the checkout of this script. Both need their native operators built (make native). Each side builds
 the artifacts of M (benchmarks/common.py) with its own code and runs in processes of its own, in turn: blocks of 32
-tokens of a running stream, whole prompts, whole builds. A ratio is the median over the pairs of blocks, of
-seconds(after) / seconds(before): 1.03 is 3 % slower. The bandwidth is probed before and after.
+tokens of a running stream, whole prompts, whole builds. A ratio is the median over the pairs of seconds(after) /
+seconds(before): 1.03 is 3 % slower. The bandwidth is measured before and after.
 """
 
 from __future__ import annotations
@@ -35,8 +34,11 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """What both sides do. kind: decode (a block of steps at a context), prefill (a prompt of `context` tokens) or
-    export (a build of the 1.1B shape in float16)."""
+    """A task of both sides.
+
+    `kind` is decode (a block of steps at a context), prefill (a prompt of `context` tokens) or export (a build of the
+    1.1B shape in float16).
+    """
 
     kind: str
     method: str
@@ -45,7 +47,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the results."""
+        """The name of the case in the results."""
         if self.kind == "export":
             return f"export, {self.method}"
         return f"{self.kind}: {self.method} at {self.context}" + (f", batch {self.batch}" if self.batch > 1 else "")
@@ -66,7 +68,7 @@ CASES = [
 
 
 class Side:
-    """A checkout's process for one case, asked for one block or prompt at a time."""
+    """The process of a checkout for one case, which runs one block or prompt at a time."""
 
     def __init__(self, checkout: Path, artifact: Path, case: Case) -> None:
         command = [sys.executable, __file__, "--side", str(artifact), "--case", json.dumps(vars(case))]
@@ -74,10 +76,10 @@ class Side:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=checkout
         )
-        self.ask()  # the first is a warm-up
+        self.ask()  # a warm-up
 
     def ask(self) -> float:
-        """Seconds of the next block or prompt."""
+        """Return the seconds of the next block or prompt."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -91,7 +93,7 @@ class Side:
 
 
 def answer(artifact: str, case: Case) -> None:
-    """A side's own process: a line in, seconds out."""
+    """Run blocks or prompts in a side's own process, one for each line of input; print the seconds of each."""
     import kvexport
 
     engine = kvexport.load(artifact, verify=False)
@@ -115,9 +117,9 @@ def answer(artifact: str, case: Case) -> None:
 
 
 def build(checkout: Path, recipe: Path, out: Path) -> float:
-    """Seconds of `kvexport build` by this checkout."""
+    """Return the seconds of `kvexport build` by this checkout."""
     shutil.rmtree(out, ignore_errors=True)
-    os.sync()  # a build must not wait for what the one before it left to be written
+    os.sync()  # so that a build does not wait for the writes of the one before
     command = [sys.executable, "-m", "kvexport", "build", "--recipe", str(recipe), "--out", str(out)]
     start = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
@@ -128,7 +130,7 @@ def build(checkout: Path, recipe: Path, out: Path) -> float:
 
 
 def recipe_of(case: Case, work: Path) -> Path:
-    """The recipe's file of a case."""
+    """Return the recipe's file of a case."""
     if case.kind == "export":
         content: dict[str, Any] = {
             "model": {"path": str(make_checkpoint("1b", work / "1b", "float16")), "dtype": "float16"},
@@ -150,7 +152,7 @@ def recipe_of(case: Case, work: Path) -> Path:
 
 
 def compare(case: Case, sides: dict[str, Path], work: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of both sides in turn, and their ratio."""
+    """Return the seconds of both sides in turn, and their ratio."""
     recipe = recipe_of(case, work)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     if case.kind == "export":
@@ -180,7 +182,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
     parser.add_argument("--work", type=Path)
-    parser.add_argument("--after", type=Path, default=ROOT, help="another than this script's")
+    parser.add_argument("--after", type=Path, default=ROOT, help="a checkout in place of this script's")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()

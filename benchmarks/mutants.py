@@ -221,9 +221,9 @@ class Library:
     """
 
     def __init__(
-        self, folder: Path, linears: Sequence[str] = (ISA,), program: str | None = None, artifacts: Path | None = None
+        self, folder: Path, linears: Sequence[str] = (ISA,), program: str | None = None, made: Path | None = None
     ) -> None:
-        self.folder, self.artifacts = folder / "plugins", artifacts
+        self.folder, self.made = folder / "plugins", made
         shutil.copytree(PLUGINS, self.folder)
         dispatch = self.folder / DISPATCH
         text, found = re.subn(
@@ -290,10 +290,10 @@ class Library:
 
     def _made(self, source: str, isa: str) -> Path | None:
         """Return CMake's object file if it is newer than all sources."""
-        if self.artifacts is None:
+        if self.made is None:
             return None
         part = {BINDING: "kvexport_onnxruntime", RANKS: "kvexport_cpu", REPACK: "kvexport_cpu"}.get(source, f"kv_{isa}")
-        there = self.artifacts / "CMakeFiles" / f"{part}.dir" / f"{source}.o"
+        there = self.made / "CMakeFiles" / f"{part}.dir" / f"{source}.o"
         newest = max(path.stat().st_mtime for path in PLUGINS.rglob("*") if path.suffix in (".h", ".cpp", ".txt"))
         return there if there.is_file() and there.stat().st_mtime > newest else None
 

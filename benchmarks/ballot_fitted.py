@@ -1,5 +1,4 @@
-"""`ballot` whose values are then fitted to reference queries, for comparison: it is no method of kvexport and runs from
-its function."""
+"""`ballot` with values fitted to reference queries, which kvexport does not have. It runs as an ONNX function."""
 
 from __future__ import annotations
 
@@ -14,8 +13,10 @@ from kvexport.schema.policy import MergePolicy
 
 
 class BallotFitted(Fitting):
-    """What is evicted, and what it merges into, is ballot's with its defaults; the ridge regression starts from the
-    merge."""
+    """The method that evicts and merges as ballot does with its defaults, then fits the values by ridge regression.
+
+    The regression starts from the merged values.
+    """
 
     name: ClassVar[str] = "ballot_fitted"
     summary: ClassVar[str] = "ballot, then values are fitted to recent queries"
@@ -24,19 +25,19 @@ class BallotFitted(Fitting):
 
     @property
     def vote_exponent(self) -> float:
-        """Votes count in full."""
+        """The exponent of votes, as in ballot."""
         return Ballot().vote_exponent
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """Those of ballot."""
+        """The statistics of ballot."""
         return Ballot().own_statistics
 
     def policy(self) -> MergePolicy:
-        """Ballot's, then the values."""
+        """Return ballot's policy with the fit of values."""
         return replace(Ballot().policy(), fit=self.fit("values"))
 
 
 def register() -> None:
-    """Let recipes of this process name it."""
+    """Register the method, so that recipes of this process can name it."""
     all_methods()[BallotFitted.name] = BallotFitted

@@ -1,10 +1,10 @@
-"""Decode speed of M: kvexport on the CPU beside transformers (sdpa, DynamicCache), and methods beside each other.
+"""Decode speed of M on the CPU, beside transformers (sdpa, DynamicCache) and of methods beside each other.
 
     python benchmarks/decode.py [--rounds 5] [--only NAME] [--work DIR]
 
-Every side of a pair runs in a process of its own, in turn, round by round: two thread pools in one process disturb each
-other. A figure is the mean time of one step over a whole number of merge intervals, every token counted; a ratio is the
-median over rounds.
+Every side of a pair runs in a process of its own, in turn, round by round, since two thread pools in one process would
+disturb each other. A figure is the mean time of one step over a whole number of merge intervals, every token counted. A
+ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENGINES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "h2o": ("h2o", 512, 128, {}),
     "streaming": ("streaming", 512, 128, {}),
 }
-# name of a pair: (side a, side b, context, what is asked of speed(a) / speed(b))
+# name of a pair: (side a, side b, context, goal of speed(a) / speed(b))
 PAIRS = {
     "full_vs_transformers_4096": ("full", "transformers", 4096, 2.5),
     "keepkv_vs_transformers_16384": ("keepkv", "transformers", 16384, 10.0),
@@ -46,7 +46,7 @@ PAIRS = {
 
 
 def engine_path(work: Path, side: str, context: int, batch: int = 1) -> Path:
-    """The artifact of a side, built if it is not there."""
+    """Return the artifact of a side; it is built if it is missing."""
     from kvexport.export.build import build
     from kvexport.recipe.fields import Recipe
 
@@ -67,7 +67,7 @@ def engine_path(work: Path, side: str, context: int, batch: int = 1) -> Path:
 
 
 def time_kvexport(path: Path, context: int) -> float:
-    """Seconds per step."""
+    """Return the seconds per step of kvexport."""
     import kvexport
 
     lanes = kvexport.load(path, verify=False).lanes(1)
@@ -77,7 +77,7 @@ def time_kvexport(path: Path, context: int) -> float:
 
 
 def time_transformers(checkpoint: Path, context: int) -> float:
-    """Seconds per step of the Hugging Face model with sdpa and a DynamicCache."""
+    """Return the seconds per step of the Hugging Face model with sdpa and a DynamicCache."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -101,7 +101,7 @@ def _steps(step: Any) -> float:
 
 
 def in_process(side: str, context: int, work: Path) -> float:
-    """Run one side in a fresh process; its seconds per step."""
+    """Run one side in a fresh process and return its seconds per step."""
     command = [sys.executable, __file__, "--side", side, "--context", str(context), "--work", str(work)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -109,7 +109,7 @@ def in_process(side: str, context: int, work: Path) -> float:
 
 
 def long_context(work: Path) -> dict[str, Any]:
-    """Step time at a true context of 65536 against 2048, in blocks of 32 steps in turn, over the same sessions."""
+    """Compare the step time at a context of 65536 with that at 2048, in blocks of 32 steps in turn."""
     import kvexport
     from kvexport.engine.lanes import Lanes
 

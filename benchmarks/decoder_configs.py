@@ -7,7 +7,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 WINDOW = 24
-# Sizes that a config gets wherever its class has a field of the name, in nested configs too.
+# Sizes of a config, for each field that its class has, in nested configs too.
 SIZES: dict[str, Any] = {
     "vocab_size": 100, "vocab_size_per_layer_input": 100, "hidden_size": 64, "n_embd": 64, "d_model": 64,
     "embed_dim": 64, "word_embed_proj_dim": 64, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96,
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
 }  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-# Further fields of types whose classes do not get along with `SIZES` alone, or would then have one kind of layer.
+# Further fields of types whose classes fail with `SIZES` alone, or would have one kind of layer.
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 99}},
@@ -78,7 +78,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def tiny(config_class: Any, depth: int = 0) -> dict[str, Any]:
-    """Return the fields of a tiny config of a class: sizes that the class knows, of nested configs too."""
+    """Return the fields of a tiny config of a class, with the sizes that it and its nested configs know."""
     default = config_class().to_dict()
     # The default may differ from the type of the field: lists of layers follow the number of layers by themselves.
     fields = {name: value for name, value in SIZES.items() if name in default and not isinstance(default[name], list)}

@@ -1,4 +1,4 @@
-"""The tables of docs/measurements/decoder-types.md, from the results of `decoder_types.py`."""
+"""Tables of docs/measurements/decoder-types.md, from the results of `decoder_types.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST = 200  # characters of a reason
 
 
 def decoder_tables() -> dict[str, str]:
-    """Every table by its mark."""
+    """Return every table by its mark."""
     types: dict[str, Any] = load("decoder-types")["types"]
     named = {result: [name for name, x in types.items() if x["result"] == result] for result in MEANING}
     counts = [(result, meaning, str(len(named[result]))) for result, meaning in MEANING.items()]

@@ -1,9 +1,9 @@
-"""Times the first minutes of a new user: an empty environment, the wheel, and the first token of an artifact.
+"""Time of a new user's first minutes: an empty environment, the wheel, and the first token of an artifact.
 
     python benchmarks/first_minutes.py WHEEL ARTIFACT [--extra serve]
 
 Prints the seconds of each part and the bytes on disk. pip takes packages from the index; --no-cache makes it download
-them all. `kvexport --help` and `import kvexport` are the best of five processes, and run once before.
+all of them. `kvexport --help` and `import kvexport` are the best of six processes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def seconds(command: Sequence[str]) -> float:
     """Return the seconds that a command takes.
 
     Raises:
-        SystemExit: It failed.
+        SystemExit: The command failed.
     """
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd="/", check=False)

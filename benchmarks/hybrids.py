@@ -1,10 +1,11 @@
-"""Decoders with recurrent states give the tokens of transformers over 4,096 tokens, however they are read.
+"""Tokens of decoders with recurrent states over 4,096 tokens, compared with transformers in every way of reading.
 
     python benchmarks/hybrids.py [TYPE...] [--length 4096] [--work DIR]
 
-Every type is a tiny model of random weights with a full cache. A token is the largest of the logits and of a noise that
+Every type is a tiny model of random weights with a full cache. A token is the argmax of the logits plus a noise that
 depends on its position alone, so that no answer ends in a loop. transformers' own model reads prompt and answer at
-once; `tokens` are those compared, `different` those whose choice it does not share. The ways of reading:
+once. `tokens` counts the compared tokens, `different` those that transformers would not have chosen. The ways of
+reading are
 
     steps    a prompt of one token; every other token is decoded
     chunks   half of the tokens are a prompt, read in chunks of 256
@@ -13,8 +14,8 @@ once; `tokens` are those compared, `different` those whose choice it does not sh
     fork     a second answer to a prompt that was read once
     prefix   a second prompt that begins like an earlier one; `cached` of its tokens are not read again
 
-`logits` is the largest error of the logits of given random tokens, over the largest logit, in chunks of random sizes
-in a batch of two whose lanes idle in turn.
+`logits` is the largest error of the logits of given random tokens, relative to the largest logit, in chunks of random
+sizes in a batch of two lanes that idle in turn.
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ VOCABULARY = models.SIZES["vocab_size"]
 
 
 class Noise:
-    """A logits processor: adds numbers to the logits that depend on the position of the token alone."""
+    """A logits processor that adds numbers which depend on the position of the token alone."""
 
     def __init__(self, length: int, seed: int = 0) -> None:
         self.rows = np.random.default_rng(seed).gumbel(size=(length + 1, VOCABULARY)).astype(np.float32) * 2
 
     def __call__(self, ids: Any, logits: Any) -> Any:
-        """The logits of the token after `ids`, with its noise."""
+        """Return the logits of the token after `ids`, with its noise."""
         return logits + self.rows[len(ids)]
 
 
 class Model:
-    """One type: the engine's options, and transformers' model."""
+    """One decoder type: its artifact and transformers' model."""
 
     def __init__(self, name: str, length: int, work: Path) -> None:
         self.length, self.work = length, work / name
@@ -81,25 +82,28 @@ class Model:
         self.noise = Noise(length)
 
     def engine(self, **options: Any) -> Any:
-        """An engine that has read nothing."""
+        """Return an engine that has read nothing."""
         return kvexport.load(self.artifact, threads=1, options=EngineOptions(**options), verify=False)
 
     def logits(self, ids: Any) -> Any:
-        """Transformers' logits of every token of a sequence, read at once."""
+        """Return transformers' logits of every token of a sequence, read at once."""
         with torch.no_grad():
             return self.reference(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
 
     def sessions(self) -> SessionStore:
-        """The sessions in the files that earlier stores have left."""
+        """Return a store of the sessions in the files that earlier stores have left."""
         return SessionStore(self.manifest, memory=0, folder=self.work / "sessions", disk=1 << 30)
 
     def request(self, prompt: Any, length: int | None = None, noise: Noise | None = None, **fields: Any) -> Request:
-        """A request for an answer with which the sequence has `length` tokens."""
+        """Return a request whose answer brings the sequence to `length` tokens."""
         settings = GenerationSettings(do_sample=False, max_new_tokens=(length or self.length) - len(prompt))
         return Request(prompt, settings, processors=[noise or self.noise], **fields)
 
     def compare(self, requests: list[Request], noises: list[Noise] | None = None) -> dict[str, int]:
-        """The tokens of answers that transformers would not have chosen. A tie within rounding is no difference."""
+        """Count the tokens of answers, and those that transformers would not have chosen.
+
+        A tie within rounding is no difference.
+        """
         tokens = different = 0
         for request, noise in zip(requests, noises or [self.noise] * len(requests), strict=True):
             assert request.error is None and request.finish_reason == "length", (request.finish_reason, request.error)
@@ -202,7 +206,7 @@ WAYS: tuple[Callable[[Model], dict[str, Any]], ...] = (steps, chunks, batch, ses
 
 
 def measure(name: str, length: int, work: Path) -> dict[str, Any]:
-    """The result of every way of reading a type."""
+    """Return the results of every way of reading a type."""
     model, results = Model(name, length, work), dict[str, Any]()
     for way in WAYS:
         start = time.perf_counter()
@@ -214,7 +218,9 @@ def measure(name: str, length: int, work: Path) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", default=[], help="others keep their results; all where none is named")
+    parser.add_argument(
+        "types", nargs="*", default=[], help="types to measure; others keep their results; default: all"
+    )
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--work", type=Path)
     chosen = parser.parse_args()

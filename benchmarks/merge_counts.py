@@ -1,10 +1,11 @@
-"""What a merge takes on a GPU, by count: no GPU is needed, and no time is measured.
+"""Predicted time of a merge on a GPU, from counts of instructions and bytes; no GPU is needed, and no time is measured.
 
     python benchmarks/merge_counts.py [--library LIBRARY]
 
-A layer of Llama-2-7B's shape in float16 (32 KV heads of 128), a budget of 2,048 slots of which each head has 32 more,
-positions in any order, as merges leave them. The PTX of every launch runs on the host (docs/measurements/cuda.md) for
-two heads, as many blocks a head as on a GPU of 132 multiprocessors. A launch takes the longest of
+The case is a layer of Llama-2-7B's shape in float16 (32 KV heads of 128) with a budget of 2,048 slots. Each head has 32
+slots more, with positions in any order, as merges leave them. The PTX of every launch runs on the host
+(docs/measurements/cuda.md) for two heads, with as many blocks for a head as on a GPU of 132 multiprocessors. A launch
+takes the longest of
 
     bytes of the cache that it reads and writes, and some of each slot for its numbers / bandwidth
     instructions of all warps / 4 a cycle and multiprocessor
@@ -12,8 +13,8 @@ two heads, as many blocks a head as on a GPU of 132 multiprocessors. A launch ta
         2), times the waves of its blocks
     products / 60 % of 989 TFLOP/s
 
-and 2 us more for being a launch. A step is the time of its bytes, weights and cache. Writes
-benchmarks/results/merge_counts.json and prints the tables of docs/measurements/cuda.md.
+and 2 us for the launch. A step is the time of its bytes: weights and cache. Writes benchmarks/results/merge_counts.json
+and prints the tables of docs/measurements/cuda.md.
 """
 
 from __future__ import annotations
@@ -34,15 +35,22 @@ from plugins.building import make
 from tests.conformance.cuda_library import PtxCaller
 
 LAYERS, HEADS, SIZE, BUDGET, EVICTED, CAPACITY, RECENT = 32, 32, 128, 2048, 32, 2560, 64
-USED, ROW, WEIGHTS = BUDGET + EVICTED, 2 * SIZE, 13.5e9  # bytes of a key; of all weights in 16 bits
+USED, ROW, WEIGHTS = BUDGET + EVICTED, 2 * SIZE, 13.5e9  # ROW: bytes of a key; WEIGHTS: bytes of all weights in 16 bits
 MULTIPROCESSORS, CLOCK, ISSUED, LAUNCH, PRODUCTS = 132, 1.75e9, 4, 2e-6, 0.6 * 989e12
-BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}  # 90 % of what they are sold with
+BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}  # 90 % of the published bandwidths
 BATCHES, METHODS, EVERY = (1, 8, 32), ("h2o", "keepkv", "ballot"), 32
 
 
 class Launch(NamedTuple):
-    """Of one method, in its order. resident: blocks that a multiprocessor has room for; slot: bytes of each slot's
-    numbers; bytes: of a head's keys and values; flop: of a head's products."""
+    """A launch of a method.
+
+    Attributes:
+        program: The kernel.
+        resident: Blocks that fit into a multiprocessor.
+        slot: Bytes of each slot's numbers.
+        bytes: Bytes of a head's keys and values.
+        flop: Operations of a head's products.
+    """
 
     program: str
     resident: int
@@ -52,17 +60,17 @@ class Launch(NamedTuple):
 
 
 def nearest(rows: int, targets: int, *, by_error: bool) -> Launch:
-    """Rows are those that targets are looked for; squares are products of 16 more."""
+    """Return the launch that looks for the nearest target of each row; squares are products of 16 more rows."""
     size = 2 * SIZE if by_error else SIZE
     name = f"NearestMma<kv::cuda::Half, {str(by_error).lower()}, 2>"
     return Launch(name, 2, 0, 2 * size * (targets + rows) + 9 * targets, 2 * (rows + 16) * targets * size)
 
 
 def launches_of(method: str) -> list[Launch]:
-    """What `run` of plugins/cuda/merge/merge_cache.cu launches."""
+    """Return the launches of `run` in plugins/cuda/merge/merge_cache.cu."""
     pool = EVICTED * getattr(all_methods()[method](), "pool", 1)
     moved = EVICTED * 2 * ROW
-    rest = pool + (RECENT if method == "ballot" else 0)  # recent slots are not looked at for the eviction pool
+    rest = pool + (RECENT if method == "ballot" else 0)  # recent slots are not in the eviction pool
     pairs = [
         nearest(pool, USED, by_error=method == "ballot"),
         Launch("Choose", 5, 16),
@@ -75,13 +83,15 @@ def launches_of(method: str) -> list[Launch]:
 
 
 def counted(caller: PtxCaller, method: str, batch: int) -> list[tuple[float, float]]:
-    """Of every launch a head's instructions of warps, and those of its longest thread. Two launches of one program are
-    counted as one, and share what that takes by their products."""
+    """Return for every launch the warps' instructions for a head, and those of its longest thread.
+
+    Two launches of one program are counted together, and share the count in proportion to their products.
+    """
     heads = 2
     caller.set_order(0, late=False, multiprocessors=max(1, round(MULTIPROCESSORS * heads / (HEADS * batch))))
     rng, made, shape = np.random.default_rng(5), all_methods()[method](), (1, heads, CAPACITY)
     state: dict[str, Any] = {name: rng.normal(size=(*shape, SIZE)).astype(np.float16) for name in ("key", "value")}
-    state["key"][:, :, 1:USED:2] = state["key"][:, :, 0:USED:2]  # so that all that are evicted merge
+    state["key"][:, :, 1:USED:2] = state["key"][:, :, 0:USED:2]  # so that all evicted entries merge
     state["votes"] = np.broadcast_to((np.arange(CAPACITY) < USED).astype(np.float32), shape).copy()
     state["score"] = rng.gamma(1.0, size=(1, heads, len(made.statistics), CAPACITY)).astype(np.float32)
     order = np.stack([rng.permutation(USED) for _ in range(heads)])[None] * 50
@@ -105,14 +115,14 @@ def counted(caller: PtxCaller, method: str, batch: int) -> list[tuple[float, flo
 
 
 def blocks_of(program: str, batch: int) -> int:
-    """Of a launch, as the library plans them (tests/conformance/test_cuda_plans.py)."""
+    """Return the blocks of a launch, as the library plans them (tests/conformance/test_cuda_plans.py)."""
     heads = HEADS * batch
     each = {"Place": 8, "MergeRows<kv::cuda::Half>": min(32, max(1, 16 * MULTIPROCESSORS // heads))}
     return heads * (max(1, 2 * MULTIPROCESSORS // heads) if program.startswith("Nearest") else each.get(program, 1))
 
 
 def row_of(launch: Launch, counts: tuple[float, float], batch: int) -> dict[str, Any]:
-    """A launch at a batch: what takes it how many microseconds, of a layer."""
+    """Return the row of a launch at a batch: the microseconds of each bound, for one layer."""
     heads, (instructions, longest) = HEADS * batch, counts
     cycles = 2 if launch.flop else 6
     waves = -(-blocks_of(launch.program, batch) // (MULTIPROCESSORS * launch.resident))
@@ -135,13 +145,13 @@ def row_of(launch: Launch, counts: tuple[float, float], batch: int) -> dict[str,
 
 
 def step_seconds(batch: int, bandwidth: float) -> float:
-    """Of a step without merges: its bytes."""
+    """Return the seconds of a step without merges: the time of its bytes."""
     return (WEIGHTS + batch * HEADS * LAYERS * (BUDGET + EVERY / 2) * 2 * ROW) / bandwidth
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, help="instead of the target cuda-ptx")
+    parser.add_argument("--library", type=Path, help="a library in place of the target cuda-ptx")
     caller = PtxCaller(parser.parse_args().library or make.build("cuda-ptx"))
     rows: list[dict[str, Any]] = []
     for method in METHODS:

@@ -1,4 +1,4 @@
-"""ZeroMerge's and KeepKV's authors' merging code against our operators, on a model's own queries, keys and values."""
+"""Comparison of kvexport's operators with the authors' merging code of ZeroMerge and KeepKV, on a model's tensors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ STEPS = LATER = 32  # tokens decoded after the prompt; queries whose attention i
 TAIL, DENSE, BUDGET = 24, 8, 64
 ZERO = {"cache_budget": BUDGET, "cache_tail": TAIL, "cache_dense": DENSE, "metric": "dot_product"}
 FACTORS = {"scale_factor": 0.6, "shrink_factor": 0.98}
-# The residual region of `DENSE` slots among those that remain unprotected when one entry is evicted.
+# The residual region of `DENSE` slots among the slots that remain unprotected when one entry is evicted.
 ZEROMERGE = ZeroMerge(residual=(DENSE + 0.5) / (BUDGET - TAIL))
 
 
 class TheirZeroMerge:
-    """Their cache of one layer: `cache_update` and their scored attention, as their attention's forward calls them."""
+    """ZeroMerge's cache of one layer.
+
+    Its code is called as the forward function of its attention does: `cache_update` and the scored attention.
+    """
 
     def __init__(self, code: SimpleNamespace, prompt: Heads, score_update: str) -> None:
         self.code, self.group = code, prompt.group
@@ -49,7 +52,7 @@ class TheirZeroMerge:
         self._update(prompt, init_f=True)
 
     def step(self, new: Heads) -> Tensor:
-        """One token; its output [1, Hq, 1, Dv]."""
+        """Append one token and return its output [1, Hq, 1, Dv]."""
         key = torch.cat([self.state.key_cache[0], new.key], 2)
         value = torch.cat([self.state.value_cache[0], new.value], 2)
         weight = torch.cat([self.state.pos_weight[0], torch.ones_like(new.key[..., 0])], -1)
@@ -58,8 +61,11 @@ class TheirZeroMerge:
         return output
 
     def cache(self) -> Cache:
-        """As ours. Scores over the group: they add up its query heads, ours is their mean. The order of slots stands
-        for positions."""
+        """Convert the cache to a `Cache`.
+
+        ZeroMerge's scores are sums over the query heads of a group, kvexport's are their means, so they are divided by
+        the group. The order of slots stands for positions.
+        """
         weight, score = self.state.pos_weight[0].clone(), self.state.pos_score[0] / self.group
         position = torch.arange(weight.shape[-1], dtype=torch.int32).expand(weight.shape).contiguous()
         return Cache(
@@ -81,7 +87,7 @@ class TheirZeroMerge:
 
 
 def _decode(theirs: TheirZeroMerge, ours: Cache, new: Heads, recent: int) -> tuple[Cache, float]:
-    """Every token of `new` through both; our cache and the largest difference of outputs."""
+    """Append every token of `new` to both caches; return kvexport's cache and the largest difference of outputs."""
     worst = 0.0
     for t in range(new.key.shape[2]):
         token = new.part(t, t + 1)
@@ -92,7 +98,7 @@ def _decode(theirs: TheirZeroMerge, ours: Cache, new: Heads, recent: int) -> tup
 
 
 def compare_zeromerge(code: SimpleNamespace, texts: list[list[Heads]], length: int) -> list[Row]:
-    """Their prefill and decoding steps against ours, layer by layer of every text."""
+    """Compare ZeroMerge's prefill and decode steps with kvexport's, layer by layer of every text."""
     layers = [heads for text in texts for heads in text]
     return [*_zeromerge_decoding(code, layers, length), *_zeromerge_prompt(code, layers, length)]
 
@@ -158,14 +164,17 @@ def _zeromerge_prompt(code: SimpleNamespace, layers: list[Heads], length: int) -
 
 
 def _context(cache: Cache, length: int) -> Tensor:
-    """Positions [1, H, N] of the best unprotected slots that have not merged, as many as their context holds."""
+    """Return positions [1, H, N] of the best unprotected slots that have not merged.
+
+    Their number is that of ZeroMerge's context.
+    """
     free = (cache.position < length - TAIL) & (cache.votes == 1)
     score = torch.where(free, cache.score[:, :, 0], -torch.inf)
     return cache.position.gather(-1, score.topk(BUDGET - TAIL - DENSE).indices).long()
 
 
 class ReceivingKeepKV(KeepKV):
-    """Ours, with recent slots that receive, as theirs do."""
+    """KeepKV in which recent slots can be targets, as in the authors' code."""
 
     recent_receives: ClassVar[bool] = True
 
@@ -184,8 +193,11 @@ def their_keepkv(
     epsilon: float = 0.0,
     half: bool = False,
 ) -> Cache:
-    """Their `KV_update` after a whole prompt (query heads with keys of their own). half: cosines and the result in
-    float16, as theirs are; otherwise `Tensor.half` is replaced by `Tensor.float` while it runs."""
+    """Return the cache after the authors' `KV_update` of a whole prompt, in which query heads have keys of their own.
+
+    With `half`, cosines and the result are in float16, as in the authors' code. Otherwise `Tensor.half` is replaced by
+    `Tensor.float` during the call.
+    """
     state = SimpleNamespace(
         previous_recent_scores=None,
         cluster_cnt=None,
@@ -206,8 +218,11 @@ def their_keepkv(
 
 
 def window_score(heads: Heads, decay: float, newest: float = 1.0) -> Tensor:
-    """The stored score [1, H, T] whose bias-corrected average is theirs: of the last `RECENT` queries, those that see
-    the slot, the mean of exp(logit), the newest of them weighing `newest` times the oldest."""
+    """Return the stored score [1, H, T] whose bias-corrected average equals the authors' score.
+
+    The authors' score is the mean of exp(logit) over those of the last `RECENT` queries that see the slot. The newest
+    weighs `newest` times the oldest.
+    """
     logits = heads.logits()[:, :, -RECENT:]
     weight = torch.linspace(1.0, newest, RECENT)[:, None] * logits.isfinite()
     average = (weight * logits.exp()).sum(2).log() - weight.sum(2).log()
@@ -216,7 +231,7 @@ def window_score(heads: Heads, decay: float, newest: float = 1.0) -> Tensor:
 
 
 def apart(heads: Heads) -> Heads:
-    """Recent keys in dimensions that no other key has, so that nothing is like them."""
+    """Return the layer with recent keys in dimensions that no other key has, so that no other key is similar."""
     half, key = heads.key.shape[3] // 2, heads.key.clone()
     key[:, :, :-RECENT, half:] = 0
     key[:, :, -RECENT:, :half] = 0
@@ -224,8 +239,10 @@ def apart(heads: Heads) -> Heads:
 
 
 def compare_keepkv(code: SimpleNamespace, texts: list[list[Heads]], length: int) -> list[Row]:
-    """Where the rules are one, then one difference at a time. Their code knows no groups: every query head has keys of
-    its own."""
+    """Compare KeepKV where the rules are equal, then one difference at a time.
+
+    The authors' code knows no groups, so every query head has keys of its own.
+    """
     layers = [heads.ungrouped() for text in texts for heads in text]
     cases = [(heads.part(0, length), heads.part(length, length + LATER)) for heads in layers]
     strict, plain = ReceivingKeepKV(**EVICT_FIRST), KeepKV(**EVICT_FIRST)

@@ -1,9 +1,10 @@
-"""Which positions kvpress's presses keep and which ours do, on the same model and prompts.
+"""Comparison of the positions that kvpress's presses keep with kvexport's, on the same model and prompts.
 
-A press compresses once, after the prompt. Each is called here by a hook on the attention layers of transformers' own
-model, with what kvpress's own hook would hand it, and gets the positions as values, so that its own code says which it
-keeps. (kvpress's hook reads an argument that attention layers of transformers 5 are not given.) Ours runs as it would
-be deployed: the recipe's cache plan, both operators, chunk by chunk (`kvexport.validate.reference`).
+A press compresses once, after the prompt. Here a hook on the attention layers of transformers' own model calls each
+press with the arguments that kvpress's own hook would pass. The press gets positions as values, so that its own code
+tells which it keeps. (kvpress's hook reads an argument that attention layers of transformers 5 do not get.) kvexport's
+methods run as they would be deployed: with the recipe's cache plan and both operators, chunk by chunk
+(`kvexport.validate.reference`).
 """
 
 from __future__ import annotations
@@ -39,9 +40,16 @@ SNAPKV = ("cache.sinks=0", f"cache.recent={WINDOW}", ONE_CHUNK)
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. method: ours, with `settings` over tiny-base; press: makes theirs from kvpress's classes and a
-    compression ratio.
-    difference: what the two rules do not share, "" where they are the same rule and every kept position has to be."""
+    """One comparison.
+
+    Attributes:
+        method: kvexport's method.
+        press: Makes the press from kvpress's classes and a compression ratio.
+        settings: Changes of the recipe tiny-base.
+        difference: The difference of the two rules. "" means that the rules are equal, and then all kept positions must
+            be.
+        their_settings: The settings of the press, for the result.
+    """
 
     method: str
     press: Callable[[SimpleNamespace, float], Any]
@@ -63,7 +71,7 @@ def _observed(code: SimpleNamespace, ratio: float) -> Any:
 
 
 def _accumulated(code: SimpleNamespace, ratio: float) -> Any:
-    """ObservedAttentionPress with its mean over observations turned back into a sum."""
+    """Return ObservedAttentionPress with its mean over observations turned back into a sum."""
 
     class Accumulated(code.ObservedAttentionPress):  # type: ignore[name-defined,misc]
         def score(
@@ -145,7 +153,7 @@ class _ReferenceBackend:
 
 
 def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
-    """Per prompt the kept positions [layers, H, budget], ascending."""
+    """Return for each prompt the positions [layers, H, budget] that kvexport keeps, ascending."""
     shape = read_model(recipe)
     assert shape.checkpoint is not None
     reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
@@ -157,7 +165,7 @@ def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
         lanes.clear()
         if (
             recipe.cache.method == "ballot"
-        ):  # it merges, so that positions do not say what stayed: its selector is asked
+        ):  # after a merge, positions do not tell which slots were kept, so the selector runs alone
             backend.decode(np.array([ids]), np.array([[len(ids)]]))
             kept.append(
                 torch.stack([_selected(backend.layer(i), layer.budget) for i, layer in enumerate(shape.plan.caches)])
@@ -171,7 +179,7 @@ def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
 
 
 def _selected(state: list[Tensor], budget: int) -> Tensor:
-    """The positions [H, budget] that ballot would not let go of."""
+    """Return the positions [H, budget] that ballot would not evict."""
     slots = Slots(*state, now=state[4].amax(-1, keepdim=True))
     used = state[2] > 0
     order = torch.where(used, mean_per_observation(slots), -torch.inf).sort(dim=-1, stable=True).indices
@@ -180,7 +188,7 @@ def _selected(state: list[Tensor], budget: int) -> Tensor:
 
 @dataclass
 class _Hook:
-    """Asks a press, layer by layer, which positions it keeps."""
+    """A hook that asks a press, layer by layer, which positions it keeps."""
 
     press: Any
     kept: list[Tensor] = field(default_factory=list)
@@ -195,7 +203,7 @@ class _Hook:
 
 @torch.no_grad()
 def their_positions(model: Any, press: Any, prompts: list[list[int]]) -> list[Tensor]:
-    """Per prompt the kept positions [layers, H, budget], ascending."""
+    """Return for each prompt the positions [layers, H, budget] that a press keeps, ascending."""
     kept = []
     for ids in prompts:
         hook = _Hook(press)
@@ -210,8 +218,10 @@ def their_positions(model: Any, press: Any, prompts: list[list[int]]) -> list[Te
 
 
 def compare(code: SimpleNamespace, checkpoint: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """A row per case and budget: the Jaccard index of kept positions over prompts, layers and heads, and by layer and
-    head."""
+    """Return a row for each case and budget.
+
+    It has the Jaccard index of kept positions over prompts, layers and heads, and by layer and head.
+    """
     length = len(prompts[0])
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32).eval()
     rows = []

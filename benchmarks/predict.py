@@ -1,12 +1,11 @@
-"""Which average of past scores predicts the next ones: KeepKV's moving average, the mean of a window or of all (the
-paper's Figure 2d).
+"""Prediction of the next scores by averages of past ones: KeepKV's moving average, means of windows, the mean of all.
 
     python benchmarks/predict.py [--recipe tiny-base] [--texts 8] [--length 512]
 
-The uncompressed model reads texts. At steps of 32 tokens every slot's score, the mean of exp(logit) over the query
-heads of its KV head, is predicted for the next query and for the mean of the next 32. A figure is ``|ln predicted - ln
-found|``, weighed by the probability that the slot then has, mean over slots, heads, layers and steps; its interval is
-the bootstrap over texts.
+The comparison is that of the KeepKV paper's Figure 2d. The uncompressed model reads texts. At steps of 32 tokens every
+slot's score is predicted for the next query and for the mean of the next 32. The score is the mean of exp(logit) over
+the query heads of a KV head. A figure is ``|ln predicted - ln measured|``, weighted by the probability that the slot
+then has, as a mean over slots, heads, layers and steps. Its interval is the bootstrap's over texts.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ EMA, WINDOW = (0.8, 0.9, 0.95, 0.98), (1, 8, 32, 64)
 
 
 class Logits:
-    """Attends causally and keeps ln of every score, [H, T, T] of each layer."""
+    """Causal attention that records ln of every score, [H, T, T] for each layer."""
 
     def __init__(self, kv_heads: int, scale: float) -> None:
         self.kv_heads, self.scale = kv_heads, scale
         self.layers: list[Tensor] = []
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """As `attending` calls it."""
+        """Compute attention and record the scores; see `attending`."""
         group = query.shape[1] // self.kv_heads
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         logits = query @ key.transpose(-1, -2) * self.scale
@@ -52,13 +51,15 @@ class Logits:
         return torch.softmax(logits, -1) @ value
 
     def mask(self, mask_function: Any) -> Any:
-        """None: `attend` masks by itself."""
+        """Return None: `attend` masks by itself."""
         return None
 
 
 def predictions(past: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """ln of every prediction [H, slots] out of ln scores [H, queries, slots], -inf where a query came before the
-    slot."""
+    """Yield ln of every prediction [H, slots] from ln scores [H, queries, slots].
+
+    A score is -inf if its query came before the slot.
+    """
     queries = past.shape[1]
     back = torch.arange(queries - 1, -1, -1)[:, None].float()
 
@@ -74,11 +75,11 @@ def predictions(past: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def errors(layers: list[Tensor]) -> dict[str, dict[str, float]]:
-    """Of one text: prediction -> horizon -> figure."""
+    """Return the figures of one text: prediction -> horizon -> figure."""
     found: dict[str, dict[str, list[float]]] = {}
     for scores in layers:
         for now in range(4 * STEP, scores.shape[1] - STEP, STEP):
-            held = now - STEP  # slots that every window has seen
+            held = now - STEP  # slots that every window sees
             past, future = scores[:, :now, :held], scores[:, now : now + STEP, :held]
             truths = {"next": future[:, 0], f"next {STEP}": future.logsumexp(1) - np.log(STEP)}
             for name, predicted in predictions(past):
@@ -90,7 +91,7 @@ def errors(layers: list[Tensor]) -> dict[str, dict[str, float]]:
 
 @torch.no_grad()
 def measure(recipe_name: str, texts: int, length: int) -> dict[str, dict[str, Estimate]]:
-    """Prediction -> horizon -> estimate over texts."""
+    """Return prediction -> horizon -> estimate over texts."""
     recipe = load_recipe(recipe_name, [f"limits.max_length={length}"]).recipe
     shape = read_model(recipe)
     checkpoint: Path = shape.checkpoint.path

@@ -1,12 +1,11 @@
-"""Whether the runner of the CUDA kernels' PTX finds what is wrong with them: every kernel of the list without one
-barrier, fence, wait or commit of a copy, each removed alone.
+"""Search for faults that the PTX runner does not find, in the CUDA kernels without one barrier, fence, wait or commit.
 
     python benchmarks/ptx_faults.py [--each 4] [--only PROGRAM ...]
 
-Writes benchmarks/results/ptx_faults.json: of every removal where it stood and what gave it away, a report or other
-bits, or that the calls do not come by, which a trap in its place shows. What runs and is not found is listed as well: a
-barrier beside another one, a wait when nothing is on its way. Of barriers `--each` of a kernel are taken, evenly among
-those that there are, and everything else.
+In every kernel of the list each of these instructions is removed alone. Of barriers only `--each` of a kernel are
+removed, evenly spread. Writes benchmarks/results/ptx_faults.json: for every removal its place and how it was found: by
+a report or by other bits. A trap in place of the instruction tells whether the calls reach it at all. Removals that run
+and are not found are listed: a barrier beside another one, or a wait while no copy is under way.
 """
 
 from __future__ import annotations
@@ -37,7 +36,9 @@ NEVER = "the calls do not come by"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--each", type=int, default=4)
-    parser.add_argument("--only", nargs="*", metavar="PROGRAM", help="of CALLS; results of others stay")
+    parser.add_argument(
+        "--only", nargs="*", metavar="PROGRAM", help="programs of CALLS to test; results of others stay"
+    )
     options = parser.parse_args()
     make.build("cuda-ptx")
     bodies, rows = {name: kernel.body for name, kernel in library.compiled().items()}, []
@@ -58,13 +59,13 @@ def main() -> None:
 
 
 def line(body: str, at: int) -> str:
-    """The line of the source that an instruction comes from, by the number of its file."""
+    """Return FILE:LINE of the source of an instruction, with the file's number."""
     known = re.findall(r"\.loc\s+(\d+)\s+(\d+)", body[:at])
     return ":".join(known[-1]) if known else "?"
 
 
 def row(program: str, kind: str, which: int, source: str) -> dict[str, Any]:
-    """One removal, in a process of its own: what a faulty kernel does may end it."""
+    """Return the row of one removal, which runs in a process of its own because a faulty kernel may end it."""
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(1) as pool:
         result = pool.apply_async(judged, (program, kind, which, str(Path(folder) / "mutant.so")))
         try:
@@ -75,7 +76,7 @@ def row(program: str, kind: str, which: int, source: str) -> dict[str, Any]:
 
 
 def judged(program: str, kind: str, which: int, path: str) -> str:
-    """What gives the removal away; NEVER where the calls do not come by."""
+    """Return how the removal was found, or NEVER if the calls do not reach it."""
     caller = PtxCaller(make.build("cuda-ptx"))
     caller.set_order(0, late=False, multiprocessors=MULTIPROCESSORS)
     by = found(program, without(kind, which), Path(path), CALLS[program](caller))

@@ -1,17 +1,18 @@
-"""Packed weights on the CPU: kvexport beside onnxruntime-genai and llama.cpp with weights of as many bits.
+"""Speed of packed weights on the CPU, beside onnxruntime-genai and llama.cpp with weights of as many bits.
 
     python benchmarks/quantized.py --work DIR [--genai DIR] [--llamacpp DIR] [--model smollm2] [--bits 4] [--rounds 3]
                                    [--decode 512,4096] [--prefill 512] [--slots 512]
 
---model: smollm2 (SmolLM2-135M-Instruct; `make smollm2`), or M, 1b, 7b: Llama shapes of random weights. --work keeps
-checkpoints, artifacts and the peers' models. --genai, --llamacpp: where `pip install --no-deps --target DIR
-onnxruntime-genai==0.18.0` (or `xllamacpp gguf`) put them; a side without its folder is left out. Sides: `full` (a cache
-of the whole sequence), `keepkv` (`--slots` of them), `genai` (its builder's int4 of groups of 32, accuracy level 4; 4
-bits only) and `llamacpp` (Q4_0 or Q8_0 of the same checkpoint, head and embedding in Q8_0; as kvexport's are).
+--model is smollm2 (SmolLM2-135M-Instruct; `make smollm2`), or M, 1b, 7b: Llama shapes of random weights. --work keeps
+checkpoints, artifacts and the peers' models. --genai and --llamacpp are the targets of `pip install --no-deps --target
+DIR onnxruntime-genai==0.18.0` (or `xllamacpp gguf`). A side without its folder is left out. The sides are `full` (a
+cache of the whole sequence), `keepkv` (a cache of `--slots` slots), `genai` (int4 of its builder, groups of 32,
+accuracy level 4; 4 bits only) and `llamacpp` (Q4_0 or Q8_0 of the same checkpoint, with head and embedding in Q8_0,
+like kvexport's).
 
-Every side runs in a process of its own; a figure is one block of 32 decoded tokens, merging included, or one prompt,
-all sides in turn. The read bandwidth is probed before and after every round. `read_share` is the bytes of weights,
-scales, keys and values that a step cannot but read, over its time and that bandwidth.
+Every side runs in a process of its own. A figure is one block of 32 decoded tokens, merging included, or one prompt,
+all sides in turn. The read bandwidth is measured before and after every round. `read_share` is the bytes of weights,
+scales, keys and values that a step must read, over its time and that bandwidth.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from common import SHAPES, make_checkpoint, read_bandwidth, save
 
 THREADS = 2
 BLOCK = 32  # tokens: one merge interval
-BLOCKS = 3  # of a round
+BLOCKS = 3  # blocks of a round
 ROOM = 4096  # tokens after the context: a side decodes BLOCKS of every round, and one block to warm up
-SLOTS = 512  # where --slots says nothing
+SLOTS = 512  # default of --slots
 GROUP = 32
 SMOLLM2 = dict(
     hidden_size=576,
@@ -44,7 +45,7 @@ SMOLLM2 = dict(
     intermediate_size=1536,
     vocab_size=49152,
 )
-GOALS = {  # of speed(side) / the faster peer's, by (kind, side, context)
+GOALS = {  # speed(side) over the faster peer's
     ("decode", "full", 512): 1.0,
     ("decode", "keepkv", 4096): 1.8,
     ("decode", "keepkv", 16384): 4.0,
@@ -58,7 +59,7 @@ def shape_of(model: str) -> dict[str, Any]:
 
 
 def checkpoint(model: str, work: Path) -> Path:
-    """Its folder, made if it is not there."""
+    """Return the folder of a checkpoint; it is made if it is missing."""
     if model != "smollm2":
         return make_checkpoint(model, work / model, "float16")
     from kvexport.export.model.wheel import SMOLLM2 as WHEEL
@@ -68,7 +69,7 @@ def checkpoint(model: str, work: Path) -> Path:
 
 
 def engine_path(side: str, context: int, chosen: argparse.Namespace) -> Path:
-    """The artifact of a side, built if it is not there."""
+    """Return the artifact of a side; it is built if it is missing."""
     from kvexport.export.build import build
     from kvexport.recipe.fields import Recipe
 
@@ -92,7 +93,7 @@ def engine_path(side: str, context: int, chosen: argparse.Namespace) -> Path:
 
 
 def genai_model(chosen: argparse.Namespace) -> Path:
-    """The checkpoint as onnxruntime-genai's own builder makes int4 of it."""
+    """Return the int4 model that onnxruntime-genai's own builder makes of the checkpoint."""
     out: Path = chosen.work / f"{chosen.model}-genai-int4"
     if not out.exists():
         command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
@@ -108,7 +109,7 @@ def genai_model(chosen: argparse.Namespace) -> Path:
 
 
 def gguf_model(chosen: argparse.Namespace) -> Path:
-    """The checkpoint as a GGUF file of Q4_0 or Q8_0, with words that stand for nothing."""
+    """Return the checkpoint as a GGUF file of Q4_0 or Q8_0, with meaningless words."""
     out: Path = chosen.work / f"{chosen.model}-q{chosen.bits}.gguf"
     if not out.exists():
         sys.path.append(chosen.llamacpp)
@@ -178,7 +179,7 @@ def _write_gguf(folder: Path, out: Path, bits: int) -> None:
 
 
 def runner(kind: str, side: str, context: int, chosen: argparse.Namespace) -> Callable[[], float]:
-    """Every call gives the seconds of one decoded token, or of one prompt."""
+    """Return a function that returns the seconds of one decoded token, or of one prompt."""
     ids = np.random.default_rng(0).integers(3, shape_of(chosen.model)["vocab_size"], context)
     if side == "llamacpp":
         return _llamacpp(kind, ids, chosen)
@@ -257,7 +258,7 @@ def _llamacpp(kind: str, ids: Any, chosen: argparse.Namespace) -> Callable[[], f
 
 
 def work_on_request(kind: str, side: str, context: int, chosen: argparse.Namespace) -> None:
-    """In a process of its own: one line with a figure for every line that comes in, the first of which warms up."""
+    """Print a line with a figure for every line of input, in a process of its own. A first run warms up."""
     run = runner(kind, side, context, chosen)
     run()
     print("ready", flush=True)
@@ -266,7 +267,7 @@ def work_on_request(kind: str, side: str, context: int, chosen: argparse.Namespa
 
 
 class Worker:
-    """A process for one side."""
+    """The process of one side."""
 
     def __init__(self, kind: str, side: str, context: int, chosen: argparse.Namespace) -> None:
         self.side = side
@@ -278,7 +279,7 @@ class Worker:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=environment)
 
     def read(self) -> str:
-        """The next line that is an answer: libraries write on stdout too."""
+        """Return the next line that is an answer, since libraries write on stdout too."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.strip() == "ready" or line.strip().replace(".", "").replace("e-", "").isdigit():
@@ -287,23 +288,26 @@ class Worker:
         raise SystemExit(f"{self.side} failed:\n{self.log.read()[-3000:]}")
 
     def figure(self) -> float:
-        """One more."""
+        """Return one more figure."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         seconds = float(self.read())
-        time.sleep(0.2)  # threads that spin on would be in the next side's way
+        time.sleep(0.2)  # threads that still spin would slow down the next side
         return seconds
 
     def end(self) -> None:
-        """It has no more to do."""
+        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 def bytes_read(side: str, context: int, chosen: argparse.Namespace) -> float:
-    """What a step cannot but read: every weight once, of the embedding one row, and the keys and values."""
+    """Return the bytes that a step must read.
+
+    These are every weight once, one row of the embedding, and the keys and values.
+    """
     m = shape_of(chosen.model)
     hidden, kv = m["hidden_size"], m["num_key_value_heads"] * m["hidden_size"] // m["num_attention_heads"]
     layer = hidden * (2 * hidden + 2 * kv) + 3 * hidden * m["intermediate_size"]
@@ -314,7 +318,7 @@ def bytes_read(side: str, context: int, chosen: argparse.Namespace) -> float:
 
 
 def compare(kind: str, context: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    """All sides in turn."""
+    """Measure all sides in turn."""
     sides = ["full", "keepkv"]
     if chosen.genai and chosen.bits == 4:
         sides.append("genai")
@@ -368,7 +372,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--decode", type=numbers, default=[512, 4096])
     parser.add_argument("--prefill", type=numbers, default=[512])
-    parser.add_argument("--slots", type=int, default=SLOTS, help="of keepkv's cache")
+    parser.add_argument("--slots", type=int, default=SLOTS, help="the slots of keepkv's cache")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.run:

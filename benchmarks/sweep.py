@@ -1,12 +1,12 @@
-"""What KeepKV and ballot leave open, one setting at a time: accuracy and KL to the full cache at equal bytes, on the
-deployed engine.
+"""KL and accuracy of every method and setting, one setting at a time, at equal bytes on the deployed engine.
 
-    python benchmarks/sweep.py [--recipe tiny-base] [--groups decay,order] [--budgets 1/8,1/4] [--samples 24] [--length
-    512]
+    python benchmarks/sweep.py [--recipe tiny-base] [--groups decay,order] [--budgets 1/8,1/4] [--samples 24]
+        [--length 512]
 
-Every setting sees the same samples. Results go to benchmarks/results/sweep-RECIPE.json setting by setting, so
-that a run that was stopped goes on where it was; a group that was asked otherwise begins anew. With --work DIR the full
-cache's predictions are kept too. What was found is in docs/measurements/quality.md.
+KL is to the full cache. Every setting gets the same samples. Results go to benchmarks/results/sweep-RECIPE.json setting
+by setting, so that an interrupted run continues. A group that was measured with other options is measured from its
+start again. With --work DIR the full cache's predictions are kept too. The findings are in
+docs/measurements/quality.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ GROUPS: dict[str, list[str]] = {
             "attention_matching",
         ),
     ],
-    # Methods that fit the cache to reference queries, whose ring takes bytes of slots; 1e-9 is the ring without a fit.
+    # Methods that fit the cache to reference queries, which take bytes of slots. With 1e-9 there are reference queries
+    # without a fit.
     "fitting": [
         "h2o",
         *(f"grkv:selector=h2o{setting}" for setting in (":change_max=1e-9", "", ":change_max=1", ":queries=8")),
@@ -60,7 +61,7 @@ GROUPS: dict[str, list[str]] = {
     "threshold": [f"keepkv:threshold={t}" for t in (0.5, 0.6, 0.7, 0.8, 0.9)],
     "decay": [f"keepkv:decay={a}" for a in (0.5, 0.8, 0.9, 0.95, 0.98)],
     "window": [f"keepkv:window={w}" for w in (0, 1, 8)],
-    # The same slack for all, so that they have the same slots.
+    # Equal slack, so that all have the same slots.
     "merge_every": [f"keepkv:cache.merge_every={n}:cache.slack=32" for n in (1, 4, 8, 16, 32)],
     "recent": [f"keepkv:cache.recent={r}" for r in (0.1, 0.3, 0.5, 0.7, 0.9)],
     # Most of a prompt's merges happen between the chunks of its prefill.
@@ -81,7 +82,7 @@ GROUPS: dict[str, list[str]] = {
         "ballot:cache.recent=0.3:order=least-attended",
         "ballot:cache.recent=0.75:order=least-attended",
     ],
-    # Of the recipes *-listed: budgets by what each layer's evictions cost a text.
+    # For the recipes *-listed: budgets by the cost of each layer's evictions in a text.
     "listed": ["h2o", "keepkv", "ballot"],
     "votes": [f"ballot:votes_max={n}" for n in (8, 16, 32, 64, 1_000_000)],
 }
@@ -94,8 +95,8 @@ def row(result: Result, *, paired: bool) -> dict[str, Any]:
     """Return the figures of one setting: KL and accuracy by task, each with its interval.
 
     Args:
-        result: What `evaluate` measured.
-        paired: Whether to keep the KL of every sample as well, from which tables of paired differences are made.
+        result: The measurements of `evaluate`.
+        paired: Whether to keep the KL of every sample too, for tables of paired differences.
     """
     scores: dict[str, dict[str, Any]] = {}
     for name, score in result.scores.items():
@@ -113,8 +114,14 @@ def row(result: Result, *, paired: bool) -> dict[str, Any]:
 
 
 class Sweep:
-    """A recipe's results: what is there, and what is added to it. again: rows of labels that begin so are measured
-    anew. work: where the full cache's predictions are kept, None for a temporary folder."""
+    """The results of a recipe, to which missing ones are added.
+
+    Args:
+        recipe: The recipe.
+        settings: Changes of the recipe.
+        again: Rows whose labels begin with this are measured again.
+        work: The folder for the full cache's predictions; None for a temporary folder.
+    """
 
     def __init__(self, recipe: str, settings: list[str], again: str | None, work: Path | None) -> None:
         self.recipe, self.settings, self.again, self.work = recipe, settings, again, work
@@ -123,10 +130,16 @@ class Sweep:
         self.groups: dict[str, Any] = json.loads(path.read_text())["groups"] if path.exists() else {}
 
     def run(self, group: str, options: Options, only: Sequence[str], text: str) -> None:
-        """Measure what a group lacks, row by row; of the labels `only`, where there are any. text: what it is
-        called."""
+        """Measure the missing rows of a group, one after another.
+
+        Args:
+            group: A key of `GROUPS`.
+            options: The options of the evaluation.
+            only: The labels to measure; empty for all.
+            text: The name of the texts in the result.
+        """
         asked = {"samples": options.samples, "length": options.length, "tasks": list(options.tasks)}
-        # Older results do not say these.
+        # Older results lack these keys.
         said = {"settings": self.settings, "text": text}
         found = self.groups.get(group, {})
         same = all(found.get(key) == value for key, value in asked.items())
@@ -164,14 +177,16 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of all settings, such as backend.threads=1"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change the recipe of every run, such as backend.threads=1",
     )
-    parser.add_argument(
-        "--only", metavar="A,B", default="", help="measure these labels, and leave the rest to another run"
-    )
-    parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
+    parser.add_argument("--only", metavar="A,B", default="", help="measure only these labels")
+    parser.add_argument("--again", metavar="PREFIX", help="measure labels again that begin with it")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--manual", action="store_true", help="of Python's manual, not of its library's source")
+    parser.add_argument("--manual", action="store_true", help="read Python's manual, not the source of its library")
     parser.add_argument("--work", type=Path, metavar="DIR")
     arguments = parser.parse_args()
     ballot_fitted.register()

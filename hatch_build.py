@@ -1,8 +1,8 @@
-"""Hatch's hooks: the native operators in wheels, what building them takes in source distributions, and the metadata.
+"""Hatch's hooks: native operators in wheels, the headers to build them in source distributions, and the metadata.
 
 Environment variables:
 
-- KVEXPORT_NATIVE=off builds a wheel without native operators, of any platform.
+- KVEXPORT_NATIVE=off builds a wheel without native operators, for any platform.
 - KVEXPORT_MACHINE=aarch64 compiles for another processor.
 - KVEXPORT_REPOSITORY=URL is the address of the project's repository, for the metadata and the links of README.md.
 """
@@ -26,23 +26,23 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 NATIVE, MACHINE, REPOSITORY = "KVEXPORT_NATIVE", "KVEXPORT_MACHINE", "KVEXPORT_REPOSITORY"
 BROUGHT = "plugins/third_party/onnxruntime"
 WITHOUT = f"{NATIVE}=off pip install ... installs kvexport without native operators: every model runs, but slower"
-# The versions of symbols that systems of manylinux_2_28 have, as auditwheel knows them.
+# The newest versions of symbols in systems of manylinux_2_28, as auditwheel lists them.
 OLDEST_GLIBC = 28
 NEWEST = {"GLIBCXX_3.4": 24, "CXXABI_1.3": 11, "GCC": 7}
 
 
 class NativeOperators(BuildHookInterface):  # type: ignore[misc]
-    """Adds the native operators to a wheel, and ONNX Runtime's headers to a source distribution."""
+    """The hook that adds the native operators to a wheel, and ONNX Runtime's headers to a source distribution."""
 
     def dependencies(self) -> list[str]:
-        """Return the packages that a build takes besides hatchling: cmake, where the system has none."""
+        """Return the packages that a build needs besides hatchling: cmake if the system has none."""
         return ["cmake"] if self._compiles() and not shutil.which("cmake") else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile what the wheel takes, or find the headers.
+        """Compile the wheel's native operators, or find the headers of a source distribution.
 
         Raises:
-            RuntimeError: Something is missing; the message says what, and how to go on without native operators.
+            RuntimeError: Something is missing. The message names it, and the way to continue without native operators.
         """
         if self.target_name == "sdist" and os.environ.get(NATIVE) != "off":
             build_data["force_include"].update(self._headers())
@@ -68,7 +68,7 @@ class NativeOperators(BuildHookInterface):  # type: ignore[misc]
         return Path(done.stdout.strip().splitlines()[-1])
 
     def _headers(self) -> dict[str, str]:
-        """Return the headers of ONNX Runtime that a source distribution brings: {file: its path there}."""
+        """Return the headers of ONNX Runtime for a source distribution: {file: its path there}."""
         sys.path.insert(0, str(Path(self.root) / "plugins"))
         from building import headers
         from building.tools import Missing
@@ -80,7 +80,7 @@ class NativeOperators(BuildHookInterface):  # type: ignore[misc]
         return {str(path): f"{BROUGHT}/{path.name}" for path in sorted(folder.glob("onnxruntime_*.h"))}
 
     def _bill(self, library: Path) -> Path:
-        """Write the bill of materials of what is compiled into the library (CycloneDX), and return its path."""
+        """Write the bill of materials of the library's compiled code (CycloneDX) and return its path."""
         headers = Path(next(iter(self._headers()))).parent / "onnxruntime_c_api.h"
         minor = re.search(r"#define ORT_API_VERSION (\d+)", headers.read_text())
         content = library.read_bytes()
@@ -98,7 +98,7 @@ class NativeOperators(BuildHookInterface):  # type: ignore[misc]
 
 
 class Metadata(MetadataHookInterface):  # type: ignore[misc]
-    """Sets the project's links, and a README whose links work on a package index."""
+    """The hook that sets the project's links, and a README whose links work on a package index."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Set `readme` and `urls`; without KVEXPORT_REPOSITORY there are no links."""
@@ -123,7 +123,7 @@ def version_of(root: Path) -> str:
 
 
 def platform_tag(library: bytes, machine: str) -> str:
-    """Return the platform that a library needs, from the versions of the symbols that it asks for.
+    """Return the platform that a library needs, from the versions of the symbols that it uses.
 
     Returns:
         manylinux_2_28_MACHINE, or the manylinux of a newer glibc; linux_MACHINE if the library needs a newer C++
@@ -136,11 +136,11 @@ def platform_tag(library: bytes, machine: str) -> str:
 
 
 def highest(library: bytes, name: str) -> int:
-    """Return the highest number that follows the name of a version of symbols; 0 if the library names none.
+    """Return the highest number of a version of symbols; 0 if the library names none.
 
     Args:
         library: The bytes of an ELF file.
-        name: For instance "GLIBC_2", of which "GLIBC_2.17" has the number 17; or "GCC", of "GCC_7.0.0".
+        name: The name before the number: "GLIBC_2" gives 17 for "GLIBC_2.17", and "GCC" gives 7 for "GCC_7.0.0".
     """
     end = re.escape(name.encode()) + (rb"_" if name == "GCC" else rb"\.")
     return max((int(number) for number in re.findall(rb"(?<=\0)" + end + rb"(\d+)[\d.]*(?=\0)", library)), default=0)
@@ -167,7 +167,7 @@ def bill(version: str, libraries: dict[str, str], *, onnxruntime: str, compiler:
     """Return the bill of materials of the native libraries.
 
     Args:
-        version: kvexport's version.
+        version: Kvexport's version.
         libraries: {file: its SHA-256}.
         onnxruntime: The version of ONNX Runtime's headers.
         compiler: The version of GCC, whose runtime functions are linked in.

@@ -1,8 +1,7 @@
-"""Builds the native operators and the libraries for their tests: `python plugins/build.py TARGET...`; without a target
-it builds `onnxruntime`.
+"""Build the native operators and the libraries for their tests: `python plugins/build.py TARGET...`.
 
-If something is missing, the exit code is 3, and one line for each target says what is missing; `--check` only prints
-these lines. hatch_build.py builds `onnxruntime` for a wheel.
+Without a target `onnxruntime` is built. If something is missing, the exit code is 3, and one line for each target names
+what is missing; `--check` only prints these lines. hatch_build.py builds `onnxruntime` for a wheel.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def arguments() -> argparse.Namespace:
         description=f"{__doc__}\ntargets:\n{targets}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("targets", nargs="*", metavar="TARGET")
-    parser.add_argument("--check", action="store_true", help="say what is missing, and build nothing")
+    parser.add_argument("--check", action="store_true", help="only print what is missing, and build nothing")
     parser.add_argument(
         "--fetch-headers", dest="fetch", action="store_true", help="fetch ONNX Runtime's headers as a Debian package"
     )

@@ -1,1 +1,1 @@
-"""Tools that people run from a checkout."""
+"""Tools that are run from a checkout."""

@@ -1,10 +1,10 @@
-"""Looks for known vulnerabilities of the locked packages, with pip-audit.
+"""Check of the locked packages for known vulnerabilities, with pip-audit.
 
     python -m tools.audit [--soft]
 
-pip-audit is not a dependency: it is installed into build-cache/audit the first time. Where the list of vulnerabilities
-cannot be reached nothing is checked; the command says so and exits with 3, or with 0 if --soft is given. A package that
-pip-audit skips is not checked either. A vulnerability is exit code 1 in any case.
+pip-audit is not a dependency: it is installed into build-cache/audit the first time. If the list of vulnerabilities
+cannot be reached, nothing is checked. The command then prints the reason and exits with 3, or with 0 if --soft is
+given. Packages that pip-audit skips are not checked. A vulnerability always gives exit code 1.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def run(command: list[str], seconds: float) -> tuple[int | None, str]:
 
 
 def audit(folder: Path, lock: Path) -> int:
-    """Check the packages of a lock file, and return the exit code.
+    """Check the packages of a lock file and return the exit code.
 
     Args:
-        folder: The environment of pip-audit, made if it is missing.
+        folder: The environment of pip-audit; it is made if it is missing.
         lock: The lock file.
     """
     end, program = time.monotonic() + SECONDS, folder / "bin" / "pip-audit"
@@ -88,7 +88,7 @@ def _last(output: str) -> str:
 
 
 def main() -> None:
-    """Check, and exit."""
+    """Check the packages and exit with the code of `audit`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--soft", action="store_true", help="exit with 0 if nothing could be checked")
     soft = parser.parse_args().soft

@@ -1,10 +1,10 @@
-"""Writes requirements-lock.txt: the pins of constraints.txt, each with the SHA-256 of the wheels that set-up installs.
+"""Writer of requirements-lock.txt: the pins of constraints.txt, with the SHA-256 of the wheels that set-up installs.
 
     make lock        (after every change of constraints.txt)
 
-For each of `TARGETS`, pip reports what it would install from its configured index; only metadata is downloaded, and
-nothing is installed. torch is not locked: every kind of processor and GPU needs another wheel of torch and of its
-dependencies, so set-up installs it by its version alone.
+For each of `TARGETS`, pip reports the wheels that it would install from its configured index. Only metadata is
+downloaded, and nothing is installed. torch is not locked: every kind of processor and GPU needs another wheel of torch
+and of its dependencies, so set-up installs it by its version alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Writes sbom.json: the locked packages as a CycloneDX 1.6 bill of materials.
+"""Writer of sbom.json: the locked packages as a CycloneDX 1.6 bill of materials.
 
     python -m tools.sbom OUT        (make sbom writes build-cache/sbom.json)
 
 The packages are those of requirements-lock.txt with their digests, and those of constraints.txt that are not locked,
-without digests. The same files give the same bytes: neither a date nor a random number is in them.
+without digests. Equal files give equal bytes, since the bill has neither a date nor a random number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def digests(lock: str) -> dict[str, list[str]]:
 
 
 def component(name: str, version: str, hashes: list[str]) -> dict[str, Any]:
-    """Return a package as a component. Each digest is that of one wheel: the wheels are its external references."""
+    """Return a package as a component.
+
+    Each digest belongs to one wheel, so the wheels are its external references.
+    """
     reference = f"pkg:pypi/{name}@{version}"
     entry: dict[str, Any] = {
         "type": "library",
@@ -70,7 +73,7 @@ def bill(constraints: str, lock: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the bill of materials to the file of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out

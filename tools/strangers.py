@@ -1,7 +1,7 @@
 """Draw docstrings and sentences at random for readers who know nothing else of the project.
 
-Every reader writes down what each text means. An engineer of the project then compares the answers with the code, and
-rewrites each text that was not understood at first reading:
+Every reader writes down the meaning of each text. An engineer of the project then compares the answers with the code,
+and rewrites each text that was not understood at first reading:
 
     python -m tools.strangers --seed 7 --count 60 --key key.json > texts.txt
 

@@ -1,4 +1,4 @@
-"""The headers of ONNX Runtime, TensorRT and CUDA: where they are, and how to fetch them."""
+"""The folders of the headers of ONNX Runtime, TensorRT and CUDA, and a way to fetch those of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import NamedTuple
 from .tools import CACHE, PLUGINS, Missing
 
 FETCHED = CACHE / "headers"
-BROUGHT = PLUGINS / "third_party" / "onnxruntime"  # by source distributions
+BROUGHT = PLUGINS / "third_party" / "onnxruntime"  # part of source distributions
 ONNXRUNTIME_FOLDERS = ("include/onnxruntime", "include/onnxruntime/core/session")
 
 
 class Place(NamedTuple):
-    """A header, and where to look for it.
+    """A header and the folders in which it may be.
 
     Attributes:
-        header: the file's name.
-        variable: the environment variable that names its folder.
-        folders: where to look for it if the variable is not set.
-        missing: the message if it is not found.
+        header: The file's name.
+        variable: The environment variable that names its folder.
+        folders: The folders to search if the variable is not set.
+        missing: The message if it is not found.
     """
 
     header: str
@@ -65,14 +65,14 @@ PLACES = {
 
 
 def find(name: str, *, fetch: bool = False) -> Path:
-    """Return the folder of these headers: that of the place's environment variable, or the first that has the header.
+    """Return the folder of these headers: that of the environment variable, or the first that has the header.
 
     Args:
-        name: a key of PLACES.
-        fetch: whether to fetch ONNX Runtime's headers as a Debian package if there are none.
+        name: A key of PLACES.
+        fetch: Whether to fetch ONNX Runtime's headers as a Debian package if there are none.
 
     Raises:
-        Missing: the headers were not found.
+        Missing: The headers were not found.
     """
     place = PLACES[name]
     configured = os.environ.get(place.variable)

@@ -1,4 +1,4 @@
-"""Compile and link a target."""
+"""Compilation and linking of a target."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def build(
     """Build a target and return the path of its library.
 
     Args:
-        name: a key of TARGETS.
-        capabilities: compute capabilities ("90") that nvcc compiles for; empty for this machine's GPUs, or for all that
+        name: A key of TARGETS.
+        capabilities: Compute capabilities ("90") that nvcc compiles for; empty for this machine's GPUs, or for all that
             are supported if it has none.
-        sanitize: sanitizers ("address,undefined"), only for `onnxruntime`.
-        machine: another processor ("aarch64") to compile for, only for `onnxruntime`. Without `out`, the library is
+        sanitize: Sanitizers ("address,undefined"), only for `onnxruntime`.
+        machine: Another processor ("aarch64") to compile for, only for `onnxruntime`. Without `out`, the library is
             then in a folder of its own below build-cache.
-        out: the folder of the library.
-        fetch: whether headers may be fetched.
-        everything: for `cuda-ptx`, whether to build all kernels, as another library, instead of a sample.
+        out: The folder of the library.
+        fetch: Whether headers may be fetched.
+        everything: For `cuda-ptx`, whether to build all kernels, as another library, instead of a sample.
 
     Raises:
-        Missing: a program or header is missing, or a compiler failed.
+        Missing: A program or header is missing, or a compiler failed.
     """
     target = TARGETS[name]
     if sanitize and name != "onnxruntime":
@@ -204,7 +204,7 @@ def harness_on(kernels: Path) -> Path:
     """Build the target `tensorrt-harness` with another library of the CUDA kernels and CUDA's own runtime.
 
     Args:
-        kernels: the library of the target `cuda`, for a GPU.
+        kernels: The library of the target `cuda`, for a GPU.
     """
     target = TARGETS["tensorrt-harness"]
     own = target._replace(sources=tuple(source for source in target.sources if "cuda_runtime" not in source))

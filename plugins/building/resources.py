@@ -44,7 +44,7 @@ def read_report(log: str) -> Report:
 
 
 def record(capability: str, report: Report) -> None:
-    """Write the resources for this compute capability to resources.json; other capabilities are unchanged."""
+    """Write the resources of this compute capability to resources.json; other capabilities are unchanged."""
     recorded: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     recorded |= {"compiler": compiler_version(), "columns": list(NUMBERS)}
     recorded[f"sm_{capability}"] = {kernel: list(numbers.values()) for kernel, numbers in report.items()}

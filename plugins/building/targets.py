@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-CAPABILITIES = ("80", "86", "87", "89", "90", "100", "110", "120")  # that the kernels are compiled for, unless named
+CAPABILITIES = ("80", "86", "87", "89", "90", "100", "110", "120")  # compute capabilities of the kernels by default
 KERNELS = (
     "cuda/attention/vote_attention.cu",
     "cuda/attention/vote_attention_small.cu",
@@ -28,16 +28,16 @@ class Target(NamedTuple):
     """A library or a program.
 
     Attributes:
-        meaning: one line for the help text.
-        output: its path below the checkout; other paths are below plugins/.
+        meaning: One line for the help text.
+        output: Its path below the checkout; other paths are below plugins/.
         compiler: "cmake" (of CMakeLists.txt), "nvcc" (the kernels are linked in), "ptx" (nvcc's PTX, translated) or
             "host" (a C++ compiler; the kernels are the library of the target `cuda-host`).
-        sources: the files to compile.
-        headers: names in headers.PLACES.
-        exports: a linker script that names the exported functions.
-        reads: patterns of files; a library for tests is stale if one of them is newer.
-        link: flags of the linker.
-        sanitize: sanitizers, for instance "address,undefined".
+        sources: The files to compile.
+        headers: Names in headers.PLACES.
+        exports: A linker script that names the exported functions.
+        reads: Patterns of files; a library for tests is stale if one of them is newer.
+        link: Flags of the linker.
+        sanitize: Sanitizers, for instance "address,undefined".
     """
 
     meaning: str

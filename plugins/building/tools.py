@@ -1,4 +1,4 @@
-"""Runs compilers, and raises Missing if one is missing or fails."""
+"""Calls of compilers and other programs, with the error Missing if one is missing or fails."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def tool(name: str, *, get: str = "") -> str:
     """Return the path of a program.
 
     Args:
-        name: the program.
-        get: the command that installs it, for the error message.
+        name: The program.
+        get: The command that installs it, for the error message.
 
     Raises:
-        Missing: it was not found.
+        Missing: It was not found.
     """
     path = shutil.which(name) or (shutil.which(name, path="/usr/local/cuda/bin") if name == "nvcc" else None)
     if path is None:
@@ -42,11 +42,11 @@ def run(command: Sequence[str], what: str) -> str:
     """Run a command and return its output.
 
     Args:
-        command: the program and its arguments.
-        what: the program's role, for the error message.
+        command: The program and its arguments.
+        what: The program's role, for the error message.
 
     Raises:
-        Missing: the command failed; the message has the last 4,000 characters of its output.
+        Missing: The command failed; the message has the last 4,000 characters of its output.
     """
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:

@@ -1,6 +1,7 @@
 """Hatch's hooks of kvexport-cuda: the libraries of KVEXPORT_CUDA_LIBRARIES, a folder with a folder cudaN for CUDA N.
 
-`python plugins/build.py onnxruntime-cuda --out FOLDER/cudaN` compiles those of the CUDA version N that is installed.
+`python plugins/build.py onnxruntime-cuda --out FOLDER/cudaN` compiles the libraries of the CUDA version N that is
+installed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ VARIABLE = "KVEXPORT_CUDA_LIBRARIES"
 
 
 class Libraries(BuildHookInterface):  # type: ignore[misc]
-    """Adds the libraries to the wheel."""
+    """The hook that adds the libraries to the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Find the libraries and tag the wheel with the platform that all of them need.
 
         Raises:
-            RuntimeError: There are none.
+            RuntimeError: No library was found.
         """
         folder = Path(os.environ.get(VARIABLE, ""))
         libraries = sorted(folder.glob("cuda*/libkvexport_*.so")) if VARIABLE in os.environ else []
@@ -41,7 +42,7 @@ class Libraries(BuildHookInterface):  # type: ignore[misc]
 
 
 class Metadata(MetadataHookInterface):  # type: ignore[misc]
-    """Requires the kvexport of the same version, whose operators the kernels implement."""
+    """The hook that makes the kvexport of the same version a dependency, since the kernels implement its operators."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Set the dependency of kvexport-cuda: kvexport of the same version."""

@@ -1,12 +1,12 @@
-"""Builds, tests and measures the CUDA kernels on this machine's GPU: ``make gpu-check``.
+"""Build, test and measure the CUDA kernels on this machine's GPU: ``make gpu-check``.
 
     python -m tools.gpu_check [--parts conformance,decode] [--minutes 7.5] [--on-host]
 
-It needs nvcc, and a Python with PyTorch and numpy; nothing is fetched. A part that needs more is skipped if that is
-missing, and its row says so. Every part runs in its own process with a time limit; if one fails, the others continue.
-check.json and check.html are written after every part, and check.jsonl after every row, to $OUT or
+The command needs nvcc, and a Python with PyTorch and numpy; nothing is fetched. A part that needs more is skipped if
+that is missing, and its row names it. Every part runs in its own process with a time limit. If one fails, the others
+continue. check.json and check.html are written after every part, and check.jsonl after every row, to $OUT or
 benchmarks/results/<gpu>. The exit code is 4 if a part failed. ``--on-host`` runs the same parts over the kernels
-compiled for the host, to test this script: its figures have no meaning.
+compiled for the host, to test this command: its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tools.gpu_check.goals import goals
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The most seconds of each part on a GPU. The build comes before the others, which use its library; then correctness,
-# because a wrong kernel's speed means nothing; then the most valuable figures. Those add up to MINUTES. The other parts
-# run in the time that these leave.
+# The most seconds of each part on a GPU. The build comes first, since the others use its library. Correctness comes
+# next, because a wrong kernel's speed means nothing, then the most valuable figures. These parts add up to MINUTES. The
+# other parts run in the time that they leave.
 MINUTES = 7.5
 PARTS = {
     "build": 150,
@@ -64,18 +64,22 @@ FIGURES = "figures: "
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(EVERY_PART), help="of " + ", ".join(EVERY_PART))
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="after which no part is started")
+    parser.add_argument("--parts", default=",".join(EVERY_PART), help="the parts to run: " + ", ".join(EVERY_PART))
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="the time after which no part is started")
     parser.add_argument("--on-host", action="store_true")
-    parser.add_argument("--out", type=Path, help="instead of $OUT, or of benchmarks/results/<gpu>")
-    parser.add_argument("--prebuild", nargs="+", metavar="90", help="compile for these capabilities, for a later run")
-    parser.add_argument("--stand-in", action="store_true", help="do without pydantic even where it is")
+    parser.add_argument(
+        "--out", type=Path, help="the folder of the results in place of $OUT or benchmarks/results/<gpu>"
+    )
+    parser.add_argument(
+        "--prebuild", nargs="+", metavar="90", help="only compile for these capabilities, for a later run"
+    )
+    parser.add_argument("--stand-in", action="store_true", help="run without pydantic even if it is installed")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        if options.part != "transformers":  # that part looks at the installed packages, and uses no methods
+        if options.part != "transformers":  # that part checks the installed packages and uses no methods
             stand_in_for_pydantic(always=options.stand_in)
         run_part(options)
         return
@@ -91,7 +95,7 @@ def main() -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run the parts and write the report after each; return the exit code."""
+    """Run the parts, write the report after each, and return the exit code."""
     gpu = {"name": "host"} if options.on_host else find_gpu()
     folder = folder_of(options.out, gpu["name"])
     rows = folder / "check.jsonl"
@@ -176,8 +180,8 @@ def start_part(part: str, limit: float, flags: list[str]) -> dict[str, Any]:
         if isinstance(wrapped, str):
             return outcome("skipped", why=wrapped)
         command = wrapped
-    # In a session of its own: processes that compute-sanitizer or a compiler started end with it, and do not disturb
-    # the next part.
+    # The process gets a session of its own, so that processes which compute-sanitizer or a compiler started end with it
+    # and do not disturb the next part.
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT
     )
@@ -222,7 +226,7 @@ def under_tool(part: str, command: list[str], *, on_host: bool) -> list[str] | s
 
 
 def run_part(options: argparse.Namespace) -> None:
-    """Measure one part, in its own process.
+    """Measure one part in its own process.
 
     The figures up to the last row are printed after `FIGURES`, after every row. The same lines are appended to the file
     of rows, which remains if the parent process ends.

@@ -1,4 +1,4 @@
-"""Compares the figures of `gpu_check` with their goals: a row per figure, with None if its part measured none."""
+"""Comparison of the figures of `gpu_check` with their goals: a row per figure, with None if its part measured none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def goals(parts: dict[str, Any]) -> list[Row]:
     """Return the rows of figures and goals.
 
     Args:
-        parts: the results of the parts, as in check.json.
+        parts: The results of the parts, as in check.json.
 
     Returns:
         Rows with the figure, the measured number, the goal ("at least" or "at most" a number, or none), and whether it

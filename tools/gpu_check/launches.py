@@ -1,7 +1,7 @@
-"""Measures how the begin of launches affects a step: the part `launches` of `gpu_check`.
+"""Effect of the begin of launches on a step: the part `launches` of `gpu_check`.
 
-The layers of a step, only the kernels, run as one CUDA graph: with launches one after another, with launches that begin
-while the one before ends, and with weights that are read before that end. All three give the same bits.
+The layers of a step, only the kernels, run as one CUDA graph in three ways: launches one after another, launches that
+begin while the one before ends, and in addition weights that are read before that end. All three must give equal bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tools.gpu_check.parts import Step, attributes_of, bandwidth, layer
 from tools.gpu_check.target import Figures, Row, Target
 
 BEGIN = {"in order": IN_ORDER, "early": EARLY, "early, weights first": EARLY_WEIGHTS}
-REPLAYS = 32  # of a step in one span: fewer than the slots that a cache has beyond those in use
-LAUNCHES = 5  # of a layer
+REPLAYS = 32  # replays of a step in one span: fewer than the slots that a cache has beyond those in use
+LAUNCHES = 5  # launches of a layer
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Shape:
     """The layers of a Llama.
 
     Attributes:
-        group: query heads of a KV head.
-        distinct: layers with weights of their own, used in turn; together they are larger than a device's cache.
+        group: Query heads of a KV head.
+        distinct: Layers with weights of their own, used in turn; together they are larger than a device's cache.
     """
 
     name: str
@@ -90,17 +90,17 @@ class Layers:
             chain = (("linear", qkv), ("vote_attention", attend.call), ("linear", out), ("linear", gate))
             self.calls += [*chain, ("linear", down)]
         self.last = self.kept[-1]
-        for operator, call in self.calls:  # the workspace grows now: a CUDA graph goes on using the one that was there
+        for operator, call in self.calls:  # the workspace grows now, since a CUDA graph keeps using its own
             target.caller.prepared(operator, call)
 
     def room(self, count: int) -> int:
-        """Return the address of memory for so many elements."""
+        """Return the address of memory for `count` elements."""
         memory = self.target.caller.memory
         self.kept.append(memory.put(np.zeros(count, np.float16)))
         return int(memory.address(self.kept[-1]))
 
     def linear(self, sizes: tuple[int, ...], inputs: int, steps: dict[str, Any]) -> Any:
-        """Return a call with weights of its own, scaled so that numbers keep their size from layer to layer."""
+        """Return a call with weights of its own, scaled so that numbers keep their magnitude from layer to layer."""
         one = call_of(1, sizes, inputs, steps, self.shape.packing)
         for weight in one.weights.values():
             part, scale = ("scale", inputs**-0.5 / 8) if self.shape.packing else ("weight", inputs**-0.5)

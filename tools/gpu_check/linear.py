@@ -1,7 +1,7 @@
-"""Measures Linear: the part `linear` of `gpu_check`.
+"""Time of Linear: the part `linear` of `gpu_check`.
 
-The matrices are those of a layer of Llama-2-7B, packed and in float16, with the fused operations around them, next to
-the time that their bytes take and PyTorch's products in float16.
+The matrices are those of a layer of Llama-2-7B, packed and in float16, with the fused operations around them. Their
+times stand next to the time that their bytes take and to PyTorch's products in float16.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WEIGHTS = {
     "float16": None,
 }
 ROWS = (1, 8, 32, 512)
-COLD = 3e8  # bytes of copies, of which none is still in a cache of the device when its turn comes again
+COLD = 3e8  # bytes of copies: enough that none is still in a cache of the device when its turn comes again
 
 
 def linear(target: Target) -> Figures:
@@ -73,7 +73,7 @@ def row_of(target: Target, rows: int, name: str, kind: str, figures: Figures) ->
 def call_of(
     rows: int, sizes: tuple[int, ...], inputs: int, steps: dict[str, Any], packing: PackedFormat | None
 ) -> Case:
-    """Return a call over random bytes; the time does not depend on their values."""
+    """Return a call over random bytes, on whose values the time does not depend."""
     form, rng = Form(**steps), np.random.default_rng(0)
     if packing:
         count = form.weights
@@ -106,7 +106,7 @@ def enqueuer(target: Target, call: Any) -> Callable[[], None]:
 def products_by_torch(rows: int, sizes: tuple[int, ...], inputs: int, one: Case, copies: int) -> list[Any]:
     """Return the same products in float16 by PyTorch, without the operations around them.
 
-    There are enough copies of the weights that their bytes equal those of the packed call.
+    Copies of the weights are so many that their bytes equal those of the packed call.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Decodes with the shape of a whole model, Llama-2-7B: the part `model` of `gpu_check`.
+"""Decode steps with the shape of a whole model, Llama-2-7B: the part `model` of `gpu_check`.
 
-The weights are random, in float16; PyTorch computes the linear layers, the kernels attention and merging; a step and a
-merge are one CUDA graph each. The time in which the step's bytes are copied is the floor.
+The weights are random, in float16. PyTorch computes the linear layers, the kernels compute attention and merging. A
+step and a merge are one CUDA graph each. The time in which the step's bytes are copied is the floor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tools.gpu_check.target import Figures, Row, Target
 
 BUDGETS, BATCHES, METHODS = (512, 1024, 2048, 4096), (1, 8, 32), ("h2o", "keepkv", "ballot")
 LARGEST_BATCH = 256
-# Of what is free: the rest is for workspaces, graphs and activations.
+# The share of free memory for the state; the rest is for workspaces, graphs and activations.
 FILLED = 0.85
 
 
@@ -34,12 +34,12 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Return the size of a head."""
+        """The size of a head."""
         return self.hidden // self.heads
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights that a step reads: all except the embedding."""
+        """The bytes of weights that a step reads: all except the embedding."""
         return 2 * (
             self.layers * (4 * self.hidden**2 + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
         )
@@ -53,7 +53,7 @@ ON_HOST = Shape(layers=2, hidden=32, intermediate=48, heads=2, vocabulary=50)
 
 
 def before(hidden: Any, delta: Any, norm: Any, weight: Any, position: Any, heads: int) -> tuple[Any, ...]:
-    """Compute the layer up to attention.
+    """Compute the part of a layer before attention.
 
     Returns:
         hidden + delta [B, E]; query, key and value [B, H, 1, D], the first two rotated.
@@ -76,7 +76,7 @@ def before(hidden: Any, delta: Any, norm: Any, weight: Any, position: Any, heads
 
 
 def after(hidden: Any, attended: Any, out: Any, norm: Any, gate_up: Any, down: Any) -> tuple[Any, Any]:
-    """Compute the layer after attention; return hidden, and the delta that the next layer adds to it."""
+    """Compute the part of a layer after attention; return hidden, and the delta that the next layer adds to it."""
     from torch.nn.functional import linear, rms_norm, silu
 
     hidden = hidden + linear(attended.reshape(hidden.shape), out)
@@ -104,9 +104,9 @@ class Model:
         self.before, self.after, self.harness = before, after, "eager"
 
     def compile(self) -> None:
-        """Compile the functions, so that fewer launches come between products; on failure they run uncompiled.
+        """Compile the functions, so that fewer launches come between products.
 
-        `harness` says why.
+        If that fails, they run uncompiled, and `harness` has the reason.
         """
         import torch
 
@@ -124,7 +124,7 @@ class Model:
 
 
 class Slots:
-    """Attention and merging by the kernels, with every layer's state in place; attention_bytes are those of a step."""
+    """Attention and merging by the kernels, with every layer's state in place."""
 
     def __init__(self, model: Model, batch: int, slots: int, method: str) -> None:
         import torch
@@ -145,7 +145,7 @@ class Slots:
         merging = MergeCacheAttributes(made, slots, 4, slots // 2)
         self.held, self.attends, self.merges = [], [], []
         for _ in range(shape.layers):
-            # Keys in bundles, so that there is what merges.
+            # Keys in bundles, so that some of them merge.
             key = centre[torch.randint(64, dims, device=device)]
             key += 0.3 * torch.randn(*dims, shape.size, **model.where)
             state = [key, torch.randn(*dims, shape.size, **model.where), self.votes.clone()]
@@ -159,7 +159,7 @@ class Slots:
                 each.past = each.present = State(*(x.data_ptr() for x in state))
             call.query_length = self.length.data_ptr()
             self.held.append(state), self.attends.append(call), self.merges.append(merge)
-        # The workspace grows now: a graph goes on using the one that was there when it was captured.
+        # The workspace grows now, since a graph keeps using the workspace with which it was captured.
         self.target.caller.prepared("vote_attention", call), self.target.caller.prepared("merge_cache", merge)
 
     @staticmethod
@@ -168,7 +168,7 @@ class Slots:
         return (slots + SLACK) * (shape.slot_bytes() + shape.layers * shape.heads * 16)
 
     def __call__(self, layer: int, query: Any, key: Any, value: Any, position: Any) -> Any:
-        """Return the token's attention [B, H, 1, D] in a layer, which stores its key and value."""
+        """Store the token's key and value in a layer and return its attention [B, H, 1, D]."""
         import torch
 
         call, output = self.attends[layer], torch.empty_like(query)
@@ -217,7 +217,7 @@ class FlashCache:
 
 
 class Nothing:
-    """No attention: it gives the time of the rest of a step."""
+    """No attention, for the time of the rest of a step."""
 
     def __call__(self, layer: int, query: Any, key: Any, value: Any, position: Any) -> Any:
         """Return the query."""
@@ -228,7 +228,7 @@ class Nothing:
 
 
 class Decoder:
-    """The steps of a batch with one kind of attention, each from the token of the step before."""
+    """The decode steps of a batch with one kind of attention, each from the token of the step before."""
 
     def __init__(self, model: Model, batch: int, slots: int, attention: Any) -> None:
         import torch
@@ -262,7 +262,7 @@ class Decoder:
 
     @cached_property
     def replayed(self) -> Callable[[], Any]:
-        """Return a step as a CUDA graph."""
+        """A step as a CUDA graph."""
         self.reset()
         return self.model.target.captured(self.step)
 
@@ -284,7 +284,7 @@ class Decoder:
 
 
 def model(target: Target) -> Figures:
-    """Measure the milliseconds of a step with and without merging, by method; and tokens per second of full batches.
+    """Measure the milliseconds of a step with and without merging, by method, and tokens per second of full batches.
 
     Each row also has the time in which the step's bytes are copied.
     """
@@ -296,7 +296,8 @@ def model(target: Target) -> Figures:
     budgets, batches = ((64,), (2,)) if target.small else (BUDGETS, BATCHES)
     figures = {"harness": made.harness, "bytes per second": copied, "weight bytes": made.shape.weight_bytes}
     figures |= {"methods": [], "largest batch": []}
-    # What is asked of every version first: methods beside one another, then budgets and batches, then full batches.
+    # The figures that every version needs come first: methods beside one another, then budgets and batches, then full
+    # batches.
     cases: list[tuple[str, str, int, int]] = [
         ("methods", name, target.scaled(1024, 64), batch) for batch in batches[::-1] for name in METHODS
     ]
@@ -316,7 +317,7 @@ def model(target: Target) -> Figures:
 
 
 class StepTimes:
-    """The rows of figures; the state of each row is freed before the next."""
+    """The rows of figures. The state of each row is freed before the next."""
 
     def __init__(self, target: Target, made: Model, copied: float) -> None:
         self.target, self.made, self.copied = target, made, copied
@@ -327,7 +328,7 @@ class StepTimes:
         return (self.made.shape.weight_bytes + batch * slots * self.made.shape.slot_bytes()) / self.copied
 
     def fits(self, each: int) -> int:
-        """Return how many sequences of so many bytes fit next to the weights."""
+        """Return how many sequences of `each` bytes fit next to the weights."""
         if self.target.small:
             return 2
         import gc
@@ -339,7 +340,7 @@ class StepTimes:
         return min(int(torch.cuda.mem_get_info()[0] * FILLED / each), LARGEST_BATCH)
 
     def decoder(self, kind: str, batch: int, slots: int) -> Decoder:
-        """Return a decoder. kind: a method, or "flash"."""
+        """Return a decoder; `kind` is a method, or "flash"."""
         attention = FlashCache(self.made, batch, slots) if kind == "flash" else Slots(self.made, batch, slots, kind)
         return Decoder(self.made, batch, slots, attention)
 

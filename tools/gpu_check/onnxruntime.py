@@ -1,7 +1,7 @@
-"""Runs engines on ONNX Runtime's CUDA provider, with and without CUDA graphs: the part `onnxruntime` of `gpu_check`.
+"""Engines on ONNX Runtime's CUDA provider, with and without CUDA graphs: the part `onnxruntime` of `gpu_check`.
 
-The results are compared with the ONNX functions on the CPU. It needs onnxruntime-gpu, ONNX Runtime's C headers and the
-packages of `kvexport build`; without one of them it is skipped, and its row names it.
+The results are compared with the ONNX functions on the CPU. The part needs onnxruntime-gpu, ONNX Runtime's C headers
+and the packages of `kvexport build`. Without one of them it is skipped, and its row names the missing one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plugins.building import headers, make
 from tools.gpu_check.target import Figures, Skipped, Target
 
 NEEDED = ("onnxruntime", "tokenizers", "yaml", "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors")
-# Of the largest logit: room for sums in another order.
+# Relative to the largest logit; sums may be in another order.
 TOLERANCE = {"float32": 1e-3, "float16": 5e-2}
 LENGTHS, PROMPTS, CHUNK, STEPS = (200, 90, 31), (120, 41, 30), 16, 64
 
@@ -56,10 +56,10 @@ def onnxruntime(target: Target) -> Figures:
 
 
 def prepare(target: Target) -> None:
-    """Build and load the libraries.
+    """Check that the needed packages, devices and headers are there.
 
     Raises:
-        Skipped: something is missing; the message names it.
+        Skipped: Something is missing; the message names it.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -67,7 +67,7 @@ def prepare(target: Target) -> None:
     import pydantic
 
     if not hasattr(pydantic, "TypeAdapter"):
-        raise Skipped("pydantic is not installed")  # gpu_check's stand-in knows methods alone
+        raise Skipped("pydantic is not installed")  # gpu_check's stand-in supports only methods
     if not target.on_host:
         from kvexport.backends.onnxruntime.devices import problems
 
@@ -103,7 +103,7 @@ def small_artifact(folder: Path, dtype: str) -> Path:
 
 
 def device_engine(artifact: Path, library: Path, *, graphs: bool, on_host: bool) -> Any:
-    """Return an engine on the CUDA provider; on_host: on the CPU's, with the binding for the host.
+    """Return an engine on the CUDA provider, or with `on_host` on the CPU's, with the binding for the host.
 
     On the host, ONNX Runtime allocates the state.
     """
@@ -132,7 +132,7 @@ def operators(value: str) -> Iterator[None]:
 def largest_difference(
     engine: Any, reference: Any, sequences: list[np.ndarray], prompts: tuple[int, ...] = PROMPTS
 ) -> float:
-    """Return the largest difference of the logits after every call, relative to the largest logit, at least 1.
+    """Return the largest difference of the logits after every call, relative to the largest logit (at least 1).
 
     Both engines get the same prompts, then token by token the same tokens.
     """
@@ -156,7 +156,7 @@ def largest_difference(
 def step_times(engine: Any) -> Figures:
     """Return the medians of decode steps of one sequence, with and without a merge.
 
-    The largest logits are computed as for an engine that samples.
+    The largest logits are computed, as for an engine that samples.
     """
     lanes = engine.lanes(1)
     lanes.prefill([np.arange(CHUNK) % engine.vocabulary])
@@ -165,7 +165,7 @@ def step_times(engine: Any) -> Figures:
         start, merges = time.perf_counter(), lanes.merges
         lanes.append_by(lanes.state.step, [[1]])
         spans[lanes.merges > merges].append(time.perf_counter() - start)
-    # The first ones capture.
+    # The first steps capture.
     plain, merging = (1e3 * float(np.median(each[2:])) for each in spans)
     return {"ms of a step": plain, "ms of a step that merges": merging}
 

@@ -37,15 +37,15 @@ DECODE = [
 DECODE += [(16, 64, 8, 4096), (16, 64, 4, 4096)]
 SMALL_DECODE = [(1, 32, 8, 4096), (8, 32, 32, 1024), (32, 32, 8, 4096)]
 SIZE, CHUNK, MERGE_EVERY = 128, 512, 32
-SLACK = 512  # slots beyond the budget: as the recipes have it, max(prefill_chunk, merge_every)
-LARGE = 64 << 20  # bytes of a layer's cache from which a share of the bandwidth is the goal
+SLACK = 512  # slots beyond the budget, as in the recipes: max(prefill_chunk, merge_every)
+LARGE = 64 << 20  # bytes of a layer's cache from which the goal is a share of the bandwidth
 
 
 def build(target: Target) -> Figures:
-    """Build the library; return the compiler's report on every kernel.
+    """Build the library and return the compiler's report on every kernel.
 
-    With the compiler of the recorded resources no kernel may spill registers. Another compiler divides registers in its
-    own way, so its spills are a warning.
+    With the compiler of the recorded resources no kernel may spill registers. Another compiler allocates registers
+    differently, so its spills are only a warning.
     """
     if target.on_host:
         return {"library": make.build("cuda-host").name}
@@ -87,8 +87,8 @@ def layer(
 ) -> dict[str, np.ndarray]:
     """Return a layer's inputs with `slots` used slots, and room for SLACK more or for as many `tokens`.
 
-    Large tensors repeat their contents, on which no time depends. dtype: the type of the cache, and of the queries;
-    over a small cache queries are float16.
+    Large tensors repeat their contents, on which no time depends. `dtype` is the type of the cache and of the queries;
+    with a small cache queries are float16.
     """
     rng, cache_type = np.random.default_rng(0), dtype
     dtype = "float16" if cache_type in BITS else dtype
@@ -101,7 +101,7 @@ def layer(
         return np.resize(some, count).reshape(dims)
 
     rows = min(int(np.prod(shape)), 1 << 13)
-    # Keys near 64 centres, so that there is what merges.
+    # Keys near 64 centres, so that some of them merge.
     past = {"key": rng.normal(size=(64, size))[rng.integers(0, 64, rows)] + 0.3 * rng.normal(size=(rows, size))}
     past["value"] = rng.normal(size=(rows, size))
     if cache_type in BITS:
@@ -125,7 +125,7 @@ def layer(
 
 
 class Step:
-    """One layer on the target with its call prepared, in place."""
+    """One layer on the target, with its call prepared in place."""
 
     def __init__(self, target: Target, arrays: dict[str, np.ndarray], attributes: Any) -> None:
         memory = target.caller.memory
@@ -176,7 +176,7 @@ def merge_state(
 
 
 def bandwidth(target: Target) -> Figures:
-    """Measure the bytes per second, read and written, of a copy far larger than any cache: the others' floor."""
+    """Measure the bytes per second, read and written, of a copy far larger than any cache: the floor of others."""
     if target.on_host:
         return {"bytes per second": 1e10}
     import torch
@@ -208,7 +208,7 @@ def decode_row(target: Target, dtype: str, case: tuple[int, ...], kind: str, fig
     slots, batch = target.scaled(slots, 64), target.scaled(batch, 1)
     row_bytes = 8 + sum(BITS[dtype]) * SIZE // 8 if dtype in BITS else 4 * SIZE
     nbytes = batch * heads * slots * (row_bytes + 8 + (8 if kind != "none" else 0))
-    # Caches enough that none is still in a cache of the device when its turn comes again.
+    # Enough caches that none is still in a cache of the device when its turn comes again.
     copies = 1 if nbytes > 3e8 else target.scaled(max(2, int(3e8 / nbytes)), 2)
     arrays = layer(batch, query_heads, heads, slots, 1, 1, dtype)
     steps = [Step(target, arrays, attributes_of(kind)) for _ in range(copies)]

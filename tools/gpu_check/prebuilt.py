@@ -21,7 +21,7 @@ FOLDER = CACHE / "prebuilt"
 
 
 def digest() -> str:
-    """Return a digest of the kernels' sources and of how they are compiled, in hexadecimal."""
+    """Return a digest, in hexadecimal, of the kernels' sources and of the way they are compiled."""
     found = hashlib.sha256(json.dumps(DEVICE_FLAGS).encode())
     for path in sorted({path for pattern in KERNEL_FILES for path in PLUGINS.glob(pattern)}):
         found.update(str(path.relative_to(PLUGINS)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -37,7 +37,7 @@ def write(capabilities: Sequence[str], folder: Path = FOLDER) -> list[Path]:
     """Compile for each capability, and write the compiler's report next to the library.
 
     Raises:
-        Missing: nvcc is missing or failed.
+        Missing: Nvcc is missing or failed.
     """
     made = []
     for capability in capabilities:

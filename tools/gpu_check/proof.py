@@ -1,4 +1,4 @@
-"""The parts of `gpu_check` that test. Each takes a target and returns its counts, or raises an error."""
+"""The parts of `gpu_check` that test the kernels. Each takes a target and returns its counts, or raises an error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 def conformance(target: Target) -> Figures:
-    """Compare every case of the conformance suite with the float64 oracle; on the host only some.
+    """Compare every case of the conformance suite with the float64 oracle; on the host only some of them.
 
-    The suite itself runs all of them on the host.
+    The suite itself runs all cases on the host.
     """
     from tests.conformance import oracle
     from tests.conformance.cases import (
@@ -45,7 +45,7 @@ def conformance(target: Target) -> Figures:
             )
             assert_finite(actual)
             single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
-            if scenario.peak < 10:  # beyond, it is float32's own rounding of a logit that is seen
+            if scenario.peak < 10:  # larger peaks would show float32's rounding of a logit
                 errors[profile.dtype] = max(errors[profile.dtype], error_of(actual["output"], expected["output"]))
             assert_near(actual["output"], expected["output"], stored, f"{profile.name}, {scenario.name}: output")
             assert_same_cache(
@@ -87,7 +87,7 @@ def large_cases(target: Target, errors: dict[str, float]) -> int:
     """Test caches of many splits in every type.
 
     A token is compared with the float64 oracle, a chunk with float32 PyTorch on the CPU. `errors` receives the largest
-    error of the former's outputs.
+    error of a token's outputs.
     """
     import torch
 
@@ -144,7 +144,7 @@ def stored(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def repeat(target: Target) -> Figures:
-    """Test that the same input gives the same bits a thousand times, at shapes of many splits."""
+    """Test that equal inputs give equal bits a thousand times, at shapes of many splits."""
     runs = target.scaled(1000, 3)
     for tokens, times in ((1, runs), (target.scaled(200, 20), max(runs // 10, 2))):
         arrays = layer(2, 16, 4, target.scaled(3000, 300), tokens, 2, "float16")

@@ -1,7 +1,7 @@
-"""Tests and measures sums over several GPUs: the part `ranks` of `gpu_check`.
+"""Test and time of sums over several GPUs: the part `ranks` of `gpu_check`.
 
-There is a process for each GPU. The part compares the bits of the sums, and measures the microseconds of one within a
-CUDA graph of 64.
+There is a process for each GPU. The part compares the bits of the sums, and measures the microseconds of one sum within
+a CUDA graph of 64.
 
     python -m tools.gpu_check.ranks RANK RANKS MEMORY [on-host]     one rank; MEMORY: the number of an open file
 """
@@ -23,17 +23,17 @@ from tests.conformance.cuda_library import DEVICE, HOST, load
 from tests.support.cuda_ranks import View, in_order, mailbox_bytes, random_part, sum_of
 from tools.gpu_check.target import Figures, Row, Skipped, Target
 
-TYPES = ("float32", "float16", "uint16")  # the last: bits of bfloat16
-SIZES = (1, 7, 4096, 4099, 131_072, 2_097_152)  # a token of Llama-3-8B, 32 of them, a chunk of 512
+TYPES = ("float32", "float16", "uint16")  # uint16 holds bits of bfloat16
+SIZES = (1, 7, 4096, 4099, 131_072, 2_097_152)  # numbers; 4096 are a token of Llama-3-8B
 TIMED = {"a token": 4096, "32 tokens": 131_072, "a chunk of 512 tokens": 2_097_152}
-SUMS = 64  # of a step of 32 layers
+SUMS = 64  # the sums of a step of 32 layers
 MOST = 8
 PATIENCE = 10_000_000_000  # nanoseconds
 SECONDS = 150.0
 
 
 def ranks(target: Target) -> Figures:
-    """Return the rows of two GPUs, and of all if there are more."""
+    """Return the rows of two GPUs, and of all if there are more than two."""
     count = 2 if target.on_host else _gpus()
     counts = sorted({2, min(count, MOST)})
     return target.rows(counts, {}, lambda n: rows_of(n, on_host=target.on_host))
@@ -49,7 +49,7 @@ def _gpus() -> int:
 
 
 def rows_of(count: int, *, on_host: bool) -> list[Row]:
-    """Return the rows of so many ranks, each in its process; raise the error of a rank that fails."""
+    """Return the rows of `count` ranks, each in a process of its own; raise the error of a rank that fails."""
     file = os.memfd_create("ranks")
     os.ftruncate(file, mailboxes.shared_bytes(count))
     started = []
@@ -76,7 +76,7 @@ def rows_of(count: int, *, on_host: bool) -> list[Row]:
 
 
 def main() -> None:
-    """Run one rank, and print its rows on the last line."""
+    """Run one rank and print its rows on the last line."""
     rank, count, file = (int(text) for text in sys.argv[1:4])
     target = Target(on_host="on-host" in sys.argv)
     if target.on_host:
@@ -84,7 +84,7 @@ def main() -> None:
 
         fake_gpus.install(setattr, fake_gpus.Driver(count))
     memory, library = mmap(file, 0), load(HOST if target.on_host else DEVICE)
-    caller = target.caller  # on a GPU its memory is PyTorch's, in the context that mailboxes are opened in
+    caller = target.caller  # on a GPU its memory is PyTorch's, in the context that opens the mailboxes
     problem, boxes = mailboxes.exchanged(memory, rank, count, mailbox_bytes(library), [])
     view = View(rank, count, PATIENCE, problem)
     view.mailbox[:count] = boxes
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def timed(target: Target) -> dict[str, int]:
-    """Return the measured cases by their number of elements."""
+    """Return the number of elements of the measured cases, by name."""
     return dict(list(TIMED.items())[: target.scaled(3, 1)])
 
 
@@ -112,7 +112,7 @@ class Sums:
         """Enqueue a sum.
 
         Raises:
-            RuntimeError: the library refuses it; the message says why.
+            RuntimeError: The library refuses it; the message has the reason.
         """
         at = self.memory.address
         said = self._sum(self.view, dtype, at(part), at(total), count, self.memory.stream)
@@ -121,7 +121,7 @@ class Sums:
 
 
 def hold(calls: Sums, sizes: tuple[int, ...], rounds: int) -> None:
-    """Check the bits of every sum; each rank draws the numbers of the others as well."""
+    """Check the bits of every sum; each rank also draws the numbers of the other ranks."""
     view, memory = calls.view, calls.memory
     for i in range(rounds):
         for dtype in TYPES:

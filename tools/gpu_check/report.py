@@ -1,4 +1,4 @@
-"""The page of `gpu_check`: its parts, and its figures next to their floors."""
+"""The HTML page of `gpu_check`: its parts, and its figures next to their floors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return one self-contained HTML page of a report, given as in check.json."""
+    """Return one self-contained HTML page of a report in the form of check.json."""
     parts = report["parts"]
     rows = [[name, part["status"], part["seconds"], part.get("why", "")] for name, part in parts.items()]
     failed = {(i, 1) for i, row in enumerate(rows) if row[1] == "failed"}
@@ -62,7 +62,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """Return a table; a row may lack columns of others."""
+    """Return a table; rows may lack columns of other rows."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return Table(title, columns, [[row.get(name) for name in columns] for row in rows])
 

@@ -21,9 +21,9 @@ class Target:
     """The library under test, and the timing of its calls: on a GPU by events around a graph, on the host by the clock.
 
     Attributes:
-        small: whether sizes are such that the host can do them, as it always is on the host.
-        keep: receives a part's figures up to the last row, after every row.
-        until: when a part has to end, by time.monotonic.
+        small: Whether sizes are small enough for the host, as they always are on the host.
+        keep: Receives a part's figures up to the last row, after every row.
+        until: The time when a part must end, by time.monotonic.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Target:
         self._caller: Caller | None = None
 
     def rows(self, cases: Iterable[Case], figures: Figures, measure: Callable[[Case], Row | list[Row]]) -> Figures:
-        """Return `figures` with the rows that `measure` returns for every case, which are kept one after another.
+        """Return `figures` with the rows that `measure` returns for every case; each row is kept at once.
 
-        If the time left is less than the longest case took, the other cases are only named.
+        If the time left is less than the longest case took, the remaining cases are only named.
         """
         figures |= {"rows": []}
         cases, longest = list(cases), 0.0
@@ -57,13 +57,13 @@ class Target:
 
     @property
     def caller(self) -> Caller:
-        """Return the library, loaded at the first use, since the part `build` builds it."""
+        """The library, loaded at the first use because the part `build` builds it."""
         if self._caller is None:
             self._caller = Caller(load(HOST), HostMemory()) if self.on_host else Caller(load(DEVICE), DeviceMemory())
         return self._caller
 
     def scaled(self, number: int, on_host: int) -> int:
-        """Return `number`, or on the host a smaller one that it can do."""
+        """Return `number`, or on the host the smaller number `on_host`."""
         return on_host if self.small else number
 
     def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:

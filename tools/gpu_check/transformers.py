@@ -1,4 +1,4 @@
-"""Measures a step of transformers with a static cache under torch.compile: the part `transformers` of `gpu_check`.
+"""A step of transformers with a static cache under torch.compile: the part `transformers` of `gpu_check`.
 
 The model has the shape of Llama-2-7B and random weights. The part is skipped if transformers is not installed.
 """
@@ -14,7 +14,7 @@ from tools.gpu_check.model import ON_HOST, Shape
 from tools.gpu_check.target import Figures, Skipped, Target
 
 STEPS = 24
-# After which no other length is begun: what compiles for a minute must leave its figures in time.
+# Seconds after which no further length begins: a model that compiles for a minute must still leave its figures in time.
 BEGIN_WITHIN = 45.0
 
 
@@ -35,8 +35,8 @@ def transformers(target: Target) -> Figures:
         if rows and time.monotonic() - began > BEGIN_WITHIN:
             rows.append(row | {"batch": 0, "why": "no time was left"})
             continue
-        # Attention over a static cache takes a mask, and a step more activations than the benchmark's own: less of the
-        # memory.
+        # Attention over a static cache needs a mask, and a step needs more activations than the benchmark's own, so the
+        # cache gets less of the memory.
         batch = (
             2 if target.on_host else min(int(torch.cuda.mem_get_info()[0] * 0.7 / (slots * shape.slot_bytes())), 256)
         )
@@ -46,7 +46,7 @@ def transformers(target: Target) -> Figures:
         try:
             seconds = step_seconds(target, model, batch, slots)
             row |= {"batch": batch, "ms": seconds * 1e3, "tokens per second": batch / seconds}
-        except Exception as error:  # a peer's trouble is no failure of what is checked
+        except Exception as error:  # a peer's error is not a failure of the kernels
             row |= {"batch": batch, "why": f"{type(error).__name__}: {error}"[:200]}
         rows.append(row)
         torch._dynamo.reset()
@@ -93,7 +93,7 @@ def step_seconds(target: Target, model: Any, batch: int, slots: int) -> float:
         ids.copy_(out.logits[:, -1:].argmax(-1))
 
     with torch.inference_mode():
-        step(model)  # the cache is made on the way, which is nothing to compile
+        step(model)  # makes the cache, which is not to be compiled
         forward = model if target.on_host else torch.compile(model, mode="reduce-overhead", fullgraph=True)
         for _ in range(3):
             step(forward)

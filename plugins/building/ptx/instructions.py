@@ -1,4 +1,4 @@
-"""Translates every PTX instruction to C++ statements over a thread's registers.
+"""Translation of every PTX instruction to C++ statements over a thread's registers.
 
 A register is an unsigned integer of its width, which contains its bits; a predicate is a bool. Accesses to memory,
 barriers and operations of a warp are calls of the runtime (plugins/tests/ptx/run.h).
@@ -51,7 +51,7 @@ WRITERS: dict[str, Writer] = {}
 
 
 def writes(*names: str) -> Callable[[Writer], Writer]:
-    """Register a function as the translation of these instructions."""
+    """Return a decorator that registers a function as the translation of the instructions `names`."""
 
     def register(writer: Writer) -> Writer:
         WRITERS.update(dict.fromkeys(names, writer))
@@ -64,12 +64,12 @@ def translate(scope: Scope, name: str, operands: Operands) -> str:
     """Return the C++ statements of an instruction.
 
     Args:
-        scope: its kernel.
-        name: the instruction with its suffixes, for instance "add.f32".
-        operands: as PTX writes them.
+        scope: Its kernel.
+        name: The instruction with its suffixes, for instance "add.f32".
+        operands: As PTX writes them.
 
     Raises:
-        Unknown: the instruction, or this form of it, is not supported.
+        Unknown: The instruction, or this form of it, is not supported.
     """
     parts = name.split(".")
     if parts[0] not in WRITERS:
@@ -438,7 +438,7 @@ def _multiply_matrices(scope: Scope, parts: Parts, a: Operands) -> str:
 
 
 def literal(operand: str, kind: str) -> str | None:
-    """Return a number as an expression of its type; None if the operand is no number."""
+    """Return a number as an expression of its type; None if the operand is not a number."""
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
         bits = f"0x{operand[2:]}u"
         return f"as_float({bits})" if kind == "f32" else bits

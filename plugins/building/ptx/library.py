@@ -1,8 +1,7 @@
-"""Builds a library with the C ABI of the kernels from their translated PTX and the runtime that executes it.
+"""Build of a library with the C ABI of the kernels from their translated PTX and the runtime that executes it.
 
 All files are cached under digests of their inputs: PTX by the kernels' sources and nvcc, an object file by its C++, the
-runtime's headers and the compiler. So a second build compiles nothing, and a kernel that did not change is not compiled
-again.
+runtime's headers and the compiler. So a second build compiles nothing, and unchanged kernels are not compiled again.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ def build(library: Path, *, everything: bool = False) -> Path:
     """Build the library unless it is current; return its path.
 
     Args:
-        library: the path.
-        everything: whether it has all kernels, not only those of SAMPLE.
+        library: The path.
+        everything: Whether it has all kernels, not only those of SAMPLE.
 
     Raises:
-        Missing: this machine lacks a compiler, or the PTX has an instruction that is not supported.
+        Missing: This machine lacks a compiler, or the PTX has an instruction that is not supported.
     """
     if lacking := missing():
         raise Missing(lacking)
@@ -87,13 +86,13 @@ def mutant(base: Path, program: str, alter: Callable[[str], str], library: Path)
     """Link a copy of a library of `build` in which the PTX of one program is altered; return its path.
 
     Args:
-        base: the library of `build`.
-        program: the program's name without namespaces.
-        alter: returns the altered body of the kernel.
-        library: the path of the copy.
+        base: The library of `build`.
+        program: The program's name without namespaces.
+        alter: Returns the altered body of the kernel.
+        library: The path of the copy.
 
     Raises:
-        KeyError: there is no such program.
+        KeyError: There is no such program.
     """
     objects = _objects_of(base)
     for unit in KERNELS:
@@ -172,7 +171,7 @@ def _version(program: str) -> str:
 
 
 def _cached(path: Path, command: Sequence[str], what: str) -> Path:
-    """Return `path`, which the command writes unless it exists. what: the program, for error messages."""
+    """Return `path`, which the command writes unless it exists; `what` names the program in error messages."""
     if path.is_file():
         path.touch()
         return path

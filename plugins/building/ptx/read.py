@@ -1,4 +1,4 @@
-"""Parses PTX: the kernels of a module, and the statements of a kernel."""
+"""Parser of PTX: the kernels of a module, and the statements of a kernel."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Kernel(NamedTuple):
     """A kernel of a PTX module.
 
     Attributes:
-        name: the mangled name.
-        parameters: the offset in bytes of every parameter.
-        parameter_bytes: the bytes of all parameters.
-        body: the text between the braces.
+        name: The mangled name.
+        parameters: The offset in bytes of every parameter.
+        parameter_bytes: The bytes of all parameters.
+        body: The text between the braces.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Module(NamedTuple):
     """A PTX file.
 
     Attributes:
-        kernels: its kernels.
-        dynamic: the names of shared memory whose size a launch sets.
-        constants: the C++ declaration of every constant.
-        files: the names of source files by their numbers.
+        kernels: Its kernels.
+        dynamic: The names of shared memory whose size a launch sets.
+        constants: The C++ declaration of every constant.
+        files: The names of source files by their numbers.
     """
 
     kernels: list[Kernel]

@@ -1,4 +1,4 @@
-"""Translates a kernel's PTX to one C++ function, with the bytes of its shared memory and parameters."""
+"""Translation of a kernel's PTX to one C++ function, with the bytes of its shared memory and parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .read import BITS, VARIABLE, Kernel, Module, statements
 from .trips import LEAVES
 
 SPECIAL = {"%tid.x": "thread().number", "%ctaid.x": "launched().block", "%ntid.x": "launched().threads"}
-SPECIAL |= {"%laneid": "(thread().number & 31)", "%globaltimer": "__builtin_ia32_rdtsc()"}  # a clock, of some rate
+SPECIAL |= {"%laneid": "(thread().number & 31)", "%globaltimer": "__builtin_ia32_rdtsc()"}  # a clock of unknown rate
 LINE_BITS = 16  # the bits of a site's number that are the line; the others are the file's number
 
 
@@ -86,7 +86,7 @@ class _Function:
         """Return the C++ of the function `kernel_main`, and of `kShared` and `kParameters`.
 
         Raises:
-            Unknown: the kernel has a statement that is not supported.
+            Unknown: The kernel has a statement that is not supported.
         """
         for one in statements(self.kernel.body):
             self._statement(one)

@@ -1,9 +1,9 @@
-"""Counts the round trips to global memory that wait for one another in a kernel's PTX.
+"""Count of the round trips to global memory that wait for one another in a kernel's PTX.
 
-A thread issues its instructions in order, and waits where an instruction needs a number that is not there yet. So a
-load costs a round trip unless other work, or other loads, are under way meanwhile. Within a stretch (instructions
-without a branch or label between them) the assembler orders loads first, so a stretch takes as many round trips as its
-longest chain of loads that need each other's results. Fences and waits for asynchronous copies are round trips as well.
+A thread issues its instructions in order. It waits if an instruction needs a number that has not arrived. So a load
+costs a round trip unless other work, or other loads, are under way meanwhile. Within a stretch (instructions without a
+branch or label between them) the assembler puts loads first. So a stretch takes as many round trips as its longest
+chain of loads that need each other's results. Fences and waits for asynchronous copies are round trips as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEAVES = ("bra", "ret", "exit")
 ORDERED = ("bar", "barrier", "membar", "fence", "griddepcontrol", "cp")  # no load moves across them
 WITHOUT_RESULT = (*LEAVES, *ORDERED, "st", "red", "trap", "pragma")
 WORD = re.compile(r"%?[A-Za-z_$][\w$]*")
-NARROW = 4  # bytes that a loop loads at least in each of its round trips
+NARROW = 4  # the fewest bytes that a loop should load in each of its round trips
 
 
 class Instruction(NamedTuple):
@@ -31,7 +31,7 @@ class Instruction(NamedTuple):
 
     @property
     def loads(self) -> int:
-        """Return the bytes that the instruction loads from global memory; 0 if it loads none."""
+        """The bytes that the instruction loads from global memory; 0 if it loads none."""
         parts = self.name.split(".")
         if parts[0] != "ld" or set(parts) & {"param", "shared", "local", "const"}:
             return 0
@@ -50,7 +50,7 @@ def instruction(text: str) -> Instruction:
 
 
 class Stretches(NamedTuple):
-    """A kernel's stretches by their number: how many labels and branches come before them."""
+    """A kernel's stretches. The number of a stretch is the number of labels and branches before it."""
 
     all: list[list[Instruction]]
     labels: dict[str, int]  # the stretch that begins at each label
@@ -79,12 +79,12 @@ def stretches(kernel: Kernel) -> Stretches:
 
 
 class Clock:
-    """A thread's round trips so far, and those at which registers and copies under way will be there."""
+    """A thread's round trips so far, and the round trip at which each register and copy under way arrives."""
 
     def __init__(self) -> None:
         self.trips = 0
         self.ready: dict[str, int] = {}
-        self.copies = [0]  # of every batch of asynchronous copies; the last one is open
+        self.copies = [0]  # the arrival of every batch of asynchronous copies; the last batch is open
 
     def run(self, stretch: Iterable[Instruction]) -> None:
         """Run the instructions of a stretch."""
@@ -114,7 +114,7 @@ class Clock:
 
 
 class Loop(NamedTuple):
-    """An innermost loop: its label, and the round trips of an iteration, with the bytes that a thread loads in them."""
+    """An innermost loop: its label, the round trips of an iteration, and the bytes that a thread loads in them."""
 
     label: str
     trips: int
@@ -122,7 +122,7 @@ class Loop(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Return whether a round trip loads hardly anything: the loop should load several inputs at a time."""
+        """Whether a round trip loads hardly anything, so that the loop should load several inputs at a time."""
         return self.bytes < NARROW * self.trips
 
 

@@ -1,4 +1,4 @@
-"""The CUDA libraries of kvexport: `get_library_path()` returns the one for ONNX Runtime on this machine's driver.
+"""The CUDA libraries of kvexport; `get_library_path` returns the one for ONNX Runtime that this machine's driver runs.
 
 Each folder `cudaN` beside this file has libraries that CUDA N built. A driver runs libraries of its own major version
 of CUDA, and of earlier ones.
@@ -35,7 +35,7 @@ def driver_major() -> int | None:
 def _newest(name: str) -> Path:
     """Return the library of the newest CUDA that the driver runs; without a driver, of the newest CUDA.
 
-    If this distribution was packed without the library, the path is of a file that does not exist.
+    If this distribution was packed without the library, the returned path does not exist.
 
     Raises:
         FileNotFoundError: The driver is too old for every version of the library.

@@ -1,23 +1,22 @@
-"""Train the tiny recall checkpoint in this folder: a two-layer Llama which looks up facts anywhere in its prompt.
+"""Train the tiny recall checkpoint in this folder: a two-layer Llama that looks up facts anywhere in its prompt.
 
-The language is made of words.  A *fact* reads ``anna lamp .`` (a name, a thing, a full stop), a *filler* sentence is a
+The language is made of words. A *fact* reads ``anna lamp .`` (a name, a thing, a full stop), a *filler* sentence is a
 few common words and a full stop, and a prompt is::
 
     <bos> facts and filler sentences in random order ? anna
 
-whose answer is the one token ``lamp``, followed by ``<eos>``.  Names are distinct within a prompt, and so are things,
-so that exactly one answer is right; the answer can be read off the prompt and nowhere else, which makes the checkpoint
-a direct probe of what a key-value cache still holds.
+Its answer is the one token ``lamp``, followed by ``<eos>``. Names are distinct within a prompt, and so are things, so
+that exactly one answer is right. The answer stands only in the prompt, so the checkpoint shows directly which entries a
+KV cache still holds.
 
-Training has two kinds of batch.  *Copy* batches hold rows of distinct names and things repeated with a random period
-per row; predicting every repeated word is what forms induction heads.  (Filler words are not among them: nothing ever
-asks to recall one.)  *Recall* batches hold prompts of the language above, with one or many questions.  Short copy
-batches come alone until the model copies; then both kinds alternate while rows grow to 1152 tokens, and recall takes
-over.  (Recall from the first step on does not work: the model settles for naming any thing of the prompt and stays
-there.)
+Training has two kinds of batch. *Copy* batches have rows of distinct names and things that repeat with a random period
+per row. Predicting every repeated word forms induction heads. (Filler words are not among them, since no question asks
+for one.) *Recall* batches have prompts of the language above, with one or many questions. At first there are only short
+copy batches, until the model copies. Then both kinds alternate while rows grow to 1152 tokens, and the share of recall
+batches grows. (Training recall from the first step fails: the model learns to name any thing of the prompt, and learns
+nothing more.)
 
-Importing this module needs numpy alone; torch, transformers and tokenizers are imported by the functions which use
-them.
+Importing this module needs numpy alone; torch, transformers and tokenizers are imported by the functions that use them.
 """
 
 from __future__ import annotations
@@ -84,8 +83,10 @@ IGNORE = -100
 
 
 def filler_sentences(rng: np.random.Generator, count: int) -> list[list[int]]:
-    """Filler sentences of exactly ``count`` tokens in all, each of two to eight words and a full stop (fewer words
-    where none fit)."""
+    """Return filler sentences of exactly ``count`` tokens in all.
+
+    Each sentence has two to eight words and a full stop; it has fewer words if no more fit.
+    """
     words = rng.choice(FILLER_IDS, size=count).tolist()
     sentences, start = [], 0
     for size in rng.integers(3, 10, size=count // 3 + 1).tolist():
@@ -102,10 +103,9 @@ def filler_sentences(rng: np.random.Generator, count: int) -> list[list[int]]:
 def make_story(
     rng: np.random.Generator, length: int, facts: int, depth: float | None = None
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """``length`` tokens of facts among filler sentences, and the facts as (name, thing) pairs in random order.
+    """Return ``length`` tokens of facts among filler sentences, and the facts as (name, thing) pairs in random order.
 
-    With ``depth`` the first pair of the answer stands at that fraction of the story's sentences (0 first, 1 last), else
-    anywhere.
+    With ``depth`` the first pair stands at that fraction of the story's sentences (0 first, 1 last), else anywhere.
     """
     if not 1 <= facts <= MAX_FACTS or 3 * facts > length:
         raise ValueError(f"{facts} facts do not fit {length} tokens (at most {min(MAX_FACTS, length // 3)})")
@@ -120,11 +120,14 @@ def make_story(
 
 
 def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float | None = None) -> tuple[list[int], int]:
-    """A prompt of exactly ``length`` token ids, ``<bos> ... ? NAME``, and the id of its answer.
+    """Return a prompt of exactly ``length`` token ids, ``<bos> ... ? NAME``, and the id of its answer.
 
-    ``facts`` is the number of facts in it, at most ``min(MAX_FACTS, (length - 3) // 3)``; the rest is filler.
-    ``depth`` places the fact
-    which is asked for: 0 puts it first, 1 right before the question, None anywhere.
+    Args:
+        rng: The source of randomness.
+        length: The number of token ids.
+        facts: The number of facts, at most ``min(MAX_FACTS, (length - 3) // 3)``; the rest is filler.
+        depth: The place of the fact that the question asks for: 0 puts it first, 1 right before the question, None
+            anywhere.
     """
     story, pairs = make_story(rng, length - 3, facts, depth)
     name, thing = pairs[0]
@@ -132,17 +135,15 @@ def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float 
 
 
 def decode(ids: list[int]) -> str:
-    """The words of ``ids``, separated by spaces."""
+    """Return the words of ``ids``, separated by spaces."""
     return " ".join(WORDS[index] for index in ids)
 
 
 def recall_row(rng: np.random.Generator, length: int) -> tuple[list[int], list[int]]:
-    """A training row of ``length`` ids, ``<bos> story ? NAME THING ? NAME THING ... <eos>``, and its labels (aligned
-    with the ids).
+    """Return a training row of ``length`` ids and its labels, aligned with the ids.
 
-    Only answers and what follows them have a loss, and what follows an answer is always ``<eos>`` to the loss: the
-    question marks between two questions are left out of it, so that one question, one answer and the end is what the
-    model generates.
+    The row is ``<bos> story ? NAME THING ? NAME THING ... <eos>``. Only the answers and the final ``<eos>`` have a
+    loss. The question marks between two questions have none, so that the model generates one answer and then ``<eos>``.
     """
     most = min(MAX_FACTS, (length - 5) // 3)
     facts = max(1, round(math.exp(rng.uniform(0, math.log(most)))))
@@ -159,10 +160,10 @@ def recall_row(rng: np.random.Generator, length: int) -> tuple[list[int], list[i
 def copy_row(
     rng: np.random.Generator, length: int, tokens: NDArray[np.int64] = FACT_IDS
 ) -> tuple[list[int], list[int]]:
-    """A training row of ``length`` ids, ``<bos>`` and distinct ``tokens`` (names and things) repeated with a random
-    period, and its labels.
+    """Return a training row of ``length`` ids and its labels.
 
-    Every word from the first repetition's second word on has a loss.
+    The row is ``<bos>`` and distinct ``tokens`` (names and things) repeated with a random period. Every word from the
+    first repetition's second word on has a loss.
     """
     period = int(rng.integers(4, min(len(tokens), length // 2) + 1))
     words = rng.choice(tokens, size=period, replace=False)
@@ -171,8 +172,10 @@ def copy_row(
 
 
 def build_tokenizer() -> Tokenizer:
-    """The word-level tokenizer: split at white space, look up, put ``<bos>`` in front; decoding joins the words with
-    spaces."""
+    """Return the word-level tokenizer.
+
+    It splits at white space, looks words up and puts ``<bos>`` in front. Decoding joins the words with spaces.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -188,7 +191,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def build_model(seed: int, layers: int) -> LlamaForCausalLM:
-    """A freshly initialised Llama of hidden size 128 with 4 query heads over 2 key-value heads."""
+    """Return a new Llama of hidden size 128 with 4 query heads over 2 key-value heads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -210,15 +213,17 @@ def build_model(seed: int, layers: int) -> LlamaForCausalLM:
 
 
 def row_length(rng: np.random.Generator, progress: float) -> int:
-    """A row length for a batch at ``progress`` in [0, 1]: up to 64 at first, up to 1152 from 50 % on, the longest one
-    time in three."""
+    """Return the row length of a batch at ``progress`` in [0, 1].
+
+    It is up to 64 at first and up to 1152 from 50 % on. One time in three it is the longest.
+    """
     longest = 64 * 18 ** min(1.0, progress / 0.5)
     shortest = longest if rng.random() < 1 / 3 else max(24.0, longest / 8)
     return 8 * round(math.exp(rng.uniform(math.log(shortest), math.log(longest))) / 8)
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear warm-up to ``peak``, then a cosine to a twentieth of it."""
+    """Return the learning rate: a linear warm-up to ``peak``, then a cosine to a twentieth of it."""
     if step < warmup:
         return peak * (step + 1) / warmup
     turn = (step - warmup) / max(1, steps - warmup)
@@ -226,7 +231,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 
 
 def train(model: LlamaForCausalLM, seed: int, steps: int, tokens: int, peak: float, log: list[dict[str, Any]]) -> None:
-    """Train in place on batches of about ``tokens`` tokens, appending a record per 20 steps and task to ``log``."""
+    """Train in place on batches of about ``tokens`` tokens, and append a record per 20 steps and task to ``log``."""
     import torch
 
     rng = np.random.default_rng(seed)
@@ -236,7 +241,7 @@ def train(model: LlamaForCausalLM, seed: int, steps: int, tokens: int, peak: flo
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98))
     model.train()
     start, recent = time.perf_counter(), {"copy": [], "recall": []}
-    formed = None  # the step at which copying worked
+    formed = None  # the step from which copying worked
     for step in range(steps):
         progress = 0.0 if formed is None else (step - formed) / (steps - formed)
         task = "copy" if formed is None or rng.random() < max(0.1, 0.5 - progress) else "recall"
@@ -281,7 +286,7 @@ def train(model: LlamaForCausalLM, seed: int, steps: int, tokens: int, peak: flo
 def recall(
     model: LlamaForCausalLM, length: int, facts: int, count: int = 200, seed: int = 1234, depth: float | None = None
 ) -> tuple[float, float]:
-    """The fraction of ``count`` prompts answered rightly, and the mean loss of the answer, both with a full cache."""
+    """Return the fraction of ``count`` prompts answered rightly, and the mean loss of the answer, with a full cache."""
     import torch
 
     rng = np.random.default_rng([seed, length, facts])
@@ -302,7 +307,7 @@ def recall(
 def evaluate(
     model: LlamaForCausalLM, step: int, log: list[dict[str, Any]], lengths: tuple[int, ...], facts: tuple[int, ...]
 ) -> str:
-    """Recall by prompt length and number of facts, as a Markdown table; every cell is appended to ``log`` too."""
+    """Return recall by prompt length and number of facts as a Markdown table; append every cell to ``log`` too."""
     start = time.perf_counter()
     lines = ["| length | " + " | ".join(f"{n} facts" for n in facts) + " |", "|---:" * (1 + len(facts)) + "|"]
     for length in lengths:
@@ -325,7 +330,7 @@ def evaluate(
 
 
 def ends_with_eos(model: LlamaForCausalLM, count: int = 32) -> float:
-    """The fraction of prompts whose greedy continuation is the answer and then ``<eos>``."""
+    """Return the fraction of prompts whose greedy continuation is the answer and then ``<eos>``."""
     import torch
 
     rng = np.random.default_rng(99)
@@ -340,7 +345,7 @@ def ends_with_eos(model: LlamaForCausalLM, count: int = 32) -> float:
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, positions: int, out: Path) -> None:
-    """Write model, generation settings and tokenizer to ``out``.  positions: the most that a sequence may have."""
+    """Write model, generation settings and tokenizer to ``out``; a sequence has at most ``positions`` tokens."""
     from transformers import GenerationConfig
 
     out.mkdir(parents=True, exist_ok=True)

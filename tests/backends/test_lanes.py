@@ -77,9 +77,9 @@ def test_calls_of_some_lanes_are_those_of_each_alone(engine: Any) -> None:
                 alone[lane].clear(0, 1)
             assert {lane: lane_bytes(state, lane) for lane in others} == others
     for lane in range(LANES):
-        ours, reference = used_values(state, lane), used_values(alone[lane], 0)
+        actual, reference = used_values(state, lane), used_values(alone[lane], 0)
         for name, array in reference.items():
-            np.testing.assert_allclose(ours[name], array, rtol=0, atol=2e-5, err_msg=name)
+            np.testing.assert_allclose(actual[name], array, rtol=0, atol=2e-5, err_msg=name)
 
 
 def test_a_poisoned_lane_is_cleared_of_every_value(engine: Any) -> None:

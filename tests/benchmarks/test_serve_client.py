@@ -37,9 +37,9 @@ def test_arrivals_are_poisson_and_the_same_for_a_seed() -> None:
 
 
 def test_messages_have_their_words() -> None:
-    made = conversations(Workload(conversations=3, turns=3, words=7, first_words=50))
-    assert [[len(message.split()) for message in one.messages] for one in made] == [[50, 7, 7]] * 3
-    assert len({message for one in made for message in one.messages}) == 9
+    drawn = conversations(Workload(conversations=3, turns=3, words=7, first_words=50))
+    assert [[len(message.split()) for message in one.messages] for one in drawn] == [[50, 7, 7]] * 3
+    assert len({message for one in drawn for message in one.messages}) == 9
 
 
 def test_a_real_server_is_measured(server: Running) -> None:

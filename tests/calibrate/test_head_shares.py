@@ -23,8 +23,8 @@ SIZES = [*method_settings("ballot"), "cache.budget=32", "limits.max_length=256"]
 
 
 def test_the_verb_gives_the_heads_that_a_text_needs_their_shares() -> None:
-    asked = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--tasks", "text", "--passages", "1", "--json"]
-    ran = CliRunner().invoke(app, [*asked, *set_options(SIZES)])
+    arguments = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--tasks", "text", "--passages", "1", "--json"]
+    ran = CliRunner().invoke(app, [*arguments, *set_options(SIZES)])
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout)
     assert (found["length"], found["budgets"]) == (256, [9, 17, 34, 66, 128])
@@ -41,8 +41,8 @@ def test_answers_count_beside_texts() -> None:
     settings = [*SIZES, "export.prefill_chunk=32"]
     alone, both = (calibrate_heads("tiny-base", settings, passages=1, tasks=x) for x in (["text"], ["text", "recall"]))
     assert list(both.costs) == ["text", "recall"] and both.costs["text"] == alone.costs["text"]
-    asked = np.array(both.costs["recall"])
-    assert asked.shape == (2, 2, 5) and asked[1, :, 0].sum() > 5 * asked[0, :, 0].sum()
+    recall = np.array(both.costs["recall"])
+    assert recall.shape == (2, 2, 5) and recall[1, :, 0].sum() > 5 * recall[0, :, 0].sum()
     assert both.shares != alone.shares
 
 
@@ -99,13 +99,13 @@ def test_the_measured_budgets_reach_from_the_least_to_half_the_text() -> None:
 
 
 def test_kinds_of_text_come_from_the_users_folder(tmp_path: Path) -> None:
-    asked = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--tasks", "kinds", "--texts", str(tmp_path)]
+    arguments = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--tasks", "kinds", "--texts", str(tmp_path)]
     settings = set_options(SIZES)
-    assert "has no file NAME.txt or NAME.md" in CliRunner().invoke(app, [*asked, *settings]).stderr
+    assert "has no file NAME.txt or NAME.md" in CliRunner().invoke(app, [*arguments, *settings]).stderr
     (tmp_path / "latin.txt").write_bytes(b"\xff")
-    assert "cannot be read" in CliRunner().invoke(app, [*asked, *settings]).stderr
+    assert "cannot be read" in CliRunner().invoke(app, [*arguments, *settings]).stderr
     (tmp_path / "latin.txt").write_text("anna " * 300)
     page = tmp_path / "page.html"
-    ran = CliRunner().invoke(app, [*asked, *settings, "--html", str(page)])
+    ran = CliRunner().invoke(app, [*arguments, *settings, "--html", str(page)])
     assert ran.exit_code == 0, ran.output
     assert "latin" in ran.stdout and "latin" in page.read_text() and "Cost of evictions" in page.read_text()

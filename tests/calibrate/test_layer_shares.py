@@ -39,18 +39,18 @@ def test_a_layers_loss_is_that_of_an_engine_in_which_it_alone_is_compressed(tmp_
     whole = engine_of(tmp_path / "whole", f"cache.budget={LENGTH}")
     alone = engine_of(tmp_path / "alone", f"cache.budget={(LENGTH + 24) // 2}", "cache.allocation.whole=[0]")
     assert [layer.budget for layer in alone.plan.caches] == [LENGTH, 24]
-    told: list[int] = []
-    losses = text_losses(whole, ids, counted, alone.plan.caches, told.append)
+    progress: list[int] = []
+    losses = text_losses(whole, ids, counted, alone.plan.caches, progress.append)
     kept, compressed = (log_softmax(counted_logits(engine, [sample])[0]) for engine in (whole, alone))
     expected = (np.exp(kept) * (kept - compressed)).sum(-1).mean()
     assert expected > 0.5
     np.testing.assert_allclose(losses, [0.0, expected], rtol=1e-3, atol=1e-5)
-    assert sum(told) == 2
+    assert sum(progress) == 2
 
 
 def test_the_verb_gives_the_layer_that_a_text_needs_its_share() -> None:
-    asked = ["--recipe", "tiny-base", "--of", "text", "--length", str(LENGTH), "--passages", "2", "--json"]
-    ran = CliRunner().invoke(app, ["calibrate", *asked, *set_options(BALLOT)])
+    arguments = ["--recipe", "tiny-base", "--of", "text", "--length", str(LENGTH), "--passages", "2", "--json"]
+    ran = CliRunner().invoke(app, ["calibrate", *arguments, *set_options(BALLOT)])
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout)
     assert (found["length"], found["slots"]) == (LENGTH, LENGTH // 8)

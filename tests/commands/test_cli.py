@@ -269,10 +269,10 @@ class Outcome:
 def test_validate_reports_and_exits_with_4_on_a_mismatch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: Outcome
 ) -> None:
-    asked: dict[str, Any] = {}
+    arguments_seen: dict[str, Any] = {}
 
     def compare(path: Path, **options: Any) -> Outcome:
-        asked.update(options, path=path)
+        arguments_seen.update(options, path=path)
         return outcome
 
     def sections(outcome: Outcome) -> list[Section]:
@@ -295,9 +295,16 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
         "--html",
         tmp_path / "page.html",
     )
-    asked.pop("progress")
-    assert (asked.pop("backend"), asked.pop("device")) == (None, None)
-    assert asked == {"path": Path("x"), "batch": 2, "length": 99, "seed": 4, "checkpoint": "there", "telemetry": True}
+    arguments_seen.pop("progress")
+    assert (arguments_seen.pop("backend"), arguments_seen.pop("device")) == (None, None)
+    assert arguments_seen == {
+        "path": Path("x"),
+        "batch": 2,
+        "length": 99,
+        "seed": 4,
+        "checkpoint": "there",
+        "telemetry": True,
+    }
     assert result.exit_code == (0 if outcome.passed else 4)
     assert f"passed: {outcome.passed}" in result.stdout
     assert outcome.problem in result.stderr

@@ -155,9 +155,9 @@ class DeviceMemory:
         return self.torch.from_numpy(np.ascontiguousarray(x.view(np.int16) if x.dtype == np.uint16 else x)).cuda()
 
     def bytes(self, size: int, zeros: int) -> Any:
-        made = self.torch.full((max(size, 1),), 0xFF, dtype=self.torch.uint8, device="cuda")
-        made[:zeros] = 0
-        return made
+        buffer = self.torch.full((max(size, 1),), 0xFF, dtype=self.torch.uint8, device="cuda")
+        buffer[:zeros] = 0
+        return buffer
 
     def address(self, x: Any) -> int:
         return int(x.data_ptr())

@@ -474,10 +474,12 @@ class AttentionMatching(GRKV):
         if head.method.after == "ballot":
             Ballot().merge(self.ballots(head), leaving, stays)
         share = self.masses(head, free, top) / np.maximum(whole, 1e-300)
-        factor, wanted = np.ones(len(free)), mass @ share
+        factor, target_mass = np.ones(len(free)), mass @ share
         for _ in range(head.method.steps):
             held = share.T @ (share @ factor)
-            factor = np.where((wanted > 1e-20) & (held > 1e-20), factor * wanted / np.maximum(held, 1e-300), factor)
+            factor = np.where(
+                (target_mass > 1e-20) & (held > 1e-20), factor * target_mass / np.maximum(held, 1e-300), factor
+            )
         bound = math.exp(head.method.bias_max)
         votes = np.clip([s.votes * f for s, f in zip(free, factor, strict=True)], 1 / bound, bound)
         for slot, v in zip(free, votes * min(1.0, before / max(votes.sum(), 1e-30)), strict=True):

@@ -36,7 +36,7 @@ def attention(logits: np.ndarray, visible: np.ndarray, votes: np.ndarray) -> np.
     return mass
 
 
-def ridge_regression(design: np.ndarray, wanted: np.ndarray, ridge: float) -> np.ndarray:
+def ridge_regression(design: np.ndarray, target: np.ndarray, ridge: float) -> np.ndarray:
     """Return the x with the least ``|design x - wanted|^2 + ridge |x|^2``, from the normal equations."""
     size = design.shape[1]
-    return np.linalg.solve(design.T @ design + ridge * np.eye(size), design.T @ wanted)
+    return np.linalg.solve(design.T @ design + ridge * np.eye(size), design.T @ target)

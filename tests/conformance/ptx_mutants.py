@@ -79,13 +79,13 @@ def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1,
 
 def merge(caller: PtxCaller, method: str, *, slots: int = 200, in_order: bool = True, dtype: str = "float16") -> Arrays:
     """Merge two heads that have to evict 40 slots each."""
-    made, rng, shape, size = all_methods()[method](), np.random.default_rng(4), (1, 2, slots), 32
+    method_object, rng, shape, size = all_methods()[method](), np.random.default_rng(4), (1, 2, slots), 32
     x = {name: rng.normal(size=(*shape, size)).astype(dtype) for name in ("key", "value")}
     x["votes"] = np.ones(shape, np.float32)
-    x["score"] = rng.gamma(1.0, size=(1, 2, len(made.statistics), slots)).astype(np.float32)
+    x["score"] = rng.gamma(1.0, size=(1, 2, len(method_object.statistics), slots)).astype(np.float32)
     x["position"] = np.broadcast_to(np.arange(slots, dtype=np.int32)[:: 1 if in_order else -1], shape).copy()
-    rotary = Rotary(tuple(float(2.0**-i) for i in range(8))) if made.rotary else Rotary()
-    return caller.merge_cache(x, MergeCacheAttributes(made, slots - 40, 4, 60, 0, rotary))
+    rotary = Rotary(tuple(float(2.0**-i) for i in range(8))) if method_object.rotary else Rotary()
+    return caller.merge_cache(x, MergeCacheAttributes(method_object, slots - 40, 4, 60, 0, rotary))
 
 
 def linear(caller: PtxCaller) -> Arrays:

@@ -282,8 +282,8 @@ def merge_case(
     """
     rng = np.random.default_rng(3)
     name, _, by_place = method.partition(" by ")
-    made = all_methods()[name](**parameters)
-    capacity, batch, heads, statistics = 420, 3, 2, len(made.statistics)
+    method_object = all_methods()[name](**parameters)
+    capacity, batch, heads, statistics = 420, 3, 2, len(method_object.statistics)
     slots = (batch, heads, capacity)
     centre = rng.normal(size=(8, sizes[0]))
     x: Arrays = {
@@ -298,9 +298,9 @@ def merge_case(
     x["score"] = (ranks * 4.0 + 0.001).astype(np.float32)
     positions = np.sort(rng.choice(np.arange(4, 3000), size=capacity - 4, replace=False))
     x["position"] = np.broadcast_to(np.concatenate([np.arange(4), positions]).astype(np.int32), slots).copy()
-    frequencies = tuple(float(2.0**-i) for i in range(8)) if made.rotary or by_place else ()
+    frequencies = tuple(float(2.0**-i) for i in range(8)) if method_object.rotary or by_place else ()
     rotary = Rotary(frequencies, cache_positions=bool(by_place))
-    attributes = MergeCacheAttributes(made, 380, 4, 120, 0, rotary)
+    attributes = MergeCacheAttributes(method_object, 380, 4, 120, 0, rotary)
     if not in_order:
         for b, used in enumerate((420, 397, 200)):
             order = np.r_[rng.permutation(used), used:capacity]
@@ -387,19 +387,19 @@ def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_budget_of_16384_slots(caller: Caller, method: str, backwards: bool) -> None:
     """A merge to 16384 slots keeps the right positions, or the right sum of votes: the oracle would take minutes."""
-    made, capacity, budget = all_methods()[method](), 16384 + 40, 16384
+    method_object, capacity, budget = all_methods()[method](), 16384 + 40, 16384
     rng, shape = np.random.default_rng(5), (1, 1, capacity)
     state = {name: rng.normal(size=(*shape, 8)).astype(np.float32) for name in ("key", "value")}
     state |= {"votes": np.ones(shape, np.float32), "position": np.arange(capacity, dtype=np.int32).reshape(shape)}
-    state["score"] = np.stack([rng.permutation(capacity) / capacity + 0.5 for _ in made.statistics])[None, None].astype(
-        np.float32
-    )
+    state["score"] = np.stack([rng.permutation(capacity) / capacity + 0.5 for _ in method_object.statistics])[
+        None, None
+    ].astype(np.float32)
     if backwards:
         flipped = {name: x[:, :, :, ::-1] if name == "score" else x[:, :, ::-1] for name, x in state.items()}
         given = {name: np.ascontiguousarray(x) for name, x in flipped.items()}
     else:
         given = state
-    actual = caller.merge_cache(given, MergeCacheAttributes(made, budget, 4, 1000))
+    actual = caller.merge_cache(given, MergeCacheAttributes(method_object, budget, 4, 1000))
     position = np.sort(actual["present_position"][0, 0, :budget])
     assert (np.diff(position) > 0).all()
     assert (actual["present_votes"][0, 0] > 0).sum() == budget
@@ -461,17 +461,17 @@ def test_what_shared_memory_does_not_hold_is_known_before_anything_runs(
     caller: Caller, method: str, first: int, limit: int
 ) -> None:
     """The library says beforehand whether a merge fits shared memory: a search for targets needs more."""
-    made, ask = all_methods()[method](), caller.library.kv_cuda_merge_cache_problem
+    method_object, ask = all_methods()[method](), caller.library.kv_cuda_merge_cache_problem
     ask.restype = ctypes.c_char_p
     set_host(caller.library, shared_limit=limit)
     refused = []
     for capacity in range(first, first + 200, 20):
-        attributes = MergeCacheAttributes(made, capacity - 8, 4, 100)
+        attributes = MergeCacheAttributes(method_object, capacity - 8, 4, 100)
         shape = (1, 1, capacity)
         state = {name: np.zeros((*shape, 8), np.float16) for name in ("key", "value")}
         state |= {"votes": np.zeros(shape, np.float32), "position": np.zeros(shape, np.int32)}
-        state["score"] = np.zeros((1, 1, len(made.statistics), capacity), np.float32)
-        call = merge_cache_call(attributes, "float16", state["key"].shape, 8, len(made.statistics))
+        state["score"] = np.zeros((1, 1, len(method_object.statistics), capacity), np.float32)
+        call = merge_cache_call(attributes, "float16", state["key"].shape, 8, len(method_object.statistics))
         problem = ask(ctypes.byref(call))
         try:
             caller.merge_cache(state, attributes)

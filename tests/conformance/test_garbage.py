@@ -96,17 +96,17 @@ def test_a_merge_of_garbage(
     spoil: Callable[[Arrays, np.random.Generator], None],
 ) -> None:
     name, _, by_place = method.partition(" by ")
-    rng, made, slots, size = np.random.default_rng(11), all_methods()[name](**parameters), (1, 2, 150), 16
+    rng, method_object, slots, size = np.random.default_rng(11), all_methods()[name](**parameters), (1, 2, 150), 16
     state = {name: rng.normal(size=(*slots, size)).astype(np.float16) for name in ("key", "value")}
     state["votes"], state["position"] = np.ones(slots, np.float32), np.zeros(slots, np.int32)
     state["position"][...] = np.arange(slots[2])
-    state["score"] = rng.gamma(1.0, size=(*slots[:2], len(made.statistics), slots[2])).astype(np.float32)
+    state["score"] = rng.gamma(1.0, size=(*slots[:2], len(method_object.statistics), slots[2])).astype(np.float32)
     with np.errstate(all="ignore"):
         spoil(state, rng)
-    frequencies = tuple(float(2.0**-i) for i in range(8)) if made.rotary or by_place else ()
+    frequencies = tuple(float(2.0**-i) for i in range(8)) if method_object.rotary or by_place else ()
     rotary = Rotary(frequencies, cache_positions=bool(by_place))
     for window in (0,) if by_place else (0, 90):
-        attributes = MergeCacheAttributes(made, 100, 4, 40, window, rotary)
+        attributes = MergeCacheAttributes(method_object, 100, 4, 40, window, rotary)
         held_to_itself(caller, lambda a=attributes: caller.merge_cache(state, a))  # type: ignore[misc]
 
 

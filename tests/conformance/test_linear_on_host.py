@@ -28,9 +28,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 TOLERANCE = {"float32": 3e-6, "float16": 3e-3, "bfloat16": 2e-2, "rounded": 8e-3}
 
 
-def check(one: Case, found: list[np.ndarray], *, rounded: bool = False) -> None:
+def check(one: Case, actual: list[np.ndarray], *, rounded: bool = False) -> None:
     terms = {name: torch.from_numpy(x) for name, x in one.terms().items()}
-    for output, right in zip(found, meaning(one.form, **terms), strict=True):
+    for output, right in zip(actual, meaning(one.form, **terms), strict=True):
         error = np.abs(exact(output) - right.numpy()).max() / np.abs(right.numpy()).max()
         assert output.shape == right.shape
         assert error < TOLERANCE["rounded" if rounded else one.dtype], (error, one.rows)

@@ -28,14 +28,14 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    made = tmp_path_factory.mktemp("mma") / "libmma.so"
+    path = tmp_path_factory.mktemp("mma") / "libmma.so"
     try:
         compiler = host_compiler()
     except Missing as error:
         pytest.skip(f"not reached: {error}")
     source = ROOT / "tests" / "conformance" / "mma_on_host.cpp"
-    subprocess.run([compiler, *HOST_FLAGS, "-shared", str(source), "-o", str(made)], check=True)
-    return ctypes.CDLL(str(made))
+    subprocess.run([compiler, *HOST_FLAGS, "-shared", str(source), "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))
 
 
 def digits(number: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> int:

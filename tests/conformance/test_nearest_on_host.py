@@ -102,7 +102,7 @@ def test_of_equals_the_first_wherever_it_is(
     equals are among the evicted slots, in the eviction pool, as important as some of the pool, more important, and
     recent. Some budgets leave no slot unprotected.
     """
-    made = all_methods()[method](**parameters)
+    method_object = all_methods()[method](**parameters)
     for seed in range(24):
         rng = np.random.default_rng(seed)
         slots = int(rng.integers(20, 90))
@@ -114,12 +114,12 @@ def test_of_equals_the_first_wherever_it_is(
             state[name][0, 0] = np.array(rows)[rng.integers(len(rows), size=slots)]
         state["votes"] = np.ones(shape, np.float32)
         state["position"] = rng.permutation(slots).astype(np.int32)[None, None]
-        state["score"] = rng.integers(1, 6, (1, 1, len(made.statistics), slots)).astype(np.float32)
+        state["score"] = rng.integers(1, 6, (1, 1, len(method_object.statistics), slots)).astype(np.float32)
         if method == "ballot":  # ballot selects by the mean per observation
             state["score"][:, :, 0] *= now - state["position"] + 1
         budget, sinks = slots - int(rng.integers(1, slots // 2)), int(rng.integers(0, 5))
         recent = min(int(rng.integers(0, slots)), budget - sinks)
-        attributes = MergeCacheAttributes(made, budget, sinks, recent)
+        attributes = MergeCacheAttributes(method_object, budget, sinks, recent)
         hold_to_oracle(caller, state, attributes, dtype)
 
 

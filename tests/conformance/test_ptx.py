@@ -86,8 +86,8 @@ def test_linear_reads_weights_before_earlier_launches_have_ended_where_they_stay
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caller = PtxCaller(make.build("cuda-ptx"))
-    made = linear(caller)
-    assert made["changing"].tobytes() == made["staying"].tobytes()
+    results = linear(caller)
+    assert results["changing"].tobytes() == results["staying"].tobytes()
     monkeypatch.setattr(cuda_library, "weight_bytes", lambda _: [])
     with pytest.raises(AssertionError, match="reads global bytes before it has waited"):
         linear(caller)

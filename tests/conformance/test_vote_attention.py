@@ -60,12 +60,12 @@ def test_equals_the_oracle(backend: Backend, profile: Profile, scenario: Scenari
     for b, (used, length) in enumerate(scenario.lanes):
         held = used + length
         for name in ("key", "value", "votes", "position"):
-            got, wanted = actual[f"present_{name}"][b], expected[f"present_{name}"][b]
-            assert (got[:, :held].astype(np.float64) == wanted[:, :held]).all(), f"present_{name} of sequence {b}"
+            got, reference = actual[f"present_{name}"][b], expected[f"present_{name}"][b]
+            assert (got[:, :held].astype(np.float64) == reference[:, :held]).all(), f"present_{name} of sequence {b}"
         assert (actual["present_votes"][b, :, held:] == 0).all()
         for h in range(profile.heads[1]):
-            got, wanted = actual["present_score"][b, h, :, :held], expected["present_score"][b, h, :, :held]
-            assert_scores(got, wanted, profile.attributes.statistics, single, f"score of sequence {b}, head {h}")
+            got, reference = actual["present_score"][b, h, :, :held], expected["present_score"][b, h, :, :held]
+            assert_scores(got, reference, profile.attributes.statistics, single, f"score of sequence {b}, head {h}")
 
 
 @every_backend

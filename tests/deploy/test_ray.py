@@ -39,10 +39,10 @@ def test_replicas_answer_as_the_engine_does(tiny_artifact: Path) -> None:
     try:
         assert server.stdout is not None
         url = next(line for line in server.stdout if line.startswith("http")).strip()
-        wanted = kvexport.load(tiny_artifact).generate("hello", max_new_tokens=20)[0].text
-        asked = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
-        answers = [httpx2.post(f"{url}/v1/completions", json=asked).json() for _ in range(8)]
-        assert {answer["choices"][0]["text"] for answer in answers} == {wanted}
+        expected = kvexport.load(tiny_artifact).generate("hello", max_new_tokens=20)[0].text
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
+        answers = [httpx2.post(f"{url}/v1/completions", json=body).json() for _ in range(8)]
+        assert {answer["choices"][0]["text"] for answer in answers} == {expected}
     finally:
         server.send_signal(signal.SIGTERM)
         code = server.wait(60)

@@ -92,10 +92,10 @@ def model(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonP
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", BACKEND)
     space: dict[str, Any] = {}
     exec((repository / "tiny" / "1" / "model.py").read_text(), space)
-    made = space["TritonPythonModel"]()
-    made.initialize({"model_repository": str(repository / "tiny"), "model_version": "1"})
-    yield made
-    made.finalize()
+    backend_model = space["TritonPythonModel"]()
+    backend_model.initialize({"model_repository": str(repository / "tiny"), "model_version": "1"})
+    yield backend_model
+    backend_model.finalize()
 
 
 def test_the_repository_holds_the_whole_artifact_and_a_decoupled_model(repository: Path, tiny_artifact: Path) -> None:
@@ -110,14 +110,14 @@ def test_requests_that_run_at_once_get_a_response_for_every_token(
 ) -> None:
     engine = kvexport.load(tiny_artifact)
     prompts = [list(range(1, 46)), [3, 4], list(range(5, 12)), [9], [8, 8], [7]]
-    asked = [ids(prompt, max_new_tokens=20 + i) for i, prompt in enumerate(prompts)]
-    model.execute(asked[:4])
-    model.execute(asked[4:])
-    for i, (prompt, request) in enumerate(zip(prompts, asked, strict=True)):
-        wanted = engine.generate([prompt], max_new_tokens=20 + i)[0]
+    requests = [ids(prompt, max_new_tokens=20 + i) for i, prompt in enumerate(prompts)]
+    model.execute(requests[:4])
+    model.execute(requests[4:])
+    for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        expected = engine.generate([prompt], max_new_tokens=20 + i)[0]
         values = [response.values for response in request.answer()]
-        assert [value["token_id"] for value in values] == wanted.token_ids
-        assert b"".join(value["text_output"] for value in values).decode() == wanted.text
+        assert [value["token_id"] for value in values] == expected.token_ids
+        assert b"".join(value["text_output"] for value in values).decode() == expected.text
         assert [value["finish_reason"] for value in values] == [b""] * (19 + i) + [b"length"]
     text = Asked([Tensor("text_input", np.array([b"hello"], np.object_))])
     model.execute([text])

@@ -40,8 +40,8 @@ def test_the_configuration_has_every_state_as_the_graph_has_it(model: Path, arti
     assert (config["name"], config["backend"], config["max_batch_size"]) == (["tiny"], ["onnxruntime"], [4])
     states = config["sequence_batching"][0]["state"]
     plan = load_manifest(artifact).cache
-    wanted = {past: present for past, present, _, _ in plan.state_names()} | {"past_length": "present_length"}
-    assert {s["input_name"][0]: s["output_name"][0] for s in states} == wanted
+    pairs = {past: present for past, present, _, _ in plan.state_names()} | {"past_length": "present_length"}
+    assert {s["input_name"][0]: s["output_name"][0] for s in states} == pairs
     graph = onnx.load(model / "1" / "model.onnx", load_external_data=False).graph
     types = {"TYPE_FP32": onnx.TensorProto.FLOAT, "TYPE_INT32": onnx.TensorProto.INT32, "TYPE_INT64": 7}
     values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
@@ -53,7 +53,7 @@ def test_the_configuration_has_every_state_as_the_graph_has_it(model: Path, arti
         sizes = [dim.dim_value or -1 for dim in values[name].shape.dim]
         assert sizes[0] == -1 and (sizes[1:] == tensor["dims"] or name.startswith("present")), name
     # Triton pairs the states by their places in two sorted lists
-    assert [wanted[past] for past in sorted(wanted)] == sorted(wanted.values())
+    assert [pairs[past] for past in sorted(pairs)] == sorted(pairs.values())
 
 
 def test_the_official_protobuf_reads_the_configuration(model: Path) -> None:
@@ -76,7 +76,7 @@ def test_sequences_that_come_at_random_get_the_engine_s_tokens(model: Path, arti
     engine, batcher, rng = kvexport.load(artifact), SequenceBatcher(model), np.random.default_rng(0)
     prompts = [rng.integers(64, size=int(n)).tolist() for n in rng.integers(1, 80, size=12)]
     answers = [int(n) for n in rng.integers(1, 60, size=12)]
-    wanted = [engine.generate([p], max_new_tokens=n)[0].token_ids for p, n in zip(prompts, answers, strict=True)]
+    expected = [engine.generate([p], max_new_tokens=n)[0].token_ids for p, n in zip(prompts, answers, strict=True)]
     assert max(len(p) + n for p, n in zip(prompts, answers, strict=True)) > 3 * 32  # far beyond the budget
     given: list[list[int]] = [[] for _ in prompts]
     unread, waiting, running, batches = [list(p) for p in prompts], list(range(12)), [], set()
@@ -95,7 +95,7 @@ def test_sequences_that_come_at_random_get_the_engine_s_tokens(model: Path, arti
                 given[sequence].append(int(logits.argmax()))
             if len(given[sequence]) == answers[sequence]:
                 running.remove(sequence)
-    assert given == wanted
+    assert given == expected
     assert {(True, 2), (False, 1), (False, 3)} <= batches
 
 

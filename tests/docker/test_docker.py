@@ -48,8 +48,8 @@ def stages(path: Path) -> list[list[tuple[str, str]]]:
     return found
 
 
-def values(stage: list[tuple[str, str]], wanted: str) -> list[str]:
-    return [rest for name, rest in stage if name == wanted]
+def values(stage: list[tuple[str, str]], instruction: str) -> list[str]:
+    return [rest for name, rest in stage if name == instruction]
 
 
 def reaches_the_build(path: str) -> bool:

@@ -152,31 +152,31 @@ def test_lanes_are_as_many_as_ever_were_needed_at_once(
     tiny_artifact: Path, solo: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load(tiny_artifact)
-    made: list[int] = []
+    counts: list[int] = []
     new = engine.model.new_state
 
     def counted(plan: Any, lanes: int) -> Any:
-        made.append(lanes)
+        counts.append(lanes)
         return new(plan, lanes)
 
     monkeypatch.setattr(engine.model, "new_state", counted)
     for _ in range(2):
         engine.generate([1, 2, 3], max_new_tokens=3)
-    assert made == [1]
+    assert counts == [1]
     # While no request runs, lanes are made anew. Otherwise lanes are added by copying, and their number doubles.
     first, *others = (Request([n, n + 1], engine.settings(max_new_tokens=30)) for n in range(5))
     engine.generate([[1], [2]], max_new_tokens=2)
-    assert made == [1, 2]
+    assert counts == [1, 2]
     engine.add(first)
     run(engine, 5)
     for request in others:
         engine.add(request)
     run(engine, 1)
-    assert made == [1, 2] and engine._pool._lanes is not None and engine._pool._lanes.count == LANES
+    assert counts == [1, 2] and engine._pool._lanes is not None and engine._pool._lanes.count == LANES
     run(engine)
     assert [answer_of(r) for r in (first, *others)] == [solo([n, n + 1], max_new_tokens=30) for n in range(5)]
     engine.generate([1, 2, 3], max_new_tokens=3)
-    assert made == [1, 2], "lanes that are there stay"
+    assert counts == [1, 2], "lanes that are there stay"
 
 
 def test_a_request_that_leaves_frees_its_lane_at_once_and_touches_no_other(tiny_artifact: Path) -> None:

@@ -80,11 +80,11 @@ def test_questions_follow_a_context_that_was_compressed_once(engine: Engine) -> 
     assert first.snapshot is not None
     at = BUDGET + first.snapshot.length - PROMPT
     assert used(engine, first.snapshot.state) == [[at] * 2] * len(engine.plan.caches), "no answer's token merged yet"
-    asked = [Request(ids, settings, start=first.snapshot, keep=True) for ids in (question, other)]
-    finish(engine, *asked)
+    requests = [Request(ids, settings, start=first.snapshot, keep=True) for ids in (question, other)]
+    finish(engine, *requests)
     alone = Request(question, settings, start=first.snapshot, keep=True)
     finish(engine, alone)
-    assert [t.id for t in alone.tokens] == [t.id for t in asked[0].tokens]
+    assert [t.id for t in alone.tokens] == [t.id for t in requests[0].tokens]
     assert first.snapshot.length == PROMPT + 3
 
 

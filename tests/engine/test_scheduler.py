@@ -16,10 +16,10 @@ CHUNK = 64
 
 
 def request(length: int, answer: int = 3, bundle: Bundle | None = None, **more: Any) -> Request:
-    made = Request([1] * length, bundle=bundle, **more)
+    new_request = Request([1] * length, bundle=bundle, **more)
     ids = np.ones(length, np.int64)
-    made.initialize(ids, Sampler(GenerationSettings(max_new_tokens=answer), ids, 2), None)
-    return made
+    new_request.initialize(ids, Sampler(GenerationSettings(max_new_tokens=answer), ids, 2), None)
+    return new_request
 
 
 def run(scheduler: Scheduler, step: Schedule) -> list[Request]:
@@ -76,10 +76,10 @@ def test_a_long_prompt_does_not_hold_up_those_that_decode_nor_a_short_prompt() -
 def test_neighbours_are_read_together_where_padding_is_cheaper_than_a_call() -> None:
     def first_call(*lengths: int) -> list[int]:
         scheduler = Scheduler(8, CHUNK)
-        made = [request(length) for length in lengths]
-        for each in made:
+        requests = [request(length) for length in lengths]
+        for each in requests:
             scheduler.add(each)
-        return [made.index(each) for each in scheduler.next().prefill]
+        return [requests.index(each) for each in scheduler.next().prefill]
 
     assert first_call(500, 500, 500) == [0, 1, 2], "chunks of one length"
     assert first_call(40, 41, 30, 25) == [0, 1, 2, 3]
@@ -154,24 +154,24 @@ def test_a_scheduler_without_requests_has_nothing_to_do() -> None:
 
 def test_of_those_that_wait_the_lowest_priority_comes_first_then_the_first() -> None:
     scheduler = Scheduler(1, CHUNK)
-    made = [request(1, 1, priority=priority) for priority in (0, 5, -1, 0, -1)]
-    for each in made:
+    requests = [request(1, 1, priority=priority) for priority in (0, 5, -1, 0, -1)]
+    for each in requests:
         scheduler.add(each)
     order = [each for step in finish(scheduler) for each in step.admitted]
-    assert [made.index(each) for each in order] == [2, 4, 0, 3, 1]
+    assert [requests.index(each) for each in order] == [2, 4, 0, 3, 1]
     assert scheduler.excess == -1
 
 
 def test_requests_expire_while_they_wait_and_not_later() -> None:
     scheduler = Scheduler(1, CHUNK)
-    made = [request(1, 9, deadline=deadline) for deadline in (5.0, 5.0, None, 9.0)]
-    for each in made:
+    requests = [request(1, 9, deadline=deadline) for deadline in (5.0, 5.0, None, 9.0)]
+    for each in requests:
         scheduler.add(each)
     scheduler.next()
     assert scheduler.excess == 3
     assert scheduler.expired(4.9) == []
-    assert scheduler.expired(5.0) == [made[1]]
-    assert scheduler.expired(1e9) == [made[1], made[3]]
+    assert scheduler.expired(5.0) == [requests[1]]
+    assert scheduler.expired(1e9) == [requests[1], requests[3]]
 
 
 @pytest.mark.parametrize("decodes", [False, True])
@@ -243,23 +243,23 @@ def test_a_shorter_prompt_gets_every_second_call_until_it_ends() -> None:
 
 def test_lanes_that_decode_become_a_prefix_one_lane_a_step() -> None:
     scheduler = Scheduler(6, CHUNK)
-    made = [request(1, answer) for answer in (100, 2, 3, 100, 100, 100)]
-    for each in made:
+    requests = [request(1, answer) for answer in (100, 2, 3, 100, 100, 100)]
+    for each in requests:
         scheduler.add(each)
     moves = []
     for _ in range(6):
         step = scheduler.next()
         assert [each.lane for each in step.decode] == sorted(each.lane for each in step.decode)
-        moves += [(made.index(each), step.source, each.lane) for each in step.moved]
+        moves += [(requests.index(each), step.source, each.lane) for each in step.moved]
         run(scheduler, step)
     assert moves == [(5, 5, 1), (4, 4, 2)]
-    assert [each and made.index(each) for each in scheduler.lanes] == [0, 5, 4, 3, None, None]
+    assert [each and requests.index(each) for each in scheduler.lanes] == [0, 5, 4, 3, None, None]
 
 
 def test_a_lane_with_few_tokens_to_come_stays_and_so_does_one_whose_place_is_asked_for() -> None:
     scheduler = Scheduler(3, CHUNK)
-    made = [request(1, answer) for answer in (1, 100, MOVED_TOKENS + 1)]
-    for each in made:
+    requests = [request(1, answer) for answer in (1, 100, MOVED_TOKENS + 1)]
+    for each in requests:
         scheduler.add(each)
     run(scheduler, scheduler.next())
     scheduler.add(request(CHUNK * 2, 100))
@@ -268,24 +268,24 @@ def test_a_lane_with_few_tokens_to_come_stays_and_so_does_one_whose_place_is_ask
     run(scheduler, step)
     scheduler.remove(step.admitted[0])
     run(scheduler, step := scheduler.next())
-    assert not step.moved and step.decode == [made[1], made[2]]
+    assert not step.moved and step.decode == [requests[1], requests[2]]
 
 
 def test_a_better_priority_displaces_the_last_of_the_worst_where_no_lane_is_free() -> None:
     scheduler = Scheduler(3, CHUNK)
-    made = [request(CHUNK * 3, 50, priority=priority) for priority in (0, 2, 2)]
-    for each in made[:2]:
+    requests = [request(CHUNK * 3, 50, priority=priority) for priority in (0, 2, 2)]
+    for each in requests[:2]:
         scheduler.add(each)
     run(scheduler, scheduler.next())
     better = request(1, 5, priority=1)
     scheduler.add(better)
     assert scheduler.displaced() is None, "a lane is free"
     scheduler.remove(better)
-    scheduler.add(made[2])
+    scheduler.add(requests[2])
     run(scheduler, scheduler.next())
     scheduler.add(request(1, 5, priority=2))
     assert scheduler.displaced() is None, "none of an equal priority"
-    for expected in (made[2], made[1]):
+    for expected in (requests[2], requests[1]):
         better = request(1, 50, priority=1)
         scheduler.add(better)
         assert scheduler.displaced() is expected
@@ -300,7 +300,7 @@ def test_a_better_priority_displaces_the_last_of_the_worst_where_no_lane_is_free
     scheduler.add(request(1, 5, priority=1))
     assert scheduler.displaced() is None, "nobody who runs is worse"
     finish(scheduler)
-    assert [each.finish_reason for each in made] == ["length"] * 3 and made[1].done == 3 * CHUNK
+    assert [each.finish_reason for each in requests] == ["length"] * 3 and requests[1].done == 3 * CHUNK
 
 
 def test_a_request_that_forks_are_about_to_begin_from_keeps_its_lane() -> None:

@@ -284,10 +284,10 @@ def test_the_report_shows_every_candidate(evaluation: Evaluation) -> None:
 def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
     evaluation: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def answer(*arguments: Any) -> Evaluation:
-        asked.extend(arguments)
+        calls.extend(arguments)
         return evaluation
 
     monkeypatch.setattr("kvexport.evaluate.runner.evaluate", answer)
@@ -319,7 +319,7 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
     ]
     result = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base", "--set", "cache.sinks=2", "--json", *arguments])
     assert result.exit_code == 0, result.output
-    name, overrides, options, work, *_ = asked
+    name, overrides, options, work, *_ = calls
     assert (name, overrides, work) == ("tiny-base", ["cache.sinks=2"], None)
     methods, budgets = ("streaming", "keepkv:threshold=0.7"), (0.25, 64.0)
     assert options == Options(
@@ -341,7 +341,7 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
     assert "<svg" in (tmp_path / "page.html").read_text()
     default = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base"])
     assert default.exit_code == 0, default.output
-    assert asked[8] == Options()
+    assert calls[8] == Options()
     assert "Perplexity and distance: text" in default.stdout
 
 

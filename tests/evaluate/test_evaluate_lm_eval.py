@@ -104,8 +104,8 @@ def test_the_fake_is_the_harness_as_far_as_it_goes() -> None:
         for name in (*model.LM.__abstractmethods__, "create_from_arg_obj")
     ]
     pairs += [(fake_lm_eval.register_model, registry.register_model), (fake_lm_eval.get_model, registry.get_model)]
-    for ours, reference in pairs:
-        assert list(inspect.signature(ours).parameters) == list(inspect.signature(reference).parameters), (
+    for fake, reference in pairs:
+        assert list(inspect.signature(fake).parameters) == list(inspect.signature(reference).parameters), (
             reference.__qualname__
         )
     with pytest.raises(ValueError, match="Attempted to load model 'nothing'"):

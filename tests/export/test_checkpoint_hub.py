@@ -128,8 +128,8 @@ def test_a_hub_id_is_downloaded_without_pickles_and_code_and_found_again_offline
     hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_single(tmp_path / "model")
-    wanted = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    wanted |= {"tokenizer.json": b"{}", "chat_template.jinja": b"x"}
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    expected |= {"tokenizer.json": b"{}", "chat_template.jinja": b"x"}
     unwanted = (
         "pytorch_model.bin",
         "modeling.py",
@@ -138,10 +138,10 @@ def test_a_hub_id_is_downloaded_without_pickles_and_code_and_found_again_offline
         "README.md",
         "tokenizer.model",
     )
-    hub.files.update({**wanted, **dict.fromkeys(unwanted, b"never")})
+    hub.files.update({**expected, **dict.fromkeys(unwanted, b"never")})
     directory = resolve_checkpoint("org/name", "main")
-    assert {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()} == set(wanted)
-    assert set(hub.served) == set(wanted)
+    assert {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()} == set(expected)
+    assert set(hub.served) == set(expected)
     assert set(read_checkpoint(directory).tensors) == {"w"}
     from huggingface_hub import constants
 

@@ -129,14 +129,14 @@ def test_a_file_becomes_an_artifact_as_it_is(tmp_path: Path, tiny_checkpoint: Pa
     first token and the chat template come from the file.
     """
     file = tmp_path / "tiny.gguf"
-    meant = tiny_gguf(tiny_checkpoint, file, **{"tokenizer.chat_template": "{{ messages[0].content }}"})
+    values = tiny_gguf(tiny_checkpoint, file, **{"tokenizer.chat_template": "{{ messages[0].content }}"})
     checkpoint = read_checkpoint(file)
-    assert {**checkpoint.tensors, **checkpoint.computed}.keys() == meant.keys()
+    assert {**checkpoint.tensors, **checkpoint.computed}.keys() == values.keys()
     for name, source in checkpoint.computed.items():
-        np.testing.assert_array_equal(dense_values(source), meant[name])
+        np.testing.assert_array_equal(dense_values(source), values[name])
     artifact = kvexport.build(Recipe.model_validate({**RECIPE, "model": {"path": str(file)}}), tmp_path / "artifact")
     assert validate_artifact(artifact, length=60, batch=1).passed
-    matrices = sum(x.size for x in meant.values() if x.ndim == 2)
+    matrices = sum(x.size for x in values.values() if x.ndim == 2)
     assert (artifact / "decoder.weights").stat().st_size < matrices * 34 / 32 + 8192
     assert Tokenizer.from_folder(artifact).encode("abc")[:3] == [0, 3, 4]
     assert kvexport.load(artifact).chat([{"role": "user", "content": "abc"}], max_new_tokens=2).token_ids
@@ -162,15 +162,19 @@ def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str
     )  # fmt: skip
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     model.save_pretrained(tmp_path / "floats")
-    meant = tiny_gguf(tmp_path / "floats", tmp_path / "tiny.gguf")
+    represented = tiny_gguf(tmp_path / "floats", tmp_path / "tiny.gguf")
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tmp_path / "tiny.gguf")}})
     shape = read_model(recipe)
     specs = {spec.name: spec for spec in weight_specs(shape.checkpoint, shape.model, recipe)}
-    assert {name.removeprefix("model.") for name in specs} == {n for n, _ in model.named_parameters()} == meant.keys()
+    assert (
+        {name.removeprefix("model.") for name in specs}
+        == {n for n, _ in model.named_parameters()}
+        == represented.keys()
+    )
     for name, spec in specs.items():
         computed = isinstance(spec, ComputedSpec)
         values = dense_values(spec.source) if computed else load_tensor(spec.entry, "float32")
-        np.testing.assert_array_equal(values, meant[name.removeprefix("model.")])
+        np.testing.assert_array_equal(values, represented[name.removeprefix("model.")])
     assert type(shape.model) is type(model)
 
 

@@ -196,7 +196,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_a_file_has_the_config_and_the_weights_of_its_model(kind: str, tmp_path: Path) -> None:
-    file, config, meant = file_of(kind, tmp_path)
+    file, config, expected = file_of(kind, tmp_path)
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(file)}})
     shape = read_model(recipe)
     written = json.loads((shape.checkpoint.path / "config.json").read_text())
@@ -204,10 +204,10 @@ def test_a_file_has_the_config_and_the_weights_of_its_model(kind: str, tmp_path:
     for key in set(own) - {"architectures", "dtype"}:
         assert written[key] == own[key], key
     specs = {spec.name.removeprefix("model."): spec for spec in weight_specs(shape.checkpoint, shape.model, recipe)}
-    assert specs.keys() == meant.keys()
+    assert specs.keys() == expected.keys()
     for name, spec in specs.items():
         values = dense_values(spec.source) if isinstance(spec, ComputedSpec) else load_tensor(spec.entry, "float32")
-        np.testing.assert_array_equal(values.reshape(spec.shape), meant[name].reshape(spec.shape), err_msg=name)
+        np.testing.assert_array_equal(values.reshape(spec.shape), expected[name].reshape(spec.shape), err_msg=name)
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             assert isinstance(spec, ComputedSpec) and isinstance(spec.source, PackedExperts)
             assert spec.source.packing is not None and spec.source.packing.bits == 4 and spec.source.packing.table

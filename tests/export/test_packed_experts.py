@@ -101,7 +101,7 @@ def specs_of(checkpoint: Path) -> tuple[Any, Any, dict[str, ComputedSpec]]:
 def test_experts_stay_as_they_were_packed(
     name: str, config: dict[str, Any], make: Any, label: str, tmp_path: Path
 ) -> None:
-    checkpoint, meant = packed_checkpoint(tmp_path, name, config, make)
+    checkpoint, values = packed_checkpoint(tmp_path, name, config, make)
     _, _, experts = specs_of(checkpoint)
     assert len(experts) == 4
     gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -112,7 +112,7 @@ def test_experts_stay_as_they_were_packed(
         layer, count = title.split(".layers.")[1][0], spec.shape[0]
         own = [f"model.layers.{layer}.{block}.experts.{e}" for e in range(count)]
         parts = [down] if title.endswith("down_proj") else [gate, up]
-        expected = np.concatenate([meant[f"{expert}.{part}.weight"] for expert in own for part in parts])
+        expected = np.concatenate([values[f"{expert}.{part}.weight"] for expert in own for part in parts])
         np.testing.assert_array_equal(dense_values(spec.source), expected)
 
 
@@ -132,11 +132,11 @@ def test_an_artifact_computes_what_packed_experts_stand_for(config: dict[str, An
 
 
 def test_experts_in_an_order_of_columns_become_floats_and_a_note_says_so(tmp_path: Path) -> None:
-    checkpoint, meant = packed_checkpoint(tmp_path, "qwen3_moe", GPTQ, partial(gptq, act_order=True))
+    checkpoint, expected = packed_checkpoint(tmp_path, "qwen3_moe", GPTQ, partial(gptq, act_order=True))
     recipe, shape, experts = specs_of(checkpoint)
     assert {spec.source.packing for spec in experts.values()} == {None}
     down = experts["model.model.layers.0.mlp.experts.down_proj"]
-    first = meant["model.layers.0.mlp.experts.0.down_proj.weight"]
+    first = expected["model.layers.0.mlp.experts.0.down_proj.weight"]
     np.testing.assert_array_equal(next(down.source.blocks())["weight"], first)
     (note,) = [note for note in weight_notes(shape.checkpoint, shape.model, recipe) if "experts" in note]
     assert "cast to float32, because experts are not kept in the format uint4" in note and "order" in note

@@ -66,12 +66,12 @@ def checkpoint_of(folder: Path, config: dict[str, Any], tensors: dict[str, torch
 def test_packed_weights_mean_what_was_quantized(
     tmp_path: Path, tiny_checkpoint: Path, config: dict[str, Any], make: Any
 ) -> None:
-    meant = quantized(tiny_checkpoint, tmp_path / "quantized", config, make)
+    expected = quantized(tiny_checkpoint, tmp_path / "quantized", config, make)
     checkpoint = read_checkpoint(tmp_path / "quantized")
-    assert {*checkpoint.tensors, *checkpoint.computed} == meant.keys()
+    assert {*checkpoint.tensors, *checkpoint.computed} == expected.keys()
     assert len(checkpoint.computed) == 14
     for name, source in checkpoint.computed.items():
-        np.testing.assert_array_equal(dense_values(source), meant[name])
+        np.testing.assert_array_equal(dense_values(source), expected[name])
         assert source.packing is not None
         assert source.packing.signed == (make.keywords.get("symmetric", False))
 

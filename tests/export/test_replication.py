@@ -89,9 +89,9 @@ def traces(name: str) -> Traces:
     given: list[tuple[ir.Model, Layers, CachePlan]] = []
     traced: list[tuple[int, ...]] = []
 
-    def trace(decoder: Any, mode: Any, plan: Any, wanted: Any, real: Any = tracer._trace) -> ir.Model:
-        traced.append(tuple(wanted))
-        return real(decoder, mode, plan, wanted)
+    def trace(decoder: Any, mode: Any, plan: Any, traced_layers: Any, real: Any = tracer._trace) -> ir.Model:
+        traced.append(tuple(traced_layers))
+        return real(decoder, mode, plan, traced_layers)
 
     def replicate(graph: ir.Model, layers: Layers, plan: CachePlan) -> bool:
         given.append((graph.clone(), layers, plan))
@@ -360,8 +360,8 @@ class Asked:
         self.error, self.layers = error, []
         monkeypatch.setattr(tracer, "_trace", self.trace)
 
-    def trace(self, decoder: Any, mode: Any, plan: Any, wanted: Any) -> Any:
-        self.layers.append(tuple(wanted))
+    def trace(self, decoder: Any, mode: Any, plan: Any, traced_layers: Any) -> Any:
+        self.layers.append(tuple(traced_layers))
         if self.error and len(self.layers) == 1:
             raise self.error
         return self.layers[-1]
@@ -371,10 +371,10 @@ class Asked:
     "change", [each(lambda i: Times(1.0 + 0.1 * i)), remember], ids=["index", "beside the hidden state"]
 )
 def test_unusual_layers_are_all_traced(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch)
+    recorder = Asked(monkeypatch)
     model, mode = changed_llama(change)
     tracer.trace_decoder(model, mode, make_plan(model, mode), last_logits=True)
-    assert asked.layers == [(0, 1, 2, 3)]
+    assert recorder.layers == [(0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize("error", [None, UsageError("it cannot be traced")], ids=["graphs differ", "error"])

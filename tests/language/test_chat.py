@@ -89,12 +89,12 @@ def test_public_templates_render_as_transformers_renders_them(path: Path) -> Non
     source = path.read_text(encoding="utf-8")
     template, rendered = ChatTemplate({"default": source}, TOKENS, path.name), 0
     for name, (messages, options) in CASES.items():
-        wanted = by_transformers(source, messages, options)
-        if wanted is None:
+        expected = by_transformers(source, messages, options)
+        if expected is None:
             with pytest.raises(UsageError, match=r"the chat template (refuses|cannot be rendered)"):
                 template.render(messages, **options)
         else:
-            assert template.render(messages, **options) == wanted, name
+            assert template.render(messages, **options) == expected, name
             rendered += 1
     assert rendered >= 6
 
@@ -127,9 +127,9 @@ def test_there_are_templates_of_fifteen_kinds() -> None:
 )  # fmt: skip
 def test_what_templates_use_means_the_same(source: str) -> None:
     messages = [user("hi"), assistant("yo", n=1.0)]
-    wanted = by_transformers(source, messages, {})
-    assert wanted is not None
-    assert ChatTemplate({"default": source}, TOKENS, "here").render(messages) == wanted
+    expected = by_transformers(source, messages, {})
+    assert expected is not None
+    assert ChatTemplate({"default": source}, TOKENS, "here").render(messages) == expected
 
 
 def test_the_line_of_an_error_is_named() -> None:
@@ -220,8 +220,8 @@ def chat_artifact(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_an_engine_answers_a_conversation(tiny_artifact: Path, chat_artifact: Path) -> None:
     engine = load(chat_artifact)
     messages = [{"role": "system", "content": "x"}, user("Hello"), assistant("yes"), user("then")]
-    wanted = engine.generate("sxuHelloayesuthena", max_new_tokens=8)[0]
-    assert engine.chat(messages, max_new_tokens=8) == wanted
+    expected = engine.generate("sxuHelloayesuthena", max_new_tokens=8)[0]
+    assert engine.chat(messages, max_new_tokens=8) == expected
     assert (
         engine.encode_chat(messages, add_generation_prompt=False).tolist()
         == engine.encode("sxuHelloayesuthen").tolist()
@@ -243,11 +243,11 @@ def test_generate_puts_a_plain_prompt_as_a_message_and_says_so(chat_artifact: Pa
     assert len({tuple(plain), tuple(put), tuple(system)}) == 3
     chatting, stderr = ids("Hello")
     assert chatting == put and "chat template" in stderr and "--no-chat" in stderr
-    for arguments, wanted in (
+    for arguments, expected in (
         (["Hello", "--no-chat"], plain), (["Hello", "--chat"], put), (["Hello", "--system", "be"], system)
     ):  # fmt: skip
         found, stderr = ids(*arguments)
-        assert found == wanted and "chat template" not in stderr
+        assert found == expected and "chat template" not in stderr
     (tmp_path / "prompt").write_text("Hello")
     assert ids("--prompt-file", tmp_path / "prompt")[0] == ids("-", input="Hello")[0] == plain
     assert ids("--prompt-file", tmp_path / "prompt", "--chat")[0] == ids("-", "--chat", input="Hello")[0] == put
@@ -288,8 +288,10 @@ def test_smollm2_gets_the_ids_that_transformers_gives_it(real_artifact: Path) ->
     reference, engine = AutoTokenizer.from_pretrained(smollm2.checkpoint()), load(real_artifact)
     for messages, options in CASES.values():
         if all(isinstance(message["content"], str) for message in messages):
-            wanted = reference.apply_chat_template(messages, **{"add_generation_prompt": True, **options})["input_ids"]
-            assert engine.encode_chat(messages, **options).tolist() == wanted
+            expected = reference.apply_chat_template(messages, **{"add_generation_prompt": True, **options})[
+                "input_ids"
+            ]
+            assert engine.encode_chat(messages, **options).tolist() == expected
 
 
 def test_smollm2_answers_as_transformers_does_while_its_cache_holds_everything(real_artifact: Path) -> None:
@@ -300,8 +302,8 @@ def test_smollm2_answers_as_transformers_does_while_its_cache_holds_everything(r
     messages = [SYSTEM, user("List three fruits, and say why you like them.")]
     ids = engine.encode_chat(messages)
     model = AutoModelForCausalLM.from_pretrained(smollm2.checkpoint())
-    wanted = model.generate(torch.tensor(ids[None]), max_new_tokens=32, do_sample=False)[0, len(ids) :].tolist()
-    assert engine.chat(messages, max_new_tokens=32).token_ids == wanted
+    expected = model.generate(torch.tensor(ids[None]), max_new_tokens=32, do_sample=False)[0, len(ids) :].tolist()
+    assert engine.chat(messages, max_new_tokens=32).token_ids == expected
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def test_no_token_beyond_the_tokenizer_is_allowed(grammars: Grammars) -> None:
 @pytest.mark.parametrize("count", [1, 64, 1000])
 @pytest.mark.parametrize("chosen", [{}, {"do_sample": True, "top_k": 0, "top_p": 0.5, "seed": 0}])
 def test_the_largest_logits_settle_the_same_tokens(grammars: Grammars, chosen: Any, count: int) -> None:
-    wanted, grammar = GenerationSettings(**chosen), Grammar("regex", "([a-z]{1,9} ){4,9}")
-    row, narrow = (Sampler(wanted, [1], grammars.vocabulary, grammars.start(grammar, EOS)) for _ in range(2))
+    chosen_settings, grammar = GenerationSettings(**chosen), Grammar("regex", "([a-z]{1,9} ){4,9}")
+    row, narrow = (Sampler(chosen_settings, [1], grammars.vocabulary, grammars.start(grammar, EOS)) for _ in range(2))
     random, settled = np.random.default_rng(0), 0
     while row.finish_reason is None:
         logits = (random.standard_normal(grammars.vocabulary) * 4).astype(np.float32)
@@ -114,18 +114,18 @@ def test_the_largest_logits_settle_the_same_tokens(grammars: Grammars, chosen: A
 
 
 def test_a_sequence_goes_on_from_its_state(grammars: Grammars) -> None:
-    grammar, wanted = Grammar("regex", "[a-f]{30}"), GenerationSettings(do_sample=True, seed=1)
+    grammar, sampling = Grammar("regex", "[a-f]{30}"), GenerationSettings(do_sample=True, seed=1)
     rows = np.random.default_rng(0).standard_normal((60, grammars.vocabulary)).astype(np.float32)
-    whole = Sampler(wanted, [1], grammars.vocabulary, grammars.start(grammar, EOS))
+    whole = Sampler(sampling, [1], grammars.vocabulary, grammars.start(grammar, EOS))
     for row in rows[:5]:
         whole.next(row)
-    restored = Sampler(wanted, [1], grammars.vocabulary, grammars.start(grammar, EOS))
+    restored = Sampler(sampling, [1], grammars.vocabulary, grammars.start(grammar, EOS))
     restored.restore(whole.state())
     for row in rows[5:]:
         if whole.finish_reason is None:
             assert restored.next(row) == whole.next(row)
     assert restored.finish_reason == whole.finish_reason == "stop"
-    other = Sampler(wanted, [1], grammars.vocabulary, grammars.start(Grammar("regex", "[0-9]+"), EOS))
+    other = Sampler(sampling, [1], grammars.vocabulary, grammars.start(Grammar("regex", "[0-9]+"), EOS))
     with pytest.raises(KvexportError, match="does not allow the token"):
         other.restore(whole.state())
 

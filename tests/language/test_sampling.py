@@ -27,23 +27,23 @@ class _Model(GenerationMixin):
 
 
 def reference_scores(
-    wanted: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray
+    chosen: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray
 ) -> np.ndarray:
     sampling: dict[str, Any] = {}
-    if wanted.do_sample:
+    if chosen.do_sample:
         sampling = {
-            "temperature": float(wanted.temperature),
-            "top_k": wanted.top_k,
-            "top_p": wanted.top_p,
-            "min_p": wanted.min_p or None,
+            "temperature": float(chosen.temperature),
+            "top_k": chosen.top_k,
+            "top_p": chosen.top_p,
+            "min_p": chosen.min_p or None,
         }
     config = GenerationConfig(
-        do_sample=wanted.do_sample,
-        min_new_tokens=wanted.min_new_tokens,
-        repetition_penalty=float(wanted.repetition_penalty),
+        do_sample=chosen.do_sample,
+        min_new_tokens=chosen.min_new_tokens,
+        repetition_penalty=float(chosen.repetition_penalty),
         **sampling,
     )
-    config._eos_token_tensor = torch.tensor(wanted.eos_token_ids) if wanted.eos_token_ids else None
+    config._eos_token_tensor = torch.tensor(chosen.eos_token_ids) if chosen.eos_token_ids else None
     processors = _Model()._get_logits_processor(config, input_ids_seq_length=len(prompt), device="cpu")
     return processors(torch.tensor([prompt + generated]), torch.from_numpy(logits.copy())[None])[0].numpy()
 
@@ -53,18 +53,18 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def is_borderline(wanted: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray) -> bool:
+def is_borderline(chosen: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray) -> bool:
     """Return whether rounding decides if a token stays.
 
     This is so if a cumulative sum or a ratio of probabilities is within 1e-5 of its bound.
     """
     before = reference_scores(
-        GenerationSettings(**{**wanted.__dict__, "top_p": 1.0, "min_p": 0.0}), prompt, generated, logits
+        GenerationSettings(**{**chosen.__dict__, "top_p": 1.0, "min_p": 0.0}), prompt, generated, logits
     )  # penalty, eos, temperature and top_k do not round
     probabilities = softmax(before)
     cumulative = np.cumsum(np.sort(probabilities))
-    near_top_p = wanted.top_p < 1 and np.abs(cumulative - (1 - wanted.top_p)).min() < 1e-5
-    near_min_p = np.abs(probabilities / probabilities.max() - wanted.min_p).min() < 1e-5
+    near_top_p = chosen.top_p < 1 and np.abs(cumulative - (1 - chosen.top_p)).min() < 1e-5
+    near_min_p = np.abs(probabilities / probabilities.max() - chosen.min_p).min() < 1e-5
     return bool(near_top_p or near_min_p)
 
 
@@ -97,7 +97,7 @@ def cases(draw: st.DrawFn) -> tuple[GenerationSettings, list[int], list[int], np
         logits[random.integers(size)] = 1.0
     ids = st.lists(st.integers(0, size + 3), min_size=1, max_size=20)
     prompt, generated = draw(ids), draw(st.lists(st.integers(0, size - 1), max_size=5))
-    wanted = GenerationSettings(
+    chosen = GenerationSettings(
         do_sample=draw(st.booleans()),
         min_new_tokens=draw(st.integers(0, 6)),
         temperature=draw(st.sampled_from([1.0, 1, 0.3, 0.7, 1.7, 10.0])),
@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn) -> tuple[GenerationSettings, list[int], list[int], np
         seed=0,
         eos_token_ids=tuple(draw(st.lists(st.integers(0, size // 2), max_size=2))),
     )
-    return wanted, prompt, generated, logits
+    return chosen, prompt, generated, logits
 
 
 def openai_settings(size: int) -> st.SearchStrategy[dict[str, Any]]:
@@ -118,8 +118,8 @@ def openai_settings(size: int) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"presence_penalty": penalty, "frequency_penalty": penalty, "logit_bias": bias})
 
 
-def sampler_after(wanted: GenerationSettings, prompt: list[int], generated: list[int], size: int) -> Sampler:
-    sampler = Sampler(wanted, prompt, size)
+def sampler_after(chosen: GenerationSettings, prompt: list[int], generated: list[int], size: int) -> Sampler:
+    sampler = Sampler(chosen, prompt, size)
     for token in generated:
         forced = np.full(size, -np.inf, dtype=np.float32)
         forced[token] = 50.0
@@ -132,19 +132,19 @@ def sampler_after(wanted: GenerationSettings, prompt: list[int], generated: list
 def test_kept_tokens_and_probabilities_are_those_of_transformers(
     case: tuple[GenerationSettings, list[int], list[int], np.ndarray],
 ) -> None:
-    wanted, prompt, generated, logits = case
-    generated = [token for token in generated if token not in wanted.eos_token_ids]
-    assume((reference_scores(wanted, prompt, generated, logits) > -np.inf).any())
-    sampler = sampler_after(wanted, prompt, generated, logits.size)
+    chosen, prompt, generated, logits = case
+    generated = [token for token in generated if token not in chosen.eos_token_ids]
+    assume((reference_scores(chosen, prompt, generated, logits) > -np.inf).any())
+    sampler = sampler_after(chosen, prompt, generated, logits.size)
     assert sampler.generated == generated
     before = logits.copy()
-    if wanted.do_sample:
-        assume(not is_borderline(wanted, prompt, generated, logits))
+    if chosen.do_sample:
+        assume(not is_borderline(chosen, prompt, generated, logits))
         assert_same_distribution(sampler, prompt, logits)
         possible = sampler.distribution(logits)[0]
         assert sampler.next(logits) in possible
     else:
-        expected = torch.from_numpy(reference_scores(wanted, prompt, generated, logits)).argmax().item()
+        expected = torch.from_numpy(reference_scores(chosen, prompt, generated, logits)).argmax().item()
         assert sampler.distribution(logits)[0].tolist() == [expected]
         assert sampler.next(logits) == expected
     np.testing.assert_array_equal(logits, before)
@@ -198,9 +198,9 @@ def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
 
 def test_half_precision_logits_are_widened() -> None:
     logits = np.linspace(-3, 3, 40).astype(np.float16)
-    wanted = GenerationSettings(do_sample=True, top_k=5, temperature=0.7)
-    ids, probabilities = Sampler(wanted, [], 40).distribution(logits)
-    expected = softmax(reference_scores(wanted, [0], [], logits.astype(np.float32)))
+    chosen = GenerationSettings(do_sample=True, top_k=5, temperature=0.7)
+    ids, probabilities = Sampler(chosen, [], 40).distribution(logits)
+    expected = softmax(reference_scores(chosen, [0], [], logits.astype(np.float32)))
     np.testing.assert_allclose(probabilities, expected[ids], atol=1e-6)
 
 
@@ -209,10 +209,10 @@ def rows(count: int, size: int = 64) -> list[np.ndarray]:
 
 
 def test_a_seed_fixes_the_draws_whatever_runs_beside_it() -> None:
-    wanted = GenerationSettings(do_sample=True, seed=7, top_k=0)
-    alone = Sampler(wanted, [1, 2], 64)
+    chosen = GenerationSettings(do_sample=True, seed=7, top_k=0)
+    alone = Sampler(chosen, [1, 2], 64)
     tokens = [alone.next(row) for row in rows(40)]
-    again, neighbour = Sampler(wanted, [1, 2], 64), Sampler(GenerationSettings(do_sample=True, seed=8), [3], 64)
+    again, neighbour = Sampler(chosen, [1, 2], 64), Sampler(GenerationSettings(do_sample=True, seed=8), [3], 64)
     beside = []
     for row in rows(40):
         neighbour.next(row)
@@ -231,8 +231,8 @@ def test_without_a_seed_two_sequences_differ() -> None:
 
 def test_drawn_frequencies_follow_the_probabilities() -> None:
     logits = np.array([2.0, -math.inf, 1.0, 0.0, 1.5, -1.0, -4.0, 0.5], dtype=np.float32)
-    wanted = GenerationSettings(do_sample=True, seed=1, temperature=0.8, top_p=0.97, max_new_tokens=10**5)
-    sampler, draws = Sampler(wanted, [], logits.size), 10_000
+    chosen = GenerationSettings(do_sample=True, seed=1, temperature=0.8, top_p=0.97, max_new_tokens=10**5)
+    sampler, draws = Sampler(chosen, [], logits.size), 10_000
     ids, probabilities = sampler.distribution(logits)
     counts = np.bincount([sampler.next(logits) for _ in range(draws)], minlength=logits.size)
     assert counts.sum() == counts[ids].sum() == draws
@@ -289,18 +289,18 @@ def test_wrong_shapes_and_ids_are_refused() -> None:
 def test_penalties_and_bias_are_those_of_openai(
     case: tuple[GenerationSettings, list[int], list[int], np.ndarray], data: st.DataObject
 ) -> None:
-    wanted, prompt, generated, logits = case
+    chosen, prompt, generated, logits = case
     more = data.draw(openai_settings(logits.size))
-    generated = [token for token in generated if token not in wanted.eos_token_ids]
-    wanted = replace(wanted, do_sample=True, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0, **more)
+    generated = [token for token in generated if token not in chosen.eos_token_ids]
+    chosen = replace(chosen, do_sample=True, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0, **more)
     expected = logits.copy()
-    for token, value in wanted.logit_bias.items():
+    for token, value in chosen.logit_bias.items():
         expected[token] += np.float32(value)
-    expected = reference_scores(wanted, prompt, generated, expected).astype(np.float64)
+    expected = reference_scores(chosen, prompt, generated, expected).astype(np.float64)
     for token in set(generated):
-        expected[token] -= wanted.frequency_penalty * generated.count(token) + wanted.presence_penalty
+        expected[token] -= chosen.frequency_penalty * generated.count(token) + chosen.presence_penalty
     assume((expected > -np.inf).any())
-    ids, probabilities = sampler_after(wanted, prompt, generated, logits.size).distribution(logits)
+    ids, probabilities = sampler_after(chosen, prompt, generated, logits.size).distribution(logits)
     assert ids.tolist() == np.flatnonzero(expected > -np.inf).tolist()
     np.testing.assert_allclose(probabilities, softmax(expected)[ids], rtol=2e-4, atol=1e-30)
 
@@ -326,10 +326,10 @@ def test_an_ignored_eos_is_a_token_like_any_other() -> None:
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
 @pytest.mark.parametrize("vocabulary", [3, 20, 30000])
 def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(vocabulary: int, count: int) -> None:
-    wanted = GenerationSettings(
+    chosen = GenerationSettings(
         do_sample=True, temperature=0.5, top_k=2, presence_penalty=1.0, logit_bias={2: 3.0}, logprobs=count, seed=0
     )
-    sampler = Sampler(wanted, [1], vocabulary)
+    sampler = Sampler(chosen, [1], vocabulary)
     random = np.random.default_rng(vocabulary)
     for _ in range(5):
         row = np.round(random.normal(0, 3, vocabulary) * 4).astype(np.float32) / 4  # with ties
@@ -340,7 +340,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(vocabula
         expected = sorted(range(vocabulary), key=lambda i: (-row[i], i))[:count]
         assert [i for i, _ in sampler.logprobs.top] == expected
         np.testing.assert_allclose([value for _, value in sampler.logprobs.top], exact[expected], atol=1e-5)
-    plain = Sampler(replace(wanted, logprobs=None), [1], vocabulary)
+    plain = Sampler(replace(chosen, logprobs=None), [1], vocabulary)
     plain.next(row)
     assert plain.logprobs is None
 
@@ -349,12 +349,12 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(vocabula
 @pytest.mark.parametrize("at", [0, 1, 17])
 @pytest.mark.parametrize("chosen", [{}, {"do_sample": True, "top_k": 0, "temperature": 1.5}])
 def test_a_sampler_goes_on_from_its_state_as_text(chosen: dict[str, Any], at: int, seed: int | None) -> None:
-    wanted = GenerationSettings(repetition_penalty=1.3, frequency_penalty=0.7, seed=seed, **chosen)
+    merged_settings = GenerationSettings(repetition_penalty=1.3, frequency_penalty=0.7, seed=seed, **chosen)
     rows = np.random.default_rng(1).normal(0, 1, (40, 64)).astype(np.float32)
-    whole = Sampler(wanted, [3, 4], 64)
+    whole = Sampler(merged_settings, [3, 4], 64)
     for row in rows[:at]:
         whole.next(row)
-    restored = Sampler(wanted, [3, 4], 64)
+    restored = Sampler(merged_settings, [3, 4], 64)
     restored.restore(json.loads(json.dumps(whole.state())))
     assert [restored.next(row) for row in rows[at:]] == [whole.next(row) for row in rows[at:]]
     assert restored.generated == whole.generated

@@ -97,9 +97,12 @@ def test_a_generation_config_is_read_as_transformers_reads_it() -> None:
 
 
 def test_unset_fields_default_to_what_transformers_generates_with() -> None:
-    reference, ours = GenerationConfig._get_default_generation_params(), GenerationSettings.from_generation_config({})
+    reference, default = (
+        GenerationConfig._get_default_generation_params(),
+        GenerationSettings.from_generation_config({}),
+    )
     shared = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-    assert {name: getattr(ours, name) for name in shared} == {name: reference[name] for name in shared}
+    assert {name: getattr(default, name) for name in shared} == {name: reference[name] for name in shared}
 
 
 def test_the_neutral_values_are_those_of_transformers() -> None:

@@ -179,16 +179,16 @@ def grammars() -> Grammars:
 def test_an_answer_that_must_call_does(grammars: Grammars, form: str, parallel: bool) -> None:
     tokenizer = grammars.tokenizer
     assert tokenizer is not None
-    made, shown = FORMS[form], FORMS[form].shown_ids(tokenizer)
+    call_form, shown = FORMS[form], FORMS[form].shown_ids(tokenizer)
     assert len(shown) == (form != "hermes")
-    grammar = calls_grammar(made, [WEATHER, STRICT_NOW], tokenizer, parallel=parallel)
+    grammar = calls_grammar(call_form, [WEATHER, STRICT_NOW], tokenizer, parallel=parallel)
     counts = set()
     for seed in range(8):
         ids, _, reason = draw(grammars.start(grammar, (2,)), tokenizer, grammars.vocabulary, (2,), seed, do_sample=True)
         assert reason == "stop"
         stream = TextStream(tokenizer, shown_ids=shown)
         text = "".join([*map(stream.push, ids), stream.flush()])
-        found = pieces(made, text, [], [WEATHER, STRICT_NOW])
+        found = pieces(call_form, text, [], [WEATHER, STRICT_NOW])
         assert {piece.kind for piece in found} == {"call", "arguments"}
         for call, arguments in zip(found[::2], found[1::2], strict=True):
             schema = WEATHER["function"]["parameters"] if call.name == "get_weather" else NOW_SCHEMA

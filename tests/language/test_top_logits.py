@@ -45,11 +45,11 @@ def top_of(logits: np.ndarray, count: int, error: float = 0.0) -> TopLogits:
 def test_what_the_largest_logits_settle_is_what_the_row_gives(
     case: Any, count: int, error: float, more: bool, data: st.DataObject
 ) -> None:
-    wanted, prompt, generated, logits = case
+    chosen, prompt, generated, logits = case
     if more:
-        wanted = replace(wanted, **data.draw(openai_settings(logits.size)))
-    generated = [token for token in generated if token not in wanted.eos_token_ids]
-    row, narrow = (sampler_after(wanted, prompt, generated, logits.size) for _ in range(2))
+        chosen = replace(chosen, **data.draw(openai_settings(logits.size)))
+    generated = [token for token in generated if token not in chosen.eos_token_ids]
+    row, narrow = (sampler_after(chosen, prompt, generated, logits.size) for _ in range(2))
     top = top_of(logits, count, error * MASS_ERROR)
     before = top.values.copy()
     try:
@@ -64,7 +64,7 @@ def test_what_the_largest_logits_settle_is_what_the_row_gives(
         assert narrow.generated == generated[: len(narrow.generated)]
         settled = narrow.next(logits)
     else:
-        assert may_settle(wanted, count, logits.size)
+        assert may_settle(chosen, count, logits.size)
     assert settled == expected
     # Both generators are at the same draw.
     assert narrow.next(logits) == row.next(logits)
@@ -90,10 +90,10 @@ SETTLED = {
 
 @pytest.mark.parametrize("name", SETTLED)
 def test_the_largest_logits_are_nearly_always_enough(name: str) -> None:
-    wanted, least = SETTLED[name]
+    chosen, least = SETTLED[name]
     random = np.random.default_rng(0)
     settled = 0
-    row, narrow = (Sampler(wanted, [1, 2, 3], 32000) for _ in range(2))
+    row, narrow = (Sampler(chosen, [1, 2, 3], 32000) for _ in range(2))
     for _ in range(50):
         logits = (random.standard_normal(32000) * 1.5).astype(np.float32)
         logits[random.integers(0, 32000, 20)] += np.linspace(
@@ -104,7 +104,7 @@ def test_the_largest_logits_are_nearly_always_enough(name: str) -> None:
         settled += actual is not None
         assert (narrow.next(logits) if actual is None else actual) == expected
     assert settled / 50 >= least
-    assert may_settle(wanted, COUNT, 32000)
+    assert may_settle(chosen, COUNT, 32000)
 
 
 def test_what_they_can_never_settle_is_known_before() -> None:

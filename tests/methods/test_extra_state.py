@@ -155,9 +155,11 @@ def test_its_functions_have_the_tensors_last_with_sink_logits_and_without(pointe
     method = all_methods()[pointed]()
     attributes = VoteAttentionAttributes(0.5, statistics=method.statistics, method=method)
     for sinks in (False, True):
-        made = vote_attention_function(attributes, heads=(2, 1), head_sizes=(4, 4), dtype=torch.float32, sinks=sinks)
-        assert list(made.input)[-3:] == ["sink_logits", "past_latest_query", "past_calls"]
-        assert list(made.output)[-2:] == ["present_latest_query", "present_calls"]
+        function = vote_attention_function(
+            attributes, heads=(2, 1), head_sizes=(4, 4), dtype=torch.float32, sinks=sinks
+        )
+        assert list(function.input)[-3:] == ["sink_logits", "past_latest_query", "past_calls"]
+        assert list(function.output)[-2:] == ["present_latest_query", "present_calls"]
     merge = MergeCacheAttributes(method, 8)
-    made = merge_cache_function(merge, kv_heads=1, head_sizes=(4, 4), statistics=1, cache_type="float32")
-    assert list(made.input) == [*STATE_NAMES, "latest_query", "calls"]
+    function = merge_cache_function(merge, kv_heads=1, head_sizes=(4, 4), statistics=1, cache_type="float32")
+    assert list(function.input) == [*STATE_NAMES, "latest_query", "calls"]

@@ -219,8 +219,8 @@ def test_packed_weights_take_every_step(steps: Form, dtype: str, native: bool, p
     packings: list[Any] = MIXED[: len(names)]
     weights, values = [], {}
     for name, packing in zip(names, packings, strict=True):
-        made, values[name] = packed_weight(rng, packing, name, n, k, 1 / np.sqrt(k))
-        weights += made
+        tensors, values[name] = packed_weight(rng, packing, name, n, k, 1 / np.sqrt(k))
+        weights += tensors
     packed, group = [OFFSETS[p.offset] for p in packings], [p.group for p in packings]
     if plain:
         packed[-1] = group[-1] = 0

@@ -135,11 +135,11 @@ def _decode(caller: PtxCaller, dtype: str, group: int, slots: int) -> None:
 
 
 def _merge(caller: PtxCaller, method: str, slots: int, evicted: int, dtype: str) -> None:
-    made = all_methods()[method]()
-    state = _state(slots, slots, len(made.statistics), dtype)
+    method_object = all_methods()[method]()
+    state = _state(slots, slots, len(method_object.statistics), dtype)
     # The order is random, as merges leave slots. The highest position is fixed, so that positions have as many digits.
     state["position"] = np.random.default_rng(3).permutation(slots).astype(np.int32)[None, None] * (4095 // slots)
-    caller.merge_cache(state, MergeCacheAttributes(made, slots - evicted, 4, 64))
+    caller.merge_cache(state, MergeCacheAttributes(method_object, slots - evicted, 4, 64))
 
 
 def _linear(

@@ -174,11 +174,11 @@ def test_a_source_distribution_brings_the_headers_and_all_that_compiling_reads(t
 
 
 def hook(target: str, root: Path = ROOT) -> Any:
-    made = hatch_build.NativeOperators.__new__(hatch_build.NativeOperators)
-    made.__dict__.update(
+    builder = hatch_build.NativeOperators.__new__(hatch_build.NativeOperators)
+    builder.__dict__.update(
         {f"_BuildHookInterface__{key}": value for key, value in (("root", str(root)), ("target_name", target))}
     )
-    return made
+    return builder
 
 
 @pytest.mark.parametrize("target", ["wheel", "sdist"])

@@ -35,8 +35,8 @@ def model(dtype: str) -> bytes:
     node = helper.make_node("AllReduce", ["part"], ["sum"], domain="kvexport")
     graph = helper.make_graph([node], "g", [part], [whole])
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
-    made: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
-    return made
+    serialized: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
+    return serialized
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -96,8 +96,8 @@ def ranks(new: Callable[[], Collectives]) -> Iterator[Callable[[int, str], Run]]
                 return str(error)
             return own.problem(memory) or sums
 
-        made = list(pools[-1].map(opened, range(count)))
-        run: Any = lambda parts: list(pools[-1].map(one, zip(made, parts, strict=False)))  # noqa: E731
+        sessions = list(pools[-1].map(opened, range(count)))
+        run: Any = lambda parts: list(pools[-1].map(one, zip(sessions, parts, strict=False)))  # noqa: E731
         run.memory = memory
         return run  # type: ignore[no-any-return]
 

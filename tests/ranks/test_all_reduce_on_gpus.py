@@ -22,22 +22,22 @@ TYPES = ["float32", "float16", "uint16"]  # uint16: bits of bfloat16
 
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., Ranks]]:
-    made: list[Ranks] = []
+    all_ranks: list[Ranks] = []
 
     def make(count: int, **rest: Any) -> Ranks:
-        made.append(Ranks(load(HOST), count, **rest))
-        return made[-1]
+        all_ranks.append(Ranks(load(HOST), count, **rest))
+        return all_ranks[-1]
 
     with multiprocessors():
         yield make
-    for one in made:
+    for one in all_ranks:
         one.word[:] = FAILED  # releases all waiting ranks
         one.pool.shutdown()
 
 
-def agree(made: Ranks, parts: list[list[np.ndarray]]) -> None:
-    got = made.run(parts)
-    assert made.word[0] == 0
+def agree(threads: Ranks, parts: list[list[np.ndarray]]) -> None:
+    got = threads.run(parts)
+    assert threads.word[0] == 0
     for i, of_all in enumerate(zip(*parts, strict=True)):
         expected = in_order(of_all).tobytes()
         assert [sums[i].tobytes() == expected for sums in got] == [True] * len(parts), (i, of_all[0].size)
@@ -65,50 +65,50 @@ def test_tensors_that_lie_anywhere_and_sums_in_place(ranks: Any) -> None:
     rng = np.random.default_rng(0)
     whole = [random_part(rng, 1001, "float32") for _ in range(2)]
     agree(ranks(2), [[part[1:]] for part in whole])
-    made, parts = ranks(2), [part.copy() for part in whole]
+    threads, parts = ranks(2), [part.copy() for part in whole]
 
     def in_place(rank: int) -> str:
         address = parts[rank].ctypes.data
-        return str(made.sum(made.views[rank], "float32", address, address, 1001, 0))
+        return str(threads.sum(threads.views[rank], "float32", address, address, 1001, 0))
 
-    assert list(made.pool.map(in_place, range(2))) == ["", ""]
+    assert list(threads.pool.map(in_place, range(2))) == ["", ""]
     assert all(part.tobytes() == in_order(whole).tobytes() for part in parts)
 
 
 def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(ranks: Any) -> None:
-    made = ranks(2, patience=20_000_000)
-    made.run([[np.zeros(9, np.float32)]])
-    assert made.word[0] == LATE | 0 << 8 | 1 << 16
-    made.run([[np.zeros(9, np.float32)]])  # ends without a wait
+    threads = ranks(2, patience=20_000_000)
+    threads.run([[np.zeros(9, np.float32)]])
+    assert threads.word[0] == LATE | 0 << 8 | 1 << 16
+    threads.run([[np.zeros(9, np.float32)]])  # ends without a wait
 
 
 def test_who_waits_is_released_by_the_word(ranks: Any) -> None:
-    made = ranks(2)
+    threads = ranks(2)
     with ThreadPoolExecutor(1) as other:
-        alone = other.submit(made.run, [[np.zeros(9, np.float32)]])
-        made.word[0] = FAILED
+        alone = other.submit(threads.run, [[np.zeros(9, np.float32)]])
+        threads.word[0] = FAILED
         alone.result()
-    assert made.word[0] == FAILED
+    assert threads.word[0] == FAILED
 
 
 @pytest.mark.parametrize("sizes", [(4, 5), (4, 40_000), (100_000, 90_000)])
 def test_ranks_that_sum_different_tensors_are_told_so(ranks: Any, sizes: tuple[int, int]) -> None:
-    made = ranks(2)
-    made.run([[np.zeros(size, np.float32)] for size in sizes])
-    assert made.word[0] & 255 == OUT_OF_STEP
+    threads = ranks(2)
+    threads.run([[np.zeros(size, np.float32)] for size in sizes])
+    assert threads.word[0] & 255 == OUT_OF_STEP
 
 
 def test_what_cannot_be_called_is_refused(ranks: Any) -> None:
-    made = ranks(2)
-    view, x = made.views[0], np.zeros(2 << 20, np.float32)
+    threads = ranks(2)
+    view, x = threads.views[0], np.zeros(2 << 20, np.float32)
     at = x.ctypes.data
-    assert made.sum(view, "int8", at, at, 4, 0) == "only float32, float16 and bfloat16 are added up"
-    assert made.sum(view, "float32", at, at, 0, 0) == ""
+    assert threads.sum(view, "int8", at, at, 4, 0) == "only float32, float16 and bfloat16 are added up"
+    assert threads.sum(view, "float32", at, at, 0, 0) == ""
     with multiprocessors(8):
-        assert "more blocks, which wait for those of other devices" in made.sum(view, "float32", at, at, x.size, 0)
+        assert "more blocks, which wait for those of other devices" in threads.sum(view, "float32", at, at, x.size, 0)
     view.mailbox[1] = None
-    assert made.sum(view, "float32", at, at, 4, 0) == "a rank has no mailbox"
+    assert threads.sum(view, "float32", at, at, 4, 0) == "a rank has no mailbox"
     view.rank = 2
-    assert made.sum(view, "float32", at, at, 4, 0) == "the rank is none of the ranks"
+    assert threads.sum(view, "float32", at, at, 4, 0) == "the rank is none of the ranks"
     view.count = 17
-    assert made.sum(view, "float32", at, at, 4, 0) == "there are no ranks, or more than 16"
+    assert threads.sum(view, "float32", at, at, 4, 0) == "there are no ranks, or more than 16"

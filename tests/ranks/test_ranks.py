@@ -93,7 +93,7 @@ def test_every_state_is_the_whole_and_that_of_one_process(pair: tuple[Engine, En
 
 def test_a_preempted_request_goes_on_where_it_was(pair: tuple[Engine, Engine]) -> None:
     engine = pair[1]
-    wanted = engine.generate(PROMPTS[0], max_new_tokens=12)[0].token_ids
+    expected = engine.generate(PROMPTS[0], max_new_tokens=12)[0].token_ids
     request = Request(engine.encode(PROMPTS[0]), engine.settings(max_new_tokens=12))
     engine.add(request)
     while len(request.tokens) < 5:
@@ -103,7 +103,7 @@ def test_a_preempted_request_goes_on_where_it_was(pair: tuple[Engine, Engine]) -
     engine.add(again)
     while engine.busy:
         engine.step()
-    assert [token.id for token in (*request.tokens, *again.tokens)] == wanted
+    assert [token.id for token in (*request.tokens, *again.tokens)] == expected
 
 
 def test_a_killed_rank_is_named_and_nothing_is_left(artifact: Path) -> None:

@@ -76,16 +76,16 @@ def test_a_recipe_plans_the_published_model(name: str, tmp_path: Path, monkeypat
     if name == "gpt-oss-20b":
         mxfp4_headers(config, tmp_path)
     recipe = load_recipe(name).recipe
-    asked: list[str] = []
+    requested: list[str] = []
 
     def download(hub_id: str, *_: Any, **__: Any) -> Path:
-        asked.append(hub_id)
+        requested.append(hub_id)
         return tmp_path
 
     monkeypatch.setattr("kvexport.export.model.checkpoint.download", download)
     plan = plan_memory(recipe, name)
     parameters, attends, share = PUBLISHED[name]
-    assert set(asked) == {recipe.model.path}
+    assert set(requested) == {recipe.model.path}
     assert (plan.parameters, len(plan.geometry)) == (parameters, attends)
     if share:
         # Biases of experts are read like their weights.

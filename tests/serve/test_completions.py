@@ -92,13 +92,13 @@ def test_logprobs_are_those_of_the_tokens(client: openai.OpenAI) -> None:
 
 
 def test_chat_tells_logprobs_too(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
-    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    answer = client.chat.completions.create(**body, logprobs=True, top_logprobs=2)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     assert "".join(entry.token for entry in logprobs.content) == answer.choices[0].message.content
     assert all(len(entry.top_logprobs) == 2 and entry.bytes == list(entry.token.encode()) for entry in logprobs.content)
-    chunks = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, stream=True)
+    chunks = client.chat.completions.create(**body, logprobs=True, top_logprobs=2, stream=True)
     streamed = [entry.logprob for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content or []]
     assert streamed == [entry.logprob for entry in logprobs.content]
 

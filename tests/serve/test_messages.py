@@ -50,12 +50,12 @@ def test_a_stream_brings_the_same_in_its_events(client: anthropic.Anthropic, alo
 
 def test_the_stop_sequence_that_ended_it_is_told(client: anthropic.Anthropic, alone: str) -> None:
     stop = alone[20:22]
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "system": "be brief", "messages": MESSAGES}
-    answer = client.messages.create(**asked, stop_sequences=[stop, "none"])
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "system": "be brief", "messages": MESSAGES}
+    answer = client.messages.create(**body, stop_sequences=[stop, "none"])
     (block,) = answer.content
     assert block.type == "text" and block.text == alone[: alone.index(stop)]
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
-    with client.messages.stream(**asked, stop_sequences=[stop]) as stream:
+    with client.messages.stream(**body, stop_sequences=[stop]) as stream:
         assert stream.get_final_message().stop_sequence == stop
 
 
@@ -109,9 +109,9 @@ def test_a_conversation_with_tools_becomes_what_templates_take() -> None:
             "tool_choice": {"type": "tool", "name": "look"},
         }
     )
-    asked = body.conversation()
+    conversation = body.conversation()
     call = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
-    assert asked.messages == [
+    assert conversation.messages == [
         {"role": "system", "content": "be\nbrief"},
         {"role": "user", "content": "hi"},
         {"role": "assistant", "reasoning_content": "hm", "tool_calls": [call], "content": "I look"},
@@ -119,12 +119,12 @@ def test_a_conversation_with_tools_becomes_what_templates_take() -> None:
         {"role": "user", "content": "and"},
     ]
     function = {"name": "look", "description": "d", "parameters": {"type": "object"}}
-    assert asked.tools == [{"type": "function", "function": function}]
-    assert asked.tool_choice == {"type": "function", "function": {"name": "look"}}
+    assert conversation.tools == [{"type": "function", "function": function}]
+    assert conversation.tool_choice == {"type": "function", "function": {"name": "look"}}
 
 
 def test_a_model_that_does_not_think_is_not_asked_to(server: Running) -> None:
-    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-    status, _, body = server.ask("/v1/messages", {**asked, "thinking": {"type": "enabled", "budget_tokens": 1024}})
+    fields = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    status, _, body = server.ask("/v1/messages", {**fields, "thinking": {"type": "enabled", "budget_tokens": 1024}})
     assert status == 400 and "thinking: this model does none" in body["error"]["message"]
-    assert server.ask("/v1/messages", {**asked, "thinking": {"type": "disabled"}})[0] == 200
+    assert server.ask("/v1/messages", {**fields, "thinking": {"type": "disabled"}})[0] == 200

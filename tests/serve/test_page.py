@@ -43,9 +43,9 @@ def test_it_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> None:
         tab.run("document.getElementById('ask').requestSubmit()")
         tab.wait_for("document.getElementById('said').textContent.includes('first piece')")
         answer_text = tab.run("document.querySelector('.assistant').textContent")
-        asked = {"messages": [{"role": "user", "content": "anna lamp"}], "max_tokens": 200}
+        body = {"messages": [{"role": "user", "content": "anna lamp"}], "max_tokens": 200}
         key = {"Authorization": "Bearer secret"}
-        answer = server.ask("/v1/chat/completions", {**asked, "temperature": 0}, headers=key)[2]
+        answer = server.ask("/v1/chat/completions", {**body, "temperature": 0}, headers=key)[2]
         assert answer_text == answer["choices"][0]["message"]["content"]
         tab.wait_for("document.querySelector('#lanes tr td:nth-child(2)').textContent > 200")
         tab.wait_for("document.getElementById('slotted').textContent.includes('slots stand for')")

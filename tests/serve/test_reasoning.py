@@ -79,31 +79,31 @@ def test_a_prompt_that_ends_within_reasoning(client: openai.OpenAI) -> None:
 
 def test_responses_have_an_item_of_reasoning(client: openai.OpenAI, server: Running, monkeypatch: Any) -> None:
     fix_answer(server, monkeypatch)
-    asked: dict[str, Any] = {"model": "tiny", "input": "a", "max_output_tokens": 100}
-    answer = client.responses.create(**asked)
+    body: dict[str, Any] = {"model": "tiny", "input": "a", "max_output_tokens": 100}
+    answer = client.responses.create(**body)
     first, second = answer.output
     assert first.type == "reasoning" and first.content is not None and first.content[0].text == "i look"
     assert second.type == "message" and answer.output_text == "the lamp"
     assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens > 0
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**body) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert "response.reasoning_text.delta" in kinds and "response.reasoning_text.done" in kinds
     assert [item.type for item in final.output] == ["reasoning", "message"]
     thought: Any = final.output[0]
     assert final.output_text == "the lamp" and thought.content[0].text == "i look"
-    followed = client.responses.create(**asked, previous_response_id=answer.id)
+    followed = client.responses.create(**body, previous_response_id=answer.id)
     assert followed.output_text == "the lamp"
 
 
 def test_messages_have_a_block_of_thinking(server: Running, monkeypatch: Any) -> None:
     fix_answer(server, monkeypatch)
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        asked: Any = {"model": "tiny", "max_tokens": 100, "messages": MESSAGES}
-        answer: Any = client.messages.create(**asked)
+        body: Any = {"model": "tiny", "max_tokens": 100, "messages": MESSAGES}
+        answer: Any = client.messages.create(**body)
         assert [block.type for block in answer.content] == ["thinking", "text"]
         assert (answer.content[0].thinking, answer.content[1].text) == ("i look", "the lamp")
-        with client.messages.stream(**asked) as stream:
+        with client.messages.stream(**body) as stream:
             text = "".join(stream.text_stream)
             final: Any = stream.get_final_message()
         assert text == "the lamp"

@@ -94,19 +94,19 @@ def test_calls_and_their_outputs_become_what_templates_take(server: Running) -> 
             "tool_choice": {"type": "function", "name": "look"},
         }
     )
-    asked, _ = body.to_conversation(server.service)
+    conversation, _ = body.to_conversation(server.service)
     calls = [
         {"id": i, "type": "function", "function": {"name": "look", "arguments": arguments}}
         for i, arguments in (("1", {"at": 1}), ("2", {}))
     ]
-    assert asked.messages == [
+    assert conversation.messages == [
         {"role": "system", "content": "be"},
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "seen"},
     ]
-    assert asked.tools == [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    assert asked.tool_choice == {"type": "function", "function": {"name": "look"}}
+    assert conversation.tools == [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    assert conversation.tool_choice == {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.mark.parametrize(

@@ -141,12 +141,12 @@ def test_a_queue_that_is_full_says_so_and_later_takes_requests_again(engine: Eng
 
 def test_too_many_answers_in_one_request_can_never_fit(engine: Engine) -> None:
     with running(engine, choices=3) as server:
-        for path, asked in (
+        for path, request in (
             (CHAT, {**SHORT, "n": 4}),
             (CHAT, {**SHORT, "n": 1 << 62}),
             ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
         ):
-            status, _, body = server.ask(path, asked)
+            status, _, body = server.ask(path, request)
             assert (status, body["error"]["param"]) == (400, "n")
 
 

@@ -82,8 +82,8 @@ def test_a_conversation_that_was_changed_is_read_anew(engine: Engine, server: Ru
 
 def test_a_prompt_that_begins_as_another_did_is_not_read_again(engine: Engine, server: Running) -> None:
     words = "eleven guitars and a compass lay in the boat of carla."
-    asked = {"prompt": words, "max_tokens": 20}
-    cold, warm = (server.ask(COMPLETE, asked)[2] for _ in range(2))
+    body = {"prompt": words, "max_tokens": 20}
+    cold, warm = (server.ask(COMPLETE, body)[2] for _ in range(2))
     assert cold["choices"][0]["text"] == warm["choices"][0]["text"]
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == 48  # whole chunks of 16
@@ -132,11 +132,11 @@ def test_sessions_outlive_the_server_in_their_folder(engine: Engine, tmp_path: P
         # with a header that says so.
         status, _, body = server.ask(COMPLETE, {"prompt": "a", "session_id": "six", "max_tokens": 2})
         assert (status, body["error"]["code"]) == (410, "session_lost") and "session six" in body["error"]["message"]
-        asked = {"messages": third, "session_id": "six", "max_tokens": 2}
-        status, headers, body = server.ask(CHAT, asked)
+        request = {"messages": third, "session_id": "six", "max_tokens": 2}
+        status, headers, body = server.ask(CHAT, request)
         assert (status, headers["x-session-restarted"]) == (200, "damaged")
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert "x-session-restarted" not in server.ask(CHAT, asked)[1]
+        assert "x-session-restarted" not in server.ask(CHAT, request)[1]
 
 
 def test_a_session_that_was_evicted_is_no_new_session(engine: Engine, tmp_path: Path) -> None:
@@ -161,14 +161,14 @@ def test_a_session_that_was_evicted_is_no_new_session(engine: Engine, tmp_path: 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_turn_whose_session_is_not_kept_is_not_acknowledged(engine: Engine, tmp_path: Path, streams: bool) -> None:
     """If the folder is full, the turn gets an error, and the session stays as it was: the turn can be sent again."""
-    asked = {"prompt": "ab", "session_id": "s", "max_tokens": 3, "stream": streams}
+    request = {"prompt": "ab", "session_id": "s", "max_tokens": 3, "stream": streams}
     folder = {"session_folder": str(tmp_path), "session_shared": True}
     with running(engine, **folder) as server:
-        assert server.ask(COMPLETE, asked)[0] == 200
+        assert server.ask(COMPLETE, request)[0] == 200
         before = (tmp_path / "s.session").read_bytes()
     with running(engine, **folder, session_disk=100) as server:
         (tmp_path / "s.session").write_bytes(before)  # a folder without room deletes its files at the start
-        status, _, body = server.ask(COMPLETE, asked)
+        status, _, body = server.ask(COMPLETE, request)
         if streams:
             assert '"code":"session_not_kept"' in body and '"usage"' not in body
         else:

@@ -57,31 +57,31 @@ CALLS = 'i look<tool_call>\n{"name": "look", "arguments": {"at": "x", "n": 1}}\n
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
 def test_a_call_that_must_come_comes(client: openai.OpenAI, choice: Any) -> None:
     for seed in range(2):
-        asked: Any = {**ASKED, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": seed}
-        answer = client.chat.completions.create(**asked, parallel_tool_calls=False)
-        (made,) = answer.choices
-        assert made.finish_reason == "tool_calls" and made.message.content is None
-        assert made.message.tool_calls is not None
-        (call,) = made.message.tool_calls
+        request: Any = {**ASKED, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": seed}
+        answer = client.chat.completions.create(**request, parallel_tool_calls=False)
+        (choice_made,) = answer.choices
+        assert choice_made.finish_reason == "tool_calls" and choice_made.message.content is None
+        assert choice_made.message.tool_calls is not None
+        (call,) = choice_made.message.tool_calls
         assert call.type == "function" and call.function.name == "look" and call.id
         jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
-        with client.chat.completions.stream(**asked, parallel_tool_calls=False) as stream:
+        with client.chat.completions.stream(**request, parallel_tool_calls=False) as stream:
             last = stream.get_final_completion().choices[0]
         assert last.finish_reason == "tool_calls" and last.message.tool_calls is not None
         assert last.message.tool_calls[0].function.arguments == call.function.arguments
 
 
 def test_calls_are_found_in_what_the_model_says(client: openai.OpenAI, server: Running) -> None:
-    asked: Any = {**ASKED, "messages": MESSAGES, "tools": TOOLS}
-    answer = client.chat.completions.create(**asked, extra_body=only_answer(server, CALLS))
-    made = answer.choices[0]
-    assert (made.message.content, made.finish_reason) == ("i look", "tool_calls")
-    assert made.message.tool_calls is not None
-    arguments = [json.loads(c.function.arguments) for c in made.message.tool_calls if c.type == "function"]
+    request: Any = {**ASKED, "messages": MESSAGES, "tools": TOOLS}
+    answer = client.chat.completions.create(**request, extra_body=only_answer(server, CALLS))
+    first_choice = answer.choices[0]
+    assert (first_choice.message.content, first_choice.finish_reason) == ("i look", "tool_calls")
+    assert first_choice.message.tool_calls is not None
+    arguments = [json.loads(c.function.arguments) for c in first_choice.message.tool_calls if c.type == "function"]
     assert arguments == [{"at": "x", "n": 1}, {"at": "yy", "n": 2}]
     seen: dict[int, str] = {}
     text = ""
-    for chunk in client.chat.completions.create(**asked, extra_body=only_answer(server, CALLS), stream=True):
+    for chunk in client.chat.completions.create(**request, extra_body=only_answer(server, CALLS), stream=True):
         delta = chunk.choices[0].delta
         text += delta.content or ""
         for call in delta.tool_calls or []:
@@ -93,22 +93,22 @@ def test_calls_are_found_in_what_the_model_says(client: openai.OpenAI, server: R
 
 def test_without_tools_or_with_none_a_call_is_text(client: openai.OpenAI, server: Running) -> None:
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        asked: Any = {**ASKED, "messages": MESSAGES, **more}
-        answer = client.chat.completions.create(**asked, extra_body=only_answer(server, CALLS))
+        request: Any = {**ASKED, "messages": MESSAGES, **more}
+        answer = client.chat.completions.create(**request, extra_body=only_answer(server, CALLS))
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALLS, "stop")
 
 
 def test_a_conversation_goes_on_with_what_a_tool_gave(client: openai.OpenAI, server: Running) -> None:
-    asked: Any = {**ASKED, "tools": TOOLS}
+    request: Any = {**ASKED, "tools": TOOLS}
     first = (
-        client.chat.completions.create(**asked, messages=MESSAGES, extra_body=only_answer(server, CALLS))
+        client.chat.completions.create(**request, messages=MESSAGES, extra_body=only_answer(server, CALLS))
         .choices[0]
         .message
     )
     calls = first.tool_calls
     assert calls is not None
     result = {"role": "tool", "tool_call_id": calls[0].id, "content": "seen"}
-    again = client.chat.completions.create(**asked, messages=[*MESSAGES, first.model_dump(), result], seed=1)
+    again = client.chat.completions.create(**request, messages=[*MESSAGES, first.model_dump(), result], seed=1)
     body = {"messages": [*MESSAGES, first.model_dump(), result], "tools": TOOLS}
     counted = server.ask("/tokenize", {**body, "return_token_strs": True})[2]
     assert '"arguments":{"at":"x","n":1}' in "".join(counted["token_strs"]).replace(" ", "")
@@ -119,12 +119,12 @@ def test_anthropic_s_client_gets_blocks(server: Running) -> None:
     tools: Any = [{"name": "look", "description": "d", "input_schema": PARAMETERS}]
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        asked: Any = {"model": "tiny", "max_tokens": 200, "messages": MESSAGES, "tools": tools, "tool_choice": choice}
-        answer = client.messages.create(**asked)
+        request: Any = {"model": "tiny", "max_tokens": 200, "messages": MESSAGES, "tools": tools, "tool_choice": choice}
+        answer = client.messages.create(**request)
         (block,) = answer.content
         assert block.type == "tool_use" and block.name == "look" and answer.stop_reason == "tool_use"
         jsonschema.validate(block.input, PARAMETERS)
-        with client.messages.stream(**asked) as stream:
+        with client.messages.stream(**request) as stream:
             last = stream.get_final_message()
         assert [b.model_dump(exclude={"id"}) for b in last.content] == [
             b.model_dump(exclude={"id"}) for b in answer.content
@@ -134,12 +134,12 @@ def test_anthropic_s_client_gets_blocks(server: Running) -> None:
 
 def test_responses_have_items_for_calls(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", **FUNCTION, "strict": True}]
-    asked: Any = {"model": "tiny", "input": "a", "tools": tools, "tool_choice": "required", "temperature": 0.0}
-    answer = client.responses.create(**asked, parallel_tool_calls=False)
+    request: Any = {"model": "tiny", "input": "a", "tools": tools, "tool_choice": "required", "temperature": 0.0}
+    answer = client.responses.create(**request, parallel_tool_calls=False)
     (item,) = answer.output
     assert item.type == "function_call" and item.name == "look" and answer.status == "completed"
     jsonschema.validate(json.loads(item.arguments), PARAMETERS)
-    with client.responses.stream(**asked, parallel_tool_calls=False) as stream:
+    with client.responses.stream(**request, parallel_tool_calls=False) as stream:
         events = list(stream)
     kinds = [event.type for event in events]
     assert "response.function_call_arguments.delta" in kinds and kinds[-1] == "response.completed"

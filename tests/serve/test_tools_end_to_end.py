@@ -59,14 +59,14 @@ def prompt_of(server: Running, messages: list[Any]) -> str:
 def test_chat_completions_with_openai_s_client(server: Running, streams: bool) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install openai")
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    asked: Any = {"model": "tiny", "tools": [{"type": "function", "function": FUNCTION}], "max_tokens": 200}
+    request: Any = {"model": "tiny", "tools": [{"type": "function", "function": FUNCTION}], "max_tokens": 200}
     required: Any = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         if streams:
-            with client.chat.completions.stream(**asked, **required, messages=messages) as stream:
+            with client.chat.completions.stream(**request, **required, messages=messages) as stream:
                 choice = stream.get_final_completion().choices[0]
         else:
-            choice = client.chat.completions.create(**asked, **required, messages=messages).choices[0]
+            choice = client.chat.completions.create(**request, **required, messages=messages).choices[0]
         assert choice.finish_reason == "tool_calls" and not choice.message.content
         (call,) = choice.message.tool_calls
         assert call.function.name == "weather"
@@ -77,7 +77,7 @@ def test_chat_completions_with_openai_s_client(server: Running, streams: bool) -
             {"role": "assistant", "content": "", "tool_calls": [tool_call]},
             {"role": "tool", "tool_call_id": call.id, "content": result},
         ]
-        last = client.chat.completions.create(**{**asked, "max_tokens": 5}, messages=messages, tool_choice="auto")
+        last = client.chat.completions.create(**{**request, "max_tokens": 5}, messages=messages, tool_choice="auto")
     assert last.choices[0].finish_reason == "length" and last.usage.completion_tokens == 5
     prompt = prompt_of(server, messages)
     assert prompt.startswith("weather <tool_call></tool_call>") and f"tool {result}. say " in prompt
@@ -87,14 +87,14 @@ def test_chat_completions_with_openai_s_client(server: Running, streams: bool) -
 
 def test_responses_with_openai_s_client(server: Running) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install openai")
-    asked: Any = {"model": "tiny", "tools": [{"type": "function", **FUNCTION, "strict": True}]}
+    request: Any = {"model": "tiny", "tools": [{"type": "function", **FUNCTION, "strict": True}]}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        first = client.responses.create(**asked, input=QUESTION, tool_choice="required", parallel_tool_calls=False)
+        first = client.responses.create(**request, input=QUESTION, tool_choice="required", parallel_tool_calls=False)
         (call,) = first.output
         assert (call.type, call.name, first.status) == ("function_call", "weather", "completed")
         result = weather(**json.loads(call.arguments))
         last = client.responses.create(
-            **asked,
+            **request,
             previous_response_id=first.id,
             input=[{"type": "function_call_output", "call_id": call.call_id, "output": result}],
             max_output_tokens=5,
@@ -108,14 +108,14 @@ def test_messages_with_anthropic_s_client(server: Running, streams: bool) -> Non
     anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed: pip install anthropic")
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     tools: Any = [{"name": "weather", "description": "forecast", "input_schema": PARAMETERS}]
-    asked: Any = {"model": "tiny", "max_tokens": 200, "tools": tools}
+    request: Any = {"model": "tiny", "max_tokens": 200, "tools": tools}
     required: Any = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         if streams:
-            with client.messages.stream(**asked, **required, messages=messages) as stream:
+            with client.messages.stream(**request, **required, messages=messages) as stream:
                 first = stream.get_final_message()
         else:
-            first = client.messages.create(**asked, **required, messages=messages)
+            first = client.messages.create(**request, **required, messages=messages)
         (call,) = first.content
         assert (call.type, call.name, first.stop_reason) == ("tool_use", "weather", "tool_use")
         result = weather(**call.input)
@@ -127,7 +127,7 @@ def test_messages_with_anthropic_s_client(server: Running, streams: bool) -> Non
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": result}]},
         ]
         counted = client.messages.count_tokens(model="tiny", tools=tools, messages=messages)
-        last = client.messages.create(**{**asked, "max_tokens": 5}, messages=messages)
+        last = client.messages.create(**{**request, "max_tokens": 5}, messages=messages)
     assert last.stop_reason == "max_tokens" and last.usage.output_tokens == 5
     # Tokens that the state of an earlier prompt saved are counted separately.
     read = [answer.usage.input_tokens + answer.usage.cache_read_input_tokens for answer in (first, last)]

@@ -91,13 +91,13 @@ def test_it_is_off_unless_the_environment_asks_for_it(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     assert tracing.start("m") is None
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
-    made = tracing.start("m")
-    assert made is not None and made._provider.resource.attributes["service.name"] == "kvexport"
-    made._provider.shutdown()
+    provider = tracing.start("m")
+    assert provider is not None and provider._provider.resource.attributes["service.name"] == "kvexport"
+    provider._provider.shutdown()
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
-    made = tracing.start("m")
-    assert made is not None and made._provider.resource.attributes["service.name"] == "ours"
-    made._provider.shutdown()
+    provider = tracing.start("m")
+    assert provider is not None and provider._provider.resource.attributes["service.name"] == "ours"
+    provider._provider.shutdown()
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert tracing.start("m") is None
 
@@ -119,5 +119,5 @@ def test_a_provider_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> No
 
     provider = TracerProvider()
     monkeypatch.setattr(opentelemetry.trace, "get_tracer_provider", lambda: provider)
-    made = tracing.start("m")
-    assert made is not None and made._provider is provider
+    own_provider = tracing.start("m")
+    assert own_provider is not None and own_provider._provider is provider

@@ -122,12 +122,12 @@ def test_a_request_that_is_cancelled_keeps_what_it_had_where_it_is_to_keep(engin
 def test_forks_read_the_prompt_once_and_answer_as_alone(tiny_artifact: Path, engine: Engine, lanes: int) -> None:
     own = load(tiny_artifact)
     own._scheduler.lanes = [None] * lanes
-    wanted = [
+    answers_alone = [
         own.settings(max_new_tokens=n, do_sample=True, seed=seed) for n, seed in ((9, 0), (1, 1), (30, 2), (7, 3))
     ]
-    expected = [answer(engine, Request(LONG, each)) for each in wanted]
-    request = Request(LONG, wanted[0])
-    requests = [request, *(request.fork(each) for each in wanted[1:])]
+    expected = [answer(engine, Request(LONG, each)) for each in answers_alone]
+    request = Request(LONG, answers_alone[0])
+    requests = [request, *(request.fork(each) for each in answers_alone[1:])]
     read = 0
     for each in requests:
         own.add(each)

@@ -106,15 +106,17 @@ def browser(folder: Path) -> Iterator[Tab]:
     program = next((path for name in NAMES if (path := shutil.which(name))), None)
     if program is None:
         pytest.skip("not reached: there is no Chromium (apt-get install chromium)")
-    ours, theirs = os.pipe(), os.pipe()
-    arguments = [sys.executable, "-c", LAUNCH, str(ours[0]), str(theirs[1]), program, *FLAGS]
+    to_browser, from_browser = os.pipe(), os.pipe()
+    arguments = [sys.executable, "-c", LAUNCH, str(to_browser[0]), str(from_browser[1]), program, *FLAGS]
     arguments.append(f"--user-data-dir={folder / 'profile'}")
     with (folder / "browser.log").open("wb") as log:
-        child = subprocess.Popen(arguments, pass_fds=(ours[0], theirs[1]), stdout=log, stderr=log, cwd=folder)
-    os.close(ours[0])
-    os.close(theirs[1])
+        child = subprocess.Popen(
+            arguments, pass_fds=(to_browser[0], from_browser[1]), stdout=log, stderr=log, cwd=folder
+        )
+    os.close(to_browser[0])
+    os.close(from_browser[1])
     try:
-        yield Tab(ours[1], theirs[0])
+        yield Tab(to_browser[1], from_browser[0])
     finally:
         child.terminate()
         child.wait(30)

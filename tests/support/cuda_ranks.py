@@ -114,8 +114,8 @@ class Ranks:
         sums = [np.full_like(part, 77) for part in parts]
         for part, to in zip(parts, sums, strict=True):
             self.pause(rank)
-            said = self.sum(self.views[rank], part.dtype.name, part.ctypes.data, to.ctypes.data, part.size, 0)
-            assert not said, said
+            problem = self.sum(self.views[rank], part.dtype.name, part.ctypes.data, to.ctypes.data, part.size, 0)
+            assert not problem, problem
         return sums
 
 

@@ -23,11 +23,11 @@ class OnTheHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        asked = str(kwargs.get("device") or "").startswith("cuda")
-        if asked:
+        on_device = str(kwargs.get("device") or "").startswith("cuda")
+        if on_device:
             kwargs["device"] = "cpu"
-        made = func(*args, **kwargs)
-        return aligned(made) if asked and func is torch.full else made
+        result = func(*args, **kwargs)
+        return aligned(result) if on_device and func is torch.full else result
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

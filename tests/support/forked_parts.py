@@ -44,12 +44,12 @@ class Copy:
 
     def communicate(self, timeout: float) -> list[str]:
         self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        said = []
+        outputs = []
         for stream in self.streams:
             stream.seek(0)
-            said.append(stream.read())
+            outputs.append(stream.read())
             stream.close()
-        return said
+        return outputs
 
 
 if __name__ == "__main__":

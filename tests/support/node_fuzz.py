@@ -98,7 +98,7 @@ def tensors(rng: random.Random, session: Any) -> dict[str, np.ndarray]:
 
 
 def main(seed: int, cases: int) -> None:
-    made = ran = 0
+    opened = ran = 0
     for case in range(seed, seed + cases):
         rng = random.Random(case)
         print(case, file=sys.stderr)  # a process that dies has printed the number of its case last
@@ -114,7 +114,7 @@ def main(seed: int, cases: int) -> None:
         absent = [name for name in shapes if rng.random() < (0.5 if name == "sink_logits" else 0.01)]
         try:
             one = session(model("VoteAttention" if attention else "MergeCache", attributes, shapes, absent=absent))
-            made += 1
+            opened += 1
             one.run(None, tensors(rng, one))
             ran += 1
         except Exception as error:
@@ -122,7 +122,7 @@ def main(seed: int, cases: int) -> None:
                 error, (ValueError, TypeError, OverflowError)
             ):
                 raise
-    print(f"{made} made, {ran} ran")
+    print(f"{opened} made, {ran} ran")
 
 
 if __name__ == "__main__":

@@ -90,8 +90,8 @@ def model(
         [info(name, None) for name in outputs],
     )
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
-    made: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
-    return made
+    serialized: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
+    return serialized
 
 
 def type_of(op: str, name: str, element: int) -> int:
@@ -109,12 +109,12 @@ def merge_shapes(statistics: int = 1) -> dict[str, Shape]:
     return state_shapes("", statistics)
 
 
-def session(made: bytes, threads: int = 1) -> Any:
+def session(serialized: bytes, threads: int = 1) -> Any:
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(library()))
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    return onnxruntime.InferenceSession(made, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
 
 
 def state(

@@ -38,9 +38,9 @@ def _shared(folder: Path, trace: Callable[..., onnx.FunctionProto]) -> Callable[
         meaning = repr((trace.__name__, given, sorted(named.items()), [_code(x.method) for x in given if _has_one(x)]))
         path = folder / hashlib.sha256(meaning.encode()).hexdigest()
         if not path.exists():
-            made = path.with_suffix(f".{os.getpid()}")
-            made.write_bytes(trace(*given, **named).SerializeToString())
-            made.replace(path)
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_bytes(trace(*given, **named).SerializeToString())
+            partial.replace(path)
         return onnx.FunctionProto.FromString(path.read_bytes())
 
     return function

@@ -115,8 +115,8 @@ class Harness:
         array = (Field * len(fields))(
             *(Field(name.encode(), data, kind, length) for name, (kind, data, length) in fields.items())
         )
-        made = self.library.kvt_create(op.encode(), array, len(fields), phase)
-        return Plugin(self, made) if made else None
+        address = self.library.kvt_create(op.encode(), array, len(fields), phase)
+        return Plugin(self, address) if address else None
 
 
 class Plugin:
@@ -131,9 +131,9 @@ class Plugin:
 
     def another(self, how: str) -> Plugin:
         """Return a copy, by "clone", "attach" (to a context) or "again" (from the fields that an engine stores)."""
-        made = self._call(how)
-        assert made, self.harness.log()
-        return Plugin(self.harness, made)
+        address = self._call(how)
+        assert address, self.harness.log()
+        return Plugin(self.harness, address)
 
     @property
     def identity(self) -> str:
@@ -194,9 +194,9 @@ class Caller:
         return self._run("MergeCache", merge_cache_node_attributes(attributes), given, names, "", in_place)
 
     def _run(self, *call: Any) -> Arrays:
-        enqueue, made = self._prepared(*call)
+        enqueue, outputs = self._prepared(*call)
         enqueue()
-        return {name: self.memory.get(x) for name, x in made.items()}
+        return {name: self.memory.get(x) for name, x in outputs.items()}
 
     def _prepared(
         self, op: str, attributes: dict[str, Any], given: Arrays, names: Sequence[str], past: str, in_place: bool
@@ -213,12 +213,14 @@ class Caller:
         assert shapes is not None and types is not None, self.harness.log()
         dtypes = {number: np.dtype(name) for name, number in TYPES.items()}
         # When the operator does not work in place, its outputs are filled with a value that it would not write.
-        made = {
+        held_outputs = {
             name: self.memory.put(np.full(s, 77, dtypes[t])) for name, s, t in zip(names, shapes, types, strict=True)
         }
         if in_place:
-            made |= {name: held[name.replace("present_", past)] for name in names if name.startswith("present_")}
-        addresses = [self.memory.address(made[name]) for name in names]
+            held_outputs |= {
+                name: held[name.replace("present_", past)] for name in names if name.startswith("present_")
+            }
+        addresses = [self.memory.address(held_outputs[name]) for name in names]
         outputs = [Tensor.of(t, shape, data=data) for t, shape, data in zip(types, shapes, addresses, strict=True)]
         assert all(plugin.supports(i, [*tensors, *outputs]) for i in range(len(tensors) + len(outputs)))
         assert plugin.asked("configure", tensors, outputs) == 0, self.harness.log()
@@ -231,7 +233,7 @@ class Caller:
         )
         run = self.harness.library.kvt_enqueue
 
-        def enqueue(alive: Any = (plugin, held, made, workspace)) -> None:
+        def enqueue(alive: Any = (plugin, held, held_outputs, workspace)) -> None:
             assert run(plugin.at, given_, len(given_), got, len(got), ctypes.c_void_p(scratch)) == 0, self.harness.log()
 
-        return enqueue, made
+        return enqueue, held_outputs

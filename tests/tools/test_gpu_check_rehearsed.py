@@ -69,20 +69,20 @@ def test_every_measurement_runs_to_its_goals(clock: Clock) -> None:
 
 
 def test_launches_that_make_other_bits_than_those_in_order_fail(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, bits = target([]), iter([b"a", b"b"])
+    device_target, bits = target([]), iter([b"a", b"b"])
     monkeypatch.setattr(launches.Layers, "outcome", lambda *_: next(bits))
     with pytest.raises(RuntimeError, match="launches that begin early make other bits than those in order"):
-        launches.launches(made)
+        launches.launches(device_target)
 
 
 def test_the_sum_of_ranks_is_captured_and_held_to_its_bits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, box = target([]), np.zeros((8 << 20) + 256, np.uint8)
+    device_target, box = target([]), np.zeros((8 << 20) + 256, np.uint8)
     word = np.zeros(1, np.uint32)
     view = View(0, 1, ranks.PATIENCE, word.ctypes.data)
     view.mailbox[0] = box.ctypes.data + -box.ctypes.data % 256
-    calls = ranks.Sums(made.caller, view)
-    row = ranks.measured(made, calls, "a token", 4096)
-    assert clock.captured == 1 and row["us"] > 0 and list(ranks.timed(made)) == ["a token"]
+    calls = ranks.Sums(device_target.caller, view)
+    row = ranks.measured(device_target, calls, "a token", 4096)
+    assert clock.captured == 1 and row["us"] > 0 and list(ranks.timed(device_target)) == ["a token"]
     ranks.hold(calls, (1, 4099), rounds=1)
     monkeypatch.setattr(ranks, "in_order", lambda parts: parts[0] + 1)
     with pytest.raises(RuntimeError, match="round 0: another sum of 1 numbers in float32"):
@@ -90,19 +90,19 @@ def test_the_sum_of_ranks_is_captured_and_held_to_its_bits(clock: Clock, monkeyp
     driver = Driver(1)
     monkeypatch.setattr(ctypes, "CDLL", load_driver(driver))
     with pytest.raises(Skipped, match="it takes two GPUs"):
-        ranks.ranks(made)
+        ranks.ranks(device_target)
     driver.gpus, driver.apart = 2, {(0, 1)}
     with pytest.raises(Skipped, match="GPU 0 does not reach the memory of GPU 1"):
-        ranks.ranks(made)
+        ranks.ranks(device_target)
 
 
 def test_rows_without_time_are_named_and_those_before_are_kept(clock: Clock) -> None:
     kept: list[Any] = []
-    made = target(kept, until=0.0)
-    figures = made.rows(["a", "b", "c"], {"of": 1}, lambda case: {"case": case})
+    device_target = target(kept, until=0.0)
+    figures = device_target.rows(["a", "b", "c"], {"of": 1}, lambda case: {"case": case})
     assert figures["rows"] == [] and figures["left out for want of time"] == ["a", "b", "c"]
-    made = target(kept)
-    assert len(made.rows(["a", "b"], {}, lambda case: [{"case": case}])["rows"]) == 2
+    device_target = target(kept)
+    assert len(device_target.rows(["a", "b"], {}, lambda case: [{"case": case}])["rows"]) == 2
     assert kept == [{"rows": [{"case": "a"}]}, {"rows": [{"case": "a"}, {"case": "b"}]}]
 
 
@@ -115,14 +115,14 @@ def test_a_library_compiled_ahead_is_known_by_its_sources(
         make, "link_device", lambda name, objects, capabilities, path: path.write_text("library") and path
     )
     monkeypatch.setattr(resources, "compiler_version", lambda: "13.0")
-    (made,) = prebuilt.write(["90"], tmp_path)
-    assert made.name == f"libkvexport_cuda-sm_90-{prebuilt.digest()}.so"
+    (library_path,) = prebuilt.write(["90"], tmp_path)
+    assert library_path.name == f"libkvexport_cuda-sm_90-{prebuilt.digest()}.so"
     monkeypatch.setattr(make, "compile_kernels", lambda _: pytest.fail("compiled what was there"))
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
     monkeypatch.setattr(parts, "DEVICE", tmp_path / "there" / "library.so")
     monkeypatch.setattr(prebuilt.take, "__defaults__", (tmp_path,))
     figures = parts.build(target([]))
-    assert figures["prebuilt"] == made.name and figures["kernels"] == report
+    assert figures["prebuilt"] == library_path.name and figures["kernels"] == report
     assert (tmp_path / "there" / "library.so").read_text() == "library"
     assert prebuilt.take("89", tmp_path / "other.so", tmp_path) is None
     monkeypatch.setattr(prebuilt, "DEVICE_FLAGS", ["-O0"])

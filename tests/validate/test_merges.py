@@ -59,7 +59,7 @@ def merged_where_it_is(state: list[np.ndarray], farther: float) -> list[np.ndarr
 
 
 def flips(state: list[np.ndarray], engine: list[np.ndarray], reference: list[np.ndarray]) -> list:
-    past, ours, theirs = (
+    past, engine_state, reference_state = (
         {name(tensor, 0): x for tensor, x in zip(STATE, arrays, strict=True)}
         for name, arrays in (
             (type(STATE[0]).past, state),
@@ -67,7 +67,7 @@ def flips(state: list[np.ndarray], engine: list[np.ndarray], reference: list[np.
             (type(STATE[0]).present, reference),
         )
     )
-    return list(compare_merge(PLAN, KEEPKV, past, ours, theirs, MERGES["float32"], 0))
+    return list(compare_merge(PLAN, KEEPKV, past, engine_state, reference_state, MERGES["float32"], 0))
 
 
 def test_what_pytorch_does_differs_nowhere() -> None:

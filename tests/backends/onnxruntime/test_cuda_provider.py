@@ -113,23 +113,23 @@ def test_launches_begin_early_and_read_weights_that_stay_first(on_the_binding: N
     from tests.ops import test_linear as plain
     from tests.ops import test_linear_packed as packed
 
-    def began(made: onnx.ModelProto, **feed: np.ndarray[Any, Any]) -> int:
-        plain.session(made, True).run(None, feed)
+    def began(onnx_model: onnx.ModelProto, **feed: np.ndarray[Any, Any]) -> int:
+        plain.session(onnx_model, True).run(None, feed)
         return int(library(HOST).kv_host_began())
 
     x, weight = np.ones((1, 2, 32), np.float16), np.ones((8, 32), np.float16)
-    made = plain.model_of(plain.Form(), "float16", ["B", "T", 32], [8, 32], False)
-    assert began(made, input=x, weight0=weight) == EARLY
-    made.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight0"))
-    del made.graph.input[1]
-    assert began(made, input=x) == EARLY_WEIGHTS
+    onnx_model = plain.model_of(plain.Form(), "float16", ["B", "T", 32], [8, 32], False)
+    assert began(onnx_model, input=x, weight0=weight) == EARLY
+    onnx_model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight0"))
+    del onnx_model.graph.input[1]
+    assert began(onnx_model, input=x) == EARLY_WEIGHTS
     packing = packed.FORMATS[0]
     tensors, _ = packed.packed_weight(np.random.default_rng(0), packing, "weight0", 8, 32)
-    made = packed.model_of(packed.form_of(packing), "float16", {"input": ["B", "T", 32]}, tensors)
-    assert began(made, input=x) == EARLY_WEIGHTS
-    scale = made.graph.initializer.pop()
-    made.graph.input.append(onnx.helper.make_tensor_value_info(scale.name, scale.data_type, scale.dims))
-    assert began(made, input=x, **{scale.name: onnx.numpy_helper.to_array(scale)}) == EARLY
+    onnx_model = packed.model_of(packed.form_of(packing), "float16", {"input": ["B", "T", 32]}, tensors)
+    assert began(onnx_model, input=x) == EARLY_WEIGHTS
+    scale = onnx_model.graph.initializer.pop()
+    onnx_model.graph.input.append(onnx.helper.make_tensor_value_info(scale.name, scale.data_type, scale.dims))
+    assert began(onnx_model, input=x, **{scale.name: onnx.numpy_helper.to_array(scale)}) == EARLY
 
 
 @needs_binding
@@ -275,10 +275,10 @@ def test_state_on_a_device_gives_what_state_on_the_host_gives(tiny_artifact: Pat
 def test_a_state_that_is_set_is_read_back(tiny_artifact: Path) -> None:
     backend = on_device(tiny_artifact).new_state(2)
     rng = np.random.default_rng(0)
-    wanted = {name: rng.integers(0, 9, x.shape).astype(x.dtype) for name, x in backend.get_state().items()}
-    backend.set_state(wanted, np.array([[3], [4]]))
+    expected = {name: rng.integers(0, 9, x.shape).astype(x.dtype) for name, x in backend.get_state().items()}
+    backend.set_state(expected, np.array([[3], [4]]))
     found = backend.get_state()
-    assert all((found[name] == x).all() for name, x in wanted.items())
+    assert all((found[name] == x).all() for name, x in expected.items())
     assert (backend.past_length.read() == [[3], [4]]).all()  # type: ignore[attr-defined]
     assert backend.past_length.place(slice(1, 2))[3:] == ((1, 1), backend.past_length.place()[4] + 8)  # type: ignore[attr-defined]
 

@@ -55,24 +55,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[Any]]:
     """
     monkeypatch.setattr(devices, "driver_problem", lambda: "")
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [*devices.PROVIDERS.values()])
-    real, asked = onnxruntime.InferenceSession, []
+    real, requested = onnxruntime.InferenceSession, []
 
     class OnCpu(DeviceArray):
         def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
             assert device == "cuda"
             super().__init__("cpu", shape, dtype)
 
-    def sessions_get(got: list[str]) -> list[Any]:
+    def sessions_get(reported: list[str]) -> list[Any]:
         class Session(real):  # type: ignore[misc, valid-type]
             def __init__(self, path: str, options: Any, providers: Any, **rest: Any) -> None:
                 super().__init__(path, options, providers=["CPUExecutionProvider"], **rest)
-                asked.append((Path(path).name, providers))
+                requested.append((Path(path).name, providers))
 
             def get_providers(self) -> list[str]:
-                return got
+                return reported
 
         monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
-        return asked
+        return requested
 
     for module in (model, model_sessions):
         monkeypatch.setattr(module, "DeviceArray", OnCpu)
@@ -188,7 +188,7 @@ def test_the_native_operators_for_another_gpu_are_refused(
 def test_without_native_operators_for_cuda_the_functions_run_there(
     cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = gpu([*devices.PROVIDERS.values()])
+    requested = gpu([*devices.PROVIDERS.values()])
     monkeypatch.delenv(native.VARIABLE, raising=False)
     monkeypatch.setitem(native.NAMES, "cuda", "libnone.so")
     engine = load(cuda_artifact)
@@ -197,7 +197,7 @@ def test_without_native_operators_for_cuda_the_functions_run_there(
     }
     assert native.why_no_library("cuda")[1] == "make native-cuda"
     options = {"device_id": "0", "use_tf32": "0"}
-    assert asked == [
+    assert requested == [
         (name, [("CUDAExecutionProvider", {**options, "enable_cuda_graph": graph}), "CPUExecutionProvider"])
         for name, graph in (("decoder.onnx", "1"), ("merge.onnx", "0"), ("top_logits.onnx", "1"))
     ]
@@ -211,7 +211,7 @@ def test_without_native_operators_for_cuda_the_functions_run_there(
 def test_where_the_provider_takes_no_graph_the_decoder_is_loaded_without(
     cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = gpu([*devices.PROVIDERS.values()])
+    requested = gpu([*devices.PROVIDERS.values()])
     monkeypatch.setenv(native.VARIABLE, "off")
     willing = onnxruntime.InferenceSession
 
@@ -225,7 +225,7 @@ def test_where_the_provider_takes_no_graph_the_decoder_is_loaded_without(
     assert not model.graphs
     why = "ONNX Runtime cannot load {0}.onnx on cuda: This session cannot use the graph capture feature"
     assert model.graph_problem == "; ".join(f"{name}: {why.format(name)}" for name in (DECODER, TOP_LOGITS))
-    assert [name for name, _ in asked] == ["decoder.onnx", "merge.onnx", "top_logits.onnx"]
+    assert [name for name, _ in requested] == ["decoder.onnx", "merge.onnx", "top_logits.onnx"]
 
 
 @pytest.mark.parametrize(
@@ -255,9 +255,9 @@ def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Call
     Shapes in its function depend on the votes, which a CUDA graph would keep from its capture.
     """
     kernels = native.library("cpu")
-    asked = gpu([*devices.PROVIDERS.values()])
+    requested = gpu([*devices.PROVIDERS.values()])
     for merging in {kernels, None}:
-        asked.clear()
+        requested.clear()
         model = LoadedModel(
             cuda_artifact / "decoder.onnx",
             cuda_artifact / "merge.onnx",
@@ -268,7 +268,7 @@ def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Call
             device="cuda",
             graphs=True,
         )
-        captures = {name: providers[0][1]["enable_cuda_graph"] for name, providers in asked}
+        captures = {name: providers[0][1]["enable_cuda_graph"] for name, providers in requested}
         assert captures == {"decoder.onnx": "1", "merge.onnx": "0" if merging is None else "1"}
         assert (MERGE in model.graphs) == (merging is not None)
 

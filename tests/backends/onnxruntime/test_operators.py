@@ -263,8 +263,8 @@ def test_without_headers(fetch: bool, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setitem(headers.PLACES, "onnxruntime", headers.PLACES["onnxruntime"]._replace(folders=(tmp_path,)))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("ONNXRUNTIME_INCLUDE_DIR", raising=False)
-    told = "this is not Debian" if fetch else "ONNXRUNTIME_INCLUDE_DIR=DIR, with DIR the folder include of a release"
-    with pytest.raises(make.Missing, match=told) as caught:
+    fix = "this is not Debian" if fetch else "ONNXRUNTIME_INCLUDE_DIR=DIR, with DIR the folder include of a release"
+    with pytest.raises(make.Missing, match=fix) as caught:
         make.build("onnxruntime", fetch=fetch)
     assert "\n" not in str(caught.value)
 

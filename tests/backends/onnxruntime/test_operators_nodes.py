@@ -238,8 +238,8 @@ def test_random_nodes_never_end_the_process() -> None:
     command = [sys.executable, "-m", "tests.support.node_fuzz", "1", "1500"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, f"case {done.stderr[-2000:]}"
-    made, ran = (int(word) for word in done.stdout.split() if word.isdigit())
-    assert 1500 > made > ran > 200
+    opened, ran = (int(word) for word in done.stdout.split() if word.isdigit())
+    assert 1500 > opened > ran > 200
 
 
 def in_place(one: Any, feed: dict[str, Any], past: str) -> dict[str, Any]:

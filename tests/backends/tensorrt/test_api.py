@@ -85,8 +85,8 @@ def test_tensorrt_has_what_is_used_of(real: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Builder", "OnnxParser", "Runtime", "PluginField"])
 def test_tensorrt_makes_these_of_the_same_arguments(real: dict[str, Any], name: str) -> None:
-    made = getattr(fake_tensorrt, name).__init__
-    assert fits(made, parameters(real["tensorrt"][name]["members"]["__init__"]))
+    constructor = getattr(fake_tensorrt, name).__init__
+    assert fits(constructor, parameters(real["tensorrt"][name]["members"]["__init__"]))
 
 
 def test_cuda_has_what_is_used(real: dict[str, Any]) -> None:

@@ -69,8 +69,8 @@ def test_plugins_declare_aliases_where_the_builder_is_told_to_take_them(
     decoder, merge, _ = fake_tensorrt.IBuilderConfig.seen
     for plan, config in (("decoder.plan", decoder), ("merge.plan", merge)):
         nodes = [node for node in model_in(artifact / plan).graph.node if node.domain == "kvexport"]
-        told = {a.i for node in nodes for a in node.attribute if a.name == "alias_state"}
-        assert (told, any(config._previews.values())) == ({int(alias_state)}, alias_state)
+        aliases = {a.i for node in nodes for a in node.attribute if a.name == "alias_state"}
+        assert (aliases, any(config._previews.values())) == ({int(alias_state)}, alias_state)
 
 
 def test_streaming_weights_and_progress_reach_the_builder(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:

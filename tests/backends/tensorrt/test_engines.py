@@ -127,10 +127,10 @@ def test_a_graph_of_other_lanes_is_given_back(tiny_artifact: Path, tmp_path: Pat
     engine = kvexport.load(engines(tiny_artifact, tmp_path / "a"))
     for count in (3, 2, 3, 1):
         engine.generate(PROMPTS[:count], max_new_tokens=4, do_sample=False)
-    made = gpu.called("cudaGraphInstantiate")
+    instantiated = gpu.called("cudaGraphInstantiate")
     del engine
     gc.collect()
-    assert made == gpu.called("cudaGraphDestroy") == gpu.called("cudaGraphExecDestroy") >= 4
+    assert instantiated == gpu.called("cudaGraphDestroy") == gpu.called("cudaGraphExecDestroy") >= 4
 
 
 @pytest.mark.parametrize(

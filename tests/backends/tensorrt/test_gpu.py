@@ -63,13 +63,13 @@ def test_both_calls_that_are_timed_do_the_same() -> None:
     memory = HostMemory()
     plugin = Caller(Harness(make.build("tensorrt-harness")), memory)
     direct = DirectCaller(load(make.build("cuda-host")), memory)
-    (enqueue, made), (raw, output) = both(plugin, direct, decode_inputs(1, 128, 16))
+    (enqueue, written), (raw, output) = both(plugin, direct, decode_inputs(1, 128, 16))
     for _ in range(3):
         enqueue()
         raw()
-        assert made["output"].tobytes() == output.tobytes()
-        assert made["output"].any()
-    assert (made["present_votes"] > 0).sum() == HEADS * (128 - 16 + 3)
+        assert written["output"].tobytes() == output.tobytes()
+        assert written["output"].any()
+    assert (written["present_votes"] > 0).sum() == HEADS * (128 - 16 + 3)
 
 
 def test_enqueue_takes_the_kernels_own_time_within_two_percent(callers: tuple[Caller, DirectCaller]) -> None:

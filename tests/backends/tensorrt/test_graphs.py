@@ -83,8 +83,8 @@ def test_plugins_are_told_whether_to_alias_state(tiny_artifact: Path, alias_stat
     for model in graphs(tiny_artifact).values():
         seen, _ = for_tensorrt(model, taken, alias_state=alias_state)
         plugins = [node for node in seen.graph.node if node.domain == "kvexport"]
-        told = [[a.i for a in node.attribute if a.name == ALIAS_STATE] for node in plugins]
-        assert told == [[int(alias_state)]] * len(plugins)
+        aliases = [[a.i for a in node.attribute if a.name == ALIAS_STATE] for node in plugins]
+        assert aliases == [[int(alias_state)]] * len(plugins)
         written, _ = for_tensorrt(model, plugin_refusal("off"), alias_state=alias_state)
         assert not [node for node in written.graph.node for a in node.attribute if a.name == ALIAS_STATE]
 

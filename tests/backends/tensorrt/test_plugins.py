@@ -123,15 +123,15 @@ def test_state_is_aliased_where_the_field_says_so_alone(harness: Harness, alias_
 
 def test_every_method_with_a_kernel_is_taken_and_no_other(harness: Harness) -> None:
     for name, method in all_methods().items():
-        made = harness.create(
+        created = harness.create(
             "MergeCache", parsed(merge_cache_node_attributes(MergeCacheAttributes(method(), 64, 2, 8)))
         )
         message = harness.log()
         if lacks(method()) is None:
-            assert made and not message, f"{name}: {message}"
+            assert created and not message, f"{name}: {message}"
         else:
             why = "no kernel here fits slots" if method().reference_queries else "the node carries no merge policy"
-            assert made is None and f"kvexport: MergeCache: {why}" in message, name
+            assert created is None and f"kvexport: MergeCache: {why}" in message, name
 
 
 def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None:
@@ -425,19 +425,19 @@ def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
 
 def test_making_plugins_calls_nothing_of_cuda_and_attaching_them_does(harness: Harness) -> None:
     before = harness.cuda_calls
-    made = [
+    created = [
         harness.create(op, fields)
         for op, fields in (("VoteAttention", ATTENTION), ("MergeCache", MERGE))
         for _ in range(64)
     ]
-    assert all(made) and harness.cuda_calls == before
-    for plugin in made:
+    assert all(created) and harness.cuda_calls == before
+    for plugin in created:
         assert plugin and plugin.timing_cache_id
         plugin.another("clone")
         plugin.another("again")
     assert harness.cuda_calls == before
-    assert made[0]
-    attached = made[0].another("attach")
+    assert created[0]
+    attached = created[0].another("attach")
     assert harness.cuda_calls > before
     del attached
 

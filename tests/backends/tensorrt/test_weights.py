@@ -130,9 +130,9 @@ def test_what_stays_in_floats_is_said(checkpoint: Path, tiny_checkpoint: Path, t
 
 def test_an_artifact_for_another_backend_is_refused_by_the_weight(checkpoint: Path, tmp_path: Path, gpu: Any) -> None:
     recipe = recipe_of(checkpoint, {**ROUNDED, "group": 32}, "onnxruntime")
-    made = models.build_shared(recipe, tmp_path / "artifact")
+    artifact_of_another = models.build_shared(recipe, tmp_path / "artifact")
     with pytest.raises(UsageError, match=r"q_proj\.weight has int4 numbers in groups of 32: TensorRT takes only"):
-        engines(made, tmp_path / "engines")
+        engines(artifact_of_another, tmp_path / "engines")
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])

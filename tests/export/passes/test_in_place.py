@@ -201,8 +201,8 @@ class Separate:
 
     def merge(self, first: int, last: int) -> None:
         session: Any = self.sessions.merge
-        wanted = {i.name for i in session.get_inputs()}
-        outputs = self.run(session, {n: a[first:last] for n, a in self.state.items() if n in wanted})
+        names = {i.name for i in session.get_inputs()}
+        outputs = self.run(session, {n: a[first:last] for n, a in self.state.items() if n in names})
         for name, array in outputs.items():
             self.state[name.replace("present", "past_key_values")][first:last] = array
 

@@ -33,17 +33,17 @@ FORMATS = [
 
 def random_parts(packing: PackedFormat, n: int, k: int) -> dict[str, Any]:
     rng, low = np.random.default_rng(0), packing.lowest
-    made: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for name, part in packing.tensors(n, k).items():
         if name in ("weight", "zero"):
-            made[name] = pack(rng.integers(low, low + (1 << packing.bits), part.shape), packing.bits)
+            parts[name] = pack(rng.integers(low, low + (1 << packing.bits), part.shape), packing.bits)
             if not packing.signed:
-                made[name] = made[name].view(np.uint8)
+                parts[name] = parts[name].view(np.uint8)
         elif name == "order":
-            made[name] = rng.permutation(k)
+            parts[name] = rng.permutation(k)
         else:
-            made[name] = rng.standard_normal(part.shape).astype(part.dtype)
-    return made
+            parts[name] = rng.standard_normal(part.shape).astype(part.dtype)
+    return parts
 
 
 def graph(dtype: int, embedding: bool) -> ir.Model:

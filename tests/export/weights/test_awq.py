@@ -90,8 +90,10 @@ def test_products_are_nearer_than_by_importance_alone(checkpoint: Path, text: Pa
     for name, source in scaled.items():
         if isinstance(source, Rounded) and source.channels:
             matter = np.frombuffer(plain[name].importance, np.float32)
-            made = dense_values(source) / np.frombuffer(source.channels, np.float32)
-            errors = [((values - held[name]) ** 2 * matter).sum() for values in (made, dense_values(plain[name]))]
+            norm_values = dense_values(source) / np.frombuffer(source.channels, np.float32)
+            errors = [
+                ((values - held[name]) ** 2 * matter).sum() for values in (norm_values, dense_values(plain[name]))
+            ]
             ratios.append(errors[0] / errors[1])
     assert len(ratios) == 10 and np.mean(ratios) < 0.97
 

@@ -87,12 +87,12 @@ def test_errors_count_by_what_they_are_multiplied_with(packing: PackedFormat) ->
     rng = np.random.default_rng(0)
     groups = rng.standard_normal((96, 512 // packing.group, packing.group)).astype(np.float32)
     counted = rng.lognormal(0, 2, groups.shape[1:]).astype(np.float32)
-    plain, told = (values_of(groups, packing, x) for x in (None, counted))
-    error = [((values - groups) ** 2 * counted).sum((1, 2)) for values in (plain, told)]
+    plain, weighted = (values_of(groups, packing, x) for x in (None, counted))
+    error = [((values - groups) ** 2 * counted).sum((1, 2)) for values in (plain, weighted)]
     assert error[1].sum() < (0.75 if packing.bits == 4 else 0.95) * error[0].sum()
     # The inputs have the mean squares that weighted the errors.
     inputs = rng.standard_normal((1024, *counted.shape)).astype(np.float32) * np.sqrt(counted)
-    products = [np.square(np.einsum("ngk,rgk->nr", inputs, values - groups)).mean() for values in (plain, told)]
+    products = [np.square(np.einsum("ngk,rgk->nr", inputs, values - groups)).mean() for values in (plain, weighted)]
     assert products[1] < (0.8 if packing.bits == 4 else 0.97) * products[0]
     alike = values_of(groups, packing, np.ones_like(counted))
     assert ((alike - groups) ** 2).sum() <= (1 + 1e-6) * ((plain - groups) ** 2).sum()
@@ -155,13 +155,13 @@ def test_an_artifact_is_validated_and_repeated_by_the_file_that_it_holds(
 
 
 def test_products_of_the_text_are_nearer(changed: Change, tiny_checkpoint: Path, text: Path) -> None:
-    told, plain = weighed(changed()), weighed(changed(method="rtn", calibration=None))
+    weighted, plain = weighed(changed()), weighed(changed(method="rtn", calibration=None))
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32).eval()
     ids = torch.tensor([Tokenizer.from_folder(tiny_checkpoint).encode(text.read_text())[:400]])
     errors: list[tuple[float, float]] = []
 
     def note(name: str, weight: nn.Linear, x: torch.Tensor) -> None:
-        of = [torch.from_numpy(dense_values(some[f"{name}.weight"])) - weight.weight for some in (told, plain)]
+        of = [torch.from_numpy(dense_values(some[f"{name}.weight"])) - weight.weight for some in (weighted, plain)]
         errors.append((float((x @ of[0].T).square().mean()), float((x @ of[1].T).square().mean())))
 
     for name, module in model.named_modules():

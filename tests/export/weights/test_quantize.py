@@ -74,9 +74,9 @@ def test_groups_of_nothing_and_of_next_to_nothing_stay_finite(packing: PackedFor
     assert not values[0].any()
 
 
-@pytest.mark.parametrize(("wanted", "inputs", "group"), [(32, 96, 32), (128, 576, 64), (256, 64, 64), (64, 40, None)])
-def test_groups_that_do_not_divide_are_halved(wanted: int, inputs: int, group: int | None) -> None:
-    assert fitting_group(wanted, inputs) == group
+@pytest.mark.parametrize(("largest", "inputs", "group"), [(32, 96, 32), (128, 576, 64), (256, 64, 64), (64, 40, None)])
+def test_groups_that_do_not_divide_are_halved(largest: int, inputs: int, group: int | None) -> None:
+    assert fitting_group(largest, inputs) == group
 
 
 def test_an_artifact_computes_with_what_its_numbers_stand_for(tmp_path: Path, tiny_checkpoint: Path) -> None:

@@ -82,15 +82,15 @@ def finite(values: torch.Tensor) -> torch.Tensor:
     return values[values.isfinite()]
 
 
-@pytest.mark.parametrize(("stored", "wanted"), list(itertools.product(STORED, TORCH)))
-def test_casts_agree_with_pytorch_bit_for_bit(tmp_path: Path, stored: str, wanted: str) -> None:
+@pytest.mark.parametrize(("stored", "dtype"), list(itertools.product(STORED, TORCH)))
+def test_casts_agree_with_pytorch_bit_for_bit(tmp_path: Path, stored: str, dtype: str) -> None:
     values = every_pattern(STORED[stored])
-    values = values[values.to(TORCH[wanted]).isfinite()]
+    values = values[values.to(TORCH[dtype]).isfinite()]
     entries = make_entries(tmp_path / "ckpt", {"x": values})
-    expected = values.to(TORCH[wanted]).numpy()
-    locations, _ = write_weights(make_specs(entries, wanted), tmp_path, "copy", ignore)
-    for actual in (read_back(tmp_path, locations["model.x"], wanted, values.shape), load_tensor(entries["x"], wanted)):
-        assert actual.dtype == wanted
+    expected = values.to(TORCH[dtype]).numpy()
+    locations, _ = write_weights(make_specs(entries, dtype), tmp_path, "copy", ignore)
+    for actual in (read_back(tmp_path, locations["model.x"], dtype, values.shape), load_tensor(entries["x"], dtype)):
+        assert actual.dtype == dtype
         np.testing.assert_array_equal(bits(actual), bits(expected))
     assert (expected == 0).any()
     assert np.signbit(expected[expected == 0]).any()
@@ -110,10 +110,10 @@ def test_weights_that_are_not_finite_are_refused(
         bad[1_100_000] = math.copysign(value, value)
         folder = tmp_path / stored
         entries = make_entries(folder, {"first": torch.ones(5, dtype=STORED[stored]), "w": bad, "z": values[:9]})
-        wanted = {"F32": "float32", "F16": "float16"}.get(stored, "float32")
+        dtype = {"F32": "float32", "F16": "float16"}.get(stored, "float32")
         if how == "cast":
-            wanted = "float16" if stored == "F32" else "float32"
-        specs = [s for s in make_specs(entries, wanted) if how != "cast" or s.name == "model.w"]
+            dtype = "float16" if stored == "F32" else "float32"
+        specs = [s for s in make_specs(entries, dtype) if how != "cast" or s.name == "model.w"]
         with pytest.raises(
             UsageError, match=r"tensor 'w' in .*infinite or NaN, the first is number 1100000 of 1200000"
         ):
@@ -355,8 +355,8 @@ print(json.dumps([after - before, peak() - after]))
 """
 
 
-@pytest.mark.parametrize(("dtype", "width", "wanted", "mib"), [("F32", 4, "float32", 128), ("BF16", 2, "float16", 300)])
-def test_a_large_tensor_streams_in_little_memory(tmp_path: Path, dtype: str, width: int, wanted: str, mib: int) -> None:
+@pytest.mark.parametrize(("dtype", "width", "target", "mib"), [("F32", 4, "float32", 128), ("BF16", 2, "float16", 300)])
+def test_a_large_tensor_streams_in_little_memory(tmp_path: Path, dtype: str, width: int, target: str, mib: int) -> None:
     nbytes = mib << 20
     header = json.dumps({"w": {"dtype": dtype, "shape": [nbytes // width], "data_offsets": [0, nbytes]}}).encode()
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -365,7 +365,7 @@ def test_a_large_tensor_streams_in_little_memory(tmp_path: Path, dtype: str, wid
         stream.truncate(8 + len(header) + nbytes)
     # A shell starts the process: a forked child begins with its parent's peak memory, and that of pytest would hide the
     # child's growth.
-    command = ["sh", "-c", '"$0" "$@"; exit $?', sys.executable, "-c", STREAM, tmp_path, tmp_path, wanted]
+    command = ["sh", "-c", '"$0" "$@"; exit $?', sys.executable, "-c", STREAM, tmp_path, tmp_path, target]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (tmp_path / "decoder.weights").unlink()
     growth, control = json.loads(done.stdout)

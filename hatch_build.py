@@ -167,7 +167,7 @@ def bill(version: str, libraries: dict[str, str], *, onnxruntime: str, compiler:
     """Return the bill of materials of the native libraries.
 
     Args:
-        version: Kvexport's version.
+        version: The version of kvexport.
         libraries: {file: its SHA-256}.
         onnxruntime: The version of ONNX Runtime's headers.
         compiler: The version of GCC, whose runtime functions are linked in.

@@ -163,10 +163,10 @@ def main() -> None:
         rows = [model(input_ids=torch.tensor([list(s.ids)])).logits[0, s.counted] for s in samples]
         return [torch.log_softmax(x, -1) for x in rows]
 
-    said = {"texts": options.texts, "length": options.length, "alphas": list(ALPHAS)}
+    conditions = {"texts": options.texts, "length": options.length, "alphas": list(ALPHAS)}
     file = RESULTS / "awq.json"
     previous = json.loads(file.read_text()) if file.exists() else {}
-    rows = previous.get("rows", {}) if said.items() <= previous.items() else {}
+    rows = previous.get("rows", {}) if conditions.items() <= previous.items() else {}
     full = log_probabilities()
     for side, (weighed, awq) in SIDES.items():
         if side in rows:
@@ -181,7 +181,7 @@ def main() -> None:
             row["alpha"] = float(np.mean(alphas))
         rows[side] = row
         print(side, row, file=sys.stderr, flush=True)
-        save("awq", {**said, "rows": rows})
+        save("awq", {**conditions, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Case:
     """One comparison.
 
     Attributes:
-        method: Kvexport's method.
+        method: The method of kvexport.
         press: Makes the press from kvpress's classes and a compression ratio.
         settings: Changes of the recipe tiny-base.
         difference: The difference of the two rules. "" means that the rules are equal, and then all kept positions must

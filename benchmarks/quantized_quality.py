@@ -182,9 +182,9 @@ def main() -> None:
         key = f"{options.noise}-{options.texts}-{options.length}-{options.of}".replace(".", "_")
         name = "quantized_quality" + (f"_noise_{options.noise}" if options.noise else "")
         name += "_manual" if options.of == "manual" else ""
-        file, said = RESULTS / f"{name}.json", {"texts": options.texts, "length": options.length}
+        file, texts_of_run = RESULTS / f"{name}.json", {"texts": options.texts, "length": options.length}
         previous = json.loads(file.read_text()) if file.exists() else {}
-        results: dict[str, Any] = previous.get("rows", {}) if said.items() <= previous.items() else {}
+        results: dict[str, Any] = previous.get("rows", {}) if texts_of_run.items() <= previous.items() else {}
         if references.open(key, counts) is None:
             full = kvexport.build(recipe_of(source, options.length, options.batch, {}), work / "float")
             with references.write(key, counts) as writer:
@@ -205,7 +205,7 @@ def main() -> None:
                 found = measure(artifact, samples, options.batch, reference=reference, float_input=True)
                 results[side]["float input"] = found
             print(side, json.dumps(results[side]), file=sys.stderr, flush=True)
-            print(save(name, {**said, "rows": results}))
+            print(save(name, {**texts_of_run, "rows": results}))
 
 
 if __name__ == "__main__":

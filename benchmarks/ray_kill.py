@@ -80,8 +80,8 @@ def talk(client: Client, url: str, vocabulary: int, end: threading.Event) -> Non
                 turn = Turn([choose.randrange(3, vocabulary) for _ in range(PROMPT)], begun=time.monotonic())
                 session.append(turn)
                 while not turn.answered and not end.is_set():
-                    text, said = ask(http, url, name, turn.sent, client.streams)
-                    client.told[said] += 1
+                    text, outcome = ask(http, url, name, turn.sent, client.streams)
+                    client.told[outcome] += 1
                     if text is None:
                         turn.failed += 1
                         time.sleep(0.1)

@@ -100,7 +100,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run_name(options: argparse.Namespace) -> str:
-    """The name of a run among the figures."""
+    """Return the name of a run among the figures."""
     name = options.what
     if options.what == "text":
         name += f" {options.recipe} {options.length}"

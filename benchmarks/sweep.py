@@ -140,10 +140,10 @@ class Sweep:
         """
         asked = {"samples": options.samples, "length": options.length, "tasks": list(options.tasks)}
         # Older results lack these keys.
-        said = {"settings": self.settings, "text": text}
+        newer_keys = {"settings": self.settings, "text": text}
         found = self.groups.get(group, {})
         same = all(found.get(key) == value for key, value in asked.items())
-        same = same and all(found.get(key, value) == value for key, value in said.items())
+        same = same and all(found.get(key, value) == value for key, value in newer_keys.items())
         rows = [
             r
             for r in (found["rows"] if same else [])
@@ -164,7 +164,7 @@ class Sweep:
                 rows.append(row(result, paired=Path(self.recipe).stem.startswith(PAIRED)))
                 rows.sort(key=lambda r: (r["budget"], order[r["label"]]))
                 budgets = sorted({r["budget"] for r in rows})
-                self.groups[group] = {"budgets": budgets, **asked, **said, "full": full, "rows": rows}
+                self.groups[group] = {"budgets": budgets, **asked, **newer_keys, "full": full, "rows": rows}
                 save(self.name, {"recipe": self.recipe, "groups": self.groups})
 
 

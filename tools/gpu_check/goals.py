@@ -31,11 +31,11 @@ def goals(parts: dict[str, Any]) -> list[Row]:
 
 
 def _goal(figure: str, found: float | None, least: float | None = None, most: float | None = None) -> Row:
-    said = f"at least {least:g}" if least is not None else f"at most {most:g}" if most is not None else ""
+    goal = f"at least {least:g}" if least is not None else f"at most {most:g}" if most is not None else ""
     met = None
-    if found is not None and said:
+    if found is not None and goal:
         met = (least is None or found >= least) and (most is None or found <= most)
-    return {"figure": figure, "found": found, "goal": said, "met": met}
+    return {"figure": figure, "found": found, "goal": goal, "met": met}
 
 
 def _of(rows: list[Row], worst: Any, value: Any) -> float | None:

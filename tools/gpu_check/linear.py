@@ -106,7 +106,7 @@ def enqueuer(target: Target, call: Any) -> Callable[[], None]:
 def products_by_torch(rows: int, sizes: tuple[int, ...], inputs: int, one: Case, copies: int) -> list[Any]:
     """Return the same products in float16 by PyTorch, without the operations around them.
 
-    Copies of the weights are so many that their bytes equal those of the packed call.
+    The number of copies of the weights makes their bytes equal to those of the packed call.
     """
     import torch
 

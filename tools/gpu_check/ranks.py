@@ -67,11 +67,11 @@ def rows_of(count: int, *, on_host: bool) -> list[Row]:
             )
         )
     os.close(file)
-    said = [process.communicate(timeout=SECONDS) for process in started]
-    for rank, (process, (_, errors)) in enumerate(zip(started, said, strict=True)):
+    outputs = [process.communicate(timeout=SECONDS) for process in started]
+    for rank, (process, (_, errors)) in enumerate(zip(started, outputs, strict=True)):
         if process.returncode:
             raise RuntimeError(f"rank {rank}: {(errors.strip().splitlines() or ['no reason given'])[-1]}")
-    rows: list[Row] = json.loads(said[0][0].splitlines()[-1])
+    rows: list[Row] = json.loads(outputs[0][0].splitlines()[-1])
     return [{"ranks": count, **row} for row in rows]
 
 
@@ -115,9 +115,9 @@ class Sums:
             RuntimeError: The library refuses it; the message has the reason.
         """
         at = self.memory.address
-        said = self._sum(self.view, dtype, at(part), at(total), count, self.memory.stream)
-        if said:
-            raise RuntimeError(said)
+        problem = self._sum(self.view, dtype, at(part), at(total), count, self.memory.stream)
+        if problem:
+            raise RuntimeError(problem)
 
 
 def hold(calls: Sums, sizes: tuple[int, ...], rounds: int) -> None:

@@ -31,7 +31,7 @@ def page(report: dict[str, Any]) -> str:
     if decode:
         kinds = dict.fromkeys((row["cache"], row["statistic"]) for row in decode)
         series = [_line(decode, *kind) for kind in kinds]
-        note = "Bytes over what a copy of one gigabyte moves per second; "
+        note = "Bytes over the bytes that a copy of one gigabyte moves per second; "
         note += "the caches in turn are larger than the device's own."
         sections.append(
             Plot("Decode: share of the copy bandwidth", "bytes of a step", "share", series, x_log=True, note=note)
@@ -40,7 +40,7 @@ def page(report: dict[str, Any]) -> str:
     if steps:
         series = [_steps(steps, batch) for batch in dict.fromkeys(row["batch"] for row in steps)]
         note = "Bytes of the weights and of the batch's keys and values, "
-        note += "over what a copy of one gigabyte moves per second."
+        note += "over the bytes that a copy of one gigabyte moves per second."
         sections.append(
             Plot(
                 "A step of Llama-2-7B's shape, over the time of its bytes",

@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-// The function of the gate, or of the only rows where experts have no gate.
+// The activation: of the gate, or of the first product if experts have no gate.
 enum { KV_EXPERTS_SILU = 0, KV_EXPERTS_GELU, KV_EXPERTS_GELU_TANH, KV_EXPERTS_RELU, KV_EXPERTS_RELU_SQUARED };
 
 // For each token t and each of its chosen experts e, in float32:
@@ -18,17 +18,17 @@ enum { KV_EXPERTS_SILU = 0, KV_EXPERTS_GELU, KV_EXPERTS_GELU_TANH, KV_EXPERTS_RE
 //           activation(first) without a gate
 //   y    += weight[t, e] (W_down[e] z + b_down[e]), in the order of the experts' numbers
 //
-// A packed weight is of all experts' rows, one after another. In panels (KV_PANELS) each of its matrices has panels of
-// its own, one matrix after another: [inner, hidden] of the gate and of the ups for each expert, and [hidden, inner].
+// A packed weight has the rows of all experts, one after another. In panels (KV_PANELS) each of its matrices has panels
+// of its own, one matrix after another: for each expert [inner, hidden] of the gate and of the ups, or [hidden, inner].
 typedef struct KvExperts {
   int type;          // float32 or float16: input, output, biases, and weights that are not packed
   int weights_type;  // float32 or float16: the factors of the chosen experts
-  int float_input;   // as KvLinear has it
+  int float_input;   // as in KvLinear
   int activation, gate;
   float slope, limit, up_offset;  // silu(x) = x sigmoid(slope x); limit 0: nothing is clamped
   int64_t tokens, hidden, inner, experts, chosen;
   const void* input;       // [tokens, hidden]
-  const int64_t* indices;  // [tokens, chosen]; a number that is no expert's is skipped
+  const int64_t* indices;  // [tokens, chosen]; numbers without an expert are skipped
   const void* weights;     // [tokens, chosen]
   KvWeight first;          // [experts, inner or 2 inner, hidden]
   const void* first_bias;  // [experts, inner or 2 inner], or nullptr

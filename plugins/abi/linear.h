@@ -11,23 +11,23 @@ extern "C" {
 #define KV_MAX_PRODUCTS 3
 
 // The layout of a packed weight. KV_AT_REST: row by row, as in artifacts. KV_PANELS: the layout that the CPU kernels
-// read fastest (cpu/linear/panels.h): `data` then includes the scales and offsets, and for zero and minimum only
-// matters whether they are nullptr.
+// read fastest (cpu/linear/panels.h). Then `data` includes the scales and offsets, and zero and minimum only tell by
+// nullptr whether they exist.
 enum { KV_AT_REST = 0, KV_PANELS = 1 };
 
-// A type of scales only: a byte e is the scale 2^(e - 128), half of what the exponents of MXFP4 stand for.
+// A type of scales only: a byte e is the scale 2^(e - 128), half of the scale 2^(e - 127) of MXFP4.
 enum { KV_EXPONENTS = 16 };
 
 // A weight [outputs, inputs]. If bits is 0, its elements have the call's type. Otherwise the weight is packed: integers
-// q of 4 or 8 bits, and a value is (q - zero) scale + minimum, in float32. With a table, of 4 bits, a value is
-// table[q] scale. A byte contains two integers of 4 bits, the first in its low half.
+// q of 4 or 8 bits, and a value is (q - zero) scale + minimum, in float32. A weight of 4 bits may have a table; then a
+// value is table[q] scale. A byte contains two integers of 4 bits, the first in its low half.
 typedef struct KvWeight {
   const void* data;  // nullptr: no weight
   int bits;          // 0, 4 or 8
   int is_signed;
   int64_t group;        // consecutive inputs that share a scale; `inputs` is a multiple of it
   int scale_type;       // float32 or float16; with a table KV_EXPONENTS too
-  int layout;           // of a packed weight: KV_AT_REST or KV_PANELS
+  int layout;           // KV_AT_REST or KV_PANELS, if the weight is packed
   const void* scale;    // [outputs, inputs / group]
   const void* zero;     // the shape of scale, integers of the weight's bits; or nullptr
   int minimum_type;     // float32 or float16
@@ -57,7 +57,7 @@ typedef struct KvLinear {
   const void* input;
   const void* norm;  // [inputs]: each row is first divided by its root mean square and multiplied by this; or nullptr
   float epsilon;     // added to the mean square
-  int count;         // of products
+  int count;         // the number of products
   KvProduct products[KV_MAX_PRODUCTS];
   KvWeight gate;              // the one product is multiplied by silu(rows x gate^T)
   const void* residual;       // [batch, tokens, outputs]: added to the one product last; or nullptr

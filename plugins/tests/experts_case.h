@@ -11,7 +11,7 @@ struct ExpertsCase {
   KvExperts call{};
   Buffer input, indices, weights, first, first_bias, down, down_bias;
   std::unique_ptr<PackedWeight> packed_first, packed_down;
-  int64_t rows_of_first = 0;  // of an expert
+  int64_t rows_of_first = 0;  // rows of an expert in the first product
 
   explicit ExpertsCase(Random& random) {
     shape.type = call.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
@@ -51,7 +51,7 @@ struct ExpertsCase {
     return random.one_in(2) && any >= 32 ? any / 32 * 32 : any;
   }
 
-  // No token names an expert twice; a few numbers are no expert's.
+  // Draws the chosen experts. No token names an expert twice; a few numbers have no expert.
   void draw_routes(Random& random) {
     const Shape factors{call.weights_type, 0, 0, 0, 0, 0, 0};
     const int64_t count = call.tokens * call.chosen;
@@ -91,7 +91,7 @@ struct ExpertsCase {
 
   double rounding() const { return shape.type == KV_FLOAT16 ? 6e-4 : 3e-6; }
 
-  // Row `row` of a weight times x.
+  // Returns row `row` of a weight times x.
   Number product(const KvWeight& weight, const PackedWeight* packed, int64_t row, int64_t inputs,
                  const std::vector<Number>& x) const {
     Number sum;
@@ -128,7 +128,7 @@ struct ExpertsCase {
         return x > 0.0 ? x * x : 0.0;
     }
   }
-  // The activation of a number that is not exact: no function has a slope above 2 |x| + 1.4.
+  // Returns the activation of a number that is not exact: no function has a slope above 2 |x| + 1.4.
   Number activated(const Number& x) const {
     const double slope =
         call.activation == KV_EXPERTS_RELU_SQUARED ? 2.0 * (std::fabs(x.value) + x.error) : 1.0 + 0.4 * call.slope;

@@ -276,7 +276,7 @@ struct MergeCase {
     }
   }
 
-  // Checks a key that was rotated by so many places, in double precision.
+  // Checks a key that was rotated by a number of places, in double precision.
   void check_turned(const Cache& present, size_t row, int c, int slot, int steps) const {
     const int planes = call.rotary_planes;
     for (int f = 0; f < planes; ++f) {

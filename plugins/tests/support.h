@@ -29,7 +29,7 @@ struct Failure {
   std::string what;
 };
 
-inline uint64_t kernel_calls = 0;  // of all cases
+inline uint64_t kernel_calls = 0;  // calls of kernels in all cases
 
 inline void check(bool condition, const char* what) {
   if (!condition) throw Failure{what};

@@ -70,7 +70,7 @@ inline int64_t number_in(const std::string& path, const std::string& name) {
   return file >> number ? number : -1;
 }
 
-// Returns whether a control group has an eighth of its memory left after so many bytes more. As for the machine, the
+// Returns whether a control group has an eighth of its memory left after `bytes` more bytes. As for the machine, the
 // kernel's cache of files counts as free, since the kernel frees it first.
 inline bool group_has_memory(const std::string& folder, bool first_version, int64_t bytes) {
   const int64_t limit = number_in(folder + (first_version ? "/memory.limit_in_bytes" : "/memory.max"), "");
@@ -84,7 +84,7 @@ inline bool group_has_memory(const std::string& folder, bool first_version, int6
   return limit - used - bytes >= limit / 8;
 }
 
-// Returns whether so many bytes more leave an eighth of the machine's memory free, and of the memory of every control
+// Returns whether `bytes` more bytes leave an eighth of the machine's memory free, and of the memory of every control
 // group (version 1 or 2) of this process. root: the root of the file system, for tests.
 inline bool has_memory(int64_t bytes, const std::string& root = "") {
   const int64_t total = number_in(root + "/proc/meminfo", "MemTotal:") * 1024;

@@ -6,9 +6,9 @@
 
 namespace kv {
 
-// input_heads, output_heads: if above 0, the tensor is [batch, heads, tokens, size] with so many heads; if 0, it is
-// [batch, tokens, heads x size]. Lists have an entry for each product; `packed` and `group` have a last entry for the
-// gate, and a node without packed weights omits both.
+// input_heads, output_heads: if above 0, the tensor is [batch, heads, tokens, size] with this number of heads; if 0, it
+// is [batch, tokens, heads x size]. Lists have an entry for each product; `packed` and `group` have a last entry for
+// the gate, and a node without packed weights omits both.
 struct LinearNode {
   int type, input_heads, float_input = 0;
   bool norm, gate, residual;

@@ -9,8 +9,8 @@
 namespace kv {
 
 struct LinearAttentionNode {
-  // The inputs in their order: query, key, value, past_state, query_length, then decay and beta, of which the update
-  // rule has both, one or neither.
+  // The inputs in their order: query, key, value, past_state, query_length, then decay and beta. The update rule
+  // decides which of the last two exist.
   static constexpr size_t kInputs = 7, kLength = 4, kDecay = 5, kBeta = 6;
   int heads, key_heads;
   float scale;

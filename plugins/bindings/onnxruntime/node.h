@@ -1,5 +1,5 @@
-// Shared by the bindings to ONNX Runtime: reads attributes and tensors of a node, and throws errors that say what is
-// wrong with them.
+// Shared by the bindings to ONNX Runtime: reads attributes and tensors of a node, and throws errors that name the
+// fault.
 #pragma once
 
 #include <onnxruntime_cxx_api.h>

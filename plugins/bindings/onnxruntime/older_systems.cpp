@@ -3,12 +3,12 @@
 // both names inside of the library.
 #include <new>
 
-// glibc 2.32 has it; libstdc++ counts references of a shared_ptr without atomics where it is true.
+// Part of glibc since 2.32. If it is true, libstdc++ counts the references of a shared_ptr without atomics.
 extern "C" {
 char __libc_single_threaded = 0;
 }
 
-// libstdc++ of GCC 11 has it.
+// Part of libstdc++ since GCC 11.
 namespace std {
 [[noreturn]] void __throw_bad_array_new_length();
 void __throw_bad_array_new_length() { throw bad_array_new_length(); }

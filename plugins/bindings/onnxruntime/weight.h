@@ -42,13 +42,13 @@ struct Keeping {
 // A tensor that every step reads. If no run changes it and it is in the process's memory, it is copied, when the
 // session is created, to memory that is read fastest.
 struct Streamed {
-  size_t input = 0;  // its number
+  size_t input = 0;  // the number of the input
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  Shape shape;  // empty where it is known only when it is run
+  Shape shape;  // empty if it is only known in a run
   std::shared_ptr<const void> copy;
   bool stays = false;                 // an initializer, which no run changes
-  const void* initializer = nullptr;  // its data in the process's memory, only while the session is created
-  size_t bytes = 0;                   // of the initializer
+  const void* initializer = nullptr;  // data in the process's memory, only while the session is created
+  size_t bytes = 0;                   // bytes of the initializer
 
   Streamed() = default;
   Streamed(const Ort::ConstKernelInfo& info, size_t input, bool on_device)
@@ -74,16 +74,16 @@ struct Streamed {
   }
 };
 
-// A weight [outputs, inputs], or [experts, outputs, inputs] of experts, followed, if it is packed, by its scale or
-// exponent and maybe its zero point, minimum or table.
+// A weight [outputs, inputs], or of Experts [experts, outputs, inputs]. If it is packed, its scale or exponent follows
+// it, and then its zero point, minimum or table, if it has one.
 struct Weight {
   enum Packed { kNot, kScaled, kWithZero, kWithMinimum, kWithTable, kExponents };
   int packed = kNot, group = 0;
-  int parts = 0;  // of experts: the matrices [outputs / parts, inputs] of each expert; 0: the weight is one matrix
+  int parts = 0;  // the matrices [outputs / parts, inputs] of each expert; 0: the weight is one matrix
   std::string op;
   Streamed integers, scale, offset;
-  std::array<int8_t, 16> table{};      // the numbers that indices stand for
-  std::shared_ptr<const void> panels;  // of a packed weight that is read in panels: all that the three hold
+  std::array<int8_t, 16> table{};      // the numbers at the indices of a weight with a table
+  std::shared_ptr<const void> panels;  // integers, scale and offset of a packed weight that is read in panels
 
   Weight() = default;
   Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group,
@@ -135,7 +135,7 @@ struct Weight {
     if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
   }
 
-  // Where every part is an initializer in the process's memory.
+  // Repacks the weight into panels if every part is an initializer in the process's memory.
   void repack(const PanelFunctions& functions) {
     if (!integers.initializer || !scale.initializer || (has_offset() && !offset.initializer)) return;
     require_groups(integers.shape, scale.shape);
@@ -195,7 +195,7 @@ struct Weight {
   }
 
  private:
-  // A packed weight of this node, whose parts lie there.
+  // Returns this node's packed weight with its parts at these addresses.
   KvWeight view(const void* data, const void* scales, const void* offsets) const {
     KvWeight call{};
     call.data = data, call.bits = bits(), call.group = group;

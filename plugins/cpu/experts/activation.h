@@ -36,7 +36,7 @@ static inline vf activated(const KvExperts& a, vf x) {
   }
 }
 
-// What the second product multiplies: up is not read without a gate. A number that is not a number stays one.
+// Returns the input of the second product; without a gate `up` is not read. A NaN stays NaN.
 static inline vf inner_of(const KvExperts& a, vf gate, vf up) {
   if (!a.gate) return activated(a, gate);
   if (a.limit > 0.0f) {
@@ -47,7 +47,7 @@ static inline vf inner_of(const KvExperts& a, vf gate, vf up) {
   return activated(a, gate) * (up + a.up_offset);
 }
 
-// to [count]: of the rows x and g, which may be overwritten up to a whole vector.
+// Writes the inputs of the second product for `count` columns of the rows gate and up to `to`.
 static inline void inner_row(const KvExperts& a, const float* gate, const float* up, int count, float* to) {
   int i = 0;
   for (; i + W <= count; i += W) store(to + i, inner_of(a, load(gate + i), a.gate ? load(up + i) : vf{}));

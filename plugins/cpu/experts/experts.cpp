@@ -1,12 +1,12 @@
-// Experts for one instruction set: for every token the weighted sum of its chosen experts, whose weights alone are
-// read.
+// Experts for one instruction set: for every token the weighted sum of its chosen experts. Only weights of chosen
+// experts are read.
 //
 //   for each range of tokens whose rows are at most kMostRows
 //     rows: each token once for every expert that it chose, in the order of experts (routes.h)
-//     rows in float32, and rounded where panels take them so                       16 rows a task
+//     rows in float32, and rounded if panels need that                             16 rows a task
 //     for each expert that has rows, for each share of its inner columns           shares of equal cost
 //       gate and up products of a unit of columns (matrices.h), biases, activation   inner [rows, inner]
-//     inner rows rounded where panels take them so                                 16 rows a task
+//     inner rows rounded if panels need that                                       16 rows a task
 //     for each share of the output's columns                                       shares of equal cost
 //       for each expert that has rows, in order: y[token] += factor (product + bias)
 //
@@ -23,8 +23,8 @@ namespace KV_ISA {
 namespace {
 
 constexpr int64_t kMostRows = 8192;
-constexpr int64_t kTask = 1 << 16;  // bytes of weights that are worth a task
-constexpr int64_t kTasks = 64;      // of a product, at most
+constexpr int64_t kTask = 1 << 16;  // the fewest bytes of weights of a task
+constexpr int64_t kTasks = 64;      // the most tasks of a product
 
 template <class T>
 struct Experts {
@@ -38,14 +38,15 @@ struct Experts {
         down(a.down, a.hidden, a.inner, a.float_input),
         parts(1 + (a.gate != 0)) {}
 
-  // The cost of a unit of columns of a group: its weights are read once, and multiplied with every tile of its rows.
+  // Returns the cost of a unit of columns of a group: its weights are read once, and multiplied with every tile of its
+  // rows.
   static int64_t cost(const Group& group) { return 1 + group.count / kFewRows; }
   static size_t tasks(int64_t bits, int64_t units) {
     const int64_t worth = bits / 8 / kTask, most = worth < kTasks ? worth : kTasks;
     return static_cast<size_t>(most < 1 ? 1 : most < units ? most : units);
   }
 
-  // The first product of a share of all groups' units, and the activation. inner [rows, inner].
+  // Computes the first product of a share of all groups' units, and the activation. inner [rows, inner].
   void first_share(const Routes& routes, const Rows& x, bool one_row, size_t share, size_t shares, float* inner) const {
     int64_t all = 0, before = 0;
     for (int64_t g = 0; g < routes.groups; ++g) all += cost(routes.group[g]) * first.units();
@@ -81,7 +82,8 @@ struct Experts {
     }
   }
 
-  // The second product of a share of the output's columns, summed over experts. output: of the range's first token.
+  // Computes the second product of a share of the output's columns, summed over experts. output: the output of the
+  // range's first token.
   void down_share(const Routes& routes, const Rows& inner, int64_t tokens, size_t share, size_t shares,
                   T* output) const {
     static thread_local Scratch<float> results, sums;
@@ -123,7 +125,7 @@ void round_groups(const ExpertMatrices<T>& matrices, const Routes& routes, const
     const Group& group = routes.group[routes.group_of[row]];
     const RoundedRows rounded = matrices.rounded(x, group.first, group.count);
     const int64_t i = row - group.first;
-    if (i % rounded.tile_rows) return;  // the first row of a tile is rounded with all others of it
+    if (i % rounded.tile_rows) return;  // the first row of a tile rounds all rows of the tile
     rounded.round(matrices.inputs, i / rounded.tile_rows, [&](int64_t n) { return row_of(group.first + n); });
   });
 }
@@ -148,7 +150,7 @@ void run(const KvExperts& a, KvRunner runner) {
                [&](int64_t t) { widen(input + t * a.hidden, copy + t * a.hidden, static_cast<int>(a.hidden)); });
       wide = copy;
     }
-    // One token has one row for all of its experts. Only products of float32 take rows that are next to one another.
+    // A single token has one row for all of its experts. Only products of float32 need rows that follow one another.
     const bool one_row = tokens == 1 && routes.rows == routes.groups;
     Rows x{wide, rounded[0].reserve(call.first.rounded_bytes(one_row ? 1 : routes.rows))};
     if (one_row && call.first.rounds && routes.rows > 0) {

@@ -1,5 +1,5 @@
-// The weights of one of the two products of all experts, and products with columns of one of their matrices, whatever
-// the weights' type and layout. A matrix is [outputs, inputs]: the gate's or the ups' rows of one expert, or its rows
+// The weights of one of the two products of all experts, and products with columns of one of their matrices, for any
+// type and layout of the weights. A matrix is [outputs, inputs]: the gate's or the ups' rows of one expert, or its rows
 // of the second product.
 #pragma once
 
@@ -11,10 +11,10 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-constexpr int kManyRows = W < 8 ? 1 << 30 : 48;  // rows of an expert for which packing pays, as linear.cpp has it
-constexpr int kPad = 48;                         // rows of results are whole tiles of every kind
+constexpr int kManyRows = W < 8 ? 1 << 30 : 48;  // rows of an expert from which packing pays, as in linear.cpp
+constexpr int kPad = 48;                         // rows of results are padded to whole tiles of every kind
 
-// The rows of a product: in float32, and rounded where panels take them so. Row i of a group is row first + i of both.
+// The rows of a product in float32, and rounded if panels need that. Row i of a group is row first + i of both.
 struct Rows {
   const float* floats = nullptr;  // [rows, inputs]
   uint8_t* rounded = nullptr;     // RoundedRows of each group, one after another
@@ -26,7 +26,7 @@ struct ExpertMatrices {
   int64_t outputs, inputs;
   bool in_panels, rounds;
   PanelLayout layout{};
-  int64_t bytes = 0;  // of the panels of a matrix
+  int64_t bytes = 0;  // bytes of a matrix in panels
 
   ExpertMatrices(const KvWeight& weight, int64_t outputs, int64_t inputs, bool float_input)
       : weight(weight),
@@ -37,7 +37,8 @@ struct ExpertMatrices {
     if (in_panels) layout = layout_of(weight, inputs), bytes = panels_of(outputs) * layout.panel;
   }
 
-  // Columns that one call of `products` computes: of rounded rows those of a panel, so that there is enough to share.
+  // Returns the number of columns that one call of `products` computes. For rounded rows it is one panel, so that there
+  // are enough units to share.
   int unit() const { return rounds ? kPanelColumns : kBlock; }
   int64_t units() const { return (outputs + unit() - 1) / unit(); }
   int columns(int64_t unit_number) const {
@@ -51,7 +52,8 @@ struct ExpertMatrices {
     return {layout.block, count, inputs, x.rounded + RoundedRows::bytes(layout.block, first, inputs)};
   }
 
-  // out [count in whole tiles, kBlock]: rows first to first + count of x times the columns of a unit of a matrix.
+  // Computes out [count in whole tiles, kBlock]: rows first to first + count of x times the columns of a unit of a
+  // matrix.
   void products(int64_t matrix, const Rows& x, int64_t first, int64_t count, int64_t unit_number, float* out) const {
     const int64_t column = unit_number * unit();
     if (rounds) return panel_products(of(matrix), layout, unit_number, rounded(x, first, count), 0, count, out, kBlock);
@@ -61,7 +63,7 @@ struct ExpertMatrices {
   }
 
  private:
-  // A packed matrix in panels.
+  // Returns one matrix of a weight in panels.
   KvWeight of(int64_t matrix) const {
     KvWeight one = weight;
     one.data = static_cast<const uint8_t*>(weight.data) + matrix * bytes;
@@ -119,7 +121,7 @@ struct ExpertMatrices {
     }
   }
 
-  // block [depth, kBlock]: `depth` inputs from `first` on of `columns` columns.
+  // Packs `depth` inputs from `first` on of `columns` columns as block [depth, kBlock].
   void pack_columns_of(int64_t matrix, int64_t column, int columns, int64_t first, int depth, float* block) const {
     if (in_panels) {
       for (int j = 0; j < columns; j += kPanelColumns)

@@ -20,8 +20,8 @@ struct Group {
 
 struct Routes {
   int64_t rows = 0, groups = 0;
-  const Group* group = nullptr;       // [groups], experts without rows left out
-  const int64_t* token = nullptr;     // [rows], from the first token on
+  const Group* group = nullptr;       // [groups]; experts without rows have none
+  const int64_t* token = nullptr;     // [rows], counted from the first token of the range
   const int64_t* group_of = nullptr;  // [rows]
   const float* factor = nullptr;      // [rows]
 };

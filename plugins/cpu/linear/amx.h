@@ -1,4 +1,4 @@
-// Products of many rows with packed weights by tiles of bfloat16 (AMX): both factors are rounded to it, sums are
+// Products of many rows with packed weights by tiles of bfloat16 (AMX). Both factors are rounded to bfloat16; sums are
 // float32.
 //
 //   the rows, once                    tiles of 16 rows x 32 inputs, one after another
@@ -13,7 +13,7 @@
 namespace kv {
 namespace KV_ISA {
 
-// [tiles of rows, tiles of inputs, 16, 32] of bfloat16.
+// Rows as tiles of bfloat16: [tiles of rows, tiles of inputs, 16, 32].
 struct TiledRows {
   uint16_t* values = nullptr;
   int64_t across = 0;  // tiles of inputs
@@ -25,7 +25,7 @@ struct TiledRows {
 #if defined(__AMX_BF16__)
 
 constexpr int kTileInputs = 32, kTileLines = 16, kTileSize = kTileInputs * kTileLines;
-constexpr int kTileDepth = 512;  // inputs
+constexpr int kTileDepth = 512;  // inputs that are multiplied at a time
 
 static inline int64_t tiles_of(int64_t inputs) { return (inputs + kTileInputs - 1) / kTileInputs; }
 
@@ -45,10 +45,10 @@ inline void TiledRows::round(const float* x, int64_t inputs, int64_t row) const 
   }
 }
 
-// The 16 columns of a panel, `depth` inputs from `first` on: out [tiles of inputs, 16 pairs, 16 columns, 2]. Inputs
-// past the last one are zeros.
+// Writes the 16 columns of a panel, `depth` inputs from `first` on, to out [tiles of inputs, 16 pairs, 16 columns, 2].
+// Inputs past the last one are zeros.
 static inline void tile_weights(const PanelFloats& panel, int64_t first, int depth, uint16_t* out) {
-  __m512i sides;  // a pair is of the first and the second half
+  __m512i sides;  // each pair has one of the first half, one of the second
   for (int i = 0; i < 32; ++i) reinterpret_cast<uint16_t*>(&sides)[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
   const int unit = panel.l.unit;
   for (int k = 0; k < tiles_of(depth) * kTileInputs; k += unit) {
@@ -67,13 +67,13 @@ struct TileShapes {
   uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// out [16 or 32, stride] += a x b: `tiles` tiles of inputs of two rows of tiles of a (the second may be nullptr), and
-// of 32 columns.
+// Computes out [16 or 32, stride] += a x b, where a has one or two rows of `tiles` tiles of inputs (`second` is nullptr
+// for one) and b has 32 columns.
 static inline void tile_sums(const uint16_t* a, const uint16_t* second, const uint16_t* b, const uint16_t* other,
                              int64_t tiles, float* out, int64_t stride) {
   const int64_t bytes = stride * static_cast<int64_t>(sizeof(float));
   float* const below = out + kTileLines * stride;
-  asm volatile("" ::: "memory");  // the instructions do not say which memory they read and write
+  asm volatile("" ::: "memory");  // the compiler does not see the memory that the instructions use
   _tile_loadd(0, out, bytes);
   _tile_loadd(1, out + kTileLines, bytes);
   if (!second) {
@@ -105,7 +105,8 @@ static inline void tile_sums(const uint16_t* a, const uint16_t* second, const ui
   asm volatile("" ::: "memory");
 }
 
-// out [count in whole tiles, kBlock]: `count` rows from `first` on, which is of a whole tile, times `columns` columns.
+// Computes out [count in whole tiles, kBlock]: `count` rows from `first` on, times `columns` columns. Row `first`
+// begins a tile.
 template <int kBlock>
 static void tile_columns(const KvWeight& weight, int64_t inputs, const TiledRows& x, int64_t first, int64_t count,
                          int64_t column, int columns, float* out) {
@@ -115,7 +116,7 @@ static void tile_columns(const KvWeight& weight, int64_t inputs, const TiledRows
   const int64_t down = (count + kTileLines - 1) / kTileLines, size = kTileLines * kTileDepth;
   uint16_t* const packed = scratch.reserve(kBlock / kTileLines * size);
   for (int64_t i = 0; i < down * kTileLines * kBlock; ++i) out[i] = 0.0f;
-  static constexpr TileShapes kShapes;  // in memory: the compiler does not know how much of it is read
+  static constexpr TileShapes kShapes;  // in memory, since the compiler does not see how much of it is read
   _tile_loadconfig(&kShapes);
   for (int64_t k = 0; k < inputs; k += kTileDepth) {
     const int depth = static_cast<int>(inputs - k < kTileDepth ? inputs - k : kTileDepth);

@@ -1,10 +1,10 @@
 // Sums of products of bytes, four to a lane of 32 bits, on every instruction set: weights of a panel times a row.
 //
-//   Dots<kBits> dots(start)     start: what the sums begin with
+//   Dots<kBits> dots(start)     start: the initial sums
 //   dots.add(w, x)              adds the products of four inputs of W columns with the four bytes at x, in every lane
 //   dots.total()                the sums
 //
-//   Table(numbers).of(q)        the numbers that the indices q, four to a lane, stand for, as w of Dots<8>
+//   Table(numbers).of(q)        the numbers at the indices q, four to a lane, in the form of w of Dots<8>
 //
 // kCentered: whether w is u - center (panels.h), as signed bytes; otherwise w is u.
 #pragma once
@@ -21,7 +21,7 @@
 namespace kv {
 namespace KV_ISA {
 
-// The four bytes at x in every lane.
+// Returns the four bytes at x in every lane.
 static inline vi spread_bytes(const int8_t* x) {
   int32_t four;
   memcpy(&four, x, sizeof four);
@@ -30,7 +30,7 @@ static inline vi spread_bytes(const int8_t* x) {
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
-// sum plus the products of the unsigned bytes u with the signed bytes x, four to a lane.
+// Returns sum plus the products of the unsigned bytes u with the signed bytes x, four to a lane.
 static inline vi plus_products(vi sum, vi u, vi x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)x);
@@ -96,7 +96,7 @@ struct Dots<8> {
 
 template <int kBits>
 struct Dots {
-  static constexpr bool kCentered = kBits == 8;  // 4 bits are the same number, signed or not
+  static constexpr bool kCentered = kBits == 8;  // integers of 4 bits are the same number, signed or not
   vi sum{};
   Dots() = default;
   explicit Dots(vi start) : sum(start) {}
@@ -126,7 +126,7 @@ struct Dots {
 
 #endif
 
-// Sixteen numbers of a byte, ready for look-ups: signed, or with `kTurned` and so larger by 128.
+// A table of sixteen numbers of a byte: signed ones, or with `kTurned` numbers larger by 128.
 template <bool kTurned>
 struct Table {
 #if defined(__AVX512BW__) || defined(__AVX2__) || defined(__aarch64__)

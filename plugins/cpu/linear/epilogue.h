@@ -1,4 +1,4 @@
-// What follows the products of a row, and the rotation of heads after all products.
+// The steps after the products of a row, and the rotation of heads after all products.
 //
 //   y = (x + bias) silu(g) + residual     x: the product with the weight, g: that with the gate
 //   y in the output's type, and in the order of its heads
@@ -23,8 +23,8 @@ static inline T* head_of(const KvLinear& a, const KvProduct& p, int64_t row, int
   return static_cast<T*>(p.output) + ((b * p.heads + h) * a.tokens + t) * size;
 }
 
-// The epilogue of the columns [column, column + count) of a row: x and g are its products with the weight and with
-// the gate.
+// Computes the epilogue of the columns [column, column + count) of a row: x and g are its products with the weight and
+// with the gate.
 template <class T>
 static inline void epilogue(const KvLinear& a, const KvProduct& p, int64_t row, int64_t column, int count, float* x,
                             const float* g) {
@@ -50,7 +50,7 @@ static inline bool rotates(const KvLinear& a) {
   return false;
 }
 
-// The planes of a row's heads.
+// Rotates the planes of a row's heads.
 template <class T>
 static inline void rotate(const KvLinear& a, int64_t row) {
   const T* const cosine = static_cast<const T*>(a.cosine) + row * a.planes;

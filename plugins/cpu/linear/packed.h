@@ -1,5 +1,5 @@
-// Packed weights at rest in float32: what their integers stand for. The path of weights that have no panels (panels.h),
-// and of those that are no constants.
+// The values of packed weights at rest, in float32: for weights without panels (panels.h), and for weights that are not
+// constant.
 #pragma once
 
 #include "../../abi/linear.h"
@@ -9,10 +9,11 @@
 namespace kv {
 namespace KV_ISA {
 
-// Integers are read as unsigned ones, signed ones with their highest bit turned: they are then larger by this much.
+// Returns the excess with which integers are read. All are read as unsigned ones; a signed integer has its highest bit
+// flipped, which adds this excess to it.
 static inline int excess_of(const KvWeight& weight) { return weight.is_signed ? 1 << (weight.bits - 1) : 0; }
 
-// `count` integers from `first` on, read as unsigned ones.
+// Reads `count` integers from `first` on as unsigned ones.
 static inline void read_integers(const void* data, int bits, int excess, int64_t first, int count, float* to) {
   const uint8_t* const bytes = static_cast<const uint8_t*>(data) + first * bits / 8;
   int i = 0;
@@ -35,7 +36,7 @@ static inline const uint8_t* integers_of(const KvWeight& weight, int64_t inputs,
   return static_cast<const uint8_t*>(weight.data) + column * inputs * weight.bits / 8;
 }
 
-// 2^(e - 128); 0 where that is below the smallest normal number.
+// Returns 2^(e - 128); 0 if that is below the smallest normal number.
 static inline float power_of(uint8_t e) {
   const uint32_t bits = e > 1 ? static_cast<uint32_t>(e - 1) << 23 : 0;
   float power;
@@ -52,8 +53,8 @@ static inline void widen_as(int type, const void* from, int64_t first, int count
     memcpy(to, static_cast<const float*>(from) + first, static_cast<size_t>(count) * sizeof(float));
 }
 
-// Of `count` groups of all columns' from number `at` on: an integer u, read as unsigned, stands for u scale + offset.
-// offset: nullptr where it is not asked for.
+// Reads scale and offset of `count` groups, from number `at` among the groups of all columns: an integer u, read as
+// unsigned, has the value u scale + offset. offset: nullptr if it is not needed.
 static inline void read_groups(const KvWeight& weight, int64_t at, int count, float* scale, float* offset) {
   const int excess = excess_of(weight);
   widen_as(weight.scale_type, weight.scale, at, count, scale);
@@ -71,7 +72,7 @@ static inline void read_groups(const KvWeight& weight, int64_t at, int count, fl
   }
 }
 
-// `count` values of a column from input `first` on; of 4 bits, `first` is even.
+// Computes `count` values of a column from input `first` on; with 4 bits, `first` is even.
 static inline void dequantize(const KvWeight& weight, int64_t inputs, int64_t column, int64_t first, int count,
                               float* out) {
   static thread_local Scratch<float> scratch;

@@ -1,4 +1,4 @@
-// Panels of a packed weight (panels.h) as float32: for rows that are multiplied as they are, and for tiles of bfloat16.
+// Panels of a packed weight (panels.h) as float32, for rows that are not rounded, and for tiles of bfloat16.
 #pragma once
 
 #include "panel_products.h"
@@ -6,7 +6,7 @@
 namespace kv {
 namespace KV_ISA {
 
-// What the units of a panel's column stand for, one after another.
+// The values of a panel's units.
 struct PanelFloats {
   const PanelLayout& l;
   PanelGroups groups;
@@ -25,7 +25,7 @@ struct PanelFloats {
     if (has_table) table = Table<false>(weight.table);
   }
 
-  // v[i]: W columns of input k + i, for the inputs of the unit that begins with k.
+  // Computes v[i], W columns of input k + i, for the inputs of the unit that begins with k.
   void unit(int64_t k, int slice, vf* v) const {
     const int64_t group = k / l.group;
     const vf scale = groups.scales(group, slice);
@@ -52,9 +52,9 @@ struct PanelFloats {
 };
 
 constexpr int kFloatRows = W == 16 ? 4 : 2;  // rows that are multiplied in one pass over a panel
-constexpr int kFloatSums = 4;                // of each, which then are added up: a running sum would be less exact
+constexpr int kFloatSums = 4;                // sums of a row, added up at the end: one running sum would be less exact
 
-// out[i * stride + c] = row i of the kRows rows x [inputs] times column c of a panel.
+// Computes out[i * stride + c] = row i of the kRows rows x [inputs] times column c of a panel.
 template <int kRows>
 static inline void float_panel(const PanelFloats& panel, const float* x, int64_t inputs, float* out, int64_t stride) {
   for (int slice = 0; slice < kSlices; ++slice) {
@@ -79,7 +79,7 @@ static inline void float_products(const KvWeight& weight, const PanelLayout& l, 
   for (; i < rows; ++i) float_panel<1>(floats, x + i * inputs, inputs, out + i * stride, stride);
 }
 
-// to [depth, stride]: the 16 columns of a panel for `depth` inputs from `first` on, whole units from it on.
+// Writes the 16 columns of a panel for `depth` inputs to `to` [depth, stride]. `first` begins a unit.
 static inline void unpack_panel(const KvWeight& weight, const PanelLayout& l, int64_t panel, int64_t first, int depth,
                                 float* to, int64_t stride) {
   const PanelFloats floats(weight, l, panel);

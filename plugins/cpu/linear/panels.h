@@ -2,19 +2,19 @@
 //
 //   panel p holds columns 16 p to 16 p + 15; columns past the last one are zeros
 //     16 scales of each group of inputs         float16, float32, or bytes of exponents
-//     16 offsets of each group                  zero - center as a byte; minima in float16 or float32; otherwise
-//     nothing the integers                              64 bytes for each unit of inputs
+//     16 offsets of each group                  zero - center as a byte; minima in float16 or float32; or nothing
+//     the integers                              64 bytes for each unit of inputs
 //       4 bits: the unit of inputs k to k + 7; byte 4 c + i holds input k + i of column c in its low half and input
 //               k + 4 + i in its high half
 //       8 bits: the unit of inputs k to k + 3; byte 4 c + i holds input k + i of column c
 //   each of the three begins at a multiple of 64 bytes
 //
-// With a table, integers are its indices, and u below is 128 + the number that an index stands for; center is 128.
+// With a table, integers are its indices, and u below is 128 + the number at an index; center is 128.
 //
-// Integers u and zero points are unsigned; signed ones have their highest bit turned. center is 8 or 128. A value is
-// (u - center) scale + offset, where offset is (center - zero) scale, or minimum of a signed weight and minimum +
-// center scale of an unsigned one, or 0. Where the group is a whole row, inputs are padded to a multiple of 32 with
-// integers of the value `center`.
+// Integers u and zero points are unsigned; signed ones have their highest bit flipped. center is 8 or 128. A value is
+// (u - center) scale + offset. offset is (center - zero) scale; or minimum of a signed weight and minimum + center
+// scale of an unsigned one; or 0. If the group is a whole row, inputs are padded to a multiple of 32 with integers
+// equal to `center`.
 #pragma once
 
 #include "../../abi/linear.h"
@@ -22,15 +22,15 @@
 namespace kv {
 
 constexpr int kPanelColumns = 16;
-constexpr int64_t kPanelLine = 64;  // bytes of one unit, and the alignment of everything
-constexpr int kMostBlock = 32;      // inputs of a row that are rounded with one scale, at most
+constexpr int64_t kPanelLine = 64;  // bytes of one unit, and the alignment of each part
+constexpr int kMostBlock = 32;      // the most inputs of a row that are rounded with one scale
 
 struct PanelLayout {
-  int64_t inputs;    // with the padding
+  int64_t inputs;    // inputs with the padding
   int64_t group;     // inputs that share a scale
-  int64_t groups;    // of a column
+  int64_t groups;    // groups of a column
   int64_t offsets;   // bytes from the begin of a panel to its offsets
-  int64_t integers;  // and to its integers
+  int64_t integers;  // bytes from the begin of a panel to its integers
   int64_t panel;     // bytes of a panel
   int unit;          // inputs of a unit: 8 or 4
   int block;         // inputs of a row that are rounded with one scale: 32, 16 or 8; a group is whole blocks
@@ -39,12 +39,14 @@ struct PanelLayout {
 static inline int64_t whole_lines(int64_t bytes) { return (bytes + kPanelLine - 1) / kPanelLine * kPanelLine; }
 static inline int center_of(const KvWeight& weight) { return weight.table ? 128 : 1 << (weight.bits - 1); }
 
-// Whether offsets are zero points. An unsigned weight without offsets has zero points of 0: its values are u scale.
+// Returns whether offsets are zero points. An unsigned weight without offsets has zero points of 0: its values are u
+// scale.
 static inline bool has_zeros(const KvWeight& weight) {
   return weight.zero || (!weight.is_signed && !weight.minimum && !weight.table);
 }
 
-// The inputs of a row that are rounded with one scale for groups of `group` of the `inputs`; 0: there are no panels.
+// Returns the number of inputs of a row that are rounded with one scale, for groups of `group` of the `inputs`; 0 if
+// such a weight has no panels.
 static inline int block_of_group(int64_t group, int64_t inputs) {
   if (group == inputs) return kMostBlock;
   for (int block = kMostBlock; block >= 8; block /= 2)

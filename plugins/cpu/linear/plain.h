@@ -1,4 +1,4 @@
-// Products with weights of the call's type, which lie row by row, and the blocks of float32 that prompts multiply.
+// Products with weights of the call's type, stored row by row, and blocks of float32 for the products of prompts.
 //
 //   row_product     one row times one column: one stream of weights
 //   small_tile      kRows rows times kColumns columns
@@ -14,14 +14,14 @@ namespace KV_ISA {
 constexpr int kAhead = 8192;  // bytes
 constexpr int kDepth = 512;   // inputs of a packed block
 
-// A small tile has W sums, which `sums` then folds into one vector. Where there are few registers, or short vectors, it
-// is another shape.
+// A small tile has W sums, which `sums` folds into one vector. With few registers, or short vectors, its shape differs.
 constexpr int kRows = W == 8 ? 2 : 4;
 constexpr int kColumns = 4;
 static_assert(kRows * kColumns % W == 0, "a tile is whole vectors");
 
-// One stream of weights with nothing between its loads: the machine's own prefetching is at its best. Several rows
-// in one pass were slower than one after another, for which the weights then come from the first cache.
+// Returns a row times a column. The weights are one stream with nothing between its loads, so hardware prefetching
+// works best. Several rows in one pass were slower than one after another, since later rows find the weights in the
+// first cache.
 template <class Of>
 static inline float row_product(const Of* w, const float* x, int64_t inputs) {
   vf part[4] = {};
@@ -34,8 +34,8 @@ static inline float row_product(const Of* w, const float* x, int64_t inputs) {
   return sum((part[0] + part[1]) + (part[2] + part[3])) + rest;
 }
 
-// result [kRows, kColumns]: rows r times columns c, of `inputs` numbers each. ahead: whether what follows the columns
-// is fetched.
+// Computes result [kRows, kColumns]: rows r times columns c, of `inputs` numbers each. ahead: whether weights kAhead
+// bytes further are prefetched.
 template <class T>
 static inline void small_tile(const float* const* r, const T* const* c, int64_t inputs, bool ahead, float* result) {
   vf lanes[kRows * kColumns] = {};
@@ -56,8 +56,8 @@ static inline void small_tile(const float* const* r, const T* const* c, int64_t 
       for (int j = 0; j < kColumns; ++j) result[i * kColumns + j] += r[i][k] * static_cast<float>(c[j][k]);
 }
 
-// packed [depth, kBlock]: of `columns` rows of a weight, `depth` inputs each, `stride` from one another. Columns past
-// the end repeat the last one.
+// Packs `columns` rows of a weight, `depth` inputs each and `stride` elements apart, as packed [depth, kBlock]. Columns
+// past the end repeat the last one.
 template <class Of>
 static inline void pack(const Of* weight, int64_t stride, int columns, int depth, float* packed) {
   for (int column = 0; column < kBlock; column += W) {

@@ -1,4 +1,4 @@
-// Packed weights from the layout of artifacts into panels (panels.h), once for each tensor, when it is loaded.
+// Repacks a packed weight from the layout of artifacts into panels (panels.h), once for each tensor, when it is loaded.
 #include <cstring>
 
 #include "../kvexport_cpu.h"
@@ -10,7 +10,7 @@ using kv::kPanelColumns;
 using kv::kPanelLine;
 using kv::PanelLayout;
 
-// Nibbles n0 to n7, the first in the lowest bits, as the bytes n0 | n4 << 4, n1 | n5 << 4, n2 | n6 << 4, n3 | n7 << 4.
+// Returns eight nibbles n0 to n7, the first in the lowest bits, as the bytes n0 | n4 << 4 to n3 | n7 << 4.
 uint32_t interleaved(uint32_t nibbles) {
   const auto spread = [](uint32_t four) {
     four = (four | four << 8) & 0x00ff00ffu;
@@ -24,12 +24,12 @@ int integer_at(const void* data, int bits, int64_t i) {
   return bits == 8 ? bytes[i] : bytes[i / 2] >> (i % 2 ? 4 : 0) & 15;
 }
 
-// What signed integers are turned with, in each byte of a unit.
+// Returns the bits that are flipped in signed integers, for the bytes of a unit.
 uint32_t turned_by(const KvWeight& weight) {
   return !weight.is_signed ? 0 : weight.bits == 4 ? 0x88888888u : 0x80808080u;
 }
 
-// The unit of a column's inputs from `k` on, as four bytes of its line; inputs past the last one are `center`.
+// Returns the unit of a column's inputs from `k` on as four bytes of its line; inputs past the last one are `center`.
 uint32_t unit_at(const KvWeight& weight, int64_t inputs, int64_t column, int64_t k) {
   const int unit = weight.bits == 4 ? 8 : 4, center = kv::center_of(weight);
   const int64_t first = column * inputs + k;
@@ -48,9 +48,9 @@ uint32_t unit_at(const KvWeight& weight, int64_t inputs, int64_t column, int64_t
   return weight.bits == 4 ? interleaved(all) : all;
 }
 
-// 16 lines at once, of 16 columns from `first` on: 64 bytes of each column are read together.
+// Repacks 16 lines of 16 columns from `first` on at once, so that 64 bytes of each column are read together.
 void repack_lines(const KvWeight& weight, int64_t inputs, int64_t first, int64_t k, uint8_t* to) {
-  constexpr int kLines = kPanelColumns;  // of four bytes each: 64 bytes
+  constexpr int kLines = kPanelColumns;  // four bytes of each: 64 bytes of a column
   const uint32_t turned = turned_by(weight);
   uint32_t units[kPanelColumns][kLines];
   for (int c = 0; c < kPanelColumns; ++c)

@@ -29,7 +29,7 @@ static void for_rows(KvRunner runner, int64_t rows, const Each& each) {
     for_all(runner, (rows + kRowsOfTask - 1) / kRowsOfTask, task);
 }
 
-// x [size] over its root mean square, times `scale`.
+// Divides x [size] by its root mean square, and multiplies it by `scale`.
 template <class T>
 static void normalize(const T* scale, float epsilon, int64_t size, float* x) {
   const int count = static_cast<int>(size);
@@ -39,7 +39,7 @@ static void normalize(const T* scale, float epsilon, int64_t size, float* x) {
   for (; i < count; ++i) x[i] *= factor * static_cast<float>(scale[i]);
 }
 
-// The rows of a call in float32, one after another: its input itself, or a copy.
+// Returns the rows of a call in float32, one after another: its input itself, or a copy.
 template <class T>
 static const float* rows_of(const KvLinear& a, KvRunner runner, Scratch<float>& scratch) {
   const T* const input = static_cast<const T*>(a.input);

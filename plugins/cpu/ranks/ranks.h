@@ -21,7 +21,7 @@ typedef struct KvRanks {
   int rank, count;
 } KvRanks;
 
-// Returns the bytes of memory that so many ranks share; 0 if the number of ranks is not supported.
+// Returns the bytes of memory that `count` ranks share; 0 if this number of ranks is not supported.
 size_t kv_cpu_ranks_bytes(int count);
 
 // Writes the sum over all ranks of their `count` numbers to `sum`. type: KV_FLOAT32 or KV_FLOAT16. Every rank makes the

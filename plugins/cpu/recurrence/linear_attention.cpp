@@ -25,7 +25,7 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-constexpr int kVectors = 4;  // of a tile
+constexpr int kVectors = 4;  // vectors of a row of a tile
 constexpr int kTile = kVectors * W;
 
 // One head of one sequence.
@@ -49,7 +49,7 @@ struct Head {
   int64_t state() const { return (sequence * a.heads + head) * a.key_size * a.value_size; }
   float beta(int64_t t) const { return a.beta[row(t) * a.heads + head]; }
 
-  // The factors of the state's rows before token t: one number if the decay is that of the head.
+  // Computes the factors of the state's rows before token t: one number if the whole head has one decay.
   void factors(int64_t t, float* to) const {
     const int count = a.by_channel ? a.key_size : 1;
     const float* const decay = a.decay ? a.decay + (row(t) * a.heads + head) * count : nullptr;
@@ -63,7 +63,7 @@ struct Head {
   }
 };
 
-// The memory of a task: key_size factors of this token, and of the next; a tile of the state.
+// The memory of a task: the key_size factors of this token and of the next, and a tile of the state.
 struct Memory {
   float *now, *next, *tile;
 
@@ -79,8 +79,8 @@ static inline void add_products(float x, const vf* rows, vf* sums) {
   for (int j = 0; j < N; ++j) sums[j] += x * rows[j];
 }
 
-// The pass of one token over N W columns: from and to are rows `from_stride` and `to_stride` apart. next: the key of
-// the next token, or nullptr.
+// Runs the pass of one token over N W columns. The rows of `from` and `to` are `from_stride` and `to_stride` apart.
+// next: the key of the next token, or nullptr.
 template <int N, bool kByChannel, bool kNext>
 static void pass(int rows, const float* from, int64_t from_stride, float* to, int64_t to_stride, const float* key,
                  const float* query, const float* now, const float* next, const float* next_factor, const vf* row,
@@ -98,7 +98,7 @@ static void pass(int rows, const float* from, int64_t from_stride, float* to, in
   for (int j = 0; j < N; ++j) out[j] = o[j], known[j] = kNext && !kByChannel ? k[j] * next_factor[0] : k[j];
 }
 
-// All tokens of a head over `columns` columns from `first` on, which N vectors hold.
+// Processes all tokens of a head for `columns` columns from `first` on, which fit into N vectors.
 template <int N, bool kByChannel>
 static void tile(const Head& head, int first, int columns, const Memory& memory) {
   const KvLinearAttention& a = head.a;
@@ -151,7 +151,7 @@ static void tile(const Head& head, int first, int columns, const Memory& memory)
       memcpy(present + i * a.value_size, memory.tile + i * N * W, columns * sizeof(float));
 }
 
-// The columns from `first` on, by the fewest vectors that hold them.
+// Processes `count` columns from `first` on with the fewest vectors that hold them.
 template <int N = kVectors>
 static void columns(const Head& head, int first, int count, const Memory& memory) {
   if constexpr (N > 1)

@@ -8,7 +8,7 @@ extern "C" {
 #endif
 
 // For each sequence, head h and token t below the sequence's length, with the state S [key_size, value_size] of the
-// head, row q of query head h / (heads / key_heads), and k likewise:
+// head, row q of query head h / (heads / key_heads), and row k of the key head of that number:
 //
 //   S   = exp(decay_t) S            decay: a number for the head, or one for each channel of its key
 //   v'  = beta_t (v_t - k_t S)      without beta: v' = v_t

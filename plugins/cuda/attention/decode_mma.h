@@ -3,9 +3,9 @@
 //
 //   for each block of 32 slots of the split           as in decode.h
 //     logit[16, 32] = query[16, D] x key[32, D]^T     rows: the group's heads, padded with zeros; 8 slots per warp
-//     row_max, row_sum, weight = running softmax      row_sum adds exact weights, then they are rounded to the cache's
-//     type output[16, Dv] += weight[16, 32] x value[32, Dv]  every fourth tile of 8 columns per warp log_ema[slot] =
-//     average of exp(logit[.., slot])
+//     row_max, row_sum, weight = running softmax      row_sum adds exact weights; then they get the cache's type
+//     output[16, Dv] += weight[16, 32] x value[32, Dv]   every fourth tile of 8 columns per warp
+//     log_ema[slot] = average of exp(logit[.., slot])
 //   store the split's output, row_max, row_sum; the last block of a head combines the splits and appends the token
 #pragma once
 

@@ -153,7 +153,7 @@ KV_DEVICE void store_bias(const KvVoteAttention& a, const Stage<T>& stage, float
 
 // Computes the running softmax of a block of slots; a slot per lane, every fourth of `heads` query heads per warp.
 // logit(g, slot): the logit without bias; bias: the array of store_bias. Calls store(registers, g, slot, weight,
-// factor); sums over earlier blocks have to be multiplied by the factor. Ends with a barrier: what `store` wrote is
+// factor); sums over earlier blocks have to be multiplied by the factor. Ends with a barrier: the writes of `store` are
 // visible.
 template <class T, class Program, class Logit, class Store>
 KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const Head<T>& head, const float* bias,

@@ -93,8 +93,8 @@ struct PrefillMma {
   static constexpr int kRows = kThreads / kWarp * kTiles * 16;
   using Shape = Rows<PrefillMma>;
 
-  // Of a warp's products of a tile, a lane has rows lane / 4 and lane / 4 + 8, and two of every 8 columns. Logits and
-  // weights are those of half a block of slots. votes, position: of a slot of the next block (read_slot).
+  // A lane has rows lane / 4 and lane / 4 + 8 of a warp's products of a tile, and two of every 8 columns. Logits and
+  // weights belong to half a block of slots; votes and position to a slot of the next block (read_slot).
   struct Registers {
     float product[kTiles][kSize / 8][4], logit[kTiles][kHalf / 8][4];
     float block_max[kTiles][2], row_max[kTiles][2], row_sum[kTiles][2];

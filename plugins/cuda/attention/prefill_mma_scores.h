@@ -31,8 +31,8 @@ struct PrefillMmaScores {
     int now, unused;
   };
 
-  // Of a warp's products, a lane has slots lane / 4 and lane / 4 + 8, and two of every 8 rows. They are those of half a
-  // tile of rows.
+  // A lane has slots lane / 4 and lane / 4 + 8 of a warp's products, and two of every 8 rows. The products belong to
+  // half a tile of rows.
   struct Registers {
     uint32_t key[kTiles][kSize / 16][4], b[4];
     float logit[kTiles][kHalf / 8][4];
@@ -40,8 +40,9 @@ struct PrefillMmaScores {
     Term term;
   };
 
-  // The arrays in shared memory. rows: two tiles of rows in turn, at first the keys; terms: theirs; slot_max, slot_sum,
-  // counted, position: of every slot; range: the lowest position of the slots, and the lowest complement ~position.
+  // The arrays in shared memory. rows: two tiles of rows in turn, at first the keys; terms: one for each of these rows;
+  // slot_max, slot_sum, counted, position: one for every slot; range: the lowest position of the slots, and the lowest
+  // complement ~position.
   struct Shared {
     Shape rows;
     Term* terms;

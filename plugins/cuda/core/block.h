@@ -1,5 +1,5 @@
 // How a kernel is written here: as a program of one block, in phases. A phase is a function of the thread's number and
-// registers. A barrier ends it: what its threads wrote is visible in the next phase. Code between phases is the same
+// registers. A barrier ends it: the next phase sees all writes of its threads. Code between phases is the same
 // for all threads. So one source runs on the device, where each thread executes the phase, and on the host, where a
 // loop over the threads does. The host tests indexing, masks, edges and orders without a GPU.
 //
@@ -49,7 +49,7 @@ class Block {
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
   }
-  // Between phases: waits until all earlier launches have ended; what they wrote is then visible.
+  // Between phases: waits until all earlier launches have ended; their writes are then visible.
   KV_DEVICE void wait_for_earlier() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -117,8 +117,8 @@ class Block {
       asm volatile("cp.async.wait_group 2;" ::: "memory");
     __syncthreads();
   }
-  // Between phases: returns whether this is the last of `count` blocks to call it; what the other blocks wrote before
-  // is then visible to it. The counter is zero again afterwards.
+  // Between phases: returns whether this is the last of `count` blocks to call it. The last block then sees all writes
+  // of the other blocks before their calls. The counter is zero again afterwards.
   KV_DEVICE bool is_last(int* counter, int count) {
     __shared__ int before;
     __threadfence();  // what this thread wrote is visible before the counter rises
@@ -273,7 +273,7 @@ KV_DEVICE void run_block(Block<Program>& block, const typename Program::Args& ar
   Program::run(block, args);
 }
 
-// ---- what programs share ----
+// ---- shared by the programs ----
 
 // Returns x. The compiler computes x here and keeps it, instead of computing it again in every round of a loop.
 KV_DEVICE int once(int x) {

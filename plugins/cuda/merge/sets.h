@@ -7,9 +7,11 @@
 //   Attended, a block per head, for a Hessian: output = sum of value times its share of the accumulated probabilities
 //   MergeRows, some blocks per head, which take turns at the evicted slots that are the first of their set
 //     list the members: the target, then the evicted slots in order
-//     weight[member] = votes, times exp(logit) for a zip; for a pair the younger key's share    one thread, except
-//     logits key, value = weighted mean; for a pair the older key is rotated to the younger's place    an element per
-//     thread latest[set] = the latest member, whose position the row gets
+//     weight[member] = votes, times exp(logit) for a zip; for a pair the younger key's share
+//                      (one thread, except logits)
+//     key, value = weighted mean; for a pair the older key is rotated to the younger's place
+//                      (an element per thread)
+//     latest[set] = the latest member, whose position the row gets
 //
 // A barrier separates the list, the weights and the means. Rows are read from the cache and written to the workspace,
 // so that no set reads a row that another set has merged.

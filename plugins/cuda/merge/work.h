@@ -124,7 +124,7 @@ struct MergeHead {
 
 KV_HD int tiles_of(int rows, int tile) { return (rows + tile - 1) / tile; }
 
-// Returns into how many splits Nearest divides the targets of so many rows: one for each block. The number of splits
+// Returns into how many splits Nearest divides the targets of `rows` rows: one for each block. The number of splits
 // does not change the result.
 KV_HD int splits_of(const MergeWork& work, int rows) {
   const int splits = work.blocks / (rows > 0 ? tiles_of(rows, work.tile) : 1);

@@ -33,7 +33,7 @@ struct Cell {
 constexpr uint16_t kSeveral = 0xffff;
 constexpr uint64_t kPage = 4096;
 
-// What a block knows from an atomic operation: that the phases [from, until) of another block are over.
+// A block's knowledge from an atomic operation: the phases [from, until) of another block are over.
 struct Acquisition {
   uint32_t from, until;    // phases of the other block
   uint32_t phase;          // the own phase of the atomic operation

@@ -6,7 +6,7 @@ Weights and caches are counted exactly. Activations, and memory that the backend
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,6 +106,11 @@ class MemoryPlan:
         return ServerMemory(self.weight_bytes, self.batch_bytes)
 
     @property
+    def advice(self) -> Mapping[str, str]:
+        """What the recipe's backend tells of the machines that will run it, by subject."""
+        return backends.get(self.recipe.backend.name).advice(self.recipe, self.cache, self.weight_bytes)
+
+    @property
     def ratio(self) -> float | None:
         """The bytes of a full cache divided by the bytes of the recipe's cache, for one sequence.
 
@@ -197,6 +202,7 @@ class MemoryPlan:
                 {**entry, "bytes": layer.bytes()}
                 for entry, layer in zip(self.cache.to_json(), self.cache.caches, strict=True)
             ],
+            "advice": dict(self.advice),
             "not_counted": NOT_COUNTED,
         }
 
@@ -219,6 +225,7 @@ class MemoryPlan:
             weights = format_bytes(self.rank_weight_bytes)
             where = ", on a GPU of its own" if backends.get(recipe.backend.name).device(recipe) == "cuda" else ""
             summary[f"each of {ranks} ranks"] = f"{weights} of weights, {caches} of {batch} sequences' caches{where}"
+        summary |= self.advice
         if self.full_bytes is None or self.ratio is None:
             summary["full cache of 1 sequence"] = "without bound: limits.max_length is unlimited"
         else:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.model_state import LoadedModel
+    from kvexport.cache import CachePlan
     from kvexport.methods.base import Method
     from kvexport.packages import Package
     from kvexport.recipe.fields import Recipe
@@ -237,6 +238,16 @@ class Backend(ABC):
             EnvironmentProblem: If this machine lacks something that the preparation needs.
         """
         return None
+
+    def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
+        """Return what `kvexport plan` tells of the machines that will run a recipe, by subject.
+
+        Args:
+            recipe: The recipe.
+            cache: The caches of the model.
+            weight_bytes: Bytes of the weights, packed or in the recipe's dtype.
+        """
+        return {}
 
     def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
         """Return why the backend cannot run a packed (4- or 8-bit) weight and the setting that avoids it, or None.

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvexport.cache import LayerCache, LayerGeometry
+from kvexport.backends import gpu_limits
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.cache_planning import plan_cache
+from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -116,3 +119,28 @@ def test_a_head_has_up_to_128_splits(caller: Caller) -> None:
     shape = (1, 1, 16384, 16)
     call = vote_attention_call(VoteAttentionAttributes(0.25, 1.0, (Statistic(),)), "float16", (1, 2, 1, 16), shape, 16)
     assert blocks_of(caller.library, "H100 or H200", "vote_attention", call)["DecodeMma"] == 128
+
+
+@pytest.mark.parametrize("method", ["keepkv", "ballot", "h2o", "kvslimmer"])
+@pytest.mark.parametrize("shared", sorted(set(gpu_limits.SHARED.values())))
+def test_the_limits_of_a_merge_are_those_of_the_kernels(caller: Caller, shared: int, method: str) -> None:
+    """The kernels refuse what `gpu_limits` names for a GPU's shared memory, and take one slot less."""
+    ask = caller.library.kv_cuda_merge_cache_problem
+    ask.restype = ctypes.c_char_p
+    policy = all_methods()[method]()
+    set_host(caller.library, shared_limit=shared)
+    try:
+        most, evicted = gpu_limits.most_slots(shared), gpu_limits.most_evicted(shared)
+        sizes = [(most, most - 64, True), (most + 1, most - 63, False), (evicted + 64, 64, True)]
+        if evicted + 65 <= most:
+            sizes.append((evicted + 65, 64, policy.policy().merge == "drop"))
+        for capacity, budget, runs in sizes:
+            attributes = MergeCacheAttributes(policy, budget, 4, 32)
+            call = merge_cache_call(attributes, "float16", (1, 2, capacity, 128), 128, len(policy.statistics))
+            assert (ask(ctypes.byref(call)) is None) == runs, (capacity, budget)
+            layer = replace(layers_of("llama2-7b-keepkv")[2][0], capacity=capacity, budget=budget)
+            capability = next(name for name, size in gpu_limits.SHARED.items() if size == shared)
+            problem = gpu_limits.merge_problem(CachePlan((layer,)), policy, capability)
+            assert (problem == "") == runs, problem
+    finally:
+        set_host(caller.library)

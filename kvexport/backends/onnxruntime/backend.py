@@ -18,11 +18,12 @@ from kvexport.packages import Package
 from kvexport.processors import suitable_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.onnxruntime.model import LoadedModel
+    from kvexport.cache import CachePlan
     from kvexport.methods.base import Method
     from kvexport.recipe.fields import Recipe
 
@@ -71,6 +72,14 @@ class OnnxRuntime(Backend):
         device, ranks = self.device(recipe), recipe.backend.tensor_parallel
         problems = devices.problems(device)
         return problems or (devices.rank_problems(ranks) if device == "cuda" and ranks > 1 else [])
+
+    def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
+        """Return why some GPUs merge by the ONNX function; see `Backend.advice`."""
+        from kvexport.backends.gpu_limits import merge_problem
+
+        if self.device(recipe) != "cuda" or not (problem := merge_problem(cache, recipe.cache.build_method())):
+            return {}
+        return {"merges on a GPU": f"by MergeCache's ONNX function, which is slower, on some GPUs: {problem}"}
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
         """Return the exported model, loaded into ONNX Runtime sessions; see `Backend.load`."""

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from kvexport.artifact.manifest import Limits, Manifest
+from kvexport.backends.gpu_limits import merge_problem
 from kvexport.backends.tensorrt.cuda import Cuda
-from kvexport.backends.tensorrt.environment import Gpu, import_tensorrt, require_gpu
+from kvexport.backends.tensorrt.environment import Gpu, import_tensorrt, require_build_memory, require_gpu
 from kvexport.backends.tensorrt.graphs import for_tensorrt, operators_of, plugin_refusal
 from kvexport.backends.tensorrt.log import STEPS, make_log, make_monitor
 from kvexport.backends.tensorrt.plugin import VERSION as PLUGIN_VERSION
@@ -102,10 +103,12 @@ class EngineBuilder:
 
         Raises:
             UsageError: If TensorRT does not take a packed weight.
-            EnvironmentProblem: If plugins are required and do not take a node.
+            EnvironmentProblem: If plugins are required and do not take a node, or the memory is too small.
             KvexportError: If TensorRT cannot build an engine, with its own words.
         """
         state, vocabulary = manifest.cache, manifest.model.vocabulary
+        weights = [*folder.glob("*.weights"), *folder.glob("weights/*")]
+        require_build_memory(sum(file.stat().st_size for file in weights))
 
         def shape_of(name: str, batch: int, tokens: int) -> tuple[int, ...]:
             return (batch, tokens, vocabulary) if name == "logits" else input_shape(state, name, batch, tokens)
@@ -153,7 +156,9 @@ class EngineBuilder:
                     next(filter(None, reasons.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"
                 )
             if why := reasons.get("MergeCache"):
-                require_sortable(manifest.cache, why)
+                capability = self.gpu.compute_capability
+                limit = merge_problem(manifest.cache, manifest.recipe.cache.build_method(), capability)
+                require_sortable(manifest.cache, limit or why)
             converted.append((kind, graph, model, reasons))
         return converted
 

@@ -10,12 +10,18 @@ from typing import Any
 
 from kvexport.backends.sections import default
 from kvexport.errors import EnvironmentProblem
+from kvexport.memory import machine_memory, require_memory
+from kvexport.units import format_bytes
 
 OLDEST = (11,)  # the oldest TensorRT: strongly typed networks only, int64, the operators of opset 23
 OLDEST_GPU = (7, 5)  # the oldest GPU that every TensorRT 11 supports
 INSTALL = "pip install 'kvexport[tensorrt]', or use the image of docker/tensorrt.Dockerfile"
 JETSON = Path("/etc/nv_tegra_release")  # JetPack's file, on every Jetson
 INSTALL_JETSON = "JetPack 7.2.2 or newer, which has TensorRT 11 (JetPack 6 has TensorRT 10), or another --backend"
+# How many copies of the weights are in memory during a build that shares it with the GPU: those of the ONNX graph, of
+# the engine and of the plan, and one more while the plan is written. By their sizes; no build was measured.
+BUILD_TIMES = (3, 4)
+PACK = "--set weights.bits=4 --set weights.group=128"
 REBUILD = "kvexport build --from ARTIFACT --backend tensorrt, on the machine that is to run it"
 
 
@@ -80,6 +86,37 @@ def import_runtime(*, version_compatible: bool) -> Any:
 def install() -> str:
     """Return the line that installs TensorRT on this machine: a Jetson has the one of its JetPack."""
     return INSTALL_JETSON if JETSON.exists() else INSTALL
+
+
+def build_memory(weight_bytes: int, *, packed: bool) -> str:
+    """Return a text with the memory that a build of engines takes where the CPU and the GPU share it.
+
+    Args:
+        weight_bytes: Bytes of the weights of the ONNX graphs.
+        packed: Whether the recipe packs them in 4 bits.
+    """
+    least, most = (format_bytes(times * weight_bytes) for times in BUILD_TIMES)
+    smaller = "" if packed else f"; 16-bit weights take a quarter of it with {PACK}"
+    return f"about {least} to {most} of its memory, {BUILD_TIMES[0]} to {BUILD_TIMES[1]} times the weights{smaller}"
+
+
+def most_weights() -> str:
+    """Return a text on the weights that engines can be built of on this Jetson; "" on other machines."""
+    memory, _ = machine_memory()
+    if not JETSON.exists() or not memory:
+        return ""
+    least, most = (format_bytes(memory // times) for times in reversed(BUILD_TIMES))
+    return f"up to about {least} to {most}, since the CPU and the GPU share the memory; larger weights: {PACK}"
+
+
+def require_build_memory(weight_bytes: int) -> None:
+    """Check that the memory of a Jetson can hold an engine and its plan, before TensorRT takes minutes to build them.
+
+    Raises:
+        EnvironmentProblem: Two copies of the weights are more than the memory.
+    """
+    if JETSON.exists():
+        require_memory(2 * weight_bytes, "an engine with its plan", f"{PACK}, at the export on another machine")
 
 
 def _import(name: str) -> Any:

@@ -1,0 +1,73 @@
+"""The limits of MergeCache's CUDA kernels on each kind of GPU, known without a GPU and without a compiled library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvexport.cache import CachePlan
+    from kvexport.methods.base import Method
+
+# Bytes of shared memory that a thread block may have, by compute capability (NVIDIA's CUDA programming guide).
+SHARED = {
+    (8, 0): 163 << 10,
+    (8, 6): 99 << 10,
+    (8, 7): 163 << 10,
+    (8, 9): 99 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (10, 3): 227 << 10,
+    (11, 0): 227 << 10,
+    (12, 0): 99 << 10,
+    (12, 1): 99 << 10,
+}
+RESERVED = 16  # bytes of a block's shared memory that every kernel uses (plugins/cuda/core/launch.h)
+# Bytes of the selection of evicted slots, in all and per slot (plugins/cuda/merge/select.h); and bytes of the merge of
+# rows, in all and per evicted slot (plugins/cuda/merge/sets.h).
+SELECTION, PER_SLOT = 2064, 5
+MERGED, PER_EVICTED = 536, 8
+
+
+def most_slots(shared: int) -> int:
+    """Return the most slots of a head that the kernels of MergeCache take with `shared` bytes of shared memory."""
+    return (shared - RESERVED - SELECTION) // PER_SLOT
+
+
+def most_evicted(shared: int) -> int:
+    """Return the most slots over the budget that the kernels of MergeCache merge with `shared` bytes."""
+    return (shared - RESERVED - MERGED) // PER_EVICTED
+
+
+def merge_problem(cache: CachePlan, method: Method, capability: tuple[int, int] | None = None) -> str:
+    """Return why GPUs of a compute capability cannot run MergeCache's CUDA kernels for some caches.
+
+    Args:
+        cache: The caches of the model.
+        method: The compression method.
+        capability: The compute capability; None for all of them, of which the text names those that lack memory.
+
+    Returns:
+        The reason, with the shared memory of the GPUs; "" if there is none, or if the method has no kernel anyway.
+    """
+    policy = method.policy()
+    if policy is None:
+        return ""
+    sizes = set(SHARED.values()) if capability is None else {SHARED[capability]} if capability in SHARED else set()
+    for shared in sorted(sizes, reverse=True):
+        if problem := _lacking(cache, shared, merges=policy.merge != "drop"):
+            kinds = [capability] if capability else [kind for kind, size in SHARED.items() if size <= shared]
+            names = ", ".join(f"{major}.{minor}" for major, minor in kinds)
+            memory = f"{shared >> 10} KiB of shared memory{'' if capability else ' or less'}"
+            return f"{problem} where a thread block has {memory} (compute capability {names})"
+    return ""
+
+
+def _lacking(cache: CachePlan, shared: int, *, merges: bool) -> str:
+    """Return which cache is too large for kernels with `shared` bytes of shared memory; "" if none is."""
+    for i, layer in enumerate(cache.caches):
+        evicted = layer.capacity - layer.budget
+        if layer.merges and layer.capacity > most_slots(shared):
+            return f"cache {i} has {layer.capacity} slots, and the kernels take {most_slots(shared)}"
+        if layer.merges and merges and evicted > most_evicted(shared):
+            return f"cache {i} may merge {evicted} slots at once, and the kernels take {most_evicted(shared)}"
+    return ""

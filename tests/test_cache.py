@@ -110,10 +110,10 @@ def test_whole_layers_hold_everything_and_the_others_share_what_they_leave() -> 
     recipe = {"model": {"path": "-"}, "limits": {"max_length": 1000}}
     for kind in ("uniform", "cosine", "pyramid"):
         cache = {"method": "h2o", "budget": 301, "allocation": {"kind": kind, "whole": [7, 2]}}
-        found = allocate(Recipe.model_validate({**recipe, "cache": cache}), 10)
-        others = [slots for i, slots in enumerate(found) if i not in (2, 7)]
-        assert found[2] == found[7] == 1000
-        assert sum(found) == 3010
+        budgets_of_layers = allocate(Recipe.model_validate({**recipe, "cache": cache}), 10)
+        others = [slots for i, slots in enumerate(budgets_of_layers) if i not in (2, 7)]
+        assert budgets_of_layers[2] == budgets_of_layers[7] == 1000
+        assert sum(budgets_of_layers) == 3010
         assert others == sorted(others, reverse=True) or kind == "uniform"
         assert max(others) - min(others) <= 1 or kind != "uniform"
 

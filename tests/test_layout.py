@@ -79,14 +79,14 @@ def imports(path: Path) -> list[tuple[str, bool]]:
         if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.dump(i.test)
         for n in ast.walk(i)
     }
-    found = []
+    imported = []
     for node in ast.walk(tree):
         at_import = id(node) not in lazy and id(node) not in typing
         if isinstance(node, ast.Import):
-            found += [(alias.name, at_import) for alias in node.names]
+            imported += [(alias.name, at_import) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append((node.module, at_import))
-    return found
+            imported.append((node.module, at_import))
+    return imported
 
 
 def module_of(path: Path) -> str:
@@ -125,12 +125,12 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
         if module in done:
             return []
         for imported in sorted(graph[module]):
-            if found := walk(imported, [*trail, module]):
-                return found
+            if members := walk(imported, [*trail, module]):
+                return members
         done.add(module)
         return []
 
-    return next((found for module in sorted(graph) if (found := walk(module, []))), [])
+    return next((members for module in sorted(graph) if (members := walk(module, []))), [])
 
 
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
@@ -178,8 +178,8 @@ def test_running_an_artifact_never_imports_what_builds_it(root: str) -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = package_graph()
-    found = circle(graph)
-    assert not found, " -> ".join(found)
+    members = circle(graph)
+    assert not members, " -> ".join(members)
 
 
 def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_the_full_cache_is_keys_and_values_of_the_longest_sequence(tiny_recipe: 
     assert plan.full_bytes == 2 * 512 * 2 * (8 + 8) * 4
     assert plan.ratio == pytest.approx(plan.full_bytes / plan.sequence_bytes)
     full = plan_of(tiny_recipe, "cache.method=full")
-    assert full.ratio < 1, "votes, scores and positions come on top"
+    assert full.ratio < 1, "votes, scores and positions are added"
     assert full.fit(10**9).largest_budget is None
 
 

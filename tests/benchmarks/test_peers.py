@@ -53,26 +53,26 @@ def test_jaccard_counts_what_two_sets_share() -> None:
 
 def test_caches_are_alike_whatever_the_order_of_their_slots() -> None:
     cache = raw(heads())
-    found = likeness(cache, shuffled(cache))
-    assert found.same
-    assert (found.shared, found.key, found.value, found.votes) == (1.0, 0.0, 0.0, 0.0)
+    alike = likeness(cache, shuffled(cache))
+    assert alike.same
+    assert (alike.shared, alike.key, alike.value, alike.votes) == (1.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("name", ["key", "value", "votes"])
 def test_one_slot_that_differs_is_seen_in_the_tensor_that_differs(name: str) -> None:
     cache, other = raw(heads()), shuffled(raw(heads()))
     getattr(other, name)[0, 1, 3] += 0.01
-    found = likeness(cache, other)
-    assert not found.same
-    assert found.shared == 47 / 48
-    assert {n for n in ("key", "value", "votes") if getattr(found, n) > 1e-4} == {name}
+    alike = likeness(cache, other)
+    assert not alike.same
+    assert alike.shared == 47 / 48
+    assert {n for n in ("key", "value", "votes") if getattr(alike, n) > 1e-4} == {name}
 
 
 def test_a_slot_that_nothing_stands_for_makes_the_difference_infinite() -> None:
     cache, other = raw(heads()), raw(heads())
     other.key[0, 0, 5], other.value[0, 0, 5] = other.key[0, 0, 4] + 1e-3, other.value[0, 0, 4]
-    found = likeness(cache, other)
-    assert found.key == float("inf")
+    alike = likeness(cache, other)
+    assert alike.key == float("inf")
     assert not same("", "", [(cache, other)])["holds"]
 
 

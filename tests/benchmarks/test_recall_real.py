@@ -37,10 +37,10 @@ def test_differences_are_of_the_questions_that_both_were_asked() -> None:
 
     more = asked("keepkv+whole", [[1, 1.0], [1, 1.0], [0, 0.5]])
     fewer = asked("streaming", [[0, 0.25], [1, 1.0]])
-    found = recall_real.differences([more, fewer, asked("h2o", [[0, 0.0], [0, 0.0]])])
-    assert [(d["method"], d["best_published"]) for d in found] == [("keepkv+whole", "streaming")]
-    assert found[0]["exact"]["value"] == pytest.approx(0.5)
-    assert found[0]["exact"]["count"] == 2
+    rows = recall_real.differences([more, fewer, asked("h2o", [[0, 0.0], [0, 0.0]])])
+    assert [(d["method"], d["best_published"]) for d in rows] == [("keepkv+whole", "streaming")]
+    assert rows[0]["exact"]["value"] == pytest.approx(0.5)
+    assert rows[0]["exact"]["count"] == 2
     assert more["questions"] == 3 and more["made"]["command"] and more["made"]["commit"]
 
 

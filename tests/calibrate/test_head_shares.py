@@ -26,13 +26,13 @@ def test_the_verb_gives_the_heads_that_a_text_needs_their_shares() -> None:
     arguments = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--tasks", "text", "--passages", "1", "--json"]
     ran = CliRunner().invoke(app, [*arguments, *set_options(SIZES)])
     assert ran.exit_code == 0, ran.output
-    found = json.loads(ran.stdout)
-    assert (found["length"], found["budgets"]) == (256, [9, 17, 34, 66, 128])
-    costs = np.array(found["costs"]["text"])
+    result = json.loads(ran.stdout)
+    assert (result["length"], result["budgets"]) == (256, [9, 17, 34, 66, 128])
+    costs = np.array(result["costs"]["text"])
     assert costs.shape == (2, 2, 5) and (costs >= 0).all()
     # Only the second layer finds facts, and it finds fewer with fewer slots.
     assert costs[1, :, 0].sum() > 5 * costs[0, :, 0].sum() and costs[1, :, 0].sum() > 1.2 * costs[1, :, -1].sum()
-    settings = [*SIZES, "cache.allocation.kind=listed", found["setting"]]
+    settings = [*SIZES, "cache.allocation.kind=listed", result["setting"]]
     slots = allocate(load_recipe("tiny-base", settings).recipe, 2)
     assert sum(slots) == 4 * 32 and min(slots[2:]) > max(slots[:2])
 

@@ -52,10 +52,10 @@ def test_the_verb_gives_the_layer_that_a_text_needs_its_share() -> None:
     arguments = ["--recipe", "tiny-base", "--of", "text", "--length", str(LENGTH), "--passages", "2", "--json"]
     ran = CliRunner().invoke(app, ["calibrate", *arguments, *set_options(BALLOT)])
     assert ran.exit_code == 0, ran.output
-    found = json.loads(ran.stdout)
-    assert (found["length"], found["slots"]) == (LENGTH, LENGTH // 8)
-    assert found["layers"][1]["value"] > 1.0 > 10 * found["layers"][0]["value"]
-    settings = ["cache.allocation.kind=listed", found["setting"]]
+    result = json.loads(ran.stdout)
+    assert (result["length"], result["slots"]) == (LENGTH, LENGTH // 8)
+    assert result["layers"][1]["value"] > 1.0 > 10 * result["layers"][0]["value"]
+    settings = ["cache.allocation.kind=listed", result["setting"]]
     slots = allocate(load_recipe("tiny-base", [*BALLOT, *settings]).recipe, 2)
     assert sum(slots) == 128 and slots[1] > 5 * slots[0]
 

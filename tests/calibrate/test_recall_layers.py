@@ -34,13 +34,13 @@ def test_the_verb_finds_the_layer_that_answers_and_the_setting_that_keeps_it_who
     settings = [part for setting in [*TINY, "cache.parameters.threshold=0.7"] for part in ("--set", setting)]
     ran = CliRunner().invoke(app, ["calibrate", "--recipe", "tiny-keepkv", *settings, "--passages", "2", "--json"])
     assert ran.exit_code == 0, ran.output
-    found = json.loads(ran.stdout)
-    assert (found["exact"]["value"], found["exact"]["count"]) == (1.0, 12)
-    costs = [layer["value"] for layer in found["layers"]]
-    assert found["length"] == 192 and len(costs) == 2
+    result = json.loads(ran.stdout)
+    assert (result["exact"]["value"], result["exact"]["count"]) == (1.0, 12)
+    costs = [layer["value"] for layer in result["layers"]]
+    assert result["length"] == 192 and len(costs) == 2
     assert int(np.argmax(costs)) == 1 and costs[1] > 1.0
-    assert found["setting"] == "cache.allocation.whole=[1]"
-    plan = plan_cache(recipe_of(*TINY, found["setting"]), geometry(2))
+    assert result["setting"] == "cache.allocation.whole=[1]"
+    plan = plan_cache(recipe_of(*TINY, result["setting"]), geometry(2))
     assert [(layer.merges, layer.budget) for layer in plan.caches] == [(True, 64), (False, 256)]
 
 

@@ -66,9 +66,9 @@ def test_the_packages_are_those_of_the_project_with_the_same_oldest_versions() -
     text = (ROOT / "pyproject.toml").read_text()
     declared: dict[str, dict[str, str]] = {}
     for extra in ("dependencies", "export", "gpu", "serve", "tensorrt"):
-        found = re.search(rf"^{extra} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
-        assert found
-        pairs = re.findall(r'"([\w-]+)>=([\d.]+)"', found[1])
+        extras = re.search(rf"^{extra} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
+        assert extras
+        pairs = re.findall(r'"([\w-]+)>=([\d.]+)"', extras[1])
         declared["run" if extra == "dependencies" else extra] = dict(pairs)
     known: dict[str, dict[str, str]] = {}
     for package in packages():
@@ -82,13 +82,13 @@ def test_every_verb_of_the_command_line_is_judged() -> None:
 
 
 def test_this_machine_can_do_everything() -> None:
-    found = diagnose()
-    assert found.runs
-    assert not any(found.verbs.values())
-    assert "CPUExecutionProvider" in found.to_json()["providers"]
-    assert found.system["cores"] >= 1
-    assert found.system["disk_free"] > 0
-    assert {s.package.name for s in found.packages if s.problem} <= {"onnxruntime-gpu", "tensorrt", "cuda-bindings"}
+    diagnosis = diagnose()
+    assert diagnosis.runs
+    assert not any(diagnosis.verbs.values())
+    assert "CPUExecutionProvider" in diagnosis.to_json()["providers"]
+    assert diagnosis.system["cores"] >= 1
+    assert diagnosis.system["disk_free"] > 0
+    assert {s.package.name for s in diagnosis.packages if s.problem} <= {"onnxruntime-gpu", "tensorrt", "cuda-bindings"}
 
 
 def test_sizes_on_disk_count_requirements_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +129,9 @@ def test_running_tensorrt_engines_takes_no_torch() -> None:
 
 def test_without_the_export_packages_artifacts_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "torch", "onnx")
-    found = CliRunner().invoke(app, ["doctor", "--json"])
-    assert found.exit_code == 0
-    data = json.loads(found.stdout)
+    ran = CliRunner().invoke(app, ["doctor", "--json"])
+    assert ran.exit_code == 0
+    data = json.loads(ran.stdout)
     assert data["runs"]
     assert data["verbs"]["build"] == {"works": False, "lacks": ["torch", "onnx"]}
     assert data["verbs"]["generate"] == {"works": True, "lacks": []}
@@ -151,10 +151,10 @@ def test_only_validate_needs_polygraphy(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("module", ["onnxruntime", "tokenizers"])
 def test_where_nothing_can_run_the_exit_code_is_3(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     without(monkeypatch, module)
-    found = CliRunner().invoke(app, ["doctor"])
-    assert found.exit_code == 3
-    assert f"pip install '{module}>=" in found.stdout
-    assert "cannot be run here" in found.stdout
+    ran = CliRunner().invoke(app, ["doctor"])
+    assert ran.exit_code == 3
+    assert f"pip install '{module}>=" in ran.stdout
+    assert "cannot be run here" in ran.stdout
 
 
 def test_a_package_that_is_there_and_cannot_be_imported_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,10 +166,10 @@ def test_a_package_that_is_there_and_cannot_be_imported_is_found(monkeypatch: py
         raise ImportError(f"lib{name}.so.1: cannot open shared object file")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    found = diagnose()
-    assert not found.runs
-    assert sorted(found.verbs["generate"]) == ["onnxruntime", "tokenizers"]
-    problems = {s.package.name: s.problem for s in found.packages}
+    diagnosis = diagnose()
+    assert not diagnosis.runs
+    assert sorted(diagnosis.verbs["generate"]) == ["onnxruntime", "tokenizers"]
+    problems = {s.package.name: s.problem for s in diagnosis.packages}
     assert "libtokenizers.so.1" in problems["tokenizers"]
 
 
@@ -205,8 +205,8 @@ def test_a_failed_import_names_the_line_that_installs() -> None:
     assert problem
     assert problem.exit_code == 3
     assert problem.fix == "pip install 'kvexport[export]'"
-    ours = ModuleNotFoundError("No module named 'kvexport.nothing'", name="kvexport.nothing")
-    assert missing_package(ours, known) is None
+    own_error = ModuleNotFoundError("No module named 'kvexport.nothing'", name="kvexport.nothing")
+    assert missing_package(own_error, known) is None
     unknown = missing_package(ImportError("libcuda.so.1: cannot open shared object file"), known)
     assert unknown
     assert "libcuda.so.1" in unknown.problem
@@ -241,9 +241,9 @@ def test_nvidia_smi_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert diagnose().gpus == ["NVIDIA H200, 143771 MiB, 570.1"]
     program.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
-    found = diagnose()
-    assert found.gpus == []
-    assert "No devices were found" in found.gpu_problem
+    diagnosis = diagnose()
+    assert diagnosis.gpus == []
+    assert "No devices were found" in diagnosis.gpu_problem
 
 
 def test_pages_that_are_small_are_said_with_the_line_that_mends_them() -> None:
@@ -265,8 +265,8 @@ def test_the_module_itself_needs_the_standard_library_only() -> None:
 
 def test_the_tensorrt_plugins_are_found_or_said_to_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", "off")
-    found = diagnose().to_json()["tensorrt_plugins"]
-    assert found == {"problem": "switched off by KVEXPORT_TENSORRT_PLUGIN", "fix": "unset KVEXPORT_TENSORRT_PLUGIN"}
+    diagnosis = diagnose().to_json()["tensorrt_plugins"]
+    assert diagnosis == {"problem": "switched off by KVEXPORT_TENSORRT_PLUGIN", "fix": "unset KVEXPORT_TENSORRT_PLUGIN"}
     library = tmp_path / "plugins.so"
     library.touch()
     monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", str(library))
@@ -283,12 +283,12 @@ def test_headers_that_building_the_plugins_lacks_are_said_with_the_line_that_get
     monkeypatch.delenv("KVEXPORT_TENSORRT_PLUGIN", raising=False)
     monkeypatch.setattr(plugin, "NAME", "not-built.so")
     monkeypatch.setenv("TENSORRT_INCLUDE_DIR", str(tmp_path))
-    found = diagnose().to_json()["tensorrt_plugins"]
-    assert found["problem"] == (
+    diagnosis = diagnose().to_json()["tensorrt_plugins"]
+    assert diagnosis["problem"] == (
         f"the TensorRT plugins are not built; to build them here, first: TENSORRT_INCLUDE_DIR={tmp_path} holds no "
         "NvInferRuntime.h"
     )
-    assert found["fix"] == plugin.BUILD
+    assert diagnosis["fix"] == plugin.BUILD
     monkeypatch.delenv("TENSORRT_INCLUDE_DIR")
     lacks = plugin.what_building_lacks()
     assert lacks is None or re.search(r"https://github.com/NVIDIA/TensorRT|CUDA's headers|nvcc was not found", lacks)

@@ -87,7 +87,7 @@ def assert_same_cache(
         for h in range(heads):
             where = f"{what} sequence {b}, head {h}:"
             a, e = by_position(actual, b, h), by_position(expected, b, h)
-            assert a["position"].tolist() == e["position"].tolist(), f"{where} other slots stayed"
+            assert a["position"].tolist() == e["position"].tolist(), f"{where} other slots remain"
             assert_near_each(a["votes"], e["votes"], single, f"{where} votes")
             assert_scores(a["score"], e["score"], statistics, single, f"{where} score")
             assert_near(a["key"], e["key"], stored, f"{where} key")
@@ -99,7 +99,7 @@ def assert_same_rows(actual: Arrays, expected: Arrays, what: str = "") -> None:
     for b, h in np.ndindex(*expected["votes"].shape[:2]):
         used = int((expected["votes"][b, h] > 0).sum())
         rows = [state["position"][b, h, :used].tolist() for state in (actual, expected)]
-        assert rows[0] == rows[1], f"{what} sequence {b}, head {h}: slots lie in other rows"
+        assert rows[0] == rows[1], f"{what} sequence {b}, head {h}: slots are in other rows"
 
 
 def in_order(state: Arrays) -> Arrays:

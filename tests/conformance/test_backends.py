@@ -14,7 +14,7 @@ def test_every_backend_asked_for_is_known_and_the_unreached_are_named(
     record_property: Callable[[str, object], None],
 ) -> None:
     known = {backend.name: backend for backend in BACKENDS}
-    assert len(known) == len(BACKENDS), "two backends of one name"
+    assert len(known) == len(BACKENDS), "two backends have one name"
     unknown = [name for name in chosen() if name not in known]
     assert not unknown, f"KVEXPORT_BACKENDS names {', '.join(unknown)}; known: {', '.join(known)}"
     reasons = {name: known[name].available() for name in known}

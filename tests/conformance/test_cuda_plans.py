@@ -50,7 +50,7 @@ def blocks_of(library: ctypes.CDLL, device: str, operator: str, call: Any) -> di
     set_host(library)
     # Compilers write a name's length before the name.
     named = [re.fullmatch(r"N2kv4cuda(\d+)(\w+) (\d+)", line) for line in lines]
-    return {found[2][: int(found[1])]: int(found[3]) for found in named if found}
+    return {match[2][: int(match[1])]: int(match[3]) for match in named if match}
 
 
 def layers_of(name: str) -> tuple[Any, int, list[LayerCache]]:

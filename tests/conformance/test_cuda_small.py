@@ -65,13 +65,15 @@ def hold_to_oracle(
     for name, bits in zip(("key", "value"), BITS[cache_type], strict=True):
         right = stored(exact[name], bits)
         for part, tensor in enumerate((name, f"{name}_scale")):
-            got, before = actual[f"present_{tensor}"], inputs[f"past_{tensor}"]
+            new_rows, before = actual[f"present_{tensor}"], inputs[f"past_{tensor}"]
             for b, length in enumerate(inputs["query_length"][:, 0]):
                 used = int((inputs["past_votes"][b, 0] > 0).sum())
-                assert got[b, :, :used].tobytes() == before[b, :, :used].tobytes(), f"{tensor} of sequence {b}"
+                assert new_rows[b, :, :used].tobytes() == before[b, :, :used].tobytes(), f"{tensor} of sequence {b}"
                 if inputs[name].dtype == np.uint16:
-                    right[part][b, :, :length] = got[b, :, used : used + length]
-                assert (got[b, :, used : used + length] == right[part][b, :, :length]).all(), f"new {tensor} of {b}"
+                    right[part][b, :, :length] = new_rows[b, :, used : used + length]
+                assert (new_rows[b, :, used : used + length] == right[part][b, :, :length]).all(), (
+                    f"new {tensor} of {b}"
+                )
         new[name] = plain(*right)
     expected = vote_attention(wide(clean, "past_") | new, attributes)
     output = float32_of(actual["output"]) if actual["output"].dtype == np.uint16 else actual["output"]

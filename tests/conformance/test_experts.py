@@ -167,10 +167,10 @@ def test_experts_of_floats_are_the_oracles(form: ExpertsForm, dtype: str, runs: 
         if runs == "pytorch":
             floats = {name: torch.from_numpy(x) for name, x in tensors.items()}
             named = {name: x if x.dtype == torch.int64 else x.to(getattr(torch, dtype)) for name, x in floats.items()}
-            found = experts(**{"first_bias": None, "down_bias": None, **named}, form=form).numpy()  # type: ignore[arg-type]
+            actual = experts(**{"first_bias": None, "down_bias": None, **named}, form=form).numpy()  # type: ignore[arg-type]
         else:
-            found = run(model_of(form, tensors, [], dtype), tensors, dtype, native=runs == "native")
-        assert difference(found, form, tensors) < (5e-3 if dtype == "float16" else 3e-6), (tokens, count, chosen)
+            actual = run(model_of(form, tensors, [], dtype), tensors, dtype, native=runs == "native")
+        assert difference(actual, form, tensors) < (5e-3 if dtype == "float16" else 3e-6), (tokens, count, chosen)
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
@@ -181,19 +181,19 @@ def test_packed_experts_are_the_oracles(packing: Any, form: ExpertsForm, runs: s
         taken, tensors, weights = packed(form, in_type(draw(form, tokens, count, chosen), "float32"), packing)
         taken = replace(taken, float_input=int(runs == "native, float input"))
         model = model_of(taken, tensors, weights, "float32")
-        found = run(model, tensors, "float32", native=runs != "function")
+        actual = run(model, tensors, "float32", native=runs != "function")
         # Rows whose numbers are all above 0 lose digits in the sums with minima.
         allowed = 3e-4 if runs == "native" else 1e-4 if "minimum" in PACKED[packing[1]] else 5e-6
         first, down = (next((block for block in (32, 16, 8) if group % block == 0), 0) for group in packing[3:])
         rounding = (first, down) if runs == "native" and first and down else None  # without panels nothing is rounded
-        assert difference(found, taken, tensors, rounding) < allowed, (tokens, count, chosen)
+        assert difference(actual, taken, tensors, rounding) < allowed, (tokens, count, chosen)
 
 
 @pytest.mark.parametrize("packing", PACKINGS[:2], ids=str)
 def test_packed_experts_under_float16(packing: Any) -> None:
     taken, tensors, weights = packed(FORMS[6], in_type(draw(FORMS[6], 61, 4, 2), "float16"), packing)
-    found = run(model_of(taken, tensors, weights, "float16"), tensors, "float16", native=True)
-    assert found.dtype == np.float16 and difference(found, taken, tensors) < 2e-3
+    actual = run(model_of(taken, tensors, weights, "float16"), tensors, "float16", native=True)
+    assert actual.dtype == np.float16 and difference(actual, taken, tensors) < 2e-3
 
 
 def test_matrices_whose_rows_fill_no_panel() -> None:
@@ -202,8 +202,8 @@ def test_matrices_whose_rows_fill_no_panel() -> None:
         taken, tensors, weights = packed(
             form, in_type(draw(form, 61, 4, 2, hidden=hidden, inner=inner), "float32"), packing
         )
-        found = run(model_of(taken, tensors, weights, "float32"), tensors, "float32", native=True)
-        assert difference(found, taken, tensors) < 3e-4, (hidden, inner)
+        actual = run(model_of(taken, tensors, weights, "float32"), tensors, "float32", native=True)
+        assert difference(actual, taken, tensors) < 3e-4, (hidden, inner)
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
@@ -220,9 +220,9 @@ def test_a_number_that_is_not_finite_stays_in_its_token() -> None:
     model = model_of(taken, tensors, weights, "float32")
     clean = run(model, tensors, "float32", native=True)
     tensors["input"][4, 7], tensors["input"][6, 100] = np.nan, np.inf
-    found = run(model, tensors, "float32", native=True)
+    actual = run(model, tensors, "float32", native=True)
     rest = [0, 1, 2, 3, 5, 7, 8]
-    assert not np.isfinite(found[[4, 6]]).any() and np.array_equal(found[rest], clean[rest])
+    assert not np.isfinite(actual[[4, 6]]).any() and np.array_equal(actual[rest], clean[rest])
 
 
 def test_the_schema_has_the_forms_attributes() -> None:

@@ -142,9 +142,9 @@ def test_a_row_is_the_same_alone_and_among_a_few_whatever_they_hold(caller: Call
         assert np.array_equal(one.run(caller)[0][0, 0], together[i])
     one.feeds["input"] = rows.copy()
     one.feeds["input"][0, 2, 7], one.feeds["input"][0, 5, 300] = np.nan, np.inf
-    found = one.run(caller)[0][0]
-    assert np.isnan(found[2]).all() and not np.isfinite(found[5]).any()
-    assert np.array_equal(found[[0, 1, 3, 4, 6]], together[[0, 1, 3, 4, 6]])
+    alone = one.run(caller)[0][0]
+    assert np.isnan(alone[2]).all() and not np.isfinite(alone[5]).any()
+    assert np.array_equal(alone[[0, 1, 3, 4, 6]], together[[0, 1, 3, 4, 6]])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -206,7 +206,7 @@ def test_a_product_that_cannot_be_is_refused(caller: Caller, change: dict[str, i
         caller.prepared("linear", call)
     ask = caller.library.kv_cuda_linear_problem
     ask.restype = ctypes.c_char_p
-    assert ask(ctypes.byref(call)) is not None, "the question before a call answers as the call does"
+    assert ask(ctypes.byref(call)) is not None, "the check before a call and the call itself differ"
 
 
 def test_a_gate_of_rotated_heads_and_a_small_workspace_are_refused(caller: Caller) -> None:

@@ -115,6 +115,6 @@ def test_two_numbers_as_one_register(library: ctypes.CDLL, dtype: str) -> None:
         ctypes.c_uint32,
     )
     both = np.array([library.packed_of(int(dtype == "bfloat16"), 1.5, 1 / 3)], np.uint32).view(np.uint16)
-    found = float32_of(both) if dtype == "bfloat16" else both.view(np.float16).astype(np.float32)
-    assert found[0] == 1.5
-    assert found[1] == pytest.approx(1 / 3, rel=2**-9)
+    numbers = float32_of(both) if dtype == "bfloat16" else both.view(np.float16).astype(np.float32)
+    assert numbers[0] == 1.5
+    assert numbers[1] == pytest.approx(1 / 3, rel=2**-9)

@@ -67,11 +67,11 @@ POLICIES = {
 
 
 def test_every_method_is_a_policy_or_says_why_not() -> None:
-    found = {name: method().policy() for name, method in all_methods().items()}
-    assert {name for name, policy in found.items() if policy is None} == OWN_CODE.keys()
-    assert found.keys() == OWN_CODE.keys() | POLICIES.keys()
+    policies = {name: method().policy() for name, method in all_methods().items()}
+    assert {name for name, policy in policies.items() if policy is None} == OWN_CODE.keys()
+    assert policies.keys() == OWN_CODE.keys() | POLICIES.keys()
     for name, fields in POLICIES.items():
-        policy = found[name]
+        policy = policies[name]
         assert {field: getattr(policy, field) for field in fields} == fields, name
         # A method with a policy has no second definition of its meaning.
         kind = all_methods()[name]
@@ -286,8 +286,8 @@ def test_queries_that_read_nothing_but_evicted_slots_read_anew_what_is_left(back
     state["query_seen"][:] = state["position"].max() + 1
     attributes = MergeCacheAttributes(method, 14, SINKS, RECENT)
     right = state_of(Torch().merge_cache(state, attributes))
-    assert not (right["position"] == state["position"][0, 0, evicted]).any(), "it is evicted"
-    assert not np.isin(right["value"][0, :, :14], state["value"]).all(), "and others' values take its place"
+    assert not (right["position"] == state["position"][0, 0, evicted]).any(), "the slot is evicted"
+    assert not np.isin(right["value"][0, :, :14], state["value"]).all(), "the values of other slots replace it"
     actual = state_of(backend.merge_cache(state, attributes))
     assert_same_cache(actual, right, method.statistics, single=2e-5, stored=2e-5)
 
@@ -303,6 +303,6 @@ def test_heads_without_a_query_keep_their_values_whatever_another_left_in_memory
     attributes, state = profile.attributes(scenario.budget), merge_cache_state(profile, scenario)
     backend.merge_cache(state, attributes)
     state["query"][:, 1], state["query_seen"][:, 1] = 0.0, 0
-    found, right = (state_of(b.merge_cache(state, attributes)) for b in (backend, Torch()))
+    actual, right = (state_of(b.merge_cache(state, attributes)) for b in (backend, Torch()))
     single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
-    assert_same_cache(found, right, profile.statistics, single=single, stored=stored)
+    assert_same_cache(actual, right, profile.statistics, single=single, stored=stored)

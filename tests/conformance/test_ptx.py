@@ -1,7 +1,7 @@
 """The PTX of the CUDA kernels, run on the host.
 
-The runner finds mutants that lack an instruction that orders memory. The kernels take no more instructions than
-plugins/cuda/instructions.json records.
+The runner finds mutants that lack an instruction that orders memory. The kernels take no more instructions and no more
+round trips than plugins/cuda/instructions.json records.
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ FROM_HALF = "cvt.f32.f16 %f1, %rs1; fma.rn.f32 %f0, %f1, %f1, %f0;"
         (f"ld.global.u16 %rs1, [%rd1]; {FROM_HALF} @%p2 bra $L__two; ld.global.u16 %rs1, [%rd1+2]; {FROM_HALF} "
          "$L__two:", 2, True),
         ("ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd1]; add.s32 %r1, %r2, %r3;", 1, False),
-        # Loads of one stretch are under way together, and a load that is not used costs no trip.
+        # Loads of one stretch are in flight together, and an unused load costs no trip.
         ("ld.global.u16 %rs1, [%rd1]; ld.global.u16 %rs2, [%rd1+2]; add.s16 %rs3, %rs1, %rs2;", 1, False),
         ("ld.global.u32 %r2, [%rd1];", 0, False),
-        # An address that was loaded; a copy that is waited for a batch later; a fence.
+        # A loaded address, a copy with a later wait, and a fence.
         ("ld.global.u64 %rd2, [%rd1]; ld.global.u32 %r2, [%rd2]; add.s32 %r3, %r2, 1;", 2, False),
         ("ld.global.u32 %r2, [%rd1]; add.s32 %r3, %r2, 1; membar.gl;", 2, True),
     ],
@@ -174,7 +174,10 @@ def test_copies_cost_a_trip_where_they_are_waited_for() -> None:
 
 @needs_library
 def test_no_loop_over_inputs_loads_less_than_4_bytes_in_a_round_trip() -> None:
-    """Linear's kernels on tensor cores, and the factors of its norm. LinearCores dequantizes weights one by one."""
+    """No loop over inputs loads fewer than 4 bytes per round trip, in Linear's tensor core kernels and its norm.
+
+    LinearCores is exempt, because it dequantizes weights one by one.
+    """
     narrow = {
         f"{name}, {loop.label}: {loop.bytes} bytes in {loop.trips} round trips"
         for name, kernel in library.compiled().items()

@@ -111,8 +111,10 @@ def test_attention_equals_the_oracle(backend: Backend, profile: Profile, cache_t
             for part, tensor in enumerate((name, f"{name}_scale")):
                 got, past = actual[f"present_{tensor}"][b], inputs[f"past_{tensor}"][b]
                 assert got.dtype == past.dtype
-                assert (got[:, :used] == past[:, :used]).all(), f"{tensor} of sequence {b}: what was there"
-                assert (got[:, used:held] == new[name][part][b][:, :length]).all(), f"{tensor} of sequence {b}: new"
+                assert (got[:, :used] == past[:, :used]).all(), f"{tensor} of sequence {b}: old rows"
+                assert (got[:, used:held] == new[name][part][b][:, :length]).all(), (
+                    f"{tensor} of sequence {b}: new rows"
+                )
                 assert length or got.tobytes() == past.tobytes(), f"{tensor} of idle sequence {b}"
         for h in range(profile.heads[1]):
             got, right = actual["present_score"][b, h, :, :held], expected["present_score"][b, h, :, :held]

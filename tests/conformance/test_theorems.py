@@ -374,7 +374,7 @@ def test_no_token_is_counted_twice_and_ballot_and_zeromerge_lose_none(backend: B
             now = int(state["position"][b, h, :used].max())
             seen = (state["position"][b, h, :used] > now - (profile.sliding_window or now + 1)).sum()
             assert len(stand_for) == min(seen, BINARY.budget)
-            assert sum(stand_for) == np.bitwise_or.reduce(stand_for), "a token stands in two slots"
+            assert sum(stand_for) == np.bitwise_or.reduce(stand_for), "a token counts in two slots"
             if (profile.method in ("ballot", "zeromerge")) and not profile.sliding_window:
                 assert sum(stand_for) == 2**used - 1, "a vote was lost"
 

@@ -26,8 +26,8 @@ def objects(artifact: Path, *options: object) -> dict[str, Any]:
 
 
 def test_the_server_is_called_as_it_can_be_called(tiny_artifact: Path) -> None:
-    found = objects(tiny_artifact, "--lanes", 2, "--cpus", 3, "--drain", 7, "--session-disk", "1GiB")
-    pod = found["Deployment"]["spec"]["template"]["spec"]
+    manifests = objects(tiny_artifact, "--lanes", 2, "--cpus", 3, "--drain", 7, "--session-disk", "1GiB")
+    pod = manifests["Deployment"]["spec"]["template"]["spec"]
     container = pod["containers"][0]
     verb, *words = container["args"]
     given = typer.main.get_command(app).commands[verb].make_context(verb, words).params  # type: ignore[attr-defined]
@@ -45,28 +45,28 @@ def test_the_server_is_called_as_it_can_be_called(tiny_artifact: Path) -> None:
     assert mounts["artifact"] == given["source"] and mounts["sessions"] == str(given["session_folder"].parent)
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
-    assert claims == ["tiny-artifact", found["PersistentVolumeClaim"]["metadata"]["name"]]
+    assert claims == ["tiny-artifact", manifests["PersistentVolumeClaim"]["metadata"]["name"]]
 
 
 def test_probes_key_labels_and_ports_fit_together(tiny_artifact: Path) -> None:
-    found = objects(tiny_artifact)
-    spec = found["Deployment"]["spec"]
+    manifests = objects(tiny_artifact)
+    spec = manifests["Deployment"]["spec"]
     container = spec["template"]["spec"]["containers"][0]
     paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
     assert paths == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
     key = {"name": "tiny-key", "key": "key"}
     assert container["env"] == [{"name": "KVEXPORT_API_KEY", "valueFrom": {"secretKeyRef": key}}]
     labels = spec["template"]["metadata"]["labels"]
-    assert spec["selector"]["matchLabels"] == labels == found["Service"]["spec"]["selector"]
-    assert found["Service"]["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"] == "http"
+    assert spec["selector"]["matchLabels"] == labels == manifests["Service"]["spec"]["selector"]
+    assert manifests["Service"]["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"] == "http"
     assert spec["replicas"] == 1 and spec["strategy"] == {"type": "Recreate"}
 
 
 def test_several_servers_share_the_volume_of_sessions(tiny_artifact: Path) -> None:
-    found = objects(tiny_artifact, "--replicas", 3)
-    spec = found["Deployment"]["spec"]
+    manifests = objects(tiny_artifact, "--replicas", 3)
+    spec = manifests["Deployment"]["spec"]
     assert spec["replicas"] == 3 and spec["strategy"] == {"type": "RollingUpdate"}
-    assert found["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert manifests["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
     verb, *words = spec["template"]["spec"]["containers"][0]["args"]
     command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
     assert command.make_context(verb, words).params["session_shared"]

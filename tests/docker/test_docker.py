@@ -39,13 +39,13 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 def stages(path: Path) -> list[list[tuple[str, str]]]:
     """Return the instructions of every stage, beginning with its FROM."""
-    found: list[list[tuple[str, str]]] = []
+    all_stages: list[list[tuple[str, str]]] = []
     for name, rest in instructions(path):
         if name == "FROM":
-            found.append([])
-        if found:
-            found[-1].append((name, rest))
-    return found
+            all_stages.append([])
+        if all_stages:
+            all_stages[-1].append((name, rest))
+    return all_stages
 
 
 def values(stage: list[tuple[str, str]], instruction: str) -> list[str]:

@@ -127,7 +127,7 @@ def test_a_session_goes_on_beyond_the_trained_length(merging: Path) -> None:
     (ids,) = random_ids(2, 2 * TRAINED, vocabulary=64)
     answer = engine.generate([ids], engine.settings(max_new_tokens=TRAINED))[0]
     assert len(answer.token_ids) == TRAINED
-    assert answer.finish_reason == "length", "of the answer: max_new_tokens"
+    assert answer.finish_reason == "length", "the answer has max_new_tokens"
     lanes = engine.lanes(1)
     logits = lanes.prefill([ids])
     assert np.isfinite(logits).all()

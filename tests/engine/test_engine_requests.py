@@ -102,7 +102,7 @@ def check_random_schedule(engine: Engine, solo: Callable[..., list[int]], seed: 
     for stream, _, actual in streams:
         for token in stream:
             actual[token.sequence].append(token.id)
-    assert most == LANES and cancelled > 0 and len(streams) > 2, "all of it happened"
+    assert most == LANES and cancelled > 0 and len(streams) > 2, "every event happened"
     for request, ids, chosen in added:
         expected = solo(ids, **chosen)
         if request.finish_reason == "cancelled":
@@ -176,7 +176,7 @@ def test_lanes_are_as_many_as_ever_were_needed_at_once(
     run(engine)
     assert [answer_of(r) for r in (first, *others)] == [solo([n, n + 1], max_new_tokens=30) for n in range(5)]
     engine.generate([1, 2, 3], max_new_tokens=3)
-    assert counts == [1, 2], "lanes that are there stay"
+    assert counts == [1, 2], "existing lanes stay"
 
 
 def test_a_request_that_leaves_frees_its_lane_at_once_and_touches_no_other(tiny_artifact: Path) -> None:
@@ -187,11 +187,11 @@ def test_a_request_that_leaves_frees_its_lane_at_once_and_touches_no_other(tiny_
     run(engine, 12)
     before = [lane_bytes(engine, lane) for lane in range(LANES)]
     assert engine.cancel(requests[1].id)
-    assert not engine.cancel(requests[1].id), "it has finished"
+    assert not engine.cancel(requests[1].id), "the request has finished"
     assert engine.cancel(requests[5].id), "it waited"
     assert [lane_bytes(engine, lane) for lane in range(LANES)] == before
     engine.step()
-    assert requests[4].lane == 1, "the next one is there with the next step"
+    assert requests[4].lane == 1, "the next request starts with the next step"
     assert (requests[5].lane, requests[5].finish_reason, requests[5].tokens) == (-1, "cancelled", [])
     assert not engine.cancel(12345678)
 
@@ -306,7 +306,7 @@ def test_a_better_priority_takes_a_lane_and_the_other_goes_on_with_the_same_toke
     engine.add(first)
     engine.add(second)
     run(engine, 2)
-    assert first.tokens and second.tokens and engine.preemptions == 3, "one of them had read a part of its prompt"
+    assert first.tokens and second.tokens and engine.preemptions == 3, "one request had read a part of its prompt"
     # A request that is cancelled while it waits keeps its snapshot.
     assert len(slow[1].tokens) >= 8 and engine.cancel(slow[1].id)
     assert slow[1].snapshot is not None
@@ -369,14 +369,14 @@ def test_a_stream_raises_its_sequences_error_when_the_others_have_ended(
 ) -> None:
     engine = load(tiny_artifact)
     stream = engine.stream([[1, 2, 3], [4, 5, 6]], max_new_tokens=20)
-    found: list[list[int]] = [[], []]
+    answers: list[list[int]] = [[], []]
     with pytest.raises(KvexportError, match="is nan"):
         for n, token in enumerate(stream):
-            found[token.sequence].append(token.id)
+            answers[token.sequence].append(token.id)
             if n == 7:
                 poison(engine, 0)
-    assert found[1] == solo([4, 5, 6], max_new_tokens=20)
-    assert 0 < len(found[0]) < 20
+    assert answers[1] == solo([4, 5, 6], max_new_tokens=20)
+    assert 0 < len(answers[0]) < 20
     assert not engine.busy
 
 

@@ -124,7 +124,7 @@ def test_a_snapshot_right_after_a_prompt_has_the_bytes_that_the_plan_says(engine
     one = engine.settings(max_new_tokens=1)
     _, snapshot = answered(engine, Request(models.random_ids(9, PROMPT)[0].tolist(), one, keep=True))
     plan = plan_memory(engine.manifest.recipe)
-    assert snapshot.nbytes - snapshot.ids.nbytes == plan.snapshot_bytes - 8, "but for the tokens, and their count"
+    assert snapshot.nbytes - snapshot.ids.nbytes == plan.snapshot_bytes - 8, "except the tokens and their count"
     ballots = plan_memory(
         recipe_of(Path(engine.manifest.recipe.model.path), merge_prompts="end", method="ballot", parameters={})
     )

@@ -69,8 +69,8 @@ def test_prompts_that_come_together_read_what_they_share_once(engine: Engine, co
 
 def test_what_two_prompts_shared_deep_inside_is_there_for_the_third(engine: Engine) -> None:
     prompts = [[*SHARED[:48], *[n] * 300] for n in range(4)]
-    found = [answered(engine, prompt)[0].cached_tokens for prompt in prompts]
-    assert found[0] == 0 and found[2:] == [48, 48]
+    cached = [answered(engine, prompt)[0].cached_tokens for prompt in prompts]
+    assert cached[0] == 0 and cached[2:] == [48, 48]
 
 
 def test_the_memory_is_bounded_and_the_least_recently_used_go(tiny_artifact: Path) -> None:

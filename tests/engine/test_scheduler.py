@@ -66,7 +66,7 @@ def test_a_long_prompt_does_not_hold_up_those_that_decode_nor_a_short_prompt() -
     waited = 0
     while long.state is State.PREFILLING:
         step = scheduler.next()
-        assert running in step.decode, "it goes on between the chunks"
+        assert running in step.decode, "it decodes between the chunks"
         assert running not in step.prefill
         run(scheduler, step)
         waited += not short.tokens
@@ -216,7 +216,7 @@ def test_a_short_prompt_is_read_by_the_next_call_and_long_ones_by_every_second_o
             (read,) = (step := scheduler.next()).prefill
             calls.append(read)
             run(scheduler, step)
-        assert len(calls) - before == (1 if short is shorts[0] else 2), "no two of them run before a long one"
+        assert len(calls) - before == (1 if short is shorts[0] else 2), "no two short prompts run before a long one"
     assert len(set(calls[1::2])) == 1, "the prompt that arrived first"
     scheduler.add(again := request(1, 1))
     run(scheduler, scheduler.next())
@@ -284,7 +284,7 @@ def test_a_better_priority_displaces_the_last_of_the_worst_where_no_lane_is_free
     scheduler.add(requests[2])
     run(scheduler, scheduler.next())
     scheduler.add(request(1, 5, priority=2))
-    assert scheduler.displaced() is None, "none of an equal priority"
+    assert scheduler.displaced() is None, "no request of an equal priority"
     for expected in (requests[2], requests[1]):
         better = request(1, 50, priority=1)
         scheduler.add(better)
@@ -298,7 +298,7 @@ def test_a_better_priority_displaces_the_last_of_the_worst_where_no_lane_is_free
         assert step.admitted == [better] and better.lane == lane
         run(scheduler, step)
     scheduler.add(request(1, 5, priority=1))
-    assert scheduler.displaced() is None, "nobody who runs is worse"
+    assert scheduler.displaced() is None, "no running request is worse"
     finish(scheduler)
     assert [each.finish_reason for each in requests] == ["length"] * 3 and requests[1].done == 3 * CHUNK
 

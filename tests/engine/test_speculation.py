@@ -86,8 +86,8 @@ def test_every_number_of_drafted_tokens_is_accepted_at_times(engine: Engine) -> 
             lengths[request.sequence].append(len(request.tokens))
         return guess(requests, lanes)
 
-    found = told(engine, batch, noted, max_new_tokens=200)
-    assert [[token.id for token in answer] for answer in found] == [answer.token_ids for answer in plain]
+    answers = told(engine, batch, noted, max_new_tokens=200)
+    assert [[token.id for token in answer] for answer in answers] == [answer.token_ids for answer in plain]
     timing = engine.timing
     assert timing.generated_tokens == 600 and timing.steps < 150
     assert 0 < timing.accepted_tokens < timing.drafted_tokens

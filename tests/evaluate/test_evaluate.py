@@ -242,8 +242,8 @@ def test_a_folder_is_one_evaluations_at_a_time(tmp_path: Path, measured: list[st
 def test_differences_are_paired_sample_by_sample(evaluation: Evaluation) -> None:
     small, roomy = evaluation.results
     rival = replace(roomy, label="rival", budget=small.budget)
-    (needle, *_) = found = paired([small, rival, roomy], "streaming")
-    assert [(d.label, d.budget, d.task, d.figure) for d in found] == [
+    (needle, *_) = differences = paired([small, rival, roomy], "streaming")
+    assert [(d.label, d.budget, d.task, d.figure) for d in differences] == [
         ("rival", 32, task, figure)
         for task, figures in (("needle", ("kl", "accuracy")), ("duplicates", ("kl", "accuracy")), ("text", ("kl",)))
         for figure in figures
@@ -254,7 +254,7 @@ def test_differences_are_paired_sample_by_sample(evaluation: Evaluation) -> None
     assert needle.difference.value == pytest.approx(here.kl.value - there.kl.value)
     each = np.array(here.samples["kl"]) - np.array(there.samples["kl"])
     assert needle.difference == mean(each)
-    shown = replace(evaluation, results=[small, rival], differences=found, against="streaming")
+    shown = replace(evaluation, results=[small, rival], differences=differences, against="streaming")
     text = render_text(sections(shown))
     assert "Paired differences to streaming" in text
     assert str(needle.difference) in text

@@ -43,8 +43,8 @@ def requests(*arguments: tuple[Any, ...]) -> list[Any]:
 
 def test_continuations_are_scored_as_hugging_face_does(model: Any, tiny_checkpoint: Path) -> None:
     pairs = [("abcde", "fgh"), ("Zz9 ", "qrs tuv"), ("hello", " w")]
-    found = model.loglikelihood(requests(*pairs))
-    for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
+    scores = model.loglikelihood(requests(*pairs))
+    for (context, continuation), (score, greedy) in zip(pairs, scores, strict=True):
         ids = np.array([ALPHABET.index(c) for c in context + continuation])
         (logits,) = hugging_face_logits(tiny_checkpoint, [ids])
         start = len(context.rstrip())  # a space at the end is scored with the text that follows it
@@ -144,9 +144,9 @@ def test_the_harness_evaluates_it_offline(model: Any) -> None:
             "metric_list": [{"metric": "acc"}],
         }
     )
-    found = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)["results"]["local"]["acc,none"]
+    accuracy = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)["results"]["local"]["acc,none"]
     likelier = []
     for row in ROWS:
         scores = model.loglikelihood(requests(*((row["question"], choice) for choice in row["choices"])))
         likelier.append(int(np.argmax([score for score, _ in scores])) == row["label"])
-    assert found == np.mean(likelier)
+    assert accuracy == np.mean(likelier)

@@ -28,8 +28,8 @@ def judged(sample: Sample, logits: Rows, full: Rows | None) -> Outcome:
 
 def test_a_divergence_is_the_closed_form() -> None:
     sample = Sample([0, 1], 1, [0])
-    full, found = np.log(np.array([[0.25, 0.75]], np.float32)), np.log(np.array([[0.5, 0.5]], np.float32)) + 3
-    outcome = judged(sample, found, full)
+    full, compressed = np.log(np.array([[0.25, 0.75]], np.float32)), np.log(np.array([[0.5, 0.5]], np.float32)) + 3
+    outcome = judged(sample, compressed, full)
     assert outcome.kl[0] == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
     assert outcome.nll == pytest.approx(math.log(2))
     assert judged(sample, full, None).right

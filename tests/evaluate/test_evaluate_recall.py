@@ -52,9 +52,9 @@ def test_a_passage_holds_its_facts_once_and_is_as_long_as_was_asked(full: Engine
 
 def test_the_full_cache_answers_and_knowing_the_question_changes_nothing(full: Engine) -> None:
     given = text(full)
-    found, known = answers(full, given), answers(full, given, known=True)
-    assert all(a.exact and a.digits == 1.0 for a in found)
-    np.testing.assert_allclose([a.nll for a in known], [a.nll for a in found], atol=1e-4)
+    unknown, known = answers(full, given), answers(full, given, known=True)
+    assert all(a.exact and a.digits == 1.0 for a in unknown)
+    np.testing.assert_allclose([a.nll for a in known], [a.nll for a in unknown], atol=1e-4)
 
 
 def test_a_budget_that_holds_everything_is_the_full_cache_and_a_small_one_is_not(full: Engine, tmp_path: Path) -> None:
@@ -90,9 +90,9 @@ def test_layers_that_recall_hangs_on_cost_most_and_keeping_them_whole_brings_ans
     full: Engine, tmp_path: Path
 ) -> None:
     given = text(full)
-    found, costs = retrieval_layers(full, [given], kept=0.05)
+    layers, costs = retrieval_layers(full, [given], kept=0.05)
     assert costs.shape == (len(FACTS), len(full.plan.caches))
-    np.testing.assert_allclose([a.nll for a in found], [a.nll for a in answers(full, given)], atol=1e-6)
+    np.testing.assert_allclose([a.nll for a in layers], [a.nll for a in answers(full, given)], atol=1e-6)
     cost = costs.mean(0)
     assert cost.max() > 0.2
     most = int(cost.argmax())
@@ -123,5 +123,5 @@ def test_a_layer_with_a_sliding_window_costs_nothing(tmp_path: Path) -> None:
     )
     ids = random_ids(0, 200)[0].tolist()
     given = Passage(ids, [Question(ids[5:8], ids[8:10], 2), Question(ids[50:53], ids[53:55], 2)])
-    found, costs = retrieval_layers(engine, [given])
-    assert len(found) == 2 and (costs[:, 0] == 0).all() and (np.abs(costs[:, 1]) > 1e-3).all()
+    found_layers, costs = retrieval_layers(engine, [given])
+    assert len(found_layers) == 2 and (costs[:, 0] == 0).all() and (np.abs(costs[:, 1]) > 1e-3).all()

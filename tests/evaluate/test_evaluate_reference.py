@@ -32,10 +32,10 @@ def test_a_prediction_is_kept_to_half_a_thousandth_of_a_nat() -> None:
 def test_a_mean_divergence_changes_by_less_than_a_hundred_thousandth() -> None:
     for noise in (0.0, 0.05, 0.5, 3.0):
         other = log_softmax(LOGITS + noise * RNG.normal(0, 1, LOGITS.shape))
-        exact, found = divergence(LOGS, other), divergence(decode(encode(LOGS)), other)
-        assert abs(exact.mean() - found.mean()) < 1e-5 * max(1.0, exact.mean())
+        exact, rounded = divergence(LOGS, other), divergence(decode(encode(LOGS)), other)
+        assert abs(exact.mean() - rounded.mean()) < 1e-5 * max(1.0, exact.mean())
         spread = (np.exp(LOGS) * np.abs(LOGS - other - exact[:, None])).sum(-1)
-        assert (np.abs(exact - found) < spread / STEPS + 1e-7).all()
+        assert (np.abs(exact - rounded) < spread / STEPS + 1e-7).all()
 
 
 def test_the_likeliest_token_stays_so() -> None:

@@ -36,10 +36,10 @@ def test_labels_set_parameters() -> None:
 def test_budgets_have_equal_bytes() -> None:
     # cosine allocation rounds layer by layer; a longer merge interval costs slack.
     labels = ["streaming", "h2o", "keepkv:cache.allocation.kind=cosine", "streaming:cache.merge_every=64"]
-    found = equal_bytes("tiny-base", labels, [0.125, 100], 512, GEOMETRY, [])
-    assert [(c.label, c.budget) for c in found] == [(label, budget) for budget in (0.125, 100) for label in labels]
+    compared = equal_bytes("tiny-base", labels, [0.125, 100], 512, GEOMETRY, [])
+    assert [(c.label, c.budget) for c in compared] == [(label, budget) for budget in (0.125, 100) for label in labels]
     for budget, slots in ((0.125, 64), (100, 100)):
-        group = [c for c in found if c.budget == budget]
+        group = [c for c in compared if c.budget == budget]
         limit = group[0].bytes
         assert group[0].slots == slots
         assert group[3].slots == slots - 32  # minus the slots of the slack

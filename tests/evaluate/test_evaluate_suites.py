@@ -33,18 +33,18 @@ RULER_PROMPT = "VAR a 12345 VAR b VAR a Find all variables of 12345"
 def test_the_papers_settings_give_every_method_a_fifth_of_the_context(name: str) -> None:
     layers, heads, kv_heads = SHAPES[name]
     length = load_recipe(name).recipe.limits.max_length
-    found = equal_bytes(
+    compared = equal_bytes(
         name, ["streaming", "h2o", "keepkv"], [0.2], length, [LayerGeometry(heads, kv_heads, 128, 128)] * layers, []
     )
     slots = round(0.2 * length)
-    assert [c.label for c in found] == ["streaming", "h2o", "keepkv"]
+    assert [c.label for c in compared] == ["streaming", "h2o", "keepkv"]
     token = layers * kv_heads * 2 * 128 * 2  # float16
-    for setting in found:
+    for setting in compared:
         assert setting.recipe.cache.method == setting.label
         assert slots - 2 <= setting.slots <= slots
         # The budget and a chunk's slack. Votes, scores and positions are 12 bytes in addition to 512.
         assert slots * token < setting.bytes < (slots + 512) * token * 1.03
-    assert {c.recipe.cache.allocation.kind for c in found} == {"cosine"}
+    assert {c.recipe.cache.allocation.kind for c in compared} == {"cosine"}
 
 
 @pytest.fixture
@@ -118,14 +118,14 @@ def test_a_papers_recipe_is_asked_what_lies_in_a_local_folder(suites: Path, tiny
     (keepkv,) = data["results"]
     assert (keepkv["label"], keepkv["slots"]) == ("keepkv", 51)
     assert keepkv["bytes"] < 0.35 * data["full"]["bytes"]
-    for label, found in (("full", data["full"]), ("keepkv-51", keepkv)):
-        assert {name: score["accuracy"]["count"] for name, score in found["scores"].items()} == dict.fromkeys(names, 2)
+    for label, entry in (("full", data["full"]), ("keepkv-51", keepkv)):
+        assert {name: score["accuracy"]["count"] for name, score in entry["scores"].items()} == dict.fromkeys(names, 2)
         text = (
             kvexport.load(suites / "work" / label)
             .generate(RULER_PROMPT, max_new_tokens=30, do_sample=False)[0]
             .text.lower()
         )
-        assert found["scores"]["ruler/vt"]["accuracy"]["value"] == pytest.approx(sum(x in text for x in "abqz7") / 5)
+        assert entry["scores"]["ruler/vt"]["accuracy"]["value"] == pytest.approx(sum(x in text for x in "abqz7") / 5)
     # A prompt that is cut in the middle still ends with the question, and the engine generates from it.
     assert 0 <= keepkv["scores"]["longbench/lcc"]["accuracy"]["value"] < 1
     page = (suites / "page.html").read_text()

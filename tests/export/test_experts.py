@@ -61,8 +61,8 @@ def test_logits_are_transformers_in_chunks_and_token_by_token(name: str, stored:
     artifact = build(recipe, tmp_path / "artifact")
     ids = models.random_ids(0, 90, 60)
     right = models.hugging_face_logits(checkpoint, ids)
-    for found, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
-        assert np.abs(found - logits).max() <= 1e-5 * np.abs(logits).max()
+    for actual, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
+        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
     nodes = [node.op_type for node in onnx.load(artifact / "decoder.onnx", load_external_data=False).graph.node]
     assert nodes.count("Experts") == 2
 
@@ -87,8 +87,8 @@ def test_rounded_experts_compute_what_their_integers_stand_for(
     model = load_model(read_checkpoint(checkpoint), recipe, "eager")  # with the rounded weights
     with torch.no_grad():
         right = [model(torch.from_numpy(row)[None]).logits[0].numpy() for row in ids]
-    for found, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
-        assert np.abs(found - logits).max() <= (1e-5 if "inputs" in weights else 1e-3) * np.abs(logits).max()
+    for actual, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
+        assert np.abs(actual - logits).max() <= (1e-5 if "inputs" in weights else 1e-3) * np.abs(logits).max()
     graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
     inputs = [x for node in graph.node if node.op_type == "Experts" for x in node.input]
     down = "model.model.layers.1.mlp.experts.down_proj"
@@ -135,8 +135,8 @@ def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
     artifact = build(recipe, tmp_path / "artifact")
     ids = models.random_ids(0, 90, 60)
     right = models.hugging_face_logits(checkpoint, ids)
-    for found, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
-        assert np.abs(found - logits).max() <= 1e-5 * np.abs(logits).max()
+    for actual, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
+        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
     graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
     stored = {x.name: x.data_type for x in graph.initializer if x.name.endswith("_proj") and "experts" in x.name}
     assert len(stored) == 4 and set(stored.values()) == {onnx.TensorProto.UINT4}

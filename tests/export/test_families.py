@@ -218,16 +218,16 @@ def test_budget_beyond_the_length_equals_hugging_face(workshop: Workshop, name: 
             if used.max() < max(lanes.length):
                 merged.add(i)
 
-    got = models.given_tokens_logits(engine, workshop.sequences, PROMPTS, count_slots)
-    assert difference(got, workshop.expected(name)) <= TOLERANCE
+    actual = models.given_tokens_logits(engine, workshop.sequences, PROMPTS, count_slots)
+    assert difference(actual, workshop.expected(name)) <= TOLERANCE
     # Only layers with a window can have dropped a slot.
     assert merged == {i for i, window in enumerate(FAMILIES[name].windows) if window}
 
 
 @pytest.mark.parametrize("name", TAIL)
 def test_longer_tail_of_families_equals_hugging_face(workshop: Workshop, name: str) -> None:
-    got = models.given_tokens_logits(workshop.engine(name, "full"), workshop.sequences, PROMPTS)
-    assert difference(got, workshop.expected(name)) <= TOLERANCE
+    actual = models.given_tokens_logits(workshop.engine(name, "full"), workshop.sequences, PROMPTS)
+    assert difference(actual, workshop.expected(name)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["qwen3", *HALF])
@@ -241,9 +241,9 @@ def test_checkpoint_becomes_float16(workshop: Workshop, name: str, monkeypatch: 
         engine = load(artifact)
         assert {str(layer.dtype) for layer in engine.plan.caches} == {"float16"}
         assert engine.new_state(1).state["past_key_values.0.key"].dtype == np.float16
-        got = models.given_tokens_logits(engine, workshop.sequences, PROMPTS)
+        actual = models.given_tokens_logits(engine, workshop.sequences, PROMPTS)
         # Rounding is the only difference.
-        assert 0 < difference(got, expected) <= 1e-2 * largest
+        assert 0 < difference(actual, expected) <= 1e-2 * largest
 
 
 def test_tied_embeddings_are_stored_once(workshop: Workshop) -> None:

@@ -69,10 +69,10 @@ def test_metadata_and_floats_are_read_as_they_are(tmp_path: Path) -> None:
     tensors = {"plain": ((3, 2), 0, plain.tobytes()), "half": ((2,), 1, half.tobytes())}
     for version in (2, 3):
         data = gguf(entries, tensors)
-        found = read_gguf(written(tmp_path, data[:4] + struct.pack("<I", version) + data[8:]))
-        assert found.metadata == {"one": 7, "words": ["a", "ü"], "yes": True, "nested": [[8, 9]]}
-        np.testing.assert_array_equal(load_tensor(found.tensors["plain"], "float32"), plain.reshape(2, 3))
-        np.testing.assert_array_equal(load_tensor(found.tensors["half"], "float32"), half)
+        file = read_gguf(written(tmp_path, data[:4] + struct.pack("<I", version) + data[8:]))
+        assert file.metadata == {"one": 7, "words": ["a", "ü"], "yes": True, "nested": [[8, 9]]}
+        np.testing.assert_array_equal(load_tensor(file.tensors["plain"], "float32"), plain.reshape(2, 3))
+        np.testing.assert_array_equal(load_tensor(file.tensors["half"], "float32"), half)
 
 
 WHOLE = gguf({"a": entry("b")}, {"t": ((2,), 0, bytes(8)), "u": ((2,), 0, bytes(8))})

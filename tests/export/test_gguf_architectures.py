@@ -147,9 +147,9 @@ def file_of(kind: str, folder: Path) -> tuple[Path, Any, dict[str, NDArray[Any]]
     tensors: Tensors = {}
     values: dict[str, NDArray[Any]] = {}
     for parameter, tensor in model.named_parameters():
-        found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+?)(?:\.(weight|bias))?", parameter)
-        assert found
-        layer, own, ending = found.groups()
+        match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+?)(?:\.(weight|bias))?", parameter)
+        assert match
+        layer, own, ending = match.groups()
         weight = (tensor.detach() + torch.rand_like(tensor) * 0.1).numpy()
         stem = f"blk.{layer}." if layer else ""
         if ".experts." in parameter:

@@ -40,14 +40,14 @@ def test_equal_shares_of_heads_give_what_layers_with_that_budget_give() -> None:
     recipe = recipe_of()
     shape = read_model(recipe)
     reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
-    found = []
+    outputs = []
     for shares in (None, "[[1, 1], [1, 1]]"):
         reference.plan = plan_cache(recipe_of(shares), shape.geometry)
         backend = ReferenceBackend(reference, reference.plan, 2)
         lanes = Lanes(backend, reference.plan, 2, prefill_chunk=16, merge_every=8)
-        found.append([lanes.append([t[i : i + 16] for t in tokens], prefill=True) for i in range(0, 64, 16)])
+        outputs.append([lanes.append([t[i : i + 16] for t in tokens], prefill=True) for i in range(0, 64, 16)])
     assert [len(plan_cache(recipe_of(s), shape.geometry).caches) for s in (None, "[[1, 1], [1, 1]]")] == [2, 4]
-    for together, apart in zip(*found, strict=True):
+    for together, apart in zip(*outputs, strict=True):
         np.testing.assert_allclose(apart, together, rtol=1e-4, atol=1e-4)
 
 

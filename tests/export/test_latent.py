@@ -43,8 +43,8 @@ def test_logits_are_transformers_and_the_cache_is_one_head_of_latents(name: str,
     assert {(x.kv_heads, x.key_size, x.value_size) for x in engine.plan.caches} == {(1, RANK + ROTATED, RANK)}
     ids = models.random_ids(0, 90, 60)
     right = models.hugging_face_logits(checkpoint, ids)
-    for found, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
-        assert np.abs(found - logits).max() <= 1e-5 * np.abs(logits).max()
+    for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
+        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
 
 
 def test_layers_have_budgets_of_their_own(tmp_path: Path) -> None:

@@ -124,8 +124,8 @@ def test_an_artifact_computes_what_packed_experts_stand_for(config: dict[str, An
     artifact = build(recipe, tmp_path / "artifact")
     ids = models.random_ids(0, 90, 60)
     right = models.hugging_face_logits(tmp_path / "plain", ids)
-    for found, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
-        assert np.abs(found - logits).max() <= 1e-5 * np.abs(logits).max()
+    for actual, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
+        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
     graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
     kinds = {x.name: x.data_type for x in graph.initializer if x.name.endswith(("gate_up_proj", "down_proj"))}
     assert {kind for name, kind in kinds.items() if ".experts." in name} == {onnx.TensorProto.UINT4}

@@ -56,7 +56,7 @@ def test_the_ranks_have_all_of_every_weight_between_them(tiny_checkpoint: Path, 
         else:
             assert np.array_equal(first[name], value), name
     rows = next(spec for spec in parts[1] if spec.name.endswith("q_proj.weight"))
-    assert isinstance(rows, TensorSpec), "rows lie in one piece, so the checkpoint could be linked to"
+    assert isinstance(rows, TensorSpec), "rows are contiguous, so the checkpoint could be linked"
 
 
 @dataclass(frozen=True)

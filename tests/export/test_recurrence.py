@@ -60,8 +60,8 @@ def test_logits_are_transformers_in_ragged_batches(name: str, tmp_path: Path) ->
     engine = load(build(recipe_of(checkpoint), tmp_path / "artifact"))
     ids = models.random_ids(0, 90, 60)
     right = models.hugging_face_logits(checkpoint, ids)
-    for found, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
-        assert np.abs(found - logits).max() <= 1e-4 * np.abs(logits).max()
+    for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
+        assert np.abs(actual - logits).max() <= 1e-4 * np.abs(logits).max()
 
 
 def test_a_lane_that_is_saved_and_restored_in_the_middle_goes_on(hybrid: tuple[Engine, Path]) -> None:
@@ -256,7 +256,7 @@ def test_every_implementation_equals_the_definition(rule: UpdateRule, by_channel
         outputs = _session(rule, sizes, inputs, kind).run(None, feed)
         for array, expected in zip(outputs, right, strict=True):
             assert np.abs(array - expected.numpy()).max() <= 1e-5 * max(1.0, float(expected.abs().max()))
-        assert np.array_equal(outputs[1][-1], inputs["past_state"][-1].numpy()), "a sequence without tokens moved"
+        assert np.array_equal(outputs[1][-1], inputs["past_state"][-1].numpy()), "a sequence without tokens changed"
 
 
 @pytest.mark.skipif(library() is None, reason="the native operators are not built")

@@ -142,12 +142,12 @@ def terms(model: ir.Model) -> dict[str, str]:
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", [(0, 1), (0, 1, 2)]), ("gemma3", [(0, 1, 3), (0, 1, 2, 3)])])
 def test_copies_are_what_a_trace_of_the_whole_gives(name: str, layers: list[tuple[int, ...]]) -> None:
-    found = traces(name)
-    assert found.traced == layers
-    assert list(terms(found.copied)) == list(terms(found.whole)) and terms(found.copied) == terms(found.whole)
-    assert len({layer.capacity for layer in found.given[2].caches}) > 1
-    assert [v.name for v in found.copied.graph.inputs] == [v.name for v in found.whole.graph.inputs]
-    outputs = [v.name for node in found.copied.graph for v in node.outputs]
+    both = traces(name)
+    assert both.traced == layers
+    assert list(terms(both.copied)) == list(terms(both.whole)) and terms(both.copied) == terms(both.whole)
+    assert len({layer.capacity for layer in both.given[2].caches}) > 1
+    assert [v.name for v in both.copied.graph.inputs] == [v.name for v in both.whole.graph.inputs]
+    outputs = [v.name for node in both.copied.graph for v in node.outputs]
     assert len(set(outputs)) == len(outputs)
 
 
@@ -232,10 +232,10 @@ def test_every_copy_in_an_artifact_has_its_own_weights_and_state(tmp_path: Path)
     with mock.patch.object(tracer, "trace_decoder", lambda *_, **__: copied.clone()):
         engine = load(build(recipe, tmp_path / "artifact"))
     sequences = models.random_ids(1, 50, 60)
-    got = models.given_tokens_logits(engine, sequences, (40, 40))
+    actual = models.given_tokens_logits(engine, sequences, (40, 40))
     expected = models.hugging_face_logits(checkpoint, sequences)
     assert max(np.abs(e).max() for e in expected) > 1.0
-    assert max(np.abs(g - e).max() for g, e in zip(got, expected, strict=True)) <= 1e-4
+    assert max(np.abs(g - e).max() for g, e in zip(actual, expected, strict=True)) <= 1e-4
     merge = onnx.load(tmp_path / "artifact" / "merge.onnx")
     # Windows make two functions. The layers' different budgets make no more.
     assert len(merge.graph.node) == 4 and len(merge.functions) == 2
@@ -381,11 +381,11 @@ def test_unusual_layers_are_all_traced(change: Callable[[Any], None], monkeypatc
 def test_where_copies_cannot_be_made_all_layers_are_traced_after_all(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Asked(monkeypatch, error)
+    recorder = Asked(monkeypatch, error)
     monkeypatch.setattr(tracer, "replicate_layers", lambda *_: False)
     model, mode = changed_llama(lambda layers: None)
     modules = list(model.model.layers)
     result: Any = tracer.trace_decoder(model, mode, make_plan(model, mode), last_logits=True)
-    assert asked.layers == [(0, 1), (0, 1, 2, 3)] and result == (0, 1, 2, 3)
+    assert recorder.layers == [(0, 1), (0, 1, 2, 3)] and result == (0, 1, 2, 3)
     # The model is complete again, and its layers have their own forward method.
     assert list(model.model.layers) == modules and not any("forward" in vars(module) for module in modules)

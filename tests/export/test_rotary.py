@@ -110,7 +110,7 @@ def test_an_embedding_that_is_no_fixed_rotation_is_refused_by_name(monkeypatch: 
         UsageError, match=r"llama: this method rotates keys.*not rotated by position times fixed frequencies"
     ):
         rotary_of(LlamaConfig(**SIZES))
-    assert modeling_llama.apply_rotary_pos_emb is stretched, "the model's function is put back"
+    assert modeling_llama.apply_rotary_pos_emb is stretched, "the model's function is restored"
 
 
 def test_an_artifact_that_rotates_keys_carries_the_frequencies_and_passes_validation(

@@ -54,8 +54,8 @@ def test_logits_are_those_of_the_whole_model_and_no_encoder_is_written(name: str
     ids = models.random_ids(0, 90, 60, vocabulary=90)
     with torch.no_grad():
         right = [model.eval()(input_ids=torch.from_numpy(x)[None]).logits[0].numpy() for x in ids]
-    for found, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
-        assert np.abs(found - logits).max() <= 1e-5 * np.abs(logits).max()
+    for actual, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
+        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
     graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
     assert not any("vis" in tensor.name for tensor in graph.initializer)
     written = sum(file.stat().st_size for file in artifact.rglob("*.weights"))

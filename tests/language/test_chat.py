@@ -246,8 +246,8 @@ def test_generate_puts_a_plain_prompt_as_a_message_and_says_so(chat_artifact: Pa
     for arguments, expected in (
         (["Hello", "--no-chat"], plain), (["Hello", "--chat"], put), (["Hello", "--system", "be"], system)
     ):  # fmt: skip
-        found, stderr = ids(*arguments)
-        assert found == expected and "chat template" not in stderr
+        ids_given, stderr = ids(*arguments)
+        assert ids_given == expected and "chat template" not in stderr
     (tmp_path / "prompt").write_text("Hello")
     assert ids("--prompt-file", tmp_path / "prompt")[0] == ids("-", input="Hello")[0] == plain
     assert ids("--prompt-file", tmp_path / "prompt", "--chat")[0] == ids("-", "--chat", input="Hello")[0] == put

@@ -106,9 +106,9 @@ def test_the_largest_logits_settle_the_same_tokens(grammars: Grammars, chosen: A
     random, settled = np.random.default_rng(0), 0
     while row.finish_reason is None:
         logits = (random.standard_normal(grammars.vocabulary) * 4).astype(np.float32)
-        found = narrow.next_of(top_of(logits, count))
-        settled += found is not None
-        assert (narrow.next(logits) if found is None else found) == row.next(logits)
+        token = narrow.next_of(top_of(logits, count))
+        settled += token is not None
+        assert (narrow.next(logits) if token is None else token) == row.next(logits)
     assert narrow.finish_reason == "stop"
     assert settled >= (0 if count == 1 else 4)
 

@@ -188,12 +188,12 @@ def test_an_answer_that_must_call_does(grammars: Grammars, form: str, parallel: 
         assert reason == "stop"
         stream = TextStream(tokenizer, shown_ids=shown)
         text = "".join([*map(stream.push, ids), stream.flush()])
-        found = pieces(call_form, text, [], [WEATHER, STRICT_NOW])
-        assert {piece.kind for piece in found} == {"call", "arguments"}
-        for call, arguments in zip(found[::2], found[1::2], strict=True):
+        answer_pieces = pieces(call_form, text, [], [WEATHER, STRICT_NOW])
+        assert {piece.kind for piece in answer_pieces} == {"call", "arguments"}
+        for call, arguments in zip(answer_pieces[::2], answer_pieces[1::2], strict=True):
             schema = WEATHER["function"]["parameters"] if call.name == "get_weather" else NOW_SCHEMA
             jsonschema.validate(json.loads(arguments.text), schema)
-        counts.add(len(found) // 2)
+        counts.add(len(answer_pieces) // 2)
     assert (counts == {1}) is not parallel
 
 

@@ -102,9 +102,9 @@ def test_an_artifact_carries_it_and_every_step_is_pytorchs(artifact: Path) -> No
     )
     for graph in ("decoder", "merge"):
         model = onnx.load(artifact / f"{graph}.onnx", load_external_data=False)
-        given, found = ({x.name: x for x in values} for values in (model.graph.input, model.graph.output))
+        given, outputs = ({x.name: x for x in values} for values in (model.graph.input, model.graph.output))
         assert {"past_key_values.0.latest_query", "past_key_values.1.calls"} <= given.keys(), graph
-        assert {"present.0.latest_query", "present.1.calls"} <= found.keys(), graph
+        assert {"present.0.latest_query", "present.1.calls"} <= outputs.keys(), graph
         assert given["past_key_values.0.calls"].type.tensor_type.elem_type == onnx.TensorProto.INT32
     result = validate_artifact(artifact, length=150)
     assert result.passed, result.problem

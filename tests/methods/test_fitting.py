@@ -112,12 +112,12 @@ def test_the_native_fit_is_pytorchs_for_any_sizes(
     profile = MergeProfile(f"native-{kind.name}", kind.name, {"queries": queries}, sizes=sizes, dtype=dtype)
     state = merge_cache_state(profile, MergeScenario(f"{queries}", capacity, capacity // 3, used, peak=peak))
     attributes = MergeCacheAttributes(kind(queries=queries), capacity // 3, 2, capacity // 6)
-    right, found = (state_of(b.merge_cache(state, attributes)) for b in (Torch(), NATIVE_CPU))
+    right, actual = (state_of(b.merge_cache(state, attributes)) for b in (Torch(), NATIVE_CPU))
     single, stored = 20 * single_precision(peak), max(20 * single_precision(peak), stored_precision(dtype, peak))
-    assert_same_cache(found, right, profile.statistics, single=single, stored=stored)
-    assert (found["query"] == state["query"]).all() and (found["query_seen"] == state["query_seen"]).all()
+    assert_same_cache(actual, right, profile.statistics, single=single, stored=stored)
+    assert (actual["query"] == state["query"]).all() and (actual["query_seen"] == state["query_seen"]).all()
     if peak < 100.0:
-        assert not np.isin(found["value"][0, 0, : capacity // 3], state["value"][0, 0]).all(), "nothing was fitted"
+        assert not np.isin(actual["value"][0, 0, : capacity // 3], state["value"][0, 0]).all(), "nothing was fitted"
 
 
 @pytest.mark.parametrize(("rows", "ridge"), [(8, 1.0), (32, 0.05), (64, 1e-3)])

@@ -88,8 +88,8 @@ def log_mean_and_mean_logit(logits: tuple[float, ...]) -> tuple[float, float]:
 @pytest.mark.parametrize(("logits", "factor"), FACTORS)
 def test_key_factor_of_two_slots(logits: tuple[float, float], factor: float) -> None:
     log_mean, mean_logit = log_mean_and_mean_logit(logits)
-    found = key_factor(torch.tensor(log_mean, dtype=torch.float64), torch.tensor(mean_logit, dtype=torch.float64))
-    assert float(found) == pytest.approx(factor, abs=1e-6)
+    actual = key_factor(torch.tensor(log_mean, dtype=torch.float64), torch.tensor(mean_logit, dtype=torch.float64))
+    assert float(actual) == pytest.approx(factor, abs=1e-6)
 
 
 @pytest.mark.parametrize("logit", [0.0, 2.5, -7.0])

@@ -86,10 +86,10 @@ def test_the_function_computes_what_the_statement_in_pytorch_does(
     model = model_of(form, tensors)
     onnx.checker.check_model(model)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {name: tensors[name].numpy() for name in form.inputs})
+    (actual,) = session.run(None, {name: tensors[name].numpy() for name in form.inputs})
     in_torch = experts(**{"first_bias": None, "down_bias": None, **tensors}, form=form)  # type: ignore[arg-type]
     largest = right.abs().max()
-    assert (torch.from_numpy(np.asarray(found)).double() - right).abs().max() <= TOLERANCE[dtype] * largest
+    assert (torch.from_numpy(np.asarray(actual)).double() - right).abs().max() <= TOLERANCE[dtype] * largest
     assert (in_torch.double() - right).abs().max() <= TOLERANCE[dtype] * largest
 
 

@@ -138,7 +138,7 @@ def test_products_are_those_of_what_the_integers_stand_for(packing: PackedFormat
         form = replace(form_of(of_rows), float_input=int(runs == "native, float input"))
         x = rng.standard_normal((rows, k)).astype(dtype)
         x[0] = np.sign(x[0]) * 0.7  # the largest error: every number is rounded in the same direction
-        (found,) = session(model_of(form, dtype, {"input": ["R", k]}, weights), runs != "function").run(
+        (actual,) = session(model_of(form, dtype, {"input": ["R", k]}, weights), runs != "function").run(
             None, {"input": x}
         )
         exact = x.astype(np.float64) @ weight.astype(np.float64).T
@@ -148,7 +148,7 @@ def test_products_are_those_of_what_the_integers_stand_for(packing: PackedFormat
             allowed += error_bound(x.astype(np.float64), weight)
         if runs == "function" and dtype == "float16":
             allowed += 2e-3 * np.abs(x).astype(np.float64) @ np.abs(weight).T  # weights are rounded to float16
-        assert found.dtype == np.dtype(dtype) and (np.abs(found - exact) <= allowed).all(), (rows, n, k)
+        assert actual.dtype == np.dtype(dtype) and (np.abs(actual - exact) <= allowed).all(), (rows, n, k)
 
 
 @pytest.mark.parametrize("packing", FORMATS[:1] + FORMATS[4:7] + FORMATS[10:12], ids=str)
@@ -164,9 +164,9 @@ def test_rows_are_rounded_to_16_bits_and_those_of_prompts_to_8_without_large_num
     x[:, 320:352] *= 30  # in every row
     x[rows // 2, 64] = 90  # in one row of a group
     run = session(model_of(form_of(packing), "float32", {"input": ["R", 1536]}, weights), True)
-    (found,) = run.run(None, {"input": x})
+    (actual,) = run.run(None, {"input": x})
     numbers = x.astype(np.float64)
-    error = np.abs(found - numbers @ weight.astype(np.float64).T)
+    error = np.abs(actual - numbers @ weight.astype(np.float64).T)
     terms = np.abs(numbers) @ (np.abs(weight) + 2.0 * np.abs(weight).max()).T
     if rows >= 20 and instruction_set(library() or Path()) == "amx":
         assert (error <= error_bound(numbers, weight) + terms * 1e-6).all()
@@ -180,7 +180,7 @@ def test_rows_are_rounded_to_16_bits_and_those_of_prompts_to_8_without_large_num
     assert (error <= error_bound(numbers, weight, coarse) + fine + terms * 1e-6).all()
     assert (error > fine + terms * 1e-6).any()  # some blocks have 8 bits
     (turned,) = run.run(None, {"input": x[::-1].copy()})
-    np.testing.assert_array_equal(turned[::-1], found)  # a row's products do not depend on the other rows
+    np.testing.assert_array_equal(turned[::-1], actual)  # a row's products do not depend on the other rows
 
 
 @pytest.mark.parametrize("rows", [1, 60])
@@ -194,9 +194,9 @@ def test_a_packed_weight_that_is_no_constant_is_multiplied_as_it_is(rows: int) -
         model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     x = rng.standard_normal((rows, 256)).astype(np.float32)
     parts = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in weights}
-    (found,) = session(model, True).run(None, {"input": x, **parts})
+    (actual,) = session(model, True).run(None, {"input": x, **parts})
     exact = x.astype(np.float64) @ weight.astype(np.float64).T
-    assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max()
+    assert np.abs(actual - exact).max() < 1e-5 * np.abs(exact).max()
 
 
 MIXED = [PackedFormat(4, False, 32, "minimum"), PackedFormat(8, True, 16), PackedFormat(4, True, 64, "zero")]
@@ -236,9 +236,9 @@ def test_packed_weights_take_every_step(steps: Form, dtype: str, native: bool, p
         model = model_of(form, dtype, shapes, weights)
         feeds = {x.name: rng.standard_normal(shapes[x.name]).astype(dtype) for x in model.graph.input}
         terms = {name: torch.from_numpy(x).double() for name, x in {**feeds, **values}.items()}
-        for found, right in zip(session(model, native).run(None, feeds), meaning(form, **terms), strict=True):
-            error = np.abs(found.astype(np.float64) - right.numpy()).max() / np.abs(right.numpy()).max()
-            assert found.shape == right.shape and error < (5e-3 if dtype == "float16" else 3e-6), (batch, tokens)
+        for actual, right in zip(session(model, native).run(None, feeds), meaning(form, **terms), strict=True):
+            error = np.abs(actual.astype(np.float64) - right.numpy()).max() / np.abs(right.numpy()).max()
+            assert actual.shape == right.shape and error < (5e-3 if dtype == "float16" else 3e-6), (batch, tokens)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
@@ -249,11 +249,11 @@ def test_tiny_and_huge_numbers_are_rounded_like_any(size: float, packing: Packed
     weights, weight = packed_weight(rng, packing, "weight0", 5, 256, 1e-3)
     x = (rng.standard_normal((4, 256)) * size).astype(np.float32)
     x[1, 32:64], x[2] = 0, 0
-    (found,) = session(model_of(form_of(packing), "float32", {"input": [4, 256]}, weights), True).run(
+    (actual,) = session(model_of(form_of(packing), "float32", {"input": [4, 256]}, weights), True).run(
         None, {"input": x}
     )
     exact = x.astype(np.float64) @ weight.astype(np.float64).T
-    assert (np.abs(found - exact) <= error_bound(x.astype(np.float64), weight) * 1.001).all() and not found[2].any()
+    assert (np.abs(actual - exact) <= error_bound(x.astype(np.float64), weight) * 1.001).all() and not actual[2].any()
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
@@ -264,8 +264,8 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     x = rng.standard_normal((5, 256)).astype(np.float32)
     (clean,) = run.run(None, {"input": x})
     x[1, 7], x[3, 200] = np.nan, np.inf
-    (found,) = run.run(None, {"input": x})
-    assert not np.isfinite(found[[1, 3]]).any() and np.array_equal(found[[0, 2, 4]], clean[[0, 2, 4]])
+    (actual,) = run.run(None, {"input": x})
+    assert not np.isfinite(actual[[1, 3]]).any() and np.array_equal(actual[[0, 2, 4]], clean[[0, 2, 4]])
 
 
 def test_a_row_is_the_same_alone_and_among_a_few() -> None:

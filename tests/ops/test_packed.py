@@ -27,14 +27,14 @@ def test_every_number_means_what_the_formula_says(packing: PackedFormat) -> None
     stored |= {"scale": scale, "minimum": minimum, "order": order}
     parts = packing.tensors(n, k)
     assert {name: stored[name].nbytes for name in parts} == {name: part.nbytes for name, part in parts.items()}
-    found = dequantize(packing, n, k, stored)
+    actual = dequantize(packing, n, k, stored)
     for i in range(n):
         for j in range(k):
             g = i, j // packing.group
             zero = numbers["zero"][g] if packing.offset == "zero" else 0
             value = np.float32(numbers["weight"][i, j] - zero) * np.float32(scale[g])
             value += np.float32(minimum[g]) if packing.offset == "minimum" else np.float32(0)
-            assert found[i, order[j] if packing.ordered else j] == value
+            assert actual[i, order[j] if packing.ordered else j] == value
 
 
 def _numbers(packing: PackedFormat) -> list[tuple[str, int]]:

@@ -73,8 +73,8 @@ def test_the_activation_of_apertus_is_traced_once(monkeypatch: pytest.MonkeyPatc
     activation = XIELUActivation(dtype=torch.float32)
     ir_model = to_onnx.to_onnx(activation, (torch.zeros(2, 3),), ({0: Dim("batch")},), {})
     x = np.linspace(-3, 3, 6, dtype=np.float32).reshape(2, 3)
-    (found,) = ReferenceEvaluator(ir.to_proto(ir_model)).run(None, {ir_model.graph.inputs[0].name: x})
-    np.testing.assert_allclose(found, activation(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6)
+    (actual,) = ReferenceEvaluator(ir.to_proto(ir_model)).run(None, {ir_model.graph.inputs[0].name: x})
+    np.testing.assert_allclose(actual, activation(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 @contextlib.contextmanager

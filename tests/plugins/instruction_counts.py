@@ -53,9 +53,9 @@ def measured(caller: PtxCaller) -> dict[str, float]:
 
     Heads have 128 elements and one statistic. Merges are in float16 unless the figure names another type.
     """
-    found = {}
+    figures = {}
     for dtype, group, program in DECODE:
-        found[f"decode, {dtype}, group {group}, per slot"] = _difference(
+        figures[f"decode, {dtype}, group {group}, per slot"] = _difference(
             caller, program, lambda slots, d=dtype, g=group: _decode(caller, d, g, slots), SLOTS[1] - SLOTS[0]
         )
     evicted = 32
@@ -68,26 +68,26 @@ def measured(caller: PtxCaller) -> dict[str, float]:
     ):
         pool = getattr(all_methods()[method](), "pool", 1) if "error" in name else 1
         over = pairs * pool if "pair" in name else SLOTS[1] - SLOTS[0]
-        found[name] = _difference(
+        figures[name] = _difference(
             caller, program, lambda slots, m=method, d=dtype: _merge(caller, m, slots, evicted, d), over
         )
     for kind, dtype, packing, rows, program in LINEAR:
-        found[f"linear, {kind}, rows {rows}, per weight"] = _difference(
+        figures[f"linear, {kind}, rows {rows}, per weight"] = _difference(
             caller,
             program,
             lambda inputs, d=dtype, p=packing, r=rows: _linear(caller, d, p, r, inputs),
             COLUMNS * (INPUTS[1] - INPUTS[0]) // WARP,
             INPUTS,
         )
-    found["key and value moved, per evicted slot"] = _difference(
+    figures["key and value moved, per evicted slot"] = _difference(
         caller, "Place", lambda count: _merge(caller, "h2o", SLOTS[0], count, "float16"), 32, (32, 64)
     )
-    return {name: round(count, 2) for name, count in found.items()}
+    return {name: round(count, 2) for name, count in figures.items()}
 
 
 def measured_trips(caller: PtxCaller) -> dict[str, int]:
     """Return the round trips of the first thread of the last block, for every call of a figure."""
-    kernels, found = library.compiled(), {}
+    kernels, figures = library.compiled(), {}
     for name, program, run in (
         *(
             (f"linear, int4, norm of {inputs} inputs, rows {rows}", "LinearMma<Half, 4, 1>", (rows, inputs))
@@ -96,8 +96,8 @@ def measured_trips(caller: PtxCaller) -> dict[str, int]:
         ("factors of 4096 inputs, rows 8", "LinearFactors<Half>", (8, 4096)),
     ):
         _linear(caller, "float16", PackedFormat(4, True, 32), run[0], run[1], Form(norm=1, packed=(1,), group=(32,)))
-        found[name] = _trips(caller, kernels, program)
-    return found
+        figures[name] = _trips(caller, kernels, program)
+    return figures
 
 
 def _trips(caller: PtxCaller, kernels: dict[str, Kernel], program: str) -> int:

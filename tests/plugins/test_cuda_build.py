@@ -149,7 +149,7 @@ def test_kernels_and_binding_are_compiled_for_what_was_chosen(monkeypatch: pytes
     assert len(kernels) == len(KERNELS)
     for command in kernels:
         codes = ["code=sm_86", "code=sm_90", "code=compute_90"]
-        assert re.findall(r"code=\w+", command) == codes, "of both, and by PTX of the latest on whatever is newer"
+        assert re.findall(r"code=\w+", command) == codes, "for both capabilities, and as PTX for newer GPUs"
     assert [command for command in compiled if "-DKV_CUDA_ARCHITECTURES=86_90" in command and "_library.cpp" in command]
     assert "cuda_exports.map" in linked
 

@@ -111,13 +111,13 @@ def test_every_rank_gets_the_sum_in_the_order_of_the_ranks(ranks: Any, dtype: st
     rng = np.random.default_rng(0)
     shapes = [(1, 1, 576), (3, 5), (0, 4), (2, 100_003), (1,)] + [(2, 64)] * 40
     parts = [[rng.normal(size=shape).astype(dtype) for shape in shapes] for _ in range(count)]
-    got = ranks(count, dtype)(parts)
+    sums = ranks(count, dtype)(parts)
     for i in range(len(shapes)):
         total = parts[0][i].astype(np.float32)
         for part in parts[1:]:
             total += part[i].astype(np.float32)
         for rank in range(count):
-            assert np.array_equal(got[rank][i], total.astype(dtype)), (rank, i)
+            assert np.array_equal(sums[rank][i], total.astype(dtype)), (rank, i)
 
 
 def test_ranks_that_sum_different_tensors_are_told_so_and_never_sum_again(ranks: Any) -> None:

@@ -48,7 +48,7 @@ def test_ranks_on_gpus_say_what_one_process_says_and_give_all_back(
 ) -> None:
     held, others = set(gpus.held), set(threading.enumerate())
     engine = kvexport.load(artifact, device="cuda")
-    found = generated(engine)
+    tokens = generated(engine)
     state: Any = engine.new_state(2)
     assert state.top_logits, "rows stay on the device"
     assert {"cuMemAlloc_v2", "cuIpcOpenMemHandle_v2"} <= set(gpus.log)
@@ -60,7 +60,7 @@ def test_ranks_on_gpus_say_what_one_process_says_and_give_all_back(
     assert set(gpus.held) <= held
     assert gpus.log[-3:] == ["cuIpcCloseMemHandle", "cuMemFree_v2", "cuMemHostUnregister"]
     monkeypatch.undo()
-    assert found == generated(kvexport.load(tiny_artifact))
+    assert tokens == generated(kvexport.load(tiny_artifact))
 
 
 @needs_binding
@@ -134,8 +134,8 @@ def test_the_doctor_says_how_many_gpus_can_be_ranks(monkeypatch: pytest.MonkeyPa
     assert devices.most_ranks(16) == (4, "") and devices.most_ranks(3) == (3, "")
     driver.apart = {(3, 1)}
     assert devices.most_ranks(16) == (3, "")
-    found = BACKEND.diagnose()
-    assert found.rows["ranks on GPUs"] == "up to 3" and found.data["cuda_ranks"] == 3
+    diagnosis = BACKEND.diagnose()
+    assert diagnosis.rows["ranks on GPUs"] == "up to 3" and diagnosis.data["cuda_ranks"] == 3
     driver.apart = {(1, 0)}
     assert devices.most_ranks(16) == (1, "GPU 1 does not reach the memory of GPU 0, neither by NVLink nor over PCIe")
     driver.gpus = 1

@@ -44,8 +44,8 @@ def test_markers_lie_where_their_values_are_between_the_ticks() -> None:
 
 
 def axis_labels(drawing: ElementTree.Element, horizontal: bool) -> list[tuple[float, str]]:
-    found = [text for text in drawing.iter("text") if (text.get("class") != "end") == horizontal]
-    return [(place(text)[0 if horizontal else 1], text.text or "") for text in found]
+    labels = [text for text in drawing.iter("text") if (text.get("class") != "end") == horizontal]
+    return [(place(text)[0 if horizontal else 1], text.text or "") for text in labels]
 
 
 RANGES = [
@@ -125,8 +125,8 @@ def test_whatever_the_values_the_drawing_stays_inside_its_frame(
     dots = with_class(drawing, "dot")
     places = [*map(place, dots)]
     for path in with_class(drawing, "band") + with_class(drawing, "line"):
-        found = numbers(path.attrib["d"])
-        places += zip(found[::2], found[1::2], strict=True)
+        coordinates = numbers(path.attrib["d"])
+        places += zip(coordinates[::2], coordinates[1::2], strict=True)
     assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
     left_out = sum(int(n) for n in re.findall(r"(\d+) points? (?:not a|at or below)", text))
     assert len(dots) + left_out == len(points)

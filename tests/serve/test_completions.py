@@ -86,8 +86,8 @@ def test_logprobs_are_those_of_the_tokens(client: openai.OpenAI) -> None:
         assert math.isclose(top[token], logprob) and logprob <= 0
     streamed: list[float] = []
     for chunk in client.completions.create(model="tiny", prompt="anna lamp", max_tokens=6, logprobs=3, stream=True):
-        found = chunk.choices[0].logprobs
-        streamed += (found.token_logprobs if found else None) or []
+        chunk_logprobs = chunk.choices[0].logprobs
+        streamed += (chunk_logprobs.token_logprobs if chunk_logprobs else None) or []
     assert streamed == logprobs.token_logprobs
 
 

@@ -43,8 +43,8 @@ def test_health_and_metrics(server: Running) -> None:
 def test_paths_and_methods_that_are_not_there_are_errors_in_json(
     server: Running, path: str, method: str, status: int
 ) -> None:
-    found, _, body = server.ask(path, b"{}" if method == "POST" else None, method)
-    assert (found, set(body["error"])) == (status, {"message", "type", "param", "code"})
+    actual, _, body = server.ask(path, b"{}" if method == "POST" else None, method)
+    assert (actual, set(body["error"])) == (status, {"message", "type", "param", "code"})
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_calls_are_found_in_what_the_model_says(client: openai.OpenAI, server: R
         text += delta.content or ""
         for call in delta.tool_calls or []:
             assert call.function is not None
-            assert (call.index in seen) != bool(call.id), "an id comes with the beginning alone"
+            assert (call.index in seen) != bool(call.id), "only the beginning of a call has an id"
             seen[call.index] = seen.get(call.index, "") + (call.function.arguments or "")
     assert text == "i look" and [json.loads(seen[i]) for i in range(2)] == arguments
 

@@ -43,9 +43,9 @@ def server(engine: Engine, exporter: InMemorySpanExporter, monkeypatch: pytest.M
 
 def spans(exporter: InMemorySpanExporter, count: int) -> list[Any]:
     wait_until(lambda: len(exporter.get_finished_spans()) >= count)
-    found = exporter.get_finished_spans()
-    assert len(found) == count
-    return sorted(found, key=lambda span: (span.start_time, span.name != "request"))
+    finished = exporter.get_finished_spans()
+    assert len(finished) == count
+    return sorted(finished, key=lambda span: (span.start_time, span.name != "request"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -72,8 +72,8 @@ def test_every_answer_has_a_span_and_one_that_fails_says_so(
     server: Running, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert server.ask(COMPLETE, {"prompt": "hello", "max_tokens": 2, "n": 2})[0] == 200
-    found = [span for span in spans(exporter, 8) if span.name == "request"]
-    assert [span.parent for span in found] == [None, None] and all(span.status.is_ok for span in found)
+    requests = [span for span in spans(exporter, 8) if span.name == "request"]
+    assert [span.parent for span in requests] == [None, None] and all(span.status.is_ok for span in requests)
     exporter.clear()
 
     def fails(*_: Any) -> int:

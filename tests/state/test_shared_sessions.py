@@ -64,7 +64,7 @@ def test_what_one_has_put_another_gets_at_once_and_nothing_older(
     one.put("a", snapshots[0])
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "s" / f"a{SUFFIX}").stat().st_mode) == 0o600
-    assert same(store(engine, tmp_path / "s").get("a"), snapshots[0]), "as after a kill"
+    assert same(store(engine, tmp_path / "s").get("a"), snapshots[0]), "the state after a kill"
 
 
 def test_a_state_that_nobody_has_replaced_is_not_read_again(
@@ -73,8 +73,8 @@ def test_a_state_that_nobody_has_replaced_is_not_read_again(
     one, other = store(engine, tmp_path), store(engine, tmp_path)
     one.put("a", snapshots[0])
     assert one.get("a") is snapshots[0]
-    found = other.get("a")
-    assert other.get("a") is found
+    cached = other.get("a")
+    assert other.get("a") is cached
     one.put("a", snapshots[1])
     assert same(other.get("a"), snapshots[1])
 
@@ -113,7 +113,7 @@ def test_a_full_disk_is_an_error_and_the_state_before_stays(
     for reader in (kept, other):
         assert same(reader.get("a"), snapshots[0]) and reader.get("b") is None
     other.put("a", snapshots[2])
-    assert same(kept.get("a"), snapshots[2]), "another went on meanwhile"
+    assert same(kept.get("a"), snapshots[2]), "another process has continued it"
 
 
 def test_what_is_no_session_is_an_error_of_its_name_alone(
@@ -124,7 +124,7 @@ def test_what_is_no_session_is_an_error_of_its_name_alone(
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
     kept = store(engine, tmp_path)
-    assert begun.exists() and not old.exists(), "another may be writing it"
+    assert begun.exists() and not old.exists(), "another process may be writing it"
     kept.put("good", snapshots[0])
     (tmp_path / f"bad{SUFFIX}").write_bytes(b"no snapshot")
     (tmp_path / f"link{SUFFIX}").symlink_to(tmp_path / f"good{SUFFIX}")

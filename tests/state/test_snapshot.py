@@ -201,11 +201,11 @@ def test_a_snapshot_of_another_origin_is_refused_by_name(engine: Engine, snapsho
 
 
 def test_the_bytes_are_those_of_the_value(engine: Engine, snapshot: Snapshot) -> None:
-    found = through_bytes(engine, snapshot)
-    assert found.to_bytes() == snapshot.to_bytes()
+    restored = through_bytes(engine, snapshot)
+    assert restored.to_bytes() == snapshot.to_bytes()
     for name, array in snapshot.state.items():
-        assert np.array_equal(found.state[name], array) and found.state[name].dtype == array.dtype
-    assert found.settings == snapshot.settings and found.counters == snapshot.counters
+        assert np.array_equal(restored.state[name], array) and restored.state[name].dtype == array.dtype
+    assert restored.settings == snapshot.settings and restored.counters == snapshot.counters
     assert snapshot.nbytes < len(snapshot.to_bytes()) < snapshot.nbytes + 16384
 
 

@@ -109,7 +109,7 @@ class FakeCuda:
         return stream
 
     def cudaStreamSynchronize(self, stream: Stream) -> None:
-        assert stream.graph is None, "nobody waits for what is captured"
+        assert stream.graph is None, "no caller waits for captured work"
         while stream.waiting:
             stream.waiting.pop(0)()
 

@@ -91,7 +91,7 @@ class ICudaEngine:
             options.register_custom_ops_library(str(library()))
         self._session = ort.InferenceSession(plan[8 + size :], options, providers=["CPUExecutionProvider"])
         self._inputs, self._outputs = (
-            [x.name for x in found] for found in (self._session.get_inputs(), self._session.get_outputs())
+            [x.name for x in tensors] for tensors in (self._session.get_inputs(), self._session.get_outputs())
         )
 
     @property
@@ -147,7 +147,9 @@ class IExecutionContext:
 
         def run() -> None:
             if captured:
-                assert (self._shapes, self._addresses) == (shapes, addresses), "a CUDA graph of what its context was"
+                assert (self._shapes, self._addresses) == (shapes, addresses), (
+                    "the CUDA graph belongs to an earlier state of its context"
+                )
             feed = {name: _read(addresses[name], shapes[name], dtype) for name, dtype in dtypes.items()}
             for name, array in zip(self._engine._outputs, session.run(self._engine._outputs, feed), strict=True):
                 array = np.ascontiguousarray(array)

@@ -80,8 +80,8 @@ class OnnxParser:
         import onnx
 
         assert path is not None
-        found = onnx.load_model_from_string(model)
-        for node in found.graph.node:
+        model_proto = onnx.load_model_from_string(model)
+        for node in model_proto.graph.node:
             registered = get_plugin_registry().get_creator(node.op_type, "1", "kvexport") is not None
             if node.op_type == self.refused or (node.domain == "kvexport" and not registered):
                 self._errors.append(
@@ -90,9 +90,9 @@ class OnnxParser:
         if self._errors:
             self._logger.log(ILogger.Severity.ERROR, str(self._errors[0]))
             return False
-        for tensor in found.graph.initializer:
+        for tensor in model_proto.graph.initializer:
             _read_external(tensor, Path(path).parent)
-        self._network._model = found
+        self._network._model = model_proto
         return True
 
     @property

@@ -51,12 +51,12 @@ class IPluginRegistry:
         return object()
 
     def get_creator(self, type: str, version: str, plugin_namespace: str = "") -> IPluginCreatorV3One | None:
-        found = (
+        creators = (
             c
             for c in self.all_creators
             if (c.name, c.plugin_version, c.plugin_namespace) == (type, version, plugin_namespace)
         )
-        return next(found, None)
+        return next(creators, None)
 
 
 _registry = IPluginRegistry()

@@ -107,9 +107,9 @@ def decoder(
     tensors: Tensors = {}
     represented = {}
     for name, weight in weights.items():
-        found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
-        assert found
-        layer, own, part = found.groups()
+        match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+        assert match
+        layer, own, part = match.groups()
         stored = NAMES[own]
         data, kind = weight.tobytes(), F32
         represented[name] = weight

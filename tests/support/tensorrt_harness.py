@@ -226,7 +226,7 @@ class Caller:
         assert plugin.asked("configure", tensors, outputs) == 0, self.harness.log()
         workspace = self.memory.bytes(plugin.asked("workspace", tensors, outputs), 0)[1:]  # not aligned
         assert plugin.asked("shape_change", tensors, outputs) == 0, self.harness.log()
-        given_, got, scratch = (
+        input_array, output_array, scratch = (
             (Tensor * len(tensors))(*tensors),
             (Tensor * len(outputs))(*outputs),
             self.memory.address(workspace),
@@ -234,6 +234,9 @@ class Caller:
         run = self.harness.library.kvt_enqueue
 
         def enqueue(alive: Any = (plugin, held, held_outputs, workspace)) -> None:
-            assert run(plugin.at, given_, len(given_), got, len(got), ctypes.c_void_p(scratch)) == 0, self.harness.log()
+            assert (
+                run(plugin.at, input_array, len(input_array), output_array, len(output_array), ctypes.c_void_p(scratch))
+                == 0
+            ), self.harness.log()
 
         return enqueue, held_outputs

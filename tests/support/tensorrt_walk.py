@@ -33,8 +33,8 @@ REDUCTIONS = {
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
-    found = [onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name]
-    return found[0] if found else default
+    matching = [onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name]
+    return matching[0] if matching else default
 
 
 def problems(model: onnx.ModelProto) -> Iterator[str]:
@@ -66,8 +66,8 @@ def problems(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def graphs(artifact: Path) -> dict[str, onnx.ModelProto]:
-    found = {kind: artifact / f"{kind}.onnx" for kind in PLANS}
-    return {kind: onnx.load(path, load_external_data=False) for kind, path in found.items() if path.exists()}
+    paths = {kind: artifact / f"{kind}.onnx" for kind in PLANS}
+    return {kind: onnx.load(path, load_external_data=False) for kind, path in paths.items() if path.exists()}
 
 
 def artifact_problems(artifact: Path) -> list[str]:

@@ -24,18 +24,18 @@ def parsed(text: str) -> dict[str, list[Any]]:
 
 
 def _message(lines: Iterator[str]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    fields: dict[str, list[Any]] = {}
     for line in lines:
         if line.strip() == "}":
-            return found
+            return fields
         if opened := re.fullmatch(r"\s*(\w+) \{", line):
-            found.setdefault(opened[1], []).append(_message(lines))
+            fields.setdefault(opened[1], []).append(_message(lines))
         else:
             name, value = re.fullmatch(r"\s*(\w+): (.+)", line).groups()  # type: ignore[union-attr]
-            found.setdefault(name, []).append(
+            fields.setdefault(name, []).append(
                 value if re.fullmatch(r"[A-Z_0-9]*[A-Z]\w*", value) else json.loads(value)
             )
-    return found
+    return fields
 
 
 class SequenceBatcher:

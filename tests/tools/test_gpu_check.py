@@ -30,10 +30,10 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> No
         if flags
         else "build,conformance,merge,model,transformers"
     )
-    # The part `build` compiles the kernels where that was not done yet: minutes on a busy machine, after which the
-    # default limit skips the parts that are left.
-    asked = ("--on-host", "--parts", parts, "--out", str(tmp_path), "--minutes", "60")
-    done = check(*asked, *flags, program="tests.support.forked_parts")
+    # The part `build` may have to compile the kernels. This takes minutes on a busy machine, and the default limit
+    # would skip the remaining parts.
+    options = ("--on-host", "--parts", parts, "--out", str(tmp_path), "--minutes", "60")
+    done = check(*options, *flags, program="tests.support.forked_parts")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "check.json").read_text())
     outcomes = {name: part["status"] for name, part in report["parts"].items()}

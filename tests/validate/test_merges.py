@@ -80,9 +80,9 @@ def test_of_a_tie_both_choices_are_right(seed: int) -> None:
     state = tied(seed, 0.0)
     into_9, into_12 = (merged_where_it_is(state, farther) for farther in (1 - 5e-6, 1 + 5e-6))
     assert not np.allclose(into_9[1], into_12[1])  # the values show that there is a choice
-    found = [flips(state, engine, merged(state)) for engine in (into_9, into_12)]
-    assert sorted(map(len, found)) == [0, 1]
-    (flip,) = found[0] or found[1]
+    differing = [flips(state, engine, merged(state)) for engine in (into_9, into_12)]
+    assert sorted(map(len, differing)) == [0, 1]
+    (flip,) = differing[0] or differing[1]
     assert flip.right
     assert flip.roundings in (0, 1, 4, 16)
 
@@ -91,20 +91,20 @@ def test_of_a_tie_both_choices_are_right(seed: int) -> None:
 def test_the_farther_target_is_wrong_and_is_named(seed: int) -> None:
     state = tied(seed, 0.001)  # slot 9 is nearer by far more than rounding
     wrong = merged_where_it_is(state, 1.01)
-    found = flips(state, wrong, merged(state))
-    assert len(found) == 1
-    assert not found[0].right
-    assert (found[0].layer, found[0].lane, found[0].head) == (0, 0, 0)
-    assert found[0].difference > found[0].allowed
+    differing = flips(state, wrong, merged(state))
+    assert len(differing) == 1
+    assert not differing[0].right
+    assert (differing[0].layer, differing[0].lane, differing[0].head) == (0, 0, 0)
+    assert differing[0].difference > differing[0].allowed
 
 
 def test_a_wrong_vote_is_no_tie() -> None:
     state = cache(4)
     wrong = merged(state)
     wrong[2] = wrong[2] * np.float32(1.001)
-    (found,) = flips(state, wrong, merged(state))
-    assert found.tensor == "votes"
-    assert not found.right
+    (flip,) = flips(state, wrong, merged(state))
+    assert flip.tensor == "votes"
+    assert not flip.right
 
 
 def test_float64_computes_in_float64_and_roundings_are_of_float32() -> None:

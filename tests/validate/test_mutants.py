@@ -45,7 +45,7 @@ def test_the_kernels_as_they_are_pass_and_planted_bugs_do_not(planted: tuple[Lib
         if mutant.name not in PLANTED:
             continue
         library.change(mutant)
-        found = verdict(library.path, engines[mutant.engine], EXAMINED)
+        verdict_of_mutant = verdict(library.path, engines[mutant.engine], EXAMINED)
         library.restore()
-        assert not found["passed"], mutant.name
-        assert "crashed" not in found, found
+        assert not verdict_of_mutant["passed"], mutant.name
+        assert "crashed" not in verdict_of_mutant, verdict_of_mutant

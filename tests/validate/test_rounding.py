@@ -35,8 +35,8 @@ def test_errors_alike_pass_and_six_times_larger_ones_are_found_more_often_than_b
     count: int,
 ) -> None:
     assert refused(count, 1.0)[0] == 0.0
-    found, alone = refused(count, 6.0)
-    assert found >= max(alone, 0.95)
+    refusals, alone = refused(count, 6.0)
+    assert refusals >= max(alone, 0.95)
 
 
 def test_a_few_errors_out_of_bounds_fail_where_they_are_far_out() -> None:

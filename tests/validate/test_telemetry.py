@@ -62,8 +62,8 @@ def test_attention_is_the_operators(window: int) -> None:
         query, key, value, torch.tensor([[now]]), torch.tensor([[1]]), *past, sinks, attributes=attributes
     )
     cache = Cache(*(x[0].double() for x in present[:3]), present[4][0].long())
-    found = attend(Query(query[0, :, 0].double(), now, sinks.double()), cache, attributes)
-    torch.testing.assert_close(found.output.reshape(heads * group, 5).float(), output[0, :, 0], rtol=1e-5, atol=1e-5)
+    actual = attend(Query(query[0, :, 0].double(), now, sinks.double()), cache, attributes)
+    torch.testing.assert_close(actual.output.reshape(heads * group, 5).float(), output[0, :, 0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

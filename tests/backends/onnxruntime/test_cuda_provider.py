@@ -57,8 +57,8 @@ def on_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_on_the_binding_says_what_the_functions_say(
     tiny_artifact: Path, on_the_binding: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = native.implementations(load(tiny_artifact).manifest)
-    assert {str(how) for how in found.values()} == {"native, CUDA kernels on the host"}
+    implementations = native.implementations(load(tiny_artifact).manifest)
+    assert {str(how) for how in implementations.values()} == {"native, CUDA kernels on the host"}
     tokens = generated(load(tiny_artifact))
     monkeypatch.setenv(native.VARIABLE, "off")
     assert generated(load(tiny_artifact)) == tokens
@@ -191,8 +191,8 @@ def test_a_layer_that_the_kernels_do_not_take_runs_from_its_function(tiny_artifa
     assert {str(how) for how in native.implementations(manifest).values()} == {f"function: {why}"}
     long = replace(second, budget=49_000, capacity=50_000)
     why = "function: layer 1 has no native kernel: the cache has more slots"
-    found = native.implementations(replace(manifest, cache=CachePlan((first, long))))
-    assert str(found["MergeCache"]).startswith(why) and found["VoteAttention"].native
+    implementations = native.implementations(replace(manifest, cache=CachePlan((first, long))))
+    assert str(implementations["MergeCache"]).startswith(why) and implementations["VoteAttention"].native
     manifest = replace(manifest, model=replace(manifest.model, query_heads=(64, 64)))
     assert "layer 0 has no native kernel: a KV head has more than 16 query heads" in str(
         native.implementations(manifest)["VoteAttention"]
@@ -261,7 +261,7 @@ def replayed(seen: list[Run], name: str) -> list[int]:
 def test_state_on_a_device_gives_what_state_on_the_host_gives(tiny_artifact: Path) -> None:
     host, device = load(tiny_artifact), on_device(tiny_artifact)
     assert generated(device) == generated(host)
-    assert generated(device, 5) == generated(host, 5), "lanes that were used before"
+    assert generated(device, 5) == generated(host, 5), "the lanes were used before"
     backends = [engine._pool._lanes.state for engine in (host, device)]  # type: ignore[union-attr]
     states = [backend.get_state() for backend in backends]  # type: ignore[attr-defined]
     for name, array in states[0].items():
@@ -277,8 +277,8 @@ def test_a_state_that_is_set_is_read_back(tiny_artifact: Path) -> None:
     rng = np.random.default_rng(0)
     expected = {name: rng.integers(0, 9, x.shape).astype(x.dtype) for name, x in backend.get_state().items()}
     backend.set_state(expected, np.array([[3], [4]]))
-    found = backend.get_state()
-    assert all((found[name] == x).all() for name, x in expected.items())
+    actual = backend.get_state()
+    assert all((actual[name] == x).all() for name, x in expected.items())
     assert (backend.past_length.read() == [[3], [4]]).all()  # type: ignore[attr-defined]
     assert backend.past_length.place(slice(1, 2))[3:] == ((1, 1), backend.past_length.place()[4] + 8)  # type: ignore[attr-defined]
 
@@ -298,11 +298,11 @@ def test_decode_steps_are_graphs_and_a_capture_appends_nothing(
     assert {seen[i + 1][0] for i in steps} == {TOP_LOGITS}
     seen.clear()
     assert generated(engine, 4) == generated(load(tiny_artifact), 4)
-    assert replayed(seen, DECODER) == replayed(seen, TOP_LOGITS) == [3], "the graphs were there"
+    assert replayed(seen, DECODER) == replayed(seen, TOP_LOGITS) == [3], "the graphs were captured before"
     seen.clear()
     assert engine.generate(PROMPTS[:2], max_new_tokens=4)[0].token_ids == generated(load(tiny_artifact), 4)[0]
     assert replayed(seen, DECODER) == replayed(seen, TOP_LOGITS) == [1 + 3], "other lanes, other graphs"
-    assert len({graph for _, graph in seen}) == len(set(seen)), "no two model have an id in common"
+    assert len({graph for _, graph in seen}) == len(set(seen)), "no two models share an id"
 
 
 def test_merges_of_one_lane_and_of_the_first_ones_are_graphs(
@@ -393,13 +393,13 @@ def test_a_capture_that_was_interrupted_is_begun_anew(tiny_artifact: Path, monke
 
 def test_a_layer_is_five_nodes_and_those_beside_are_what_the_documents_count(tiny_artifact: Path) -> None:
     nodes = onnx.load(tiny_artifact / "decoder.onnx", load_external_data=False).graph.node
-    found = Counter(node.op_type for node in nodes)
+    counts = Counter(node.op_type for node in nodes)
     layers = len(load_manifest(tiny_artifact).cache.caches)
-    assert (found.pop("Linear"), found.pop("VoteAttention")) == (4 * layers + 1, layers)
+    assert (counts.pop("Linear"), counts.pop("VoteAttention")) == (4 * layers + 1, layers)
     # float16 has three more casts: of cosines, of sines, and of the logits.
     launched = {"Range": 1, "Add": 2, "Cast": 1, "Mul": 1, "Cos": 1, "Sin": 1, "Slice": 1}
     launched |= {"Gather": 1, "Expand": 2, "GatherElements": 2, "Sub": 1, "Clip": 1}
-    assert found == launched | {"Shape": 1, "Squeeze": 1, "Unsqueeze": 3}
+    assert counts == launched | {"Shape": 1, "Squeeze": 1, "Unsqueeze": 3}
 
 
 def test_gpu_check_times_steps_that_merge_and_others(tiny_artifact: Path) -> None:

@@ -98,10 +98,10 @@ def test_without_a_provider_and_a_driver_both_are_named_and_the_code_is_3(cuda_a
 def test_inspect_and_the_doctor_say_what_runs_on_cuda(cuda_artifact: Path, no_gpu: None) -> None:
     shown = " ".join(CliRunner().invoke(app, ["inspect", str(cuda_artifact)]).stdout.split())
     assert "device cuda, where nothing runs here: onnxruntime" in shown
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["native_cuda"]
-    assert found["instruction_set"] == ""
-    assert found["problem"].endswith("there is no NVIDIA driver (libcuda.so.1 cannot be loaded)")
-    assert found["fix"].startswith("--device cpu")  # no package helps without a driver
+    diagnosis = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["native_cuda"]
+    assert diagnosis["instruction_set"] == ""
+    assert diagnosis["problem"].endswith("there is no NVIDIA driver (libcuda.so.1 cannot be loaded)")
+    assert diagnosis["fix"].startswith("--device cpu")  # no package helps without a driver
 
 
 BOTH = "onnxruntime 1.31 and onnxruntime-gpu 1.30 are both installed"

@@ -83,9 +83,9 @@ def test_both_engines_say_the_same_far_past_the_budget(
 def inspected(path: Path) -> tuple[dict[str, object], str]:
     data, shown = (CliRunner().invoke(app, ["inspect", str(path), *options]) for options in (["--json"], []))
     assert data.exit_code == shown.exit_code == 0
-    found = json.loads(data.stdout)
-    assert found["operators"] == {"VoteAttention": "function", "MergeCache": "function"}  # those of the artifact
-    return found["runs_here"], " ".join(shown.stdout.split())
+    inspection = json.loads(data.stdout)
+    assert inspection["operators"] == {"VoteAttention": "function", "MergeCache": "function"}  # those of the artifact
+    return inspection["runs_here"], " ".join(shown.stdout.split())
 
 
 @needs_library
@@ -128,12 +128,12 @@ def test_validate_says_what_it_compared(artifact: Callable[[str, str], Path], mo
 
 def doctor() -> dict[str, str]:
     shown = " ".join(CliRunner().invoke(app, ["doctor"]).stdout.split())
-    found: dict[str, str] = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["native"]
+    state: dict[str, str] = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["native"]
     assert (
-        f"native operators {found['instruction_set'] or 'none: ' + found['problem'] + '. To mend it: ' + found['fix']}"
+        f"native operators {state['instruction_set'] or 'none: ' + state['problem'] + '. To mend it: ' + state['fix']}"
         in shown
     )
-    return found
+    return state
 
 
 @needs_library

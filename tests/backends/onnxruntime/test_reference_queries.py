@@ -122,11 +122,11 @@ def test_in_place_has_the_bits_of_separate_buffers(op: str, attributes: dict[str
     )
     separate = dict(zip([output.name for output in one.get_outputs()], one.run(None, feed), strict=True))
     arrays = {name: array.copy() for name, array in feed.items()}
-    found = {name: arrays.get(prefix + name.removeprefix("present_"), separate[name].copy()) for name in separate}
+    outputs = {name: arrays.get(prefix + name.removeprefix("present_"), separate[name].copy()) for name in separate}
     binding = one.io_binding()
-    for bind, named in ((binding.bind_input, arrays), (binding.bind_output, found)):
+    for bind, named in ((binding.bind_input, arrays), (binding.bind_output, outputs)):
         for name, array in named.items():
             bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
     one.run_with_iobinding(binding)
-    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in separate.items()}
-    assert all(f"present_{name}" in found for name in RING)
+    assert {name: x.tobytes() for name, x in outputs.items()} == {name: x.tobytes() for name, x in separate.items()}
+    assert all(f"present_{name}" in outputs for name in RING)

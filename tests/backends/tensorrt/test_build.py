@@ -382,10 +382,10 @@ def test_top_logits_that_are_not_the_largest_logits_are_found_out(
 
     monkeypatch.setattr(trt, "TrtRunner", Runner)
     artifact = engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a")
-    found = _Phase.top_logits
+    original = _Phase.top_logits
 
     def shifted(phase: Any, lane: int) -> Any:
-        right = found(phase, lane)
+        right = original(phase, lane)
         return replace(right, ids=right.ids + 1)
 
     monkeypatch.setattr(_Phase, "top_logits", shifted)

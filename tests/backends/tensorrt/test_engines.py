@@ -50,9 +50,9 @@ def test_a_method_that_the_plugin_does_not_know_merges_from_its_function(
 ) -> None:
     monkeypatch.setattr(fake_tensorrt.IPluginCreatorV3One, "refused", "MergeCache")
     artifact = engines(tiny_artifact, tmp_path / "a")
-    found = load_manifest(artifact)
-    assert found.operators == {"VoteAttention": "plugin", "MergeCache": "function"}
-    assert found.engines["tensorrt"]["functions"] == {"MergeCache": "the plugin does not take node layer.0.merge"}
+    manifest = load_manifest(artifact)
+    assert manifest.operators == {"VoteAttention": "plugin", "MergeCache": "function"}
+    assert manifest.engines["tensorrt"]["functions"] == {"MergeCache": "the plugin does not take node layer.0.merge"}
     assert generated(artifact) == generated(tiny_artifact)
     with pytest.raises(EnvironmentProblem, match=r"does not take node layer\.0\.merge"):
         engines(tiny_artifact, tmp_path / "b", "plugin=always")
@@ -62,23 +62,23 @@ def test_a_method_that_the_plugin_does_not_know_merges_from_its_function(
 
 
 def test_state_is_read_and_written(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
-    ours, reference = (
+    on_tensorrt, reference = (
         kvexport.load(path).new_state(3) for path in (engines(tiny_artifact, tmp_path / "a"), tiny_artifact)
     )
     ids = np.random.default_rng(0).integers(0, 64, (3, 16))
-    for backend in (ours, reference):
+    for backend in (on_tensorrt, reference):
         for part, lengths in ((ids, [16, 4, 0]), (ids[:, :1], [1, 0, 1]), (ids[:, :7], [7, 7, 7]), (ids, [16, 16, 16])):
             backend.decode(part, np.array(lengths)[:, None])
         backend.merge(0, 2)
         backend.merge(1, 3)  # the lane's address is not aligned as TensorRT requires
-    state, expected = ours.get_state(), reference.get_state()
+    state, expected = on_tensorrt.get_state(), reference.get_state()
     for name, array in expected.items():
         np.testing.assert_allclose(state[name], array, atol=1e-5, err_msg=name)
     other = kvexport.load(tmp_path / "a").new_state(3)
     other.set_state(state, np.full((3, 1), 24))
     assert all(np.array_equal(array, state[name]) for name, array in other.get_state().items())
-    ours.clear(0, 3)
-    assert not any(array.any() for array in ours.get_state().values())
+    on_tensorrt.clear(0, 3)
+    assert not any(array.any() for array in on_tensorrt.get_state().values())
 
 
 DECODE, MERGE = 2, 1  # engines per graph: the decoder and the engine of the largest logits; the merge
@@ -144,8 +144,8 @@ def test_logits_stay_on_the_gpu_where_they_settle_the_token(
     prompts = PROMPTS[:2]  # so that no other copy has the size of the prompts' logits, or of one row
     engine.generate(prompts, max_new_tokens=2, **chosen)
     gpu.log.clear()
-    found = [c.token_ids for c in engine.generate(prompts, max_new_tokens=NEW, **chosen)]
-    assert found == [c.token_ids for c in kvexport.load(tiny_artifact).generate(prompts, max_new_tokens=NEW, **chosen)]
+    tokens = [c.token_ids for c in engine.generate(prompts, max_new_tokens=NEW, **chosen)]
+    assert tokens == [c.token_ids for c in kvexport.load(tiny_artifact).generate(prompts, max_new_tokens=NEW, **chosen)]
     chunks = -(-len(prompts[0]) // 16)
     copied = [entry[3] for entry in gpu.log if entry[0] == "cudaMemcpyAsync"]
     settled = chosen.get("top_k") != 0
@@ -158,8 +158,8 @@ def test_logits_stay_on_the_gpu_where_they_settle_the_token(
 def test_one_row_leaves_the_gpu_where_they_do_not(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
     engine = kvexport.load(engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
     chosen: dict[str, Any] = {"do_sample": True, "seed": 1, "top_k": 0, "top_p": 0.6}
-    found = [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, **chosen)]
-    assert found == [c.token_ids for c in kvexport.load(tiny_artifact).generate(PROMPTS, max_new_tokens=NEW, **chosen)]
+    tokens = [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, **chosen)]
+    assert tokens == [c.token_ids for c in kvexport.load(tiny_artifact).generate(PROMPTS, max_new_tokens=NEW, **chosen)]
     rows = engine.timing.whole_rows
     assert rows
     assert rows < (NEW - 1) * len(PROMPTS)

@@ -308,7 +308,7 @@ def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
         tensors[at] = Tensor.of(tensors[at].type, shape, [4, *shape[1:]])
     every = {(batch, tokens): kernels(batch, tokens) for batch in range(1, 5) for tokens in (1, 2, 300)}
     assert max(every, key=lambda case: every[case]) not in ((4, 1), (4, 300)), (
-        "no smaller problem takes more: nothing is shown"
+        "no smaller problem needs more, so the test shows nothing"
     )
     assert plugin.asked("workspace", tensors) == max(every.values()) + 256  # for its alignment
 
@@ -414,7 +414,7 @@ def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
         before = harness.cuda_calls
         assert plugin.asked("shape_change", tensors, outputs) == 0, harness.log()
         assert plugin.asked("enqueue", tensors, outputs, ctypes.c_void_p(memory.address(workspace))) == 0, harness.log()
-        assert harness.cuda_calls == before, "nothing is copied or allocated beside what the kernels do"
+        assert harness.cuda_calls == before, "the plugin copies or allocates memory itself"
         assert_near(output, right["output"], 1e-5, f"step {step}")
     copy = plugin.another("clone")
     del plugin

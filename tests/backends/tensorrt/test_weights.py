@@ -60,8 +60,8 @@ def test_weights_are_blocks_of_int4_that_products_read(artifact: Path, refusal: 
     assert not list(problems(model))
     held = {x.name: x for x in model.graph.initializer}
     readers = {name: node for node in model.graph.node for name in node.input}
-    found = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
-    for node in found:
+    dequantized = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    for node in dequantized:
         weight, scale = (held[name] for name in node.input)
         assert (weight.data_type, scale.data_type) == (TensorProto.INT4, TensorProto.FLOAT16)
         assert [attribute(node, x) for x in ("axis", "block_size", "output_dtype")] == [1, 64, TensorProto.FLOAT16]
@@ -72,7 +72,7 @@ def test_weights_are_blocks_of_int4_that_products_read(artifact: Path, refusal: 
         assert product.op_type == "MatMul" and product.input[1] == transposed.output[0]
     # Queries, keys, values, outputs, gate and up of two layers. 96 inputs have no blocks of this size, and the head has
     # no int4.
-    assert len(found) == len({node.input[0] for node in found}) == 12
+    assert len(dequantized) == len({node.input[0] for node in dequantized}) == 12
     assert {x.data_type for x in model.graph.initializer} & {TensorProto.UINT8, TensorProto.INT8} == set()
     assert load_manifest(artifact).model.packed == {"int4, groups of 64": 12}
 

@@ -162,8 +162,8 @@ def test_the_pick_goes_up_while_rows_are_on_their_own(lines: list[str], picks: l
     ],
 )
 def test_a_linear_reads_rows_of_its_data_and_its_residual(line: str, picks: list[str]) -> None:
-    after, found = moved(model_of(line, *TAIL))
-    assert found == picks
+    after, picked = moved(model_of(line, *TAIL))
+    assert picked == picks
     shapes = {
         value.name: [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
         for value in after.graph.value_info

@@ -30,11 +30,11 @@ def test_norms_that_scale_in_float32_round_once(kind: type[nn.Module]) -> None:
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     with torch.no_grad():
         expected = norm(rows).numpy()
-    (got,) = session.run(None, {"rows": rows.numpy()})
-    assert got.dtype == np.float16
+    (actual,) = session.run(None, {"rows": rows.numpy()})
+    assert actual.dtype == np.float16
     # Sums in another order move a few values to the next float16. One more rounding, of rows or scale, would move a
     # quarter of them.
-    assert (got != expected).mean() < 0.01
+    assert (actual != expected).mean() < 0.01
 
 
 @pytest.mark.parametrize(

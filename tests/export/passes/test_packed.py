@@ -116,14 +116,14 @@ def test_what_was_put_is_recognised(packing: PackedFormat) -> None:
         model = graph(dtype, embedding=False)
         put_packed(model, {"w": packing}, lambda a, b: a == b)
         transposes = {node.inputs[0]: node for node in model.graph if node.op_type == "Transpose"}
-        found = [packed for value in transposes if (packed := packed_of(value))]
-        assert len(found) == 1
-        assert found[0].group == packing.group
-        assert [x is not None for x in (found[0].zero, found[0].minimum)] == [
+        recognised = [packed for value in transposes if (packed := packed_of(value))]
+        assert len(recognised) == 1
+        assert recognised[0].group == packing.group
+        assert [x is not None for x in (recognised[0].zero, recognised[0].minimum)] == [
             packing.offset == "zero",
             packing.offset == "minimum",
         ]
-        assert found[0].weight.dtype is not None and found[0].weight.dtype.name == packing.dtype.upper()
+        assert recognised[0].weight.dtype is not None and recognised[0].weight.dtype.name == packing.dtype.upper()
 
 
 def test_an_order_is_refused_where_no_product_reads_the_weight() -> None:

@@ -66,8 +66,8 @@ def sources(recipe: Recipe) -> dict[str, Any]:
 
 
 def test_a_norm_takes_back_what_its_projections_are_given(checkpoint: Path, text: Path) -> None:
-    found = sources(recipe_of(checkpoint, text))
-    norms = {name for name, source in found.items() if isinstance(source, ScaledNorm)}
+    changed = sources(recipe_of(checkpoint, text))
+    norms = {name for name, source in changed.items() if isinstance(source, ScaledNorm)}
     of = ("input_layernorm", "post_attention_layernorm")
     assert norms == {f"model.layers.{i}.{norm}.weight" for i in range(2) for norm in of}
     held = load_file(checkpoint / "model.safetensors")
@@ -75,11 +75,11 @@ def test_a_norm_takes_back_what_its_projections_are_given(checkpoint: Path, text
         for norm, projections in zip(of, (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
                                           ["mlp.gate_proj", "mlp.up_proj"]), strict=True):  # fmt: skip
             name = f"model.layers.{i}.{norm}.weight"
-            scales = {found[f"model.layers.{i}.{x}.weight"].channels for x in projections}
+            scales = {changed[f"model.layers.{i}.{x}.weight"].channels for x in projections}
             (scale,) = (np.frombuffer(x, np.float32) for x in scales)
-            np.testing.assert_allclose(dense_values(found[name]) * scale, held[name], rtol=1e-6)
+            np.testing.assert_allclose(dense_values(changed[name]) * scale, held[name], rtol=1e-6)
             assert scale.max() > 1.2 * scale.min()
-    others = [name for name, source in found.items() if isinstance(source, Rounded) and not source.channels]
+    others = [name for name, source in changed.items() if isinstance(source, Rounded) and not source.channels]
     assert {name.split(".")[-2] for name in others} == {"o_proj", "down_proj", "embed_tokens"}
 
 

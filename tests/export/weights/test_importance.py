@@ -267,6 +267,7 @@ def test_inputs_are_multiplied_as_they_are_where_the_recipe_says_so(artifact: Pa
     for node in nodes:
         assert [attribute.i for attribute in node.attribute if attribute.name == "float_input"] == [1]
     logits = [
-        kvexport.load(artifact, float_input=asked).lanes(1).prefill([np.arange(30)]).copy() for asked in (False, True)
+        kvexport.load(artifact, float_input=float_input).lanes(1).prefill([np.arange(30)]).copy()
+        for float_input in (False, True)
     ]
     np.testing.assert_array_equal(*logits)

@@ -43,12 +43,12 @@ def error(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
 def test_errors_are_below_those_of_one_scale(tmp_path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     entry = entry_of(tmp_path, weight)
-    found = error(weight, dense_values(Rounded(entry, SYMMETRIC)))
+    rounding_error = error(weight, dense_values(Rounded(entry, SYMMETRIC)))
     groups = weight.reshape(-1, 32)
     largest = np.take_along_axis(groups, np.abs(groups).argmax(1)[:, None], 1)
     scale = (largest / -8).astype(np.float16).astype(np.float32)
     nearest = (np.rint(groups / scale).clip(-8, 7) * scale).reshape(weight.shape)
-    assert found < 0.92 * error(weight, nearest)
+    assert rounding_error < 0.92 * error(weight, nearest)
     shifted = weight + 3  # values of one sign, for which zero points help
     (tmp_path / "shifted").mkdir()
     entry = entry_of(tmp_path / "shifted", shifted)

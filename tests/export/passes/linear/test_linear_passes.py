@@ -242,8 +242,10 @@ def test_no_more_than_three_products_become_one() -> None:
         "o = Transpose <perm = [1, 0]> (w)",
     ]
     lines += ["k = Transpose <perm = [1, 0]> (v)", *more, "y = Sum (ty, uy, oy, ky)"]
-    found = [node for node in fused(body(*lines), {name: SQUARE[name] for name in "wv"}, True) if node[0] in ("", "3")]
-    assert found == [("3", "x", "w", "v", "w"), ("", "x", "v")]
+    linears = [
+        node for node in fused(body(*lines), {name: SQUARE[name] for name in "wv"}, True) if node[0] in ("", "3")
+    ]
+    assert linears == [("3", "x", "w", "v", "w"), ("", "x", "v")]
 
 
 def test_weights_of_other_types_are_left_alone() -> None:

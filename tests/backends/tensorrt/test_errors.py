@@ -41,9 +41,9 @@ def problem(artifact: Path, out: Path, *settings: str) -> EnvironmentProblem:
 
 def test_without_cuda_bindings(tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    found = problem(tiny_artifact, tmp_path / "a")
-    assert "cuda-bindings cannot be used" in found.problem
-    assert "pip install 'kvexport[tensorrt]'" in found.fix
+    refusal = problem(tiny_artifact, tmp_path / "a")
+    assert "cuda-bindings cannot be used" in refusal.problem
+    assert "pip install 'kvexport[tensorrt]'" in refusal.fix
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_without_the_drivers_library(
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 
     monkeypatch.setattr(gpu, "cudaGetDeviceCount", missing)
-    found = problem(tiny_artifact, tmp_path / "a")
-    assert "libcuda.so.1" in found.problem
-    assert "driver" in found.fix
+    refusal = problem(tiny_artifact, tmp_path / "a")
+    assert "libcuda.so.1" in refusal.problem
+    assert "driver" in refusal.fix
 
 
 def test_with_no_device_or_one_that_is_too_old(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
@@ -118,13 +118,13 @@ def test_a_cache_that_tensorrt_cannot_sort_is_refused_before_engines_are_built(
     tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "MOST_SORTED", 8)
-    found = problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=never")
-    assert re.search("cache 0 has [0-9]+ slots, and TensorRT sorts at most 8 without .* switched off", found.problem)
-    assert "plugins/build.py tensorrt" in found.fix
+    refusal = problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=never")
+    assert re.search("cache 0 has [0-9]+ slots, and TensorRT sorts at most 8 without .* switched off", refusal.problem)
+    assert "plugins/build.py tensorrt" in refusal.fix
     monkeypatch.setitem(gpu_limits.SHARED, (8, 9), 2300)
     gpu.capability = (8, 9)
-    found = problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=never")
-    assert "where a thread block has 2 KiB of shared memory (compute capability 8.9)" in found.problem
+    refusal = problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=never")
+    assert "where a thread block has 2 KiB of shared memory (compute capability 8.9)" in refusal.problem
 
 
 def test_a_jetson_with_less_memory_than_an_engine_and_its_plan_is_refused(
@@ -135,9 +135,9 @@ def test_a_jetson_with_less_memory_than_an_engine_and_its_plan_is_refused(
         monkeypatch.setattr(module, "machine_memory", lambda: (2 * weights - 1, 0))
     assert environment.most_weights() == "", "memory that the GPU does not share is no limit"
     monkeypatch.setattr(environment, "JETSON", tmp_path)
-    found = problem(tiny_artifact, tmp_path / "a")
-    assert "an engine with its plan takes" in found.problem
-    assert "weights.bits=4" in found.fix
+    refusal = problem(tiny_artifact, tmp_path / "a")
+    assert "an engine with its plan takes" in refusal.problem
+    assert "weights.bits=4" in refusal.fix
     assert environment.most_weights().startswith("up to about ")
 
 

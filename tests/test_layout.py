@@ -205,7 +205,7 @@ NOT_SOURCE = {"__init__.py", "__pycache__", "_native", "_recipes", "py.typed"}
 
 
 def table_of(folder: str) -> list[str]:
-    """The names in the first column of the architecture's table of a folder, in order."""
+    """Return the names in the first column of the architecture's table of a folder, in order."""
     rows = ARCHITECTURE.split(f"| `{folder}/` | role |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
     return [name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
 

@@ -18,7 +18,7 @@ from tests.conformance.oracle_vectors import attention, cosine, mean, ridge_regr
 
 @dataclass
 class Slot:
-    """One slot of one head."""
+    """A slot of one head, with its contents and its row."""
 
     key: np.ndarray
     value: np.ndarray

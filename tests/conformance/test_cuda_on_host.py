@@ -131,9 +131,9 @@ def test_decode_over_many_splits_for_every_group(caller: Caller, group: int) -> 
     hold_to_oracle(caller, inputs, VoteAttentionAttributes(0.3, 1.0, BOTH))
 
 
-# The used slots of caches of 420 slots, in splits of one or two blocks. In order: all but one, empty with a token,
-# empty without, all, one slot less than a block, a block with the token in a split of its own, one slot less than
-# several blocks, several blocks, and one slot less again.
+# Used slots of caches of 420 slots, in splits of one or two blocks of 32: all but one, none (twice, so that a case has
+# a new token and another has none), all, a block less one, a block whose new token is in a split of its own, four
+# blocks less one, four blocks, and three blocks less one.
 EDGES = [419, 0, 0, 420, 31, 32, 127, 128, 95]
 
 

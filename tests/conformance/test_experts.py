@@ -31,7 +31,7 @@ FORMS = [
     ExpertsForm("silu", limit=0.5),
     ExpertsForm("silu", slope=1.702, limit=0.7, up_offset=1.0, bias=1),
 ]
-# (type of the integers, number of inputs per weight, type of the scales, group of first, group of down)
+# (type of the integers, key of PACKED for the inputs after a weight, type of the scales, group of first, group of down)
 PACKINGS = [
     ("int4", 1, "float16", 32, 32),
     ("uint4", 2, "float16", 32, 16),

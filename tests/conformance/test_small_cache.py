@@ -101,7 +101,7 @@ def test_attention_equals_the_oracle(backend: Backend, profile: Profile, cache_t
     new = {name: stored(inputs[name], bits[name]) for name in bits}
     expected = vote_attention(wide(inputs, "past_") | {name: plain(*x) for name, x in new.items()}, profile.attributes)
     assert actual["output"].dtype == inputs["query"].dtype
-    # The product with a rotated row has four times as many roundings, even if the terms of its sum cancel out.
+    # The rotation of a product adds as many roundings again, and cancellation in the sum does not make them smaller.
     single, rounded = 4 * single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
     assert_near(actual["output"], expected["output"], max(single, rounded), "output")
     for b, (used, length) in enumerate(scenario.lanes):

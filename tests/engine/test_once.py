@@ -26,7 +26,7 @@ from tests.support import models
 
 BUDGET, CHUNK, EVERY, LENGTH = 16, 8, 12, 128
 PROMPT = 61
-FITTED = {"method": "attention_matching", "parameters": {"after": "ballot", "queries": 6}}  # means of three tokens
+FITTED = {"method": "attention_matching", "parameters": {"after": "ballot", "queries": 6}}  # rows of three tokens
 
 
 def recipe_of(checkpoint: Path, **cache: Any) -> Recipe:

@@ -98,7 +98,10 @@ def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("settings", [{"every": 1, "slots": 24}, {"every": 8, "slots": 250}, {"slots": 90, "delay": 3}])
 def test_what_fits_is_answered_by_the_full_cache(opened: Any, full: Engine, settings: dict[str, Any]) -> None:
-    """The answers are the full cache's if every step reads it, or if the slots hold up to 24, 150 and 90 tokens."""
+    """The answers are the full cache's if every step reads it, or if the slots hold all tokens.
+
+    The cases have answers of 60 and 29 tokens to prompts of up to 60.
+    """
     new = {24: 60, 250: 60, 90: 29}[settings["slots"]]
     batch = [ids[:60] for ids in prompts(1)]
     assert answers(opened(**settings), batch, new) == answers(full, batch, new)

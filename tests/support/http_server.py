@@ -55,7 +55,7 @@ class Connections(set[Any]):
 
 
 class Running:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         url: The address of the server.
@@ -74,11 +74,11 @@ class Running:
         return self.service.worker._thread.call(function).result(timeout=60)
 
     def wait_for_clients(self, accepted: int = 0) -> None:
-        """Wait until every client has gone and nothing of its request is left.
+        """Wait until every client has gone and no part of its request is left.
 
-        A client that closed its connection may not have been accepted yet, and the request of one that was accepted
-        may reach the engine after all others have finished. So the conditions are awaited in the order in which a
-        request passes through the server: none of them can become false again.
+        A client that closed its connection may not have been accepted yet, and the request of an accepted client may
+        reach the engine after all others have finished. So the conditions are awaited in the order in which a request
+        passes through the server: none of them can become false again.
 
         Args:
             accepted: The value of `connections.accepted` once the last client is accepted.

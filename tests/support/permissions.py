@@ -14,9 +14,9 @@ _VERSION, _OVERRIDE = 0x20080522, 1 << 1  # _LINUX_CAPABILITY_VERSION_3, CAP_DAC
 
 @contextmanager
 def permissions_hold() -> Iterator[None]:
-    """Within the block this thread, and threads that it starts, write only what the permissions of files allow.
+    """Make this thread, and threads that it starts, obey file permissions until the end of the `with` block.
 
-    Root may write every file by a capability of its threads. The capability is given up until the end of the block.
+    Root has a capability to write every file. The thread gives it up until the end of the block.
     """
     if os.geteuid() != 0:
         yield

@@ -1,4 +1,4 @@
-"""The draw of texts for the stranger's test: complete, without context, and the same for the same seed."""
+"""Tests of the draw of texts for the stranger's test: complete, without context, and the same for the same seed."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Data:
 
     @property
     def words(self) -> NDArray[np.int64]:
-        """The token ids of all names and things."""
+        """Return the token ids of all names and things."""
         return np.array([token for word in (*self.names, *self.things) for token in self.encode(f" {word}")])
 
     def encode(self, text: str) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -289,6 +289,7 @@ def load(
     verify: bool = True,
     float_input: bool = False,
     lanes: int | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
     options: EngineOptions | None = None,
     progress: Show = silent,
 ) -> Engine:
@@ -310,6 +311,7 @@ def load(
         verify: See `kvexport.engine.load.load`.
         float_input: See `kvexport.engine.load.load`.
         lanes: The most sequences that run at once, as in `EngineOptions`.
+        adapters: See `kvexport.engine.load.load`.
         options: The engine's options; None takes the defaults.
         progress: Shows what a build is doing.
 
@@ -335,6 +337,7 @@ def load(
         verify=verify,
         float_input=float_input,
         lanes=lanes,
+        adapters=adapters,
         options=options,
     )
 

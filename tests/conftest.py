@@ -80,6 +80,29 @@ def tiny_artifact(tiny_recipe: Path) -> Path:
     return kvexport.build(tiny_recipe, tiny_recipe.parent / "artifact")
 
 
+@pytest.fixture(scope="session")
+def adapters(tiny_checkpoint: Path) -> dict[str, Path]:
+    """The folders of two LoRA adapters of the tiny model by name, of different rank, scale and projections."""
+    from tests.support.adapters import MODULES, adapter
+
+    folder = tiny_checkpoint.parent
+    wide = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.gate_proj", *MODULES)
+    return {
+        "one": adapter(folder / "one", tiny_checkpoint, lora_alpha=1),
+        "two": adapter(folder / "two", tiny_checkpoint, wide, rank=4, seed=2, lora_alpha=2, use_rslora=True),
+    }
+
+
+@pytest.fixture(scope="session")
+def adapted_artifact(tiny_checkpoint: Path) -> Path:
+    """The artifact of the tiny recipe that takes two adapters of rank 4. Tests must not change it."""
+    import kvexport
+    from kvexport.recipe.fields import Recipe
+
+    recipe = {**RECIPE, "model": {"path": str(tiny_checkpoint)}, "adapters": {"count": 2, "rank": 4}}
+    return kvexport.build(Recipe.model_validate(recipe), tiny_checkpoint.parent / "adapted")
+
+
 @pytest.fixture
 def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in place of that of shipped recipes. The current directory is another empty folder beside it."""

@@ -117,6 +117,7 @@ class Manifest:
         limits: The largest inputs of the graphs.
         operators: The implementation of each operator of the contract, or None if the artifact does not need it.
         versions: The versions of the packages that built the artifact, or None for one that was not installed.
+        adapters: The numbers of inputs and outputs of each projection that takes LoRA adapters, by its module.
         engines: The additions of each backend to the ONNX graphs, by the backend's name and in its own format.
         files: Every file except the manifest by its relative POSIX path; empty until the files are digested.
         contract_version: The version of the contract.
@@ -131,6 +132,7 @@ class Manifest:
     limits: Limits
     operators: Mapping[str, str | None]
     versions: Mapping[str, str | None]
+    adapters: Mapping[str, tuple[Count, Count]] = field(default_factory=dict)
     engines: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
@@ -162,6 +164,7 @@ class Manifest:
             "limits": asdict(self.limits),
             "operators": dict(self.operators),
             "versions": dict(self.versions),
+            **({"adapters": {name: list(sizes) for name, sizes in self.adapters.items()}} if self.adapters else {}),
             "engines": dict(self.engines),
             "contract_version": self.contract_version,
         }
@@ -196,6 +199,8 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
         raise unusable(root, "cache", f"has {caches} entries, model.layers is {layers}")
     if query_heads != caches:
         raise unusable(root, "model.query_heads", f"has {query_heads} entries, model.layers is {layers}")
+    if bool(manifest.adapters) != bool(manifest.recipe.adapters.count):
+        raise unusable(root, "adapters", f"has {len(manifest.adapters)} projections, unlike its recipe")
     _check_limits(root, manifest)
     _check_ranks(root, manifest)
     return manifest

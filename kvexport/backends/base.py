@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvexport.artifact.manifest import Manifest
+    from kvexport.backends.adapters import Adapters
     from kvexport.backends.model_state import LoadedModel
     from kvexport.cache import CachePlan
     from kvexport.methods.base import Method
@@ -44,12 +45,14 @@ class LoadOptions:
         device: The device to run on.
         cuda_graph: Whether calls are replayed as CUDA graphs.
         float_input: Whether packed weights are multiplied with unrounded inputs, whatever the ONNX graph allows.
+        adapters: The LoRA adapters, for a decoder that takes some.
     """
 
     threads: int | None = None
     device: str | None = None
     cuda_graph: bool | None = None
     float_input: bool = False
+    adapters: Adapters | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ class Backend(ABC):
         prepared: The files that `preparation` may add to an artifact; empty if the ONNX graphs are enough.
         positive_scales: Whether packed weights must have scales above 0.
         runs_experts: Whether the backend runs Experts nodes, by a kernel or by their ONNX function.
+        runs_adapters: Whether the backend runs decoders that take LoRA adapters.
     """
 
     name: ClassVar[str]
@@ -163,6 +167,7 @@ class Backend(ABC):
     prepared: ClassVar[frozenset[str]] = frozenset()
     positive_scales: ClassVar[bool] = False
     runs_experts: ClassVar[bool] = True
+    runs_adapters: ClassVar[bool] = False
 
     @abstractmethod
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:

@@ -116,6 +116,17 @@ class ModelState(LaneState, Protocol):
         """Copy the state tensors of batch lane `source` over those of lane `target`, on the device."""
         ...
 
+    def adapt(self, lane: int, rows: range) -> None:
+        """Choose the LoRA adapter with which one batch lane is computed from now on.
+
+        Args:
+            lane: The lane.
+            rows: The adapter's rows (`kvexport.backends.adapters.Adapter.rows`); empty for the model without an
+                adapter, the only choice of backends that run no adapters.
+        """
+        if rows:
+            raise NotImplementedError
+
     def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
         """Return views of one lane's state tensors with all slots; None if the tensors are not in host memory."""
         ...

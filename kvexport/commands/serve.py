@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -57,6 +58,13 @@ def serve(
         server_option(
             metavar="NAME",
             help="Answer requests that name this model. This option is repeatable; '*' accepts any name.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        server_option(
+            metavar="NAME=FOLDER",
+            help="Load a LoRA adapter in PEFT's format, and answer requests that name it. This option is repeatable.",
         ),
     ] = None,
     allow_host: Annotated[
@@ -132,7 +140,7 @@ def serve(
 
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """
-    keys = keys_of(host, api_key)
+    keys, adapters = keys_of(host, api_key), adapters_of(adapter or ())
     from kvexport.packages import require
 
     require("serve")
@@ -172,6 +180,7 @@ def serve(
         device=device,
         threads=threads,
         lanes=lanes,
+        adapters=adapters,
     )
     app = create_app(engine, settings)
     say(f"memory: {app.state.service.memory}")
@@ -195,6 +204,22 @@ def keys_of(host: str, api_key: list[str] | None) -> tuple[str, ...]:
             f"--api-key KEY, or {KEY_VARIABLE}=KEY in the environment",
         )
     return keys
+
+
+def adapters_of(options: Sequence[str]) -> dict[str, str]:
+    """Return the folder of each LoRA adapter by its name, from values NAME=FOLDER of the option --adapter.
+
+    Raises:
+        UsageError: A value has no name or no folder, or a name comes twice.
+    """
+    adapters: dict[str, str] = {}
+    for option in options:
+        name, _, folder = option.partition("=")
+        if not name or not folder or name in adapters:
+            problem = f"names {name!r} twice" if name in adapters else f"is {option!r}, expected a name and a folder"
+            raise UsageError(f"--adapter {problem}", "--adapter NAME=FOLDER")
+        adapters[name] = folder
+    return adapters
 
 
 def _is_loopback(host: str) -> bool:

@@ -86,6 +86,12 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
             "graph, which reads all of it: its tokens would not be the engine's",
             "--kind python",
         )
+    if kind == "state" and manifest.adapters:
+        raise UsageError(
+            "the artifact takes LoRA adapters, whose matrices are inputs of the ONNX graph, and Triton's requests do "
+            "not bring them",
+            "kvexport build --recipe NAME --set adapters.count=0, or --kind python",
+        )
     with replaced(out, "Triton model repository", is_repository) as work:
         folder = work / name / "1"
         folder.mkdir(parents=True)

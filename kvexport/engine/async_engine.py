@@ -65,11 +65,12 @@ class AsyncEngine:
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         *,
+        adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> Completion:
         """Answer one prompt. Arguments and errors are those of `Engine.generate`; `asyncio.gather` answers several."""
-        request = await self._request(prompt, settings, logits_processor, overrides)
+        request = await self._request(prompt, settings, adapter, logits_processor, overrides)
         return await self._completion(request)
 
     async def astream(
@@ -77,11 +78,12 @@ class AsyncEngine:
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         *,
+        adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> AsyncGenerator[Token, None]:
         """Yield the tokens of the answer to one prompt. Arguments and errors are those of `Engine.stream`."""
-        request = await self._request(prompt, settings, logits_processor, overrides)
+        request = await self._request(prompt, settings, adapter, logits_processor, overrides)
         async with aclosing(self._tokens(request)) as tokens:
             async for token in tokens:
                 yield token
@@ -94,11 +96,16 @@ class AsyncEngine:
         return await self.agenerate(prompt, settings, **overrides)
 
     async def _request(
-        self, prompt: Prompt, settings: GenerationSettings | None, processors: Processors, overrides: dict[str, Any]
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | None,
+        adapter: str | None,
+        processors: Processors,
+        overrides: dict[str, Any],
     ) -> Request:
         chosen = settings or self.engine.settings(**overrides)
         ids = await asyncio.to_thread(self.engine.encode, prompt)
-        return Request(ids, chosen, processors=as_processors(processors))
+        return Request(ids, chosen, processors=as_processors(processors), adapter=adapter)
 
     async def _completion(self, request: Request) -> Completion:
         completion = Completion(len(request.prompt))

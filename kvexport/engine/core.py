@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
+from kvexport.backends.adapters import Adapters
 from kvexport.backends.model_state import LoadedModel, ModelState
 from kvexport.engine.calls import ModelCalls
 from kvexport.engine.forks import Forks
@@ -25,7 +26,7 @@ from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import FINISHED, FinishReason, Prompt, Request, Timing
 from kvexport.engine.scheduler import Schedule, Scheduler
 from kvexport.engine.speculation import drafter_of
-from kvexport.engine.start import encode, nothing_saved, prepare, snapshot_of
+from kvexport.engine.start import adapter_of, encode, nothing_saved, prepare, snapshot_of
 from kvexport.engine.turns import Turns
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from kvexport.language.chat import read_json
@@ -61,11 +62,17 @@ class EngineCore:
         timing: The figures of the last call of `generate`, `stream` or `chat`.
         prefixes: The states of prompt prefixes; None if none are kept.
         drafter: The function that drafts tokens; None if nothing is drafted.
+        adapters: The LoRA adapters that requests may name.
         preemptions: How often a request lost its lane to a request of a better priority.
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, model: LoadedModel, options: EngineOptions | None = None
+        self,
+        path: Path,
+        manifest: Manifest,
+        model: LoadedModel,
+        options: EngineOptions | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Create an inference engine without requests. `kvexport.load` is the usual way to get one.
 
@@ -74,6 +81,7 @@ class EngineCore:
             manifest: The artifact's description.
             model: The graphs of the artifact, loaded.
             options: The options; None takes the defaults.
+            adapters: The LoRA adapters that the model was loaded with.
 
         Raises:
             UsageError: More lanes are asked for than the artifact was built for, or the recipe's drafts cannot be made
@@ -82,7 +90,7 @@ class EngineCore:
         options = options or EngineOptions()
         limits = manifest.limits
         self.path, self.manifest, self.options, self.model = path, manifest, options, model
-        self.plan = manifest.cache
+        self.plan, self.adapters = manifest.cache, adapters or Adapters()
         self.vocabulary = manifest.model.vocabulary
         self.max_length, self.max_batch = limits.max_length, limits.max_batch
         if options.lanes is not None:
@@ -179,8 +187,8 @@ class EngineCore:
             The number of the request, for `cancel` and `preempt`.
 
         Raises:
-            UsageError: The prompt or its settings cannot be used, or the engine is closed.
-            SnapshotError: `request.start` is a snapshot of another artifact.
+            UsageError: The prompt, its settings or its adapter cannot be used, or the engine is closed.
+            SnapshotError: `request.start` is a snapshot of another artifact or adapter.
             QueueFullError: `options.max_waiting` requests wait already.
         """
         with self._turns:
@@ -190,10 +198,11 @@ class EngineCore:
                 raise QueueFullError(f"{len(self._scheduler.waiting)} requests wait already", "try again later")
             if request.start is not None:
                 self.origin.check(request.start.origin)
+            request.loaded = adapter_of(request, self.adapters)
             prepare(request, self.encode(request.prompt, after=request.start), self.settings(), self.grammars)
             request.timing.prompt_tokens += request.unread
             if self.prefixes is not None and not request.done:
-                request.keys = self.prefixes.keys(request.ids)
+                request.keys = self.prefixes.keys(request.ids, request.digest)
             self._requests[request.id] = request
             self._scheduler.add(request)
             return request.id
@@ -349,6 +358,8 @@ class EngineCore:
                 self._pool.begin(request.lane, request.start.saved)
             else:
                 self._pool.begin(request.lane, self.prefixes.begin(request) if self.prefixes is not None else None)
+            if self.adapters.by_name:
+                self._pool.state.adapt(request.lane, range(0) if request.loaded is None else request.loaded.rows)
         return advanced
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> None:

@@ -33,7 +33,7 @@ class Engine(EngineCore):
 
         Weights, tokenizer, compiled grammars and chat template are in memory once.
         """
-        other = Engine(self.path, self.manifest, self.model, options)
+        other = Engine(self.path, self.manifest, self.model, options, self.adapters)
         other.tokenizer, other.grammars = self.tokenizer, self.grammars
         other.generation_config, other.chat_template = self.generation_config, self.chat_template
         return other
@@ -53,6 +53,7 @@ class Engine(EngineCore):
         prompts: Prompt | Sequence[Prompt],
         settings: GenerationSettings | None = None,
         *,
+        adapter: str | None = None,
         logits_processor: Processors = None,
         on_prefill: Callable[[int, int], None] | None = None,
         **overrides: Any,
@@ -65,6 +66,7 @@ class Engine(EngineCore):
         Args:
             prompts: Text or token ids, or a list of either.
             settings: The settings; None takes `self.settings(**overrides)`.
+            adapter: The name of the LoRA adapter that answers; None for the model without one.
             logits_processor: A function, or several, called before every token with the token ids of prompt and answer,
                 [n] int64, and the logits, [vocabulary] float32. It returns the logits to choose from.
             on_prefill: Called after every chunk with the tokens that have been read and the tokens of all prompts.
@@ -81,7 +83,9 @@ class Engine(EngineCore):
         chosen = settings or self.settings(**overrides)
         self._check_count(len(batch))
         bundle, processors = Bundle(), as_processors(logits_processor)
-        requests = [Request(ids, chosen, bundle, i, processors=processors) for i, ids in enumerate(batch)]
+        requests = [
+            Request(ids, chosen, bundle, i, processors=processors, adapter=adapter) for i, ids in enumerate(batch)
+        ]
         return tokens_of(self, requests, bundle, on_prefill)
 
     def generate(
@@ -89,6 +93,7 @@ class Engine(EngineCore):
         prompts: Prompt | Sequence[Prompt],
         settings: GenerationSettings | None = None,
         *,
+        adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> list[Completion]:
@@ -97,6 +102,7 @@ class Engine(EngineCore):
         Args:
             prompts: Text or token ids, or a list of either.
             settings: The settings; None takes `self.settings(**overrides)`.
+            adapter: See `stream`.
             logits_processor: See `stream`.
             overrides: See `settings`; ignored if `settings` is not None.
 
@@ -108,7 +114,7 @@ class Engine(EngineCore):
             Exception: The error of a sequence that failed.
         """
         batch = [self.encode(p) for p in as_batch(prompts)]
-        stream = self.stream(batch, settings, logits_processor=logits_processor, **overrides)
+        stream = self.stream(batch, settings, adapter=adapter, logits_processor=logits_processor, **overrides)
         return collect([len(ids) for ids in batch], stream)
 
     @cached_property
@@ -169,7 +175,7 @@ class Engine(EngineCore):
             messages: Mappings with "role" and "content", the last one the user's.
             settings: The settings; None takes `self.settings(**overrides)`.
             stream: True returns an iterator of tokens, each as soon as it is chosen.
-            overrides: See `settings`; also `logits_processor`.
+            overrides: See `settings`; also `adapter` and `logits_processor`.
 
         Raises:
             UsageError: The artifact has no chat template, or messages or settings cannot be used.

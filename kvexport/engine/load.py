@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from kvexport import backends
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
+from kvexport.backends.adapters import load_adapters
 from kvexport.backends.base import Backend, LoadOptions
 from kvexport.backends.model_state import LoadedModel
 from kvexport.cache_planning import state_bytes
@@ -28,6 +30,7 @@ def load(
     verify: bool = True,
     float_input: bool = False,
     lanes: int | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
     options: EngineOptions | None = None,
 ) -> Engine:
     """Load an artifact (the folder of an exported model) and return an inference engine.
@@ -44,13 +47,15 @@ def load(
         float_input: Whether packed weights are multiplied with their inputs as they are. Kernels otherwise round the
             inputs (docs/reference/contract.md). True needs the package onnx.
         lanes: The most sequences that run at once, as in `EngineOptions`.
+        adapters: The folders of LoRA adapters in PEFT's format, by the names that requests use
+            (docs/tasks/adapters.md).
         options: The engine's options; None takes the defaults.
 
     Returns:
         The engine. It needs neither torch nor transformers.
 
     Raises:
-        UsageError: There is no artifact at `path`, or no such backend or device.
+        UsageError: There is no artifact at `path`, no such backend or device, or an adapter does not fit the artifact.
         ArtifactError: The artifact is damaged, or not prepared for the backend.
         EnvironmentProblem: The machine lacks what the backend needs, or the artifact was prepared on another machine.
     """
@@ -62,8 +67,9 @@ def load(
     if (device or chosen.device(manifest.recipe)) == "cpu" and manifest.recipe.cache.periodic.store is None:
         fix = "an artifact of a smaller limits.max_length or cache.budget (kvexport plan says what a recipe takes)"
         require_memory(state_bytes(manifest.recipe, manifest.cache), "the cache of one sequence", fix)
-    model = load_model(chosen, path, manifest, LoadOptions(threads, device, cuda_graph, float_input))
-    return Engine(path, manifest, model, options)
+    loaded = load_adapters(manifest, adapters or {})
+    model = load_model(chosen, path, manifest, LoadOptions(threads, device, cuda_graph, float_input, loaded))
+    return Engine(path, manifest, model, options, loaded)
 
 
 def load_model(backend: Backend, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:

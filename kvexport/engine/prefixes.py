@@ -44,12 +44,16 @@ class Prefixes:
         """Return the number of saved prompt prefixes."""
         return len(self._saved)
 
-    def keys(self, ids: NDArray[np.int64]) -> Keys:
+    def keys(self, ids: NDArray[np.int64], adapter: str | None = None) -> Keys:
         """Return the hashes of a prompt's tokens up to each chunk border before its last token.
 
-        The last token is always read, because its logits are needed.
+        The last token is always read, because its logits are needed. Prompts of different adapters share no hash.
+
+        Args:
+            ids: The prompt's tokens [n].
+            adapter: The digest of the adapter that reads them; None for the model without one.
         """
-        hashed, keys = hashlib.sha256(), Keys()
+        hashed, keys = hashlib.sha256((adapter or "").encode()), Keys()
         for border in range(self.chunk, len(ids), self.chunk):
             hashed.update(ids[border - self.chunk : border].tobytes())
             keys[border] = hashed.digest()

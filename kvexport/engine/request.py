@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.adapters import Adapter
 from kvexport.errors import UsageError
 from kvexport.language.sampling import LogitsProcessor, Sampler
 from kvexport.language.settings import GenerationSettings
@@ -114,6 +115,9 @@ class Request:
         fork_of: The request whose prompt this one shares. See `fork`.
         priority: Waiting requests are served by the lowest priority, then in the order of arrival.
         deadline: A time of `time.monotonic()`. A request without a lane by then ends with a DeadlineError.
+        processors: Functions that change the logits.
+        adapter: The name of the LoRA adapter that answers; None for the model without one, or, if the request resumes a
+            snapshot's answer, for the snapshot's adapter.
         id: The engine's number of the request, from 1. This and all following attributes are written by the engine.
         state: Waiting, prefilling, decoding or finished.
         lane: The lane; -1 without one.
@@ -132,6 +136,7 @@ class Request:
         borders: The borders at which the lane is saved for other prompts.
         sampler: Chooses the tokens.
         text: Turns tokens into text; None without a tokenizer.
+        loaded: The adapter of the request; None for the model without one.
     """
 
     prompt: Prompt
@@ -144,6 +149,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     processors: Sequence[LogitsProcessor] = ()
+    adapter: str | None = None
     id: int = field(default=0, init=False)
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
@@ -162,6 +168,7 @@ class Request:
     borders: set[int] = field(default_factory=set, init=False, repr=False)
     sampler: Sampler = field(init=False, repr=False)
     text: TextStream | None = field(default=None, init=False, repr=False)
+    loaded: Adapter | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Set the record of the request's token counts and durations: its own, or that of its bundle of requests."""
@@ -184,6 +191,7 @@ class Request:
             priority=self.priority,
             deadline=self.deadline,
             processors=self.processors,
+            adapter=self.adapter,
         )
 
     def initialize(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
@@ -200,6 +208,11 @@ class Request:
         self.ids, self.sampler, self.text = ids, sampler, text
         self.done = self.cached_tokens = done
         self.id = next(_ids)
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of the request's adapter; None for the model without one."""
+        return None if self.loaded is None else self.loaded.digest
 
     @property
     def unread(self) -> int:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.adapters import Adapter, Adapters
 from kvexport.backends.lane_state import slot_axes
 from kvexport.cache import CachePlan
 from kvexport.engine.request import FINISHED, Prompt, Request
-from kvexport.errors import UsageError
+from kvexport.errors import SnapshotError, UsageError
 from kvexport.language.grammar import Grammars
 from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
@@ -28,6 +29,29 @@ if TYPE_CHECKING:
 def resumes(request: Request) -> bool:
     """Return whether a request without a prompt resumes its snapshot's answer or unread prompt."""
     return request.start is not None and len(request.prompt) == 0
+
+
+def adapter_of(request: Request, adapters: Adapters) -> Adapter | None:
+    """Return the LoRA adapter of a request; None for the model without an adapter.
+
+    Raises:
+        UsageError: No adapter of the request's name is loaded.
+        SnapshotError: The request goes on with a snapshot of another adapter, or of the model without one.
+    """
+    start = request.start
+    adapter = adapters.get(request.adapter)
+    if start is None:
+        return adapter
+    if request.adapter is None and resumes(request):
+        adapter = adapters.of_digest(start.adapter)
+    if start.adapter != (None if adapter is None else adapter.digest):
+        name = next((known.name for known in adapters.by_name.values() if known.digest == start.adapter), None)
+        whose = "the model without an adapter" if start.adapter is None else f"the adapter {name or 'of other files'}"
+        raise SnapshotError(
+            f"the snapshot is of {whose}, the request is for {request.adapter or 'the model without one'}",
+            "go on with the adapter that the sequence began with, or begin a new sequence",
+        )
+    return adapter
 
 
 def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: Grammars) -> None:
@@ -107,7 +131,7 @@ def snapshot_of(request: Request, saved: Saved, origin: Origin) -> Snapshot:
     """Return a snapshot of a request: its saved KV cache with its tokens, sampler and settings."""
     text = None if request.text is None or request.state is FINISHED else request.text.state()
     state, settings = request.sampler.state(), request.sampler.settings
-    return Snapshot(origin, request.seen, saved.state, saved.counters, state, text, settings)
+    return Snapshot(origin, request.seen, saved.state, saved.counters, state, text, settings, request.digest)
 
 
 def nothing_saved(plan: CachePlan) -> Saved:

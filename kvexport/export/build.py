@@ -14,6 +14,7 @@ from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.publish import staging
 from kvexport.cache import CachePlan
 from kvexport.cache_planning import plan_cache
+from kvexport.errors import UsageError
 from kvexport.export.model.shape import ModelShape
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
@@ -60,8 +61,14 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
         source = checkpoint.path if checkpoint else folder
         config = load_config(str(source), recipe)
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.rotary_length)
-        if not backends.get(recipe.backend.name).runs_experts:
+        backend = backends.get(recipe.backend.name)
+        if not backend.runs_experts:
             refuse_experts(model, recipe.backend.name)
+        if recipe.adapters.count and not backend.runs_adapters:
+            raise UsageError(
+                f"adapters.count is {recipe.adapters.count}, but {backend.name} runs no adapters",
+                "--set backend.name=onnxruntime, or --set weights.merge_adapter=FOLDER to add one adapter at build",
+            )
         layout = probe_layers(model, mode)
         geometry = layout.geometry
         if recipe.cache.positions == "cache" or recipe.cache.build_method().rotary:
@@ -116,7 +123,7 @@ def build(
         traced = stages.trace_and_write(ranks, recipe, folder, shared, progress)
         with progress("writing graphs", None):
             graphs = stages.write_graphs(traced, ranks, recipe, folder)
-            manifest = stages.describe(recipe, name, shape, graphs, specs)
+            manifest = stages.describe(recipe, name, shape, graphs, specs, traced)
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)
         write_manifest(folder, manifest.to_json(), known=traced.written.digests)

@@ -28,6 +28,7 @@ from kvexport.cache import CachePlan, cache_geometry
 from kvexport.cache_planning import cache_notes, selected_plan
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
+from kvexport.export.graph.adapters import put_adapters
 from kvexport.export.graph.graphs import attention_functions, finish_decoder, merge_model, open_slots
 from kvexport.export.graph.heads import layers_plan
 from kvexport.export.graph.top_logits import COUNT, top_logits_model
@@ -75,9 +76,18 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Traced:
-    """A decoder's trace, its attention functions, the merge graph if any layer merges, and the written weights."""
+    """A decoder's trace and what is written with it.
+
+    Attributes:
+        decoder: The trace.
+        adapters: The numbers of inputs and outputs of each projection that takes adapters, by its module.
+        functions: The functions of VoteAttention.
+        merge: The merge graph, or None if no layer merges.
+        written: The weights in the artifact.
+    """
 
     decoder: ir.Model
+    adapters: dict[str, tuple[int, int]]
     functions: list[onnx.FunctionProto]
     merge: onnx.ModelProto | None
     written: WrittenWeights
@@ -142,10 +152,11 @@ def trace_and_write(
     ):
         plan = layers_plan(shape.plan, shape.geometry)
         decoder = tracer.trace_decoder(shape.model, shape.mode, plan, last_logits=not recipe.all_logits)
+        taken = put_adapters(decoder.graph, recipe.adapters.targets) if recipe.adapters.count else {}
         functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
         merge = _parse_merge(merge_bytes(), method)
         gc.collect()  # while the weights may still be under way
-        return Traced(decoder, functions, merge, writing.result())
+        return Traced(decoder, taken, functions, merge, writing.result())
 
 
 def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> Graphs:
@@ -188,7 +199,9 @@ def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> 
     return graphs
 
 
-def describe(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, specs: Sequence[Spec]) -> Manifest:
+def describe(
+    recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, specs: Sequence[Spec], traced: Traced
+) -> Manifest:
     """Return the manifest of an artifact; `name` is the user's name for it."""
     own = ("onnx", "onnxscript", "torch", "transformers", "numpy")
     of_backends = (package.name for backend in backends.all_backends() for package in backend.packages)
@@ -204,6 +217,7 @@ def describe(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, specs
             packed=packed_formats(specs),
         ),
         cache=shape.plan,
+        adapters=traced.adapters,
         graphs=graphs,
         top_logits=min(COUNT, vocabulary_of(shape)),
         limits=Limits(

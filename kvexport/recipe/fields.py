@@ -152,6 +152,25 @@ class SpeculateSection(RecipeSection):
     )
 
 
+class AdaptersSection(RecipeSection):
+    """LoRA adapters that an engine loads beside the model, one for each request (docs/tasks/adapters.md)."""
+
+    count: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="The most adapters that an engine loads; 0: the graph takes none. Each adapter of a batch adds to "
+        "the time of every step.",
+    )
+    rank: int = Field(16, ge=1, le=512, description="The largest rank of an adapter.")
+    targets: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None,
+        min_length=1,
+        description="The projections that take adapters, such as [q_proj, v_proj]; null: all projections of all "
+        "layers. An adapter may change only these.",
+    )
+
+
 class LimitsSection(RecipeSection):
     """The recipe's section `limits`: the largest inputs that the engine is built for."""
 
@@ -173,6 +192,7 @@ class Recipe(RecipeSection):
     export: ExportSection = Field(ExportSection(), description="How the model becomes ONNX graphs.")
     backend: BackendSection = Field(BackendSection(), description="The backend that runs the ONNX graphs.")
     speculate: SpeculateSection = Field(SpeculateSection(), description="Speculative decoding.")
+    adapters: AdaptersSection = Field(AdaptersSection(), description="LoRA adapters that an engine loads.")
     limits: LimitsSection = Field(LimitsSection(), description="The largest inputs that the engine is built for.")
 
     @model_validator(mode="after")
@@ -250,6 +270,18 @@ class Recipe(RecipeSection):
                 "cache.periodic.slots is set, which copies keys into a smaller cache, but with cache.positions: cache "
                 "they would have other places there"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapted(self) -> Recipe:
+        others = {
+            "backend.tensor_parallel is above 1": self.backend.tensor_parallel > 1,
+            "speculate.draft is cache": self.speculate.draft == "cache",
+            "cache.periodic.slots is set": self.cache.periodic.slots is not None,
+        }
+        if self.adapters.count and any(others.values()):
+            reason = next(text for text, applies in others.items() if applies)
+            raise ValueError(f"adapters.count is {self.adapters.count}, but {reason}, which runs without adapters")
         return self
 
     @model_validator(mode="after")

@@ -149,8 +149,9 @@ async def metrics(service: Service, _: Request) -> Response:
 
 
 async def models(service: Service, _: Request) -> Response:
-    """Answer /v1/models: a list of the served model under each of its names."""
+    """Answer /v1/models: a list of the served model under each of its names, and of its adapters."""
     names = [service.model, *(n for n in service.settings.names if n not in (service.model, "*"))]
+    names += service.engine.adapters.by_name
     return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
 
@@ -164,4 +165,5 @@ _STARTED = int(time.time())
 
 def _model(service: Service, name: str) -> dict[str, object]:
     limit = service.engine.max_length
-    return {"id": name, "object": "model", "created": _STARTED, "owned_by": "kvexport", "max_model_len": limit}
+    about = {"id": name, "object": "model", "created": _STARTED, "owned_by": "kvexport", "max_model_len": limit}
+    return {**about, "parent": service.model} if service.adapter(name) else about

@@ -63,7 +63,9 @@ async def chat_completions(service: Service, request: Request) -> Response:
     model = service.check_model(body.model)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = body.max_completion_tokens or body.max_tokens
-    prepared = await service.requests_for(body.conversation(request), body, limit, logprobs=logprobs)
+    conversation = body.conversation(request)
+    conversation.adapter = service.adapter(body.model)
+    prepared = await service.requests_for(conversation, body, limit, logprobs=logprobs)
     texts = TokenTexts(service.engine.tokenizer) if body.logprobs else None
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
     if body.stream:

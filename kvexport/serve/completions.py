@@ -69,7 +69,15 @@ async def completions(service: Service, request: Request) -> Response:
     for prompt in prompts:
         ids = await service.prompts.encode(prompt, special=start.snapshot is None)
         one = await service.follow(
-            ids, start, session, body, body.max_tokens, _TOKENS, form=form, logprobs=body.logprobs
+            ids,
+            start,
+            session,
+            body,
+            body.max_tokens,
+            _TOKENS,
+            form=form,
+            adapter=service.adapter(body.model),
+            logprobs=body.logprobs,
         )
         prepared.requests = [*prepared.requests, *one.requests]
         echoes.append(await service.prompts.text_of(prompt) if body.echo else "")

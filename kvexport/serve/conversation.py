@@ -30,6 +30,7 @@ class Conversation:
         variables: The template's own variables.
         form: The grammar of the answer, None for free text.
         session: The session that keeps the state.
+        adapter: The LoRA adapter that answers; None for the model without one.
     """
 
     messages: list[dict[str, Any]]
@@ -39,6 +40,7 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     form: Grammar | None = None
     session: str | None = None
+    adapter: str | None = None
 
 
 @dataclass

@@ -101,6 +101,7 @@ async def messages(service: Service, request: Request) -> Response:
     conversation = body.conversation()
     conversation.variables = body.template_variables(service)
     conversation.session = session_name(request, body.session_id)
+    conversation.adapter = service.adapter(body.model)
     conversation.form = response_form((body.output_config or {}).get("format"), "output_config.format")
     prepared = await service.requests_for(conversation, body.sampling(), body.max_tokens)
     stream = MessageStream({"id": f"msg_{uuid.uuid4().hex}", "model": model}, prepared)

@@ -70,7 +70,7 @@ async def create_response(service: Service, request: Request) -> Response:
     body = await service.read(request, ResponsesBody)
     model = service.check_model(body.model)
     conversation, messages = body.to_conversation(service)
-    conversation.session = session_name(request, None)
+    conversation.session, conversation.adapter = session_name(request, None), service.adapter(body.model)
     conversation.form = response_form((body.text or {}).get("format"), "text.format")
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p)
     prepared = await service.requests_for(conversation, sampling, body.max_output_tokens)

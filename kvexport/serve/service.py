@@ -17,6 +17,7 @@ from starlette.responses import Response
 from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import Request as EngineRequest
+from kvexport.errors import UsageError
 from kvexport.language.grammar import Grammar
 from kvexport.language.reasoning import is_open, shown_ids, thinks
 from kvexport.language.tools import calls_grammar, check_tools, choose, form_of
@@ -91,6 +92,10 @@ class Service:
         )
         self.engine = engine = served
         self.settings = settings
+        if both := sorted({*settings.names} & engine.adapters.by_name.keys()):
+            raise UsageError(
+                f"{both[0]!r} is the name of the model and of an adapter", "--name NAME, or another name of the adapter"
+            )
         self.model = next((name for name in settings.names if name != "*"), "kvexport")
         self.metrics = Metrics(self.model)
         self.sessions = Sessions(engine.manifest, settings)
@@ -127,22 +132,28 @@ class Service:
         """Check the model name of a request, and return the name for the response.
 
         Raises:
-            ApiError: The server has no model of this name.
+            ApiError: The server has no model or adapter of this name.
         """
-        if name is None or name in self.settings.names or "*" in self.settings.names:
+        if name is None or name in self.settings.names or "*" in self.settings.names or self.adapter(name):
             return name or self.model
-        names = ", ".join(sorted({self.model, *self.settings.names} - {"*"}))
+        names = ", ".join(sorted({self.model, *self.settings.names, *self.engine.adapters.by_name} - {"*"}))
         message = f"there is no model {name[:200]!r} here, but {names}"
         raise ApiError(404, message, code="model_not_found", param="model")
+
+    def adapter(self, model: str | None) -> str | None:
+        """Return the LoRA adapter that a model name of a request stands for; None if it stands for the model itself."""
+        return model if model in self.engine.adapters.by_name else None
 
     async def beside(self, work: Callable[[], T]) -> T:
         """Run a function in another thread than the event loop's, and return its result."""
         return await anyio.to_thread.run_sync(work, limiter=self._encoders)
 
-    def requests(self, ids: Any, settings: Sequence[GenerationSettings], priority: int = 0) -> list[EngineRequest]:
+    def requests(
+        self, ids: Any, settings: Sequence[GenerationSettings], priority: int = 0, adapter: str | None = None
+    ) -> list[EngineRequest]:
         """Return one engine request for each of `settings`, all for the same prompt, which is read once."""
         deadline = time.monotonic() + self.settings.timeout
-        first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline)
+        first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline, adapter=adapter)
         return [first, *(first.fork(other) for other in settings[1:])]
 
     async def requests_for(
@@ -166,7 +177,8 @@ class Service:
         shown = tools if callable_ else None
         start = Start() if conversation.session is None else await self.sessions.start(conversation.session)
         new = None
-        if (known := start.snapshot) is not None:
+        loaded = self.engine.adapters.get(conversation.adapter)
+        if (known := start.snapshot) is not None and known.adapter == (None if loaded is None else loaded.digest):
             new = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
         if new is None:
             start = replace(start, snapshot=None)
@@ -183,7 +195,17 @@ class Service:
             settings["shown_ids"] = (*(settings.get("shown_ids") or ()), *shown_ids(tokenizer)) or None
             reasoning = form is None and is_open(ids, tokenizer)  # a form constrains the first token already
         default = self.engine.generation_config.get("max_new_tokens")
-        prepared = await self.follow(ids, start, conversation.session, sampling, tokens, default, form=form, **settings)
+        prepared = await self.follow(
+            ids,
+            start,
+            conversation.session,
+            sampling,
+            tokens,
+            default,
+            form=form,
+            adapter=conversation.adapter,
+            **settings,
+        )
         return Prepared(prepared.requests, conversation.session, start, callable_, calls, reasoning)
 
     async def follow(
@@ -196,6 +218,7 @@ class Service:
         default: int | None,
         *,
         form: Grammar | None = None,
+        adapter: str | None = None,
         **settings: Any,
     ) -> Prepared:
         """Return engine requests that generate answers to token ids, possibly after a session's saved state.
@@ -208,16 +231,21 @@ class Service:
             tokens: Tokens of an answer at most, None for `default`.
             default: Tokens of an answer without a bound in the request, None for what fits.
             form: The grammar of the answer.
+            adapter: The LoRA adapter that answers; None for the model without one.
             **settings: Further generation settings.
         """
         self.check_choices(sampling.n or 1)
+        loaded = self.engine.adapters.get(adapter)
+        if start.snapshot is not None and start.snapshot.adapter != (None if loaded is None else loaded.digest):
+            message = f"session {session} was begun with another adapter than the model {adapter or self.model}"
+            raise ApiError(409, message, code="session_of_another_adapter", param="model")
         length = len(ids) + (0 if start.snapshot is None else len(start.snapshot.ids))
         self.prompts.check_length(length)
         longest = self.longest(length, tokens, default)
         chosen = sampling.settings(self.engine, longest, grammar=form, **settings)
         if form is not None:  # compiled here, so that the engine's steps do not wait for it
             await self.beside(lambda: self.engine.grammars.start(form, chosen[0].eos_token_ids))
-        requests = self.requests(ids, chosen, sampling.priority or 0)
+        requests = self.requests(ids, chosen, sampling.priority or 0, adapter)
         if session is not None:
             requests[0].start, requests[0].keep = start.snapshot, True
         return Prepared(requests, session, start)

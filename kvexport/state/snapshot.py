@@ -30,7 +30,8 @@ from kvexport.state.lane import Counters, Saved
 from kvexport.state.periodic import NEXT, READ
 
 MAGIC = b"kvexsnap"
-VERSIONS = (1, 2)  # version 2 has reference queries, which may be fewer than the rows of their ring
+# Version 2 has reference queries, which may be fewer than the rows of their ring. Version 3 has an adapter.
+VERSIONS = (1, 2, 3)
 _FIXED = struct.Struct("<8sII32s")
 MARK = _FIXED.size  # bytes at the beginning, with the header's digest: they differ between any two snapshots
 _HEADER_LIMIT = 64 << 20
@@ -44,7 +45,8 @@ class Origin:
 
     Attributes:
         model: The checkpoint and its weights.
-        recipe: The recipe without the parts that may differ between machines (backend, largest batch, speculation).
+        recipe: The recipe without the parts that may differ between machines (backend, largest batch, speculation,
+            bounds of adapters).
         contract: The contract's version, the cache plan, chunks, merge intervals, and the entries that decode steps
             read.
     """
@@ -57,7 +59,14 @@ class Origin:
     def of(cls, manifest: Manifest) -> Origin:
         """Return the origin (digests of model, recipe and contract) of the snapshots of an artifact."""
         recipe = manifest.recipe.model_dump(
-            mode="json", exclude={"backend": True, "limits": {"max_batch"}, "speculate": True, "cache": {"periodic"}}
+            mode="json",
+            exclude={
+                "backend": True,
+                "limits": {"max_batch"},
+                "speculate": True,
+                "adapters": True,
+                "cache": {"periodic"},
+            },
         )
         weights = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(".weights")}
         limits = manifest.limits
@@ -104,6 +113,7 @@ class Snapshot:
         sampler: The state that `Sampler.state` returned.
         text: The state that `TextStream.state` returned. None if the answer has ended, or there is no tokenizer.
         settings: The settings of the answer.
+        adapter: The digest of the LoRA adapter that computed the state; None for the model without one.
     """
 
     origin: Origin
@@ -113,6 +123,7 @@ class Snapshot:
     sampler: Mapping[str, Any] | None = None
     text: Mapping[str, Any] | None = None
     settings: GenerationSettings | None = None
+    adapter: str | None = None
 
     @property
     def length(self) -> int:
@@ -139,6 +150,7 @@ class Snapshot:
             "sampler": self.sampler,
             "text": self.text,
             "settings": None if self.settings is None else _settings().dump_python(self.settings, mode="json"),
+            **({} if self.adapter is None else {"adapter": self.adapter}),
             "tensors": [
                 {"name": name, "dtype": x.dtype.str, "shape": x.shape, "sha256": _sha256(x)}
                 for name, x in contiguous.items()
@@ -147,6 +159,7 @@ class Snapshot:
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
         text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
         version = VERSIONS[1 if any(name.rpartition(".")[2] in RING for name in self.state) else 0]
+        version = version if self.adapter is None else VERSIONS[2]
         fixed = _FIXED.pack(MAGIC, version, len(text), hashlib.sha256(text).digest())
         return b"".join([fixed, text, *(_raw(x) for x in contiguous.values())])
 
@@ -170,7 +183,11 @@ class Snapshot:
             counters = Counters(tuple(map(_count, counts["held"])), _count(counts["added"]), _count(counts["length"]))
             settings = header["settings"]
             chosen = None if settings is None else _settings().validate_python(settings)
-            snapshot = cls(origin, arrays.pop("ids"), arrays, counters, header["sampler"], header["text"], chosen)
+            adapter = header.get("adapter")
+            if not (adapter is None or isinstance(adapter, str)):
+                raise damaged("its adapter is no text")
+            ids, sampler, text = arrays.pop("ids"), header["sampler"], header["text"]
+            snapshot = cls(origin, ids, arrays, counters, sampler, text, chosen, adapter)
             _check(snapshot, manifest)
             return snapshot
         except (KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:
@@ -194,7 +211,7 @@ def _read_header(data: memoryview) -> tuple[dict[str, Any], memoryview]:
     if magic != MAGIC:
         raise damaged("it does not begin with the mark of a snapshot")
     if version not in VERSIONS:
-        known = " and ".join(map(str, VERSIONS))
+        known = f"{VERSIONS[0]} to {VERSIONS[-1]}"
         raise SnapshotError(f"the snapshot has the format {version}, this kvexport reads {known}", _AGAIN)
     text = data[_FIXED.size : _FIXED.size + size]
     if size > _HEADER_LIMIT or len(text) != size:

@@ -65,6 +65,7 @@ class Comparison:
         limits, batch = engine.manifest.limits, len(result.tokens)
         shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
+        self.adapters = engine.adapters
         self.locked = LockedBackend(self, reference, engine.plan, batch, telemetry)
         # The reference merges by the same rule as the engine.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
@@ -108,6 +109,7 @@ class Comparison:
         Each layer receives the reference's hidden state, so one layer's error does not reach the next.
         """
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
+        feed = {**feed, **self.adapters.unused(len(feed["query_length"]))}
         separate = self._run(feed) if whole or self.cut is None else None
         largest: dict[str, float] = {}
         if self.cut is not None:

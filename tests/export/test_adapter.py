@@ -23,27 +23,9 @@ from kvexport.export.weights.specs import weight_specs
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
 from kvexport.validate.weights import load_model
+from tests.support.adapters import CONFIG, MODULES, RANK, adapter
 from tests.support.quantized_files import gptq, quantized
 from tests.support.tiny_model import RECIPE
-
-RANK = 3
-MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj", "model.layers.1.mlp.down_proj")
-CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias": "none", "use_dora": False}
-
-
-def adapter(folder: Path, base: Path, modules: tuple[str, ...] = MODULES, **config: Any) -> Path:
-    """Write a random adapter of a checkpoint, with the names of PEFT's save_pretrained()."""
-    weights = load_file(base / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    tensors = {}
-    for module in modules:
-        outputs, inputs = weights[f"{module}.weight"].shape
-        for factor, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
-            tensors[f"base_model.model.{module}.lora_{factor}.weight"] = torch.randn(shape, generator=generator)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
-    return folder
 
 
 def product(folder: Path, module: str) -> torch.Tensor:
@@ -117,6 +99,10 @@ def lacking(folder: Path) -> None:
     (folder / "adapter_config.json").unlink()
 
 
+def pickled(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
 def half(folder: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
     del tensors[f"base_model.model.{MODULES[0]}.lora_B.weight"]
@@ -152,6 +138,7 @@ def with_config(**config: Any) -> Callable[[Path], None]:
     ("damage", "words"),
     [
         (lacking, "is no folder with adapter_config.json"),
+        (pickled, r"holds a pickle \(adapter_model.bin\)"),
         (half, "lacks lora_A or lora_B of 'model.layers.0.self_attn.q_proj'"),
         (of_another_model, r"has matrices \[3, 5\] and"),
         (embedding, "which is no matrix A or B of a linear layer"),

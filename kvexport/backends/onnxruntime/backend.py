@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvexport.backends.adapters import load_adapters
 from kvexport.backends.base import Backend, Collectives, Description, Diagnosis, LoadOptions, NodeOpener, Runners
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
@@ -60,6 +61,7 @@ class OnnxRuntime(Backend):
         Package("onnxruntime-gpu", "onnxruntime", "1.22", "gpu", "ONNX Runtime on a GPU", needs_gpu=True),
     )
     devices = tuple(devices.PROVIDERS)
+    runs_adapters = True
 
     def device(self, recipe: Recipe) -> str:
         """Return the device on which the recipe runs ONNX Runtime: cpu or cuda."""
@@ -103,6 +105,7 @@ class OnnxRuntime(Backend):
         if library and device == "cuda":
             native.require_runnable(library)
         runs = native.implementations(manifest, device)
+        adapters = options.adapters or load_adapters(manifest, {})
         model = LoadedModel(
             path / graphs.decoder,
             path / graphs.merge if graphs.merge else None,
@@ -114,10 +117,12 @@ class OnnxRuntime(Backend):
             device=device,
             float_input=options.float_input,
             graphs=device == "cuda" and (settings.cuda_graph if options.cuda_graph is None else options.cuda_graph),
+            adapters=adapters,
         )
-        require_interface(model.decoder, path / graphs.decoder, manifest.cache, DECODER_INPUTS)
+        inputs = {**dict.fromkeys(DECODER_INPUTS), **adapters.shapes}
+        require_interface(model.decoder, path / graphs.decoder, manifest.cache, inputs)
         if graphs.merge:
-            require_interface(model.merge, path / graphs.merge, manifest.cache, ())
+            require_interface(model.merge, path / graphs.merge, manifest.cache, {})
         return model
 
     def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.adapters import ROWS
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
 from kvexport.backends.model_state import Memory, ModelState
 from kvexport.backends.onnxruntime.bindings import DeviceRows, SmallTensors, bind, in_one_piece
@@ -22,6 +23,8 @@ from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAP
 from kvexport.backends.onnxruntime.session import first_line
 from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
+
+_NO_ROWS = range(0)
 
 
 class _BoundCall(NamedTuple):
@@ -70,6 +73,10 @@ class OnnxRuntimeState(ModelState):
             if tensor.name == "votes" or tensor.slot_axis is None
         } | {tensor.past(x.place) for x in plan.states for tensor in x.state}
         self.past_length: Any = model.zeros((lanes, 1), np.dtype(np.int64))
+        self._adapters = [_NO_ROWS] * lanes  # the rows of each lane's adapter
+        # By the number of rows that a call reads: all, or the first, which is 0, if no lane of a call has an adapter.
+        rows = {model.adapters.rows, 1} if model.adapters.tensors else set[int]()
+        self._selected: dict[int, Any] = {n: model.zeros((lanes, 1, n), model.adapters.dtype) for n in rows}
         # Calls by session. The decoder's calls of one token of the first n lanes are kept, and the last other one.
         self._calls: dict[str, dict[Hashable, _BoundCall]] = defaultdict(dict)
         self._other: Hashable = None
@@ -128,6 +135,8 @@ class OnnxRuntimeState(ModelState):
         for name, array in self.state.items():
             copy(array, larger.state[name], target_lanes=slice(self.lanes))
         copy(self.past_length, larger.past_length, target_lanes=slice(self.lanes))
+        for lane, rows in enumerate(self._adapters):
+            larger.adapt(lane, rows)
         return larger
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
@@ -165,6 +174,17 @@ class OnnxRuntimeState(ModelState):
         """Copy the state tensors of one batch lane over those of another; see `ModelState.copy`."""
         for array in (*self.state.values(), self.past_length):
             copy(array, array, slice(source, source + 1), slice(target, target + 1))
+        self.adapt(target, self._adapters[source])
+
+    def adapt(self, lane: int, rows: range = _NO_ROWS) -> None:
+        """Choose the rows of the LoRA adapter with which a lane is computed from now on; see `ModelState.adapt`."""
+        if self._adapters[lane] == rows:
+            return
+        self._adapters[lane] = rows
+        count = self._model.adapters.rows
+        selected = np.zeros((1, 1, count), self._model.adapters.dtype)
+        selected[..., rows.start : rows.stop] = 1
+        write(self._lanes_of(self._selected[count], lane, lane + 1), selected)
 
     def view(self, lane: int) -> dict[str, NDArray[Any]] | None:
         """Return views of one lane's state tensors on the CPU, None on a GPU; see `ModelState.view`."""
@@ -190,11 +210,13 @@ class OnnxRuntimeState(ModelState):
             count: The number of lanes.
             tokens: The number of tokens of each lane in a call.
         """
-        key, stays = (first, count, tokens), tokens == 1 and first == 0
+        adapted = any(self._adapters[first : first + count])
+        key, stays = (first, count, tokens, adapted), tokens == 1 and first == 0
         if not stays and key != self._other:
             self._calls[DECODER].pop(self._other, None)
             self._other = key
-        return self._ready(DECODER, key, partial(self._bind_decoder, slice(first, first + count), tokens, stays))
+        lanes = slice(first, first + count)
+        return self._ready(DECODER, key, partial(self._bind_decoder, lanes, tokens, stays, adapted=adapted))
 
     def _ready(self, name: str, key: Hashable, bind: Callable[[], _BoundCall]) -> _BoundCall:
         """Return the bound session for `key`, with its CUDA graph captured if it has one; `bind` creates a new one."""
@@ -232,7 +254,7 @@ class OnnxRuntimeState(ModelState):
             return first_line(error)
         return ""
 
-    def _bind_decoder(self, lanes: slice, tokens: int, stays: bool) -> _BoundCall:
+    def _bind_decoder(self, lanes: slice, tokens: int, stays: bool, *, adapted: bool) -> _BoundCall:
         session, count = self._model.decoder, lanes.stop - lanes.start
         shapes = {"input_ids": (count, tokens), "query_length": (count, 1)}
         inputs = SmallTensors(self._model.zeros, {name: (shape, np.dtype(np.int64)) for name, shape in shapes.items()})
@@ -243,6 +265,11 @@ class OnnxRuntimeState(ModelState):
         bind(binding, "past_length", "present_length", self.past_length, lanes)
         for name, present in self._names:
             bind(binding, name, present, self.state[name], lanes)
+        if self._selected:
+            rows = self._model.adapters.rows if adapted else 1
+            bind(binding, ROWS, None, self._selected[rows], lanes)
+            for name, array in self._model.adapter_tensors.items():
+                bind(binding, name, None, array, slice(rows))
         return _BoundCall(session, binding, self._model.new_graph(DECODER, stays), inputs, logits=logits)
 
     def _bind_merge(self, first: int, last: int) -> _BoundCall:

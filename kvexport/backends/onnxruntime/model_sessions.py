@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvexport.backends.adapters import Adapters
 from kvexport.backends.onnxruntime import devices
-from kvexport.backends.onnxruntime.device_array import DeviceArray
+from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, write
 from kvexport.backends.onnxruntime.session import open_session
 from kvexport.errors import EnvironmentProblem
 
@@ -40,6 +42,8 @@ class Sessions:
         device: The device: cpu or cuda.
         graphs: The names of the sessions whose calls are replayed as CUDA graphs.
         graph_problem: Why sessions do not use CUDA graphs although the caller asked for them.
+        adapters: The LoRA adapters.
+        adapter_tensors: Their matrices on the device, by the name of the decoder's input.
 
     Raises:
         EnvironmentProblem: If ONNX Runtime cannot use the device.
@@ -58,6 +62,7 @@ class Sessions:
         device: str = "cpu",
         graphs: bool = False,
         float_input: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         """Open the ONNX Runtime sessions of an exported model.
 
@@ -73,11 +78,14 @@ class Sessions:
             device: The device: cpu or cuda.
             graphs: Whether calls are replayed as CUDA graphs.
             float_input: Whether packed weights are multiplied with unrounded inputs.
+            adapters: The LoRA adapters of a decoder that takes some.
         """
         self.vocabulary = vocabulary
         self.all_logits = all_logits
         self.device = device
         self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
+        self.adapters = adapters or Adapters()
+        self.adapter_tensors = {name: self._on_device(array) for name, array in self.adapters.tensors.items()}
         self._new_graphs = itertools.count(1)
         attention, merging = operators["VoteAttention"], operators["MergeCache"]
         self._open: dict[str, Callable[..., Any]] = {
@@ -104,6 +112,11 @@ class Sessions:
         for name in self._open:
             if name != TOP_LOGITS or device != "cpu":
                 self.session(name)
+
+    def _on_device(self, array: NDArray[Any]) -> Array:
+        tensor: Array = self.zeros(array.shape, array.dtype)
+        write(tensor, array)
+        return tensor
 
     def session(self, name: str) -> Any:
         """Return the ONNX Runtime session of a graph by name; the first call opens it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ def open_session(
     return session
 
 
-def require_interface(session: Any, path: Path, plan: CachePlan, others: Iterable[str]) -> None:
+def require_interface(session: Any, path: Path, plan: CachePlan, others: Mapping[str, tuple[int, ...] | None]) -> None:
     """Check that an ONNX graph takes and returns exactly the state tensors of the cache plan, in its shapes.
 
     Buffers of the plan's size are bound to the graph, so other shapes would write beyond them.
@@ -92,7 +92,8 @@ def require_interface(session: Any, path: Path, plan: CachePlan, others: Iterabl
         session: The session of the graph.
         path: The file of the graph.
         plan: The cache plan.
-        others: The names of the other inputs.
+        others: The other inputs, with their shapes where buffers are bound to them; None for an input of token ids or
+            lengths.
 
     Raises:
         ArtifactError: If the graph has another interface.
@@ -101,9 +102,12 @@ def require_interface(session: Any, path: Path, plan: CachePlan, others: Iterabl
     present = {name: present for name, present, *_ in plan.state_names()}
     outputs = {node.name for node in session.get_outputs()}
     inputs = {node.name: node.shape for node in session.get_inputs()}
-    for name in others:
-        if inputs.pop(name, None) is None:
+    for name, wanted in others.items():
+        shape = inputs.pop(name, None)
+        if shape is None:
             raise _unusable(path, f"it has no input {name}")
+        if wanted is not None and not _fits(shape, wanted):
+            raise _unusable(path, f"its input {name[:80]} is {shape}, expected {list(wanted)}")
     if others and (missing := shapes.keys() - inputs.keys()):
         raise _unusable(path, f"it has no input {min(missing)}")
     for name, shape in inputs.items():

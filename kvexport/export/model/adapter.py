@@ -113,14 +113,14 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
     names = [*tensors, *computed]
     for module in adapter.pairs:
-        name = matching_name(f"{module}.weight", names)
-        if name is None:
+        tensor = matching_name(f"{module}.weight", names)
+        if tensor is None:
             raise UsageError(
                 f"the adapter {folder} changes {module!r}, and the checkpoint has no tensor '{module}.weight' (it has "
                 f"{some_names(names)})",
                 "--set model.path=CHECKPOINT of the model that the adapter was trained on",
             )
-        computed[name] = _adapted(tensors.pop(name, None) or computed[name], module, adapter)
+        computed[tensor] = _adapted(tensors.pop(tensor, None) or computed[tensor], module, adapter)
     facts = json.dumps([checkpoint.fingerprint, adapter.digest])
     note = f"the adapter {folder.name} is added to {len(adapter.pairs)} weights"
     return replace(

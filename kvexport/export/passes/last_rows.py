@@ -61,7 +61,10 @@ def check(match: Match) -> str:
         return f"of {show(shape)} it picks {show(picked)} by {show(dims(row))}, not one row of every sequence"
     if pick.outputs[0].is_graph_output():
         return "the picked rows are an output of the graph"
-    if not any(node.op_type in PRODUCTS for node in _movable(match)):
+    moved = _movable(match)
+    if wide := [value.name for value in _sources(moved) if not isinstance(dims(value)[-1], int)]:
+        return f"{wide[0]} has rows of unknown size"
+    if not any(node.op_type in PRODUCTS for node in moved):
         return f"no product above {data.name} is known to compute each row by itself and for this alone"
     return ""
 
@@ -70,8 +73,7 @@ def rewrite(match: Match) -> None:
     """Pick the last token's row right after the last layer's attention, so that the nodes below compute one row."""
     graph, moved = match.pick.graph, _movable(match)
     assert isinstance(graph, ir.Graph)
-    sources = dict.fromkeys(value for inputs in moved.values() for value in inputs if value.producer() not in moved)
-    for value in sources:
+    for value in _sources(moved):
         one = _row_of(graph, value, match.row)
         for use in list(value.uses()):
             if use.node in moved:
@@ -96,6 +98,11 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
             if inputs:
                 selected[node] = inputs
     return selected
+
+
+def _sources(moved: dict[ir.Node, list[ir.Value]]) -> list[ir.Value]:
+    """Return the values, each once, that nodes of `moved` read rows of and no node of `moved` computes."""
+    return list(dict.fromkeys(x for inputs in moved.values() for x in inputs if x.producer() not in moved))
 
 
 def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
@@ -141,7 +148,7 @@ def _linear_row_inputs(node: ir.Node, rows: Dims, data: ir.Value, others: list[i
 
 def _has_rows(value: ir.Value, rows: Dims) -> bool:
     shape = dims(value)
-    return len(shape) == 3 and shape[:2] == rows and isinstance(shape[2], int)
+    return len(shape) == 3 and shape[:2] == rows and shape[2] is not None
 
 
 def _same_for_all_rows(value: ir.Value) -> bool:

@@ -1,0 +1,197 @@
+"""The LoRA adapters of a loaded model: their matrices as inputs of the decoder, and the rows of each adapter.
+
+A decoder with adapters takes, for each projection, the matrices A of all adapters one below the other, `first` [rows,
+inputs], and their matrices B, transposed and multiplied with the adapter's factor, `second` [rows, outputs]. Its input
+`adapter_rows` [B, 1, rows] selects the rows of each lane's adapter.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.tensor_files.casting import load_tensor
+from kvexport.tensor_files.peft import AdapterFiles, matching_name, read_adapter
+from kvexport.tensor_files.shards import some_names
+
+if TYPE_CHECKING:
+    from kvexport.artifact.manifest import Manifest
+
+ROWS = "adapter_rows"
+
+
+def first_input(module: str) -> str:
+    """Return the name of the decoder's input with the matrices A [rows, inputs] of a projection's adapters."""
+    return f"adapters.{module}.first"
+
+
+def second_input(module: str) -> str:
+    """Return the name of the decoder's input with the matrices B, transposed [rows, outputs], of a projection."""
+    return f"adapters.{module}.second"
+
+
+def decoder_inputs(targets: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return the names of the decoder's inputs for the adapters of the projections `targets`; none without targets."""
+    return [*([ROWS] if targets else []), *(x for name in targets for x in (first_input(name), second_input(name)))]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One LoRA adapter of a loaded model.
+
+    Attributes:
+        name: The name that requests use.
+        digest: The SHA-256 of its files, which snapshots and prefixes of its sequences carry.
+        rows: Its rows in the matrices of all adapters.
+    """
+
+    name: str
+    digest: str
+    rows: range
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """All LoRA adapters of a loaded model.
+
+    Attributes:
+        by_name: Each adapter by its name.
+        tensors: The matrices of all adapters by the name of the decoder's input. The first row is 0 and belongs to no
+            adapter: calls without adapters read that row alone.
+    """
+
+    by_name: Mapping[str, Adapter] = field(default_factory=dict)
+    tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the matrices of all adapters."""
+        return 1 + sum(len(adapter.rows) for adapter in self.by_name.values())
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the matrices."""
+        return next(iter(self.tensors.values())).dtype
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the decoder's inputs for adapters; their first dimension is the batch, or the rows."""
+        if not self.tensors:
+            return {}
+        return {ROWS: (1, 1, self.rows), **{name: array.shape for name, array in self.tensors.items()}}
+
+    def unused(self, batch: int) -> dict[str, NDArray[Any]]:
+        """Return the decoder's inputs for adapters in a call of `batch` sequences without any."""
+        if not self.tensors:
+            return {}
+        rows = np.zeros((batch, 1, 1), self.dtype)
+        return {ROWS: rows, **{name: array[:1] for name, array in self.tensors.items()}}
+
+    def get(self, name: str | None) -> Adapter | None:
+        """Return an adapter by its name; None for None, the model without an adapter.
+
+        Raises:
+            UsageError: No adapter of this name is loaded.
+        """
+        if name is None:
+            return None
+        if name not in self.by_name:
+            short = name[:80]
+            raise UsageError(
+                f"there is no adapter {short!r} here, but {some_names(self.by_name)}",
+                f"kvexport.load(PATH, adapters={{{short!r}: FOLDER}}), or --adapter {shlex.quote(short)}=FOLDER",
+            )
+        return self.by_name[name]
+
+    def of_digest(self, digest: str | None) -> Adapter | None:
+        """Return the adapter with a digest; None if there is none."""
+        return next((adapter for adapter in self.by_name.values() if adapter.digest == digest), None)
+
+
+def load_adapters(manifest: Manifest, folders: Mapping[str, str | Path]) -> Adapters:
+    """Read LoRA adapters in PEFT's format for the decoder of an artifact.
+
+    Args:
+        manifest: The manifest of the artifact.
+        folders: The folder of each adapter by its name.
+
+    Raises:
+        UsageError: The artifact takes fewer adapters, a smaller rank or other projections, or an adapter is damaged or
+            does not fit the model.
+    """
+    section, targets = manifest.recipe.adapters, manifest.adapters
+    if len(folders) > section.count:
+        raise UsageError(
+            f"{len(folders)} adapters were given, and the artifact takes {section.count}",
+            f"kvexport build --recipe NAME --set adapters.count={len(folders)}",
+        )
+    dtype = np.dtype(manifest.recipe.model.dtype)
+    adapters: dict[str, Adapter] = {}
+    files = {name: read_adapter(Path(folder), f"--adapter {name}") for name, folder in folders.items()}
+    rows = 1
+    for name, adapter in files.items():
+        rank = _rank(adapter, section.rank)
+        adapters[name] = Adapter(name, adapter.digest, range(rows, rows + rank))
+        rows += rank
+    tensors = {
+        key: np.zeros((rows, size), dtype)
+        for module, sizes in targets.items()
+        for key, size in zip((first_input(module), second_input(module)), sizes, strict=True)
+    }
+    for name, adapter in files.items():
+        _fill(tensors, adapter, adapters[name].rows, targets)
+    return Adapters(adapters, tensors)
+
+
+def _rank(adapter: AdapterFiles, most: int) -> int:
+    """Return the largest rank of an adapter's matrices. Raise UsageError if it is above `most`."""
+    rank = max(first.shape[0] for first, _ in adapter.pairs.values())
+    if rank > most:
+        raise UsageError(
+            f"the adapter {adapter.folder} has rank {rank}, and the artifact takes ranks up to {most}",
+            f"kvexport build --recipe NAME --set adapters.rank={rank}",
+        )
+    return rank
+
+
+def _fill(
+    tensors: Mapping[str, NDArray[Any]],
+    adapter: AdapterFiles,
+    rows: range,
+    targets: Mapping[str, tuple[int, int]],
+) -> None:
+    """Write the matrices of one adapter into its rows of the matrices of all adapters."""
+    for module, (first, second) in adapter.pairs.items():
+        name = matching_name(module, targets)
+        if name is None:
+            projections = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
+            raise UsageError(
+                f"the adapter {adapter.folder} changes {module!r}, and the artifact takes adapters of {projections} in "
+                f"its {len({target.rpartition('.')[0] for target in targets})} blocks",
+                f"--set adapters.targets=null or an adapter of this model; to add it at build: --set "
+                f"weights.merge_adapter={shlex.quote(str(adapter.folder))}",
+            )
+        inputs, outputs = targets[name]
+        if (first.shape, second.shape) != ((first.shape[0], inputs), (outputs, first.shape[0])):
+            raise UsageError(
+                f"the adapter {adapter.folder} has matrices {list(first.shape)} and {list(second.shape)} for "
+                f"{module!r}, which has {inputs} inputs and {outputs} outputs in the artifact",
+                "an adapter that was trained on this model",
+            )
+        own = slice(rows.start, rows.start + first.shape[0])
+        tensors[first_input(name)][own] = load_tensor(first, "float32")
+        with np.errstate(over="ignore"):
+            tensors[second_input(name)][own] = (adapter.scale(module) * load_tensor(second, "float32")).T
+        if not all(np.isfinite(tensors[key(name)][own]).all() for key in (first_input, second_input)):
+            raise UsageError(
+                f"the adapter {adapter.folder} has values for {module!r} that exceed the largest "
+                f"{tensors[first_input(name)].dtype}",
+                "--set model.dtype=float32",
+            )

@@ -1,0 +1,106 @@
+"""LoRA adapters in a traced decoder: the products of each projection with matrices that are inputs of the graph.
+
+    p = MatMul(x, Transpose(w))             w a weight [outputs, inputs] of a numbered layer, perhaps with a bias added
+=>  y = Add(p, MatMul(Mul(MatMul(x, Transpose(first)), adapter_rows), second))
+
+`first` [rows, inputs] has the matrices A of all adapters one below the other, and `second` [rows, outputs] their
+matrices B, transposed and scaled. `adapter_rows` [B, 1, rows] is 1 for the rows of a lane's adapter, and 0 for all
+others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from kvexport.backends.adapters import ROWS, first_input, second_input
+from kvexport.errors import UsageError
+from kvexport.export.passes.nodes import dims, is_op, known_shape, permutes
+from kvexport.tensor_files.shards import some_names
+
+# A weight of a layer. The head and the embeddings, which belong to no layer, take no adapters.
+_WEIGHT = re.compile(r"model\.(?P<module>.+\.\d+\..+)\.weight")
+
+
+def put_adapters(graph: ir.Graph, targets: Sequence[str] | None) -> dict[str, tuple[int, int]]:
+    """Add the products with adapters to a decoder's graph, and their matrices to its inputs.
+
+    Args:
+        graph: The graph of a traced decoder.
+        targets: The last names of the projections that take adapters; None for all projections of layers.
+
+    Returns:
+        The numbers of inputs and outputs of each projection that takes adapters, by the name of its module.
+
+    Raises:
+        UsageError: A name in `targets` is no projection of the model, or the model has none.
+    """
+    rows = known_shape(graph.inputs[0])  # [batch, tokens]
+    products = {module: node for node in graph for module in [_projection(node, rows)] if module}
+    names = {module.rpartition(".")[2] for module in products}
+    if unknown := sorted(set(targets or ()) - names) or ([] if names else ["*"]):
+        raise UsageError(
+            f"adapters.targets names {some_names(unknown)}; the projections of this model that take adapters are "
+            f"{', '.join(sorted(names)) or 'none'}",
+            f"--set 'adapters.targets=[{', '.join(sorted(names))}]'" if names else "--set adapters.count=0",
+        )
+    taken = {m: node for m, node in products.items() if targets is None or m.rpartition(".")[2] in targets}
+    mask = ir.Value(name=ROWS, shape=ir.Shape([rows[0], 1, ROWS]), type=_data(graph, taken).type)
+    graph.inputs.append(mask)
+    return {module: _put(graph, module, node, mask) for module, node in taken.items()}
+
+
+def _projection(node: ir.Node, rows: tuple[int | str, ...]) -> str:
+    """Return the module whose projection a node computes for rows [batch, tokens]; "" if it computes none."""
+    if not is_op(node, "MatMul") or known_shape(node.inputs[0])[:-1] != rows:
+        return ""
+    transpose = node.inputs[1].producer() if node.inputs[1] is not None else None
+    weight = transpose.inputs[0] if transpose is not None and permutes(transpose, [1, 0]) else None
+    match = _WEIGHT.fullmatch(str(weight.name)) if weight is not None and weight.is_initializer() else None
+    return match["module"] if match else ""
+
+
+def _data(graph: ir.Graph, products: dict[str, ir.Node]) -> ir.Value:
+    value = next(iter(products.values())).inputs[0]
+    assert value is not None
+    return value
+
+
+def _put(graph: ir.Graph, module: str, product: ir.Node, mask: ir.Value) -> tuple[int, int]:
+    """Add the product with adapters of one projection, and return its numbers of inputs and outputs."""
+    data, after = product.inputs[0], _with_bias(product)
+    assert data is not None
+    inputs, outputs = dims(data)[-1], dims(product.outputs[0])[-1]
+    assert isinstance(inputs, int) and isinstance(outputs, int)
+    first = ir.Value(name=first_input(module), shape=ir.Shape([ROWS, inputs]), type=data.type)
+    second = ir.Value(name=second_input(module), shape=ir.Shape([ROWS, outputs]), type=data.type)
+    graph.inputs.extend([first, second])
+    old, name = after.outputs[0], f"adapters.{module}"
+    nodes: list[ir.Node] = []
+
+    def add(op_type: str, operands: list[ir.Value], last: list[int | str | None], **attributes: list[int]) -> ir.Value:
+        node = ir.node(op_type, operands, attributes, name=f"{name}.{len(nodes)}")
+        value = node.outputs[0]
+        leading = [] if op_type == "Transpose" else list(dims(data))[:-1]
+        value.name, value.shape, value.type = f"{name}.{len(nodes)}", ir.Shape([*leading, *last]), data.type
+        nodes.append(node)
+        return value
+
+    narrow = add("MatMul", [data, add("Transpose", [first], [inputs, ROWS], perm=[1, 0])], [ROWS])
+    change = add("MatMul", [add("Mul", [narrow, mask], [ROWS]), second], [outputs])
+    users = list(old.uses())
+    result = add("Add", [old, change], [outputs])
+    for use in users:
+        use.node.replace_input_with(use.idx, result)
+    graph.insert_after(after, nodes)
+    return inputs, outputs
+
+
+def _with_bias(product: ir.Node) -> ir.Node:
+    """Return the node that adds the bias of a projection to its product; the product if it has no bias."""
+    uses = list(product.outputs[0].uses())
+    node = uses[0].node if len(uses) == 1 else product
+    biased = is_op(node, "Add") and any(x is not None and x.is_initializer() and len(dims(x)) == 1 for x in node.inputs)
+    return node if biased else product

@@ -1,0 +1,253 @@
+"""Tests of LoRA adapters at run time: each request has its own, with the tokens of merged weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+import kvexport
+from kvexport.engine.engine import Engine
+from kvexport.engine.options import EngineOptions
+from kvexport.engine.request import Request
+from kvexport.errors import KvexportError, SnapshotError, UsageError
+from kvexport.export.build import read_model
+from kvexport.export.graph.adapters import put_adapters
+from kvexport.export.graph.tracer import trace_decoder
+from kvexport.recipe.fields import Recipe
+from kvexport.state.snapshot import Snapshot
+from tests.support.adapters import CONFIG, MODULES, adapter
+from tests.support.tiny_model import PROMPTS, RECIPE
+
+COUNT = 40  # tokens of an answer, which goes far beyond the budget of 32 slots
+
+
+@pytest.fixture(scope="module")
+def engine(adapted_artifact: Path, adapters: dict[str, Path]) -> Engine:
+    return kvexport.load(adapted_artifact, threads=1, adapters=adapters)
+
+
+@pytest.fixture(scope="module")
+def merged(tiny_checkpoint: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine whose weights have the adapter "two" added."""
+    model, weights = {"path": str(tiny_checkpoint)}, {"merge_adapter": str(adapters["two"])}
+    recipe = Recipe.model_validate({**RECIPE, "model": model, "weights": weights})
+    return kvexport.load(kvexport.build(recipe, tmp_path_factory.mktemp("merged") / "artifact"), threads=1)
+
+
+def answers(engine: Engine, **options: Any) -> tuple[list[list[int]], NDArray[np.float32]]:
+    """Return the answers to all prompts, and the logits of all their tokens."""
+    rows = []
+
+    def keep(_: NDArray[np.int64], logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        rows.append(logits.copy())
+        return logits
+
+    answered = engine.generate(PROMPTS, max_new_tokens=COUNT, logits_processor=keep, **options)
+    return [completion.token_ids for completion in answered], np.array(rows)
+
+
+def run(engine: Engine, *requests: Request) -> list[list[int]]:
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return [[token.id for token in request.tokens] for request in requests]
+
+
+def request(engine: Engine, prompt: list[int], name: str | None, **more: Any) -> Request:
+    return Request(prompt, engine.settings(max_new_tokens=COUNT), adapter=name, **more)
+
+
+def test_an_adapter_answers_as_merged_weights_do(engine: Engine, merged: Engine) -> None:
+    (tokens, logits), (expected, of_merged) = answers(engine, adapter="two"), answers(merged)
+    assert tokens == expected
+    np.testing.assert_allclose(logits, of_merged, rtol=1e-4, atol=1e-4)
+
+
+def test_without_an_adapter_the_model_answers_as_it_was_built(engine: Engine, tiny_artifact: Path) -> None:
+    (tokens, logits), (expected, plain) = answers(engine), answers(kvexport.load(tiny_artifact, threads=1))
+    assert tokens == expected
+    np.testing.assert_allclose(logits, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_of_several_adapters_gives_each_sequence_its_own_tokens(engine: Engine) -> None:
+    names = [None, "one", "two", "one"]
+    alone = [run(engine, request(engine, PROMPTS[0], name))[0] for name in names]
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    assert run(engine, *(request(engine, PROMPTS[0], name) for name in names)) == alone
+
+
+def test_a_request_that_moves_to_another_lane_takes_its_adapter_along(engine: Engine) -> None:
+    expected = run(engine, request(engine, PROMPTS[0], "two"))[0]
+    short, long = request(engine, [3], None), request(engine, PROMPTS[0], "two")
+    short.settings = engine.settings(max_new_tokens=4)
+    assert run(engine, short, long)[1] == expected
+    assert long.lane == 0  # where the short request was
+
+
+def test_a_fork_has_the_adapter_of_its_prompt(engine: Engine) -> None:
+    first = request(engine, PROMPTS[0], "two")
+    assert len({tuple(tokens) for tokens in run(engine, first, first.fork())}) == 1
+
+
+def test_a_prefix_is_shared_within_one_adapter_alone(engine: Engine) -> None:
+    caching = engine.with_options(EngineOptions(prefix_memory=1 << 20))
+    expected = [run(engine, request(engine, PROMPTS[0], name))[0] for name in ("one", "two", None)]
+    cached = []
+    for _ in range(2):
+        for name, tokens in zip(("one", "two", None), expected, strict=True):
+            one = request(caching, PROMPTS[0], name)
+            assert run(caching, one)[0] == tokens
+            cached.append(one.cached_tokens)
+    assert cached == [0, 0, 0, 32, 32, 32]
+
+
+def test_a_snapshot_goes_on_with_its_adapter(engine: Engine) -> None:
+    expected = run(engine, request(engine, PROMPTS[0], "two"))[0]
+    half = request(engine, PROMPTS[0], "two")
+    number = engine.add(half)
+    for _ in range(12):
+        engine.step()
+    saved = engine.preempt(number)
+    read = Snapshot.from_bytes(saved.to_bytes(), engine.manifest)
+    assert read.adapter == engine.adapters.by_name["two"].digest
+    begun = [token.id for token in half.tokens]
+    assert begun + run(engine, Request((), start=read))[0] == expected
+
+
+def test_a_snapshot_of_another_adapter_is_refused(engine: Engine, adapted_artifact: Path) -> None:
+    keeping = request(engine, PROMPTS[0], "two", keep=True)
+    run(engine, keeping)
+    for name in ("one", None):
+        with pytest.raises(SnapshotError, match="the snapshot is of the adapter two, the request is for"):
+            engine.add(request(engine, [3], name, start=keeping.snapshot))
+    without = kvexport.load(adapted_artifact, threads=1)
+    with pytest.raises(SnapshotError, match="the adapter of other files"):
+        without.add(request(without, [3], None, start=keeping.snapshot))
+    plain = request(engine, PROMPTS[0], None, keep=True)
+    run(engine, plain)
+    with pytest.raises(SnapshotError, match="of the model without an adapter, the request is for one"):
+        engine.add(request(engine, [3], "one", start=plain.snapshot))
+
+
+def test_a_snapshot_says_whose_it_is_in_a_newer_format_alone(engine: Engine) -> None:
+    plain = request(engine, PROMPTS[1], None, keep=True)
+    run(engine, plain)
+    assert plain.snapshot is not None
+    data = plain.snapshot.to_bytes()
+    assert b'"adapter"' not in data
+    assert replace(plain.snapshot, adapter="0" * 64).to_bytes()[8] == 3 > data[8]
+
+
+def test_an_unknown_name_is_refused(engine: Engine) -> None:
+    with pytest.raises(UsageError, match=r"there is no adapter 'three' here, but 'one', 'two'"):
+        engine.generate([3], adapter="three")
+
+
+def of_another_size(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[f"base_model.model.{MODULES[0]}.lora_A.weight"] = torch.zeros(3, 5)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def of_more_layers(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = {name.replace("layers.0.", "layers.7."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def of_the_head(folder: Path) -> None:
+    tensors = {f"base_model.model.lm_head.lora_{factor}.weight": torch.zeros(3, 3) for factor in "AB"}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def infinite(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[f"base_model.model.{MODULES[0]}.lora_B.weight"][0] = float("inf")
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def as_dora(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "use_dora": True}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (of_another_size, r"has matrices \[3, 5\] and .*, which has 32 inputs and 32 outputs in the artifact"),
+        (of_more_layers, "changes 'model.layers.7.self_attn.q_proj', and the artifact takes adapters of down_proj, "),
+        (of_the_head, "changes 'lm_head'"),
+        (infinite, "infinite or NaN"),
+        (as_dora, "use_dora True; only adapters with use_dora False"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    tmp_path: Path,
+    tiny_checkpoint: Path,
+    adapted_artifact: Path,
+    damage: Callable[[Path], None],
+    words: str,
+) -> None:
+    folder = adapter(tmp_path / "adapter", tiny_checkpoint)
+    damage(folder)
+    with pytest.raises(UsageError, match=words) as raised:
+        kvexport.load(adapted_artifact, threads=1, adapters={"bad": folder})
+    assert raised.value.fix
+
+
+def test_more_adapters_and_ranks_than_the_recipe_allows_are_refused(
+    tmp_path: Path, tiny_checkpoint: Path, tiny_artifact: Path, adapted_artifact: Path, adapters: dict[str, Path]
+) -> None:
+    large = adapter(tmp_path / "large", tiny_checkpoint, rank=5)
+    cases: list[tuple[Path, dict[str, Path], str]] = [
+        (tiny_artifact, adapters, "2 adapters were given, and the artifact takes 0"),
+        (adapted_artifact, {**adapters, "three": large}, "3 adapters were given, and the artifact takes 2"),
+        (adapted_artifact, {"large": large}, "has rank 5, and the artifact takes ranks up to 4"),
+        (adapted_artifact, {"none": tmp_path}, "is no folder with adapter_config.json"),
+    ]
+    for path, given, words in cases:
+        with pytest.raises(UsageError, match=words):
+            kvexport.load(path, threads=1, adapters=given)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"adapters": {"count": 1, "targets": ["q_proj", "query"]}}, "names 'query'; the projections of this model"),
+        ({"backend": {"name": "tensorrt"}}, "but tensorrt runs no adapters"),
+        ({"backend": {"tensor_parallel": 2}}, "backend.tensor_parallel is above 1, which runs without adapters"),
+        ({"speculate": {"draft": "cache"}}, "speculate.draft is cache, which runs without adapters"),
+        ({"cache": {"periodic": {"slots": 128}}}, "cache.periodic.slots is set, which runs without adapters"),
+    ],
+)
+def test_a_recipe_that_cannot_take_adapters_is_refused(
+    tiny_checkpoint: Path, sections: dict[str, Any], words: str
+) -> None:
+    recipe = {**RECIPE, "model": {"path": str(tiny_checkpoint)}, "adapters": {"count": 1}, **sections}
+    with pytest.raises((KvexportError, ValueError), match=words):
+        put_adapters_of(Recipe.model_validate(recipe))
+
+
+def put_adapters_of(recipe: Recipe) -> None:
+    """Read a recipe's model, trace it and add its adapters, without writing an artifact."""
+    shape = read_model(recipe)
+    decoder = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=True)
+    put_adapters(decoder.graph, recipe.adapters.targets)
+
+
+def test_a_manifest_that_contradicts_its_recipe_is_refused(tiny_artifact: Path) -> None:
+    from kvexport.artifact.manifest import parse_manifest
+    from kvexport.errors import ArtifactError
+
+    manifest = json.loads((tiny_artifact / "manifest.json").read_text())
+    with pytest.raises(ArtifactError, match="adapters has 1 projections, unlike its recipe"):
+        parse_manifest(tiny_artifact, {**manifest, "adapters": {"model.layers.0.mlp.up_proj": [32, 64]}})

@@ -88,7 +88,7 @@ def session(side: str, threads: int, megabytes: int) -> tuple[Any, int, int]:
     ]
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # after a run, as in the engine's sessions
     if not peer:
         options.register_custom_ops_library(str(library()))
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()

@@ -120,7 +120,8 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
                 f"{some_names(names)})",
                 "--set model.path=CHECKPOINT of the model that the adapter was trained on",
             )
-        computed[tensor] = _adapted(tensors.pop(tensor, None) or computed[tensor], module, adapter)
+        base = tensors.pop(tensor) if tensor in tensors else computed[tensor]
+        computed[tensor] = _adapted(base, module, adapter)
     facts = json.dumps([checkpoint.fingerprint, adapter.digest])
     note = f"the adapter {folder.name} is added to {len(adapter.pairs)} weights"
     return replace(

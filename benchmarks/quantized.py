@@ -289,7 +289,7 @@ class Worker:
         raise SystemExit(f"{self.side} failed:\n{self.log.read()[-3000:]}")
 
     def figure(self) -> float:
-        """Return one more figure."""
+        """Let the process measure once more, and return the seconds that it measured."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()

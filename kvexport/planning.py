@@ -176,7 +176,7 @@ class MemoryPlan:
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures of the memory plan as JSON values, except `Fit`."""
+        """Return the plan's figures as JSON values, without the batch and budget that fit a given memory (`Fit`)."""
         limits = self.recipe.limits
         return {
             "recipe": self.name,

@@ -83,7 +83,7 @@ def _tables(evaluation: Evaluation) -> list[Section]:
 def _differences(evaluation: Evaluation) -> list[Section]:
     """Return tables of the methods' paired differences to the method `against`.
 
-    Two methods may differ by less than the width of their intervals.
+    The difference of two methods on the same samples can be certain although the intervals of their means overlap.
     """
     differences = {(d.label, d.budget, d.task, d.figure): d.difference for d in evaluation.differences}
     columns = list(dict.fromkeys((d.task, d.figure) for d in evaluation.differences))

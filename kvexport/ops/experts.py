@@ -210,7 +210,7 @@ def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
 
 
 def _product(data: str, weight: str, dense: str, form: ExpertsForm) -> str:
-    """Return the nodes of ``{weight}_sum = data dense[expert]^T + bias``."""
+    """Return the ONNX nodes of an expert's product: ``{weight}_sum = data dense[expert]^T + bias``."""
     lines = [
         f"{weight}_one = Gather <axis = 0> ({dense}, expert)",
         f"{weight}_turned = Transpose <perm = [1, 0]> ({weight}_one)",

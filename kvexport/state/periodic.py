@@ -310,7 +310,7 @@ class PeriodicState(ModelState):
         return self._full.step(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """Run the merge graph on the full KV caches of lanes first <= lane < last; it evicts nothing there."""
+        """Run the merge graph on lanes first <= lane < last. It evicts nothing, since the lanes keep all entries."""
         self._full.merge(first, last)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:

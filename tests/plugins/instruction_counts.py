@@ -86,7 +86,7 @@ def measured(caller: PtxCaller) -> dict[str, float]:
 
 
 def measured_trips(caller: PtxCaller) -> dict[str, int]:
-    """Return the round trips of the first thread of the last block, for every call of a figure."""
+    """Return the dependent memory accesses of the first thread of the last block, for each recorded kernel call."""
     kernels, figures = library.compiled(), {}
     for name, program, run in (
         *(

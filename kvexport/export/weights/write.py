@@ -147,8 +147,8 @@ def write_weights(
 ) -> WrittenWeights:
     """Write every weight of `specs` into the folder `staging`: copied, cast to the data type of its spec, or computed.
 
-    Two specs of one entry and one dtype, or of one source, share their bytes, and so do equal orders of columns. Peak
-    memory is some tens of MiB, whatever the size of a tensor.
+    Two specs with the same checkpoint entry and dtype, or with the same source, share their bytes. Equal permutations
+    of columns are written once. Peak memory is some tens of MiB, whatever the size of a tensor.
 
     Args:
         specs: The weights.

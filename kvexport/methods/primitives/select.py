@@ -68,7 +68,7 @@ def pooled(slots: Slots, unprotected: Tensor, reach: int) -> Tensor:
 def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
     """Return the keep score of every cache slot by a policy; see `Method.keep_score`.
 
-    Slots are ordered by importance in the way that `policy.order` names.
+    `policy.order` names how scores follow from importance: the least important first, or the least error of a merge.
     """
     import torch
 

@@ -155,7 +155,7 @@ class CachePlan:
 
     Attributes:
         caches: One cache for each layer that attends, or one for each KV head if heads have budgets of their own.
-        attention_layers: The numbers of the model's layers that attend; empty if every layer does.
+        attention_layers: The numbers of the model's layers that have caches of their own; empty if every layer has one.
         states: The recurrent state of each layer that has one.
     """
 
@@ -164,7 +164,7 @@ class CachePlan:
     states: tuple[LayerStates, ...] = ()
 
     def cache_of(self, layer: int) -> int:
-        """Return the number of a layer among the layers that attend; `layer` is its number in the model."""
+        """Return the number of a layer among the layers with caches; `layer` is its number in the model."""
         return self.attention_layers.index(layer) if self.attention_layers else layer
 
     @property
@@ -201,8 +201,8 @@ class CachePlan:
         return [asdict(layer) for layer in self.caches]
 
     def recurrent_json(self) -> dict[str, Any]:
-        """Return the manifest's key `recurrent`; no key if every layer attends and none has a recurrent state."""
-        if not self.states:
+        """Return the manifest's key `recurrent`; no key if every layer has a cache and none a recurrent state."""
+        if not self.attention_layers:
             return {}
         states = [asdict(layer) for layer in self.states]
         return {"recurrent": {"attention_layers": self.attention_layers, "states": states}}

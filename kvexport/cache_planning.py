@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvexport.allocation import allocate, head_shares
@@ -19,6 +19,7 @@ def plan_cache(
     geometry: Sequence[LayerGeometry],
     attention_layers: tuple[int, ...] = (),
     states: tuple[LayerStates, ...] = (),
+    readers: Mapping[int, int] | None = None,
 ) -> CachePlan:
     """Return the KV cache plan of a recipe for a model: the budget, capacity and shapes of every cache.
 
@@ -27,6 +28,7 @@ def plan_cache(
         geometry: The attention of each layer that attends.
         attention_layers: The numbers of these layers in the model; empty if every layer attends.
         states: The recurrent states of the other layers.
+        readers: For each layer that reads another layer's cache, the number of that layer.
 
     Raises:
         UsageError: If a budget, or that of `selected_plan`, cannot hold the sinks, the recent slots and one more; if a
@@ -43,6 +45,8 @@ def plan_cache(
         )
     if states:
         _require_states_kept(recipe, states)
+    if readers:
+        _require_caches_read(recipe, readers)
     _require_pairs(recipe, geometry)
     budgets = allocate(recipe, len(geometry))
     if recipe.cache.positions == "cache":
@@ -202,6 +206,32 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
         raise UsageError(
             f"cache.positions is cache, which is not supported where {why}", "--set cache.positions=absolute"
         )
+    _require_plain_backend(recipe, why)
+
+
+def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
+    """Raise UsageError for settings under which no layer can read another layer's cache."""
+    layer, source = next(iter(readers.items()))
+    why = f"layer {layer} reads the cache of layer {source}"
+    if head_shares(recipe):
+        raise UsageError(
+            f"cache.allocation.shares gives every KV head a cache of its own, which is not supported where {why}",
+            "--set cache.allocation.kind=uniform, or shares of layers",
+        )
+    if recipe.cache.periodic.slots is not None:
+        raise UsageError(
+            f"cache.periodic.slots is {recipe.cache.periodic.slots}, which is not supported where {why}",
+            "--set cache.periodic.slots=null",
+        )
+    if recipe.speculate.draft == "cache":
+        raise UsageError(
+            f"speculate.draft is cache, which is not supported where {why}", "--set speculate.draft=ngram, or null"
+        )
+    _require_plain_backend(recipe, why)
+
+
+def _require_plain_backend(recipe: Recipe, why: str) -> None:
+    """Raise UsageError unless ONNX Runtime runs the whole model on the CPU; `why` names the layer that needs it."""
     if recipe.backend.name != default():
         raise UsageError(
             f"backend.name is {recipe.backend.name}, which is not supported where {why}",
@@ -214,7 +244,7 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
         )
     if recipe.backend.tensor_parallel > 1:
         raise UsageError(
-            f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, but {why}, which ranks cannot share",
+            f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, which is not supported where {why}",
             "--set backend.tensor_parallel=1",
         )
 

@@ -151,7 +151,10 @@ def trace_and_write(
         in_background(write, bar.advance) as writing,
     ):
         plan = layers_plan(shape.plan, shape.geometry)
-        decoder = tracer.trace_decoder(shape.model, shape.mode, plan, last_logits=not recipe.all_logits)
+        attributes = [tracer.layer_attributes(method, layer) for layer in shape.geometry]
+        decoder = tracer.trace_decoder(
+            shape.model, shape.mode, plan, last_logits=not recipe.all_logits, attributes=attributes
+        )
         taken = put_adapters(decoder.graph, recipe.adapters.targets) if recipe.adapters.count else {}
         functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
         merge = _parse_merge(merge_bytes(), method)

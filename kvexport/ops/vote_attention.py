@@ -1,7 +1,8 @@
 """The operator VoteAttention: append new tokens to the KV cache, attend with a bias by votes, and update the scores.
 
 The function `vote_attention` defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`),
-and `tests/conformance` compares native kernels with it.
+and `tests/conformance` compares native kernels with it. `read_attention` is the attention of a layer that has no cache
+of its own. A trace contains its PyTorch operations as ONNX's own operators.
 """
 
 from __future__ import annotations
@@ -83,9 +84,8 @@ def vote_attention(
         and shapes of the past ones.
     """
     batch, tokens = position.shape
-    query_heads, head_size = query.shape[1], query.shape[3]
+    query_heads = query.shape[1]
     heads, capacity = past_key.shape[1], past_key.shape[2]
-    group = query_heads // heads
     lengths = query_length.to(torch.int32)  # [B, 1]
     step = torch.arange(tokens, dtype=torch.int32, device=query.device)
     real = step < lengths  # [B, T]
@@ -108,26 +108,8 @@ def vote_attention(
     present_position = torch.where(fresh, position[:, None, :1].to(torch.int32) + age, past_position)
 
     # Attend.
-    now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
-    slot_position = present_position[:, :, None, :]
-    visible = occupied[:, :, None, :] & (slot_position <= now)  # [B, H, T, C]
-    if attributes.sliding_window:
-        visible = visible & (slot_position > now - attributes.sliding_window)
-    if attributes.vote_exponent:
-        bias = torch.where(visible, vote_bias(present_votes, attributes)[:, :, None, :], LOG_ZERO)
-    else:
-        bias = torch.where(visible, 0.0, LOG_ZERO)
-    grouped = (turn(query.float()) * attributes.scale).reshape(batch, heads, group, tokens, head_size)
-    # The group's dimension is inserted before the transpose: runtimes fuse a transpose only into a product that
-    # follows it directly.
-    logits = grouped @ keys[:, :, None].transpose(-1, -2)  # [B, H, G, T, C]
-    logits = capped(logits, attributes)
-    biased = logits + bias[:, :, None]
-    if sink_logits is None:
-        probability = torch.softmax(biased, dim=-1)
-    else:
-        column = sink_logits.float().reshape(1, heads, group, 1, 1).expand(batch, heads, group, tokens, 1)
-        probability = torch.softmax(torch.cat([biased, column], dim=-1), dim=-1)[..., :-1]
+    visible, bias = _visible(position, occupied, present_position, present_votes, attributes)
+    logits, probability = _probability(turn(query.float()), keys, bias, sink_logits, attributes)
     output = turn((probability @ values[:, :, None]).reshape(batch, query_heads, tokens, value.shape[3]))
     output = torch.where(is_new, output, 0.0).to(query.dtype)
 
@@ -148,6 +130,87 @@ def vote_attention(
     state = (present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position, *scales)
     new = NewTokens(query, key, value, position, real, attributes.scale)
     return (output, *state, *_extra(attributes.method, past_extra[len(scales) :], fresh, new))
+
+
+def read_attention(
+    query: Tensor,
+    position: Tensor,
+    query_length: Tensor,
+    state: tuple[Tensor, ...],
+    sink_logits: Tensor | None = None,
+    *,
+    attributes: VoteAttentionAttributes,
+) -> Tensor:
+    """Return the attention output of a layer that reads the KV cache of another layer.
+
+    The other layer has appended the keys and values of the call's tokens. The queries here change no statistic.
+
+    Args:
+        query: [B, Hq, T, D] rotated queries. Row t is padding if t >= query_length.
+        position: [B, T] int64 absolute positions.
+        query_length: [B, 1] int64, the number of real tokens in this call.
+        state: The present state tensors of the other layer, as `vote_attention` returns them.
+        sink_logits: [Hq], one learned logit for each head that takes probability and has no value, or None.
+        attributes: The attributes of the other layer.
+
+    Returns:
+        The output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows.
+    """
+    key, value, votes, _, slot_position, *scales = state
+    small = is_small(key)
+    turn = rotated_by_hadamard if small else torch.Tensor.float
+    keys, values = (
+        (dequantized(x, s) for x, s in zip((key, value), scales, strict=False))
+        if small
+        else (key.float(), value.float())
+    )
+    batch, tokens = position.shape
+    real = torch.arange(tokens, dtype=torch.int32, device=query.device) < query_length.to(torch.int32)
+    _, bias = _visible(position, votes > 0, slot_position, votes, attributes)
+    _, probability = _probability(turn(query.float()), keys, bias, sink_logits, attributes)
+    output = turn((probability @ values[:, :, None]).reshape(batch, query.shape[1], tokens, values.shape[3]))
+    return torch.where(real[:, None, :, None], output, 0.0).to(query.dtype)
+
+
+def _visible(
+    position: Tensor, occupied: Tensor, slot_position: Tensor, votes: Tensor, attributes: VoteAttentionAttributes
+) -> tuple[Tensor, Tensor]:
+    """Return which slots the queries see, [B, H, T, C] bool, and the bias of the slots, LOG_ZERO where they do not."""
+    now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
+    slot_position = slot_position[:, :, None, :]
+    visible = occupied[:, :, None, :] & (slot_position <= now)
+    if attributes.sliding_window:
+        visible = visible & (slot_position > now - attributes.sliding_window)
+    if attributes.vote_exponent:
+        return visible, torch.where(visible, vote_bias(votes, attributes)[:, :, None, :], LOG_ZERO)
+    return visible, torch.where(visible, 0.0, LOG_ZERO)
+
+
+def _probability(
+    query: Tensor, keys: Tensor, bias: Tensor, sink_logits: Tensor | None, attributes: VoteAttentionAttributes
+) -> tuple[Tensor, Tensor]:
+    """Return the logits without bias, and the probabilities of the slots, both [B, H, G, T, C] float32.
+
+    Args:
+        query: [B, Hq, T, D] float32.
+        keys: [B, H, C, D] float32.
+        bias: [B, H, T, C].
+        sink_logits: [Hq], or None.
+        attributes: The attributes of the node.
+    """
+    batch, query_heads, tokens, head_size = query.shape
+    heads = keys.shape[1]
+    group = query_heads // heads
+    grouped = (query * attributes.scale).reshape(batch, heads, group, tokens, head_size)
+    # The group's dimension is inserted before the transpose: runtimes fuse a transpose only into a product that
+    # follows it directly.
+    logits = grouped @ keys[:, :, None].transpose(-1, -2)
+    logits = capped(logits, attributes)
+    biased = logits + bias[:, :, None]
+    if sink_logits is None:
+        return logits, torch.softmax(biased, dim=-1)
+    column = sink_logits.float().reshape(1, heads, group, 1, 1).expand(batch, heads, group, tokens, 1)
+    return logits, torch.softmax(torch.cat([biased, column], dim=-1), dim=-1)[..., :-1]
 
 
 def _appended(

@@ -56,9 +56,9 @@ class Comparison:
         self.plan, self.method, self.dtype = engine.plan, reference.method, engine.manifest.recipe.model.dtype
         types = (self.dtype, engine.manifest.recipe.cache_dtype)
         self.tolerance, self.merge_tolerance, self.whole = (tolerance_of(x, *types) for x in (LAYERS, MERGES, WHOLE))
-        if self.plan.states:
-            # The decoder is cut before layers that attend. The layers with recurrent states between two cuts magnify
-            # rounding errors, as layers of an uncut decoder do.
+        if self.plan.attention_layers:
+            # The decoder is cut before layers that have a cache. Layers that have a recurrent state, or read another
+            # layer's cache, magnify rounding errors between two cuts, as layers of an uncut decoder do.
             self.tolerance = self.whole
         decoder = engine.path / engine.manifest.graphs.decoder
         self.cut = CutDecoder(decoder, self.dtype, runners.open_decoder) if runners.open_decoder else None

@@ -75,10 +75,10 @@ def first_layers(
         export = recipe.export.model_copy(update={"weights": "copy"})
         # `plan` sets the budgets. The recipe's shares and whole layers are for the full number of layers.
         cache = recipe.cache.model_copy(update={"allocation": AllocationSection(kind="uniform")})
-        if manifest.cache.states:
+        if manifest.cache.attention_layers:
             raise UsageError(
-                "--layers compares the first layers of a model whose every layer attends; this model has layers with a "
-                "recurrent state",
+                "--layers compares the first layers of a model whose every layer attends to a cache of its own; this "
+                "model has layers with a recurrent state, or with another layer's cache",
                 "no --layers, which compares all layers",
             )
         caches = len(manifest.cache.caches) // total  # caches of one layer: one, or one for each KV head

@@ -22,9 +22,9 @@ from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import merge_cache
-from kvexport.ops.vote_attention import vote_attention
+from kvexport.ops.vote_attention import read_attention, vote_attention
 from kvexport.quiet import quiet_exporter
-from kvexport.schema.state import STATE, STATE_NAMES
+from kvexport.schema.state import STATE, STATE_NAMES, scales_of
 from kvexport.validate.float64 import as_ever, in_float64
 from kvexport.validate.weights import load_model
 
@@ -55,6 +55,8 @@ class _Eager:
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        if options["reads"] is not None:
+            return self._read(self.plan.cache_of(options["reads"]), query, options.get("s_aux"))
         layer = self.plan.cache_of(options["layer"])
         caches, sink_logits = self.caches[layer], options.get("s_aux")
         count = len(caches)
@@ -74,6 +76,12 @@ class _Eager:
         )
         self.present[cache] = result[1:]
         return result[0]
+
+    def _read(self, cache: int, query: Tensor, sink_logits: Tensor | None) -> Tensor:
+        """Return the attention of a layer that reads the cache of another layer."""
+        state = self.present[cache][: len(STATE) + len(scales_of(self.plan.caches[cache].dtype))]
+        attributes = layer_attributes(self.method, self.geometry[cache])
+        return read_attention(query, self.position, self.query_length, state, sink_logits, attributes=attributes)
 
     def mask(self, mask_function: Any) -> Any:
         return None

@@ -21,6 +21,7 @@ from kvexport.validate.result import ValidationResult
 from kvexport.validate.runner import validate_artifact
 from tests.export.test_latent import CONFIGS as LATENT
 from tests.export.test_latent import LATENT as LATENT_SIZES
+from tests.export.test_shared_caches import CONFIGS as SHARED
 from tests.export.test_text_parts import WRAPPERS
 from tests.support import models
 from tests.support.hybrids import CONFIGS as HYBRIDS
@@ -45,6 +46,7 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
         moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
     ),
     "attention module shared by layers": HYBRIDS["zamba2"],
+    "layers that read another layer's cache": SHARED["gemma4_text"],
 }  # fmt: skip
 
 

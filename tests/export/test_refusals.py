@@ -83,12 +83,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "xlnet": ("XLNetConfig", {"d_model": 64, "n_layer": 2, "n_head": 4}, "computes attention in its own code"),
     "blip": ("BlipConfig", {}, "needs pixel_values in every call; only models that run on tokens alone"),
     "git": ("GitConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "computes attention in its own code"),
-    "gemma3n": ("Gemma3nConfig", {}, "the last 15 layers of gemma3n read the keys of other layers"),
-    "gemma4_text": (
-        "Gemma4TextConfig",
-        {**models.SIZES, "num_kv_shared_layers": 1},
-        "the last 1 layers of gemma4_text read the keys of other layers",
-    ),
     "shieldgemma2": ("ShieldGemma2Config", {}, "classifies images, and writes no text"),
     "glm5_next": (
         "Glm5NextConfig",

@@ -37,7 +37,10 @@ LISTED = {
     "smollm2-135m-heads": 30,
 }
 # Recipes of tests/recipe/test_model_recipes.py.
-MODELS = ("gpt-oss-20b", "glm47-flash", "lfm25-1b", "qwen36-35b-a3b")
+MODELS = (
+    *("gpt-oss-20b", "glm47-flash", "lfm25-1b", "qwen36-35b-a3b"),
+    *("gemma4-26b-a4b", "gemma4-e4b", "qwen35-4b", "granite4-h-tiny"),
+)
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama31-8b-keepkv": ("meta-llama/Llama-3.1-8B-Instruct", 32768),

@@ -148,10 +148,12 @@ _real_trace_decoder = tracer.trace_decoder
 _traces: dict[str, Any] = {}
 
 
-def _trace_decoder(model: Any, mode: Any, plan: Any, *, last_logits: bool) -> Any:
+def _trace_decoder(model: Any, mode: Any, plan: Any, *, last_logits: bool, attributes: Any = ()) -> Any:
     shapes = [(layer.shapes(1), layer.dtype) for layer in plan.caches]
-    key = repr((model.config.to_json_string(), model.dtype, shapes, plan.cache_positions, last_logits))
+    # Layers that read another layer's cache are traced with its attributes.
+    reads = attributes if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0) else ()
+    key = repr((model.config.to_json_string(), model.dtype, shapes, plan.cache_positions, last_logits, reads))
     if key not in _traces:
-        _traces[key] = _real_trace_decoder(model, mode, plan, last_logits=last_logits)
+        _traces[key] = _real_trace_decoder(model, mode, plan, last_logits=last_logits, attributes=attributes)
     # Finishing a decoder changes its graph, so each caller gets a copy.
     return _traces[key].clone()

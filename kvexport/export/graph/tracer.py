@@ -30,10 +30,10 @@ from kvexport.ops import linear_attention
 from kvexport.ops.experts import ExpertsForm
 from kvexport.ops.onnx_function import DOMAIN, VERSION
 from kvexport.ops.to_onnx import optimize, to_onnx
-from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes, read_attention
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.operators import VOTE_ATTENTION, Operator
-from kvexport.schema.state import StateTensor
+from kvexport.schema.state import STATE, StateTensor, scales_of
 
 
 def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttributes:
@@ -98,22 +98,29 @@ def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...])
 
 
 class _Tracing:
-    """The attention of a model in a trace: one VoteAttention placeholder per layer, and the layers' present state."""
+    """The attention of a model in a trace: one VoteAttention placeholder per cache, and the caches' present state."""
 
     def __init__(
         self,
         operator: Operator,
         plan: CachePlan,
+        attributes: Sequence[VoteAttentionAttributes],
         position: Tensor,
         query_length: Tensor,
         past: dict[int, dict[str, Tensor]],
     ) -> None:
-        self.plan = plan
+        self.plan, self.attributes = plan, attributes
         self.operator, self.placeholder = operator, _attention_placeholder(operator)
         self.position, self.query_length, self.past = position, query_length, past
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        if options["reads"] is not None:
+            cache = self.plan.cache_of(options["reads"])
+            state = self.present[cache][: len(STATE) + len(scales_of(self.plan.caches[cache].dtype))]
+            return read_attention(
+                query, self.position, self.query_length, state, options.get("s_aux"), attributes=self.attributes[cache]
+            )
         layer = self.plan.cache_of(options["layer"])
         inputs = {
             "query": query,
@@ -139,9 +146,11 @@ class _Decoder(nn.Module):
     It maps (input_ids, query_length, past_length, past cache state) to (logits, present_length, present cache state).
     """
 
-    def __init__(self, model: Any, plan: CachePlan, last_logits: bool) -> None:
+    def __init__(
+        self, model: Any, plan: CachePlan, attributes: Sequence[VoteAttentionAttributes], last_logits: bool
+    ) -> None:
         super().__init__()
-        self.model, self.plan, self.last_logits = model, plan, last_logits
+        self.model, self.plan, self.attributes, self.last_logits = model, plan, attributes, last_logits
         self.operator = VOTE_ATTENTION.with_state(plan.caches[0].extra)
         self.layers: Sequence[int] = ()
         self.token_logits = TokenLogits(model)
@@ -162,7 +171,7 @@ class _Decoder(nn.Module):
             # No caller brings more than there is room for. That it depends on the votes is what counts: none of them is
             # written over before they are read here.
             fitting = torch.minimum(query_length, self.plan.caches[0].capacity - used)
-        tracing = _Tracing(self.operator, self.plan, position, fitting, state)
+        tracing = _Tracing(self.operator, self.plan, self.attributes, position, fitting, state)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing), recurring(self.model, states), complex_as_pairs():
             logits = self.model(
@@ -179,17 +188,31 @@ def initializer_names(model: Any) -> dict[str, str]:
     return {name: f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_logits: bool) -> ir.Model:
-    """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node per layer.
+def trace_decoder(
+    model: Any,
+    mode: FakeTensorMode,
+    plan: CachePlan,
+    *,
+    last_logits: bool,
+    attributes: Sequence[VoteAttentionAttributes] = (),
+) -> ir.Model:
+    """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node per layer that has a cache.
 
     The VoteAttention nodes carry only the numbers of their layers. Initializers have no data, and the names that
     `initializer_names` returns. Layers that compute the same function are traced once, and once more as a check.
 
+    Args:
+        model: The decoder, whose parameters are fake tensors.
+        mode: The mode of these fake tensors.
+        plan: The cache plan.
+        last_logits: Whether the graph computes the logits of the last token alone.
+        attributes: The attributes of every cache's VoteAttention, for layers that read another layer's cache.
+
     Raises:
         UsageError: The model cannot be traced.
     """
-    decoder = _Decoder(model, plan, last_logits).eval()
-    layers = find_layers(model, mode) if not plan.states else None
+    decoder = _Decoder(model, plan, attributes, last_logits).eval()
+    layers = find_layers(model, mode) if not plan.attention_layers else None
     if layers and len(layers.traced()) < len(plan.caches):
         with contextlib.suppress(UsageError):  # what cannot be traced at all, the trace of the whole says
             traced = _trace_some(decoder, mode, plan, layers)

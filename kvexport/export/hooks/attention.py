@@ -34,7 +34,8 @@ class Attending(Protocol):
             query: [B, Hq, T, D].
             key: [B, H, T, D], the new tokens' keys.
             value: [B, H, T, Dv], the new tokens' values.
-            options: The other arguments that transformers passes, such as the scale, and `layer`, the layer's number.
+            options: The other arguments that transformers passes, such as the scale; `layer`, the layer's number; and
+                `reads`, the number of the layer whose keys and values these are, or None for the layer's own.
         """
         ...
 
@@ -45,17 +46,19 @@ class Attending(Protocol):
 
 _current: ContextVar[Attending] = ContextVar("attending")
 _cached: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("cached")  # by layer, the arguments of `update`
+_attended: ContextVar[set[int]] = ContextVar("attended")  # layers that have attended to keys of their own
 
 
 @contextlib.contextmanager
 def attending(attention: Attending) -> Iterator[None]:
     """Let the model's attention layers call `attention` within this context."""
-    token, cached = _current.set(attention), _cached.set({})
+    token, cached, attended = _current.set(attention), _cached.set({}), _attended.set(set())
     try:
         yield
     finally:
         _current.reset(token)
         _cached.reset(cached)
+        _attended.reset(attended)
 
 
 class PassThroughCache(Cache):
@@ -123,7 +126,7 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     options["attention_mask"] = attention_mask
-    options["layer"] = _layer_of(module, key)
+    options["layer"], options["reads"] = _layers_of(module, key)
     if is_latent(module):
         if options.get("scaling") is None:
             options["scaling"] = key.shape[3] ** -0.5
@@ -137,15 +140,24 @@ def _attention(
     return output.contiguous(), None
 
 
-def _layer_of(module: nn.Module, key: Tensor) -> int | None:
-    """Return the number of the layer whose attention `module` computes; None if the module does not know it.
+def _layers_of(module: nn.Module, key: Tensor) -> tuple[int | None, int | None]:
+    """Return the number of the layer whose attention `module` computes, and of the layer whose keys it reads.
 
     Layers that share an attention module (Zamba 2) pass their numbers to `Cache.update` alone, which returned `key`.
+    Layers that share keys and values (Gemma 3n, Gemma 4) attend to the keys that another layer passed to
+    `Cache.update`, after that layer has attended to them.
+
+    Returns:
+        The first number is None if the module does not know it; the second is None for a layer that reads its own keys.
     """
-    for layer, (own, _) in _cached.get().items():
-        if own is key:
-            return layer
-    return getattr(module, "layer_idx", None)
+    number: int | None = getattr(module, "layer_idx", None)
+    source = next((layer for layer, (own, _) in _cached.get().items() if own is key), None)
+    if source is None:
+        return number, None
+    if source in _attended.get() and number not in (None, source):
+        return number, source
+    _attended.get().add(source)
+    return source, None
 
 
 def _mask(*args: Any, mask_function: Any = None, **options: Any) -> Any:

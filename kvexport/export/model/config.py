@@ -57,11 +57,6 @@ def load_config(source: str, recipe: Recipe) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")
     text = config.get_text_config()  # a part of it where the model also sees or hears
-    if shared := getattr(text, "num_kv_shared_layers", 0):
-        raise UsageError(
-            f"the last {shared} layers of {kind} read the keys of other layers (num_kv_shared_layers); only decoders "
-            "whose every layer has a cache of its own can be exported"
-        )
     if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:  # transformers also names the decoder inside it
         raise UsageError(f"{kind} classifies images, and writes no text; only decoders of text can be exported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

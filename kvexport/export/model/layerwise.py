@@ -43,7 +43,13 @@ class LayerwiseDecoder:
         stream_weights(self._model, checkpoint, sources)
 
     def _decoder_layers(self) -> Sequence[nn.Module]:
-        count = self._model.config.get_text_config().num_hidden_layers
+        config = self._model.config.get_text_config()
+        count = config.num_hidden_layers
+        if shared := getattr(config, "num_kv_shared_layers", 0):
+            raise UsageError(
+                f"the last {shared} layers of {self._type} read the caches of other layers, so no layer can be "
+                "measured by itself"
+            )
         for module in self._model.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count and all(_attends(x) for x in module):
                 return list(module)

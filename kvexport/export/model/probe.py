@@ -27,6 +27,23 @@ PROBE_SPAN = 1 << 18
 STATELESS = ("moe", "mlp")  # names of layers in configs that compute each token by itself (Nemotron-H)
 
 
+class _Mask:
+    """An attention mask as a function of positions, in place of the tensor that a model expects.
+
+    Attributes:
+        visible: The function of batch, head, query position and key position.
+    """
+
+    def __init__(self, visible: Any) -> None:
+        self.visible = visible
+
+    def __getitem__(self, index: Any) -> _Mask:
+        """Return the mask itself for all of its rows (Gemma 4 picks the rows whose logits are kept, here all)."""
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise TypeError(f"{_Mask.__name__} has no part {index}")
+        return self
+
+
 class _Probe:
     """A recorder of how each layer calls its attention, in a forward pass on fake tensors."""
 
@@ -34,17 +51,19 @@ class _Probe:
         self.model_type = model.config.model_type
         self.cache = RecurrentCache(self.model_type)
         self.layers: dict[int, LayerGeometry] = {}
+        self.readers: dict[int, int] = {}  # layers that read the keys of another layer, and that layer
         self._windows: list[tuple[Any, int]] = []  # of masks that were looked at; layers share them
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         index = options["layer"]
         name = f"{self.model_type} layer {index} ({type(module).__name__})"
-        if index is None or index in self.layers:
+        source = options["reads"]
+        if index is None or index in self.layers or index in self.readers:
             raise UsageError(f"{name} runs attention more than once per token, or does not say which layer it is")
         if not getattr(module, "is_causal", True):
             raise UsageError(f"{name} is not causal")
-        if index not in self.cache.updated:
-            raise UsageError(f"{name} has no cache of its own: it reads another layer's keys")
+        if index not in self.cache.updated and source is None:
+            raise UsageError(f"{name} reads keys that no layer has passed to the cache")
         mask = options["attention_mask"]
         if not any(mask is seen for seen, _ in self._windows):
             self._windows.append((mask, self._window(name, mask)))
@@ -53,7 +72,7 @@ class _Probe:
         if window != declared and declared:
             raise UsageError(f"{name} declares a window of {declared}, but its mask shows {window or 'every position'}")
         scale = options.get("scaling")
-        self.layers[index] = LayerGeometry(
+        geometry = LayerGeometry(
             query_heads=query.shape[1],
             kv_heads=key.shape[1],
             key_size=key.shape[3],
@@ -63,10 +82,15 @@ class _Probe:
             scale=float(key.shape[3] ** -0.5 if scale is None else scale),
             sink_logits=options.get("s_aux") is not None,
         )
+        if source is None:
+            self.layers[index] = geometry
+        else:
+            self.readers[index] = source
+            _require_same_attention(name, geometry, source, self.layers[source])
         return query.new_empty(*query.shape[:3], value.shape[3])
 
     def mask(self, mask_function: Any) -> Any:
-        return mask_function
+        return None if mask_function is None else _Mask(mask_function)
 
     def _window(self, name: str, mask_function: Any) -> int:
         """Return the size of a layer's sliding window, the number of positions that a query sees; 0 for all.
@@ -78,13 +102,14 @@ class _Probe:
         """
         if mask_function is None:
             return 0
+        assert isinstance(mask_function, _Mask)
         widths = set()
         for q in PROBE_POSITIONS:
             visible: Any
             with unset_fake_temporarily():
                 zero, query, keys = torch.tensor(0), torch.tensor(q), torch.arange(q - PROBE_SPAN, q + 2)
                 try:
-                    visible = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(keys.shape[0])
+                    visible = torch.as_tensor(mask_function.visible(zero, zero, query, keys)).expand(keys.shape[0])
                 except IndexError:  # it looks positions up among the tokens of this call
                     visible = None
                 if visible is None or isinstance(visible, FakeTensor):
@@ -114,11 +139,13 @@ class Layout(NamedTuple):
         geometry: The attention of each layer that attends.
         attention_layers: The numbers of these layers; empty if every layer attends.
         states: The recurrent states of the layers that have one.
+        readers: For each layer that attends to the cache of another layer, the number of that layer.
     """
 
     geometry: list[LayerGeometry]
     attention_layers: tuple[int, ...]
     states: tuple[LayerStates, ...]
+    readers: dict[int, int]
 
 
 def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
@@ -140,7 +167,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
     except Exception as error:
         failure = error
     _refuse_experts(model)
-    if failure and "'function' object" in str(failure):  # the mask, which stays a function of positions here
+    if failure and _Mask.__name__ in str(failure):
         raise UsageError(
             f"{kind} computes with its attention mask in code of its own; only causal masks and sliding windows can be "
             "kept in a merging cache"
@@ -155,7 +182,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
         ) from failure
     text = model.config.get_text_config()
     states = probe.cache.states()
-    _refuse_missing_layers(kind, text, probe, {layer.layer for layer in states})
+    _refuse_missing_layers(kind, text, probe, {layer.layer for layer in states} | probe.readers.keys())
     if not probe.layers:
         raise UsageError(
             f"{kind} has no layer that attends (state-space or linear attention alone), so it has no cache to compress"
@@ -167,7 +194,18 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
     attending_layers = tuple(sorted(probe.layers))
     geometry = [probe.layers[i] for i in attending_layers]
     every = len(attending_layers) == text.num_hidden_layers and not states
-    return Layout(geometry, () if every else attending_layers, states)
+    return Layout(geometry, () if every else attending_layers, states, probe.readers)
+
+
+def _require_same_attention(name: str, geometry: LayerGeometry, source: int, own: LayerGeometry) -> None:
+    """Raise UsageError unless a layer attends to another layer's cache as that layer does, query heads aside."""
+    for field in ("sliding_window", "softcap", "scale", "sink_logits", "kv_heads", "key_size", "value_size"):
+        here, there = getattr(geometry, field), getattr(own, field)
+        if here != there:
+            raise UsageError(
+                f"{name} reads the cache of layer {source} with {field} {here}, but that layer has {there}; it cannot "
+                "be exported"
+            )
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]

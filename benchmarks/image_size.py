@@ -1,10 +1,11 @@
-"""Size of the image of docker/cpu.Dockerfile, whose build is replayed in a folder without Docker.
+"""Size of an image of docker/, whose build is replayed in a folder without Docker.
 
-    python benchmarks/image_size.py --out FOLDER [--artifact ARTIFACT]
+    python benchmarks/image_size.py --out FOLDER [--file docker/cpu.Dockerfile] [--artifact ARTIFACT]
 
-The RUN lines of the build stage run with their paths below FOLDER. Packages of the system (apt-get) are those of this
-machine. The script prints the bytes of the folder that the image's last stage copies, of its largest packages, and the
-time of the RUN lines. With an artifact, the server of that folder starts and the command of HEALTHCHECK asks it.
+The RUN lines of the stage `build` run with their paths in /opt below FOLDER, up to a line that takes files of another
+stage, which is not replayed. Packages of the system (apt-get) are those of this machine. The script prints the bytes of
+the folder that the image's last stage copies, of its largest packages, and the time of the RUN lines. With an artifact,
+the server of that folder starts and the command of HEALTHCHECK asks it.
 
 The base image is not counted: add its bytes.
 """
@@ -22,7 +23,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCKERFILE = ROOT / "docker" / "cpu.Dockerfile"
 PREFIX = "/opt/kvexport"
 
 
@@ -30,13 +30,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--artifact", type=Path)
-    parser.add_argument("--extras", default="", help="extras to install in place of the Dockerfile's")
+    parser.add_argument("--file", type=Path, default=ROOT / "docker" / "cpu.Dockerfile")
+    parser.add_argument("--arg", nargs="*", default=[], metavar="NAME=VALUE", help="build arguments")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
-    lines = joined(DOCKERFILE.read_text())
-    seconds = replay(lines, options.out, options.extras)
+    lines = joined(options.file.read_text())
+    seconds = replay(lines, options.out, dict(one.split("=", 1) for one in options.arg))
     prefix = options.out / PREFIX.lstrip("/")
-    print(f"RUN lines of the build stage    {seconds:8.1f} s")
+    print(f"RUN lines of the stage build    {seconds:8.1f} s")
     print(f"{PREFIX}                   {size(prefix) / 1e6:8.1f} MB")
     (packages,) = prefix.glob("lib/python*/site-packages")
     for total, name in sorted(((size(path), path.name) for path in packages.iterdir()), reverse=True)[:10]:
@@ -52,22 +53,24 @@ def joined(text: str) -> list[str]:
     return re.sub(r"\\\n\s*", "", kept).splitlines()
 
 
-def replay(lines: list[str], out: Path, extras: str) -> float:
-    """Run the first stage's COPY and RUN lines below `out`; return the seconds of the RUN lines."""
+def replay(lines: list[str], out: Path, given: dict[str, str]) -> float:
+    """Run the COPY and RUN lines of the stage `build` below `out`, up to files of another stage; return the seconds."""
     source, seconds = out / "source", 0.0
     source.mkdir(parents=True)
     arguments: dict[str, str] = {}
-    starts = [i for i, line in enumerate(lines) if line.startswith("FROM ")]
-    for line in lines[starts[0] : starts[1]]:
+    start = next(i for i, line in enumerate(lines) if line.endswith(" AS build"))
+    for line in lines[start:]:
         name, rest = line.split(" ", 1)
         if name == "ARG":
             key, _, value = rest.partition("=")
-            arguments[key] = extras or value
+            arguments[key] = given.get(key, value.strip('"'))
+        elif name == "COPY" and rest.startswith("--from"):
+            break
         elif name == "COPY":
             copy(rest.split()[:-1], source)
         elif name == "RUN" and "apt-get" not in rest:
             began = time.perf_counter()
-            command = rest.replace(PREFIX, str(out.resolve() / PREFIX.lstrip("/")))
+            command = rest.replace("/opt/", f"{out.resolve()}/opt/")
             environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
             environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             subprocess.run(["sh", "-ec", command], cwd=source, env={**environment, **arguments}, check=True)

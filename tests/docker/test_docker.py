@@ -68,8 +68,9 @@ def reaches_the_build(path: str) -> bool:
     return kept
 
 
-def test_there_is_an_image_for_the_cpu_and_one_for_tensorrt() -> None:
-    assert [path.name for path in FILES] == ["cpu.Dockerfile", "tensorrt.Dockerfile"]
+def test_there_is_an_image_for_every_backend_and_device() -> None:
+    names = ["cpu", "cuda", "tensorrt-runtime", "tensorrt"]
+    assert [path.name for path in FILES] == [f"{name}.Dockerfile" for name in names]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -82,13 +83,12 @@ def test_instructions_are_known_and_bases_are_arguments(path: Path) -> None:
         key, _, default = rest.partition("=")
         arguments[key] = default
     tags = [key for key in arguments if key.endswith("_TAG")]
-    assert len(tags) == 1
-    digest = tags[0].replace("_TAG", "_DIGEST")
-    assert arguments[digest] == ""
-    assert "latest" not in arguments[tags[0]]
-    for stage in stages(path):
-        base = stage[0][1].split()[0]
-        assert base.endswith(f":${{{tags[0]}}}${{{digest}:+@${{{digest}}}}}"), base
+    pins = {
+        tag: f":${{{tag}}}${{{digest}:+@${{{digest}}}}}" for tag in tags if (digest := tag.replace("TAG", "DIGEST"))
+    }
+    assert all(arguments[tag.replace("TAG", "DIGEST")] == "" and "latest" not in arguments[tag] for tag in tags)
+    bases = [stage[0][1].split()[0] for stage in stages(path)]
+    assert {next(tag for tag, pin in pins.items() if base.endswith(pin)) for base in bases} == set(tags)
     used = set(re.findall(r"\$\{(\w+)", path.read_text()))
     declared = {rest.partition("=")[0] for name, rest in instructions(path) if name == "ARG"}
     assert used == declared
@@ -96,7 +96,7 @@ def test_instructions_are_known_and_bases_are_arguments(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_the_last_stage_takes_what_was_built_and_runs_as_nobody_special(path: Path) -> None:
-    build, last = stages(path)
+    *_, build, last = stages(path)
     assert build[0][1].endswith(" AS build")
     assert values(last, "COPY") == ["--from=build /opt/kvexport /opt/kvexport"]
     assert not any("apt-get" in command or "pip" in command for command in values(last, "RUN"))
@@ -189,7 +189,8 @@ def test_packages_are_installed_without_leftovers(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_what_is_copied_is_there_and_is_all_that_a_build_takes(path: Path) -> None:
-    sources = [name for text in values(stages(path)[0], "COPY") for name in text.split()[:-1]]
+    every = [text for stage in stages(path)[:-1] for text in values(stage, "COPY") if not text.startswith("--from=")]
+    sources = [name for text in every for name in text.split()[:-1]]
     for name in sources:
         assert (ROOT / name).exists(), name
         assert reaches_the_build(name), name
@@ -215,9 +216,9 @@ def test_what_a_build_does_not_take_stays_outside() -> None:
 
 
 def test_the_files_named_in_docker_are_those_of_the_checkout() -> None:
-    scripts = re.findall(r"python3 (\S+\.py)", (ROOT / "docker" / "tensorrt.Dockerfile").read_text())
-    assert scripts
-    assert all((ROOT / script).is_file() for script in scripts)
+    scripts = [re.findall(r"python3? (\S+\.py)", path.read_text()) for path in FILES if path.stem != "cpu"]
+    assert all(scripts)
+    assert all((ROOT / script).is_file() for found in scripts for script in found)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -227,3 +228,33 @@ def test_every_command_is_shell(path: Path) -> None:
     for command in commands:
         done = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+def test_the_compiler_of_the_cuda_image_is_the_one_whose_registers_are_recorded() -> None:
+    (version,) = (rest.partition("=")[2] for name, rest in instructions(FILES[1]) if rest.startswith("NVCC="))
+    recorded = json.loads((ROOT / "plugins" / "cuda" / "resources.json").read_text())["compiler"]
+    assert version.startswith(f"{recorded}.")
+
+
+def test_the_runtime_image_takes_tensorrt_without_its_builder(tmp_path: Path) -> None:
+    """The stage `tensorrt` gathers libraries and module of a folder that looks like NGC's image."""
+    names = [
+        "libnvinfer.so.11.4.1",
+        "libnvinfer_builder_resource_sm90.so.11.4.1",
+        "libnvonnxparser.so.11.4.1",
+        "libc.so.6",
+    ]
+    for folder in ("usr/lib", "usr/python/tensorrt", "usr/python/tensorrt-11.4.1.dist-info", "opt/tensorrt/lib"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in names:
+        (tmp_path / "usr/lib" / name).touch()
+    (tmp_path / "usr/lib/libnvinfer.so.11").symlink_to(names[0])
+    (tmp_path / "usr/python/tensorrt/__init__.py").touch()
+    (command,) = (text for text in values(stages(FILES[2])[0], "RUN") if text.startswith("find /"))
+    command = command.replace("find /", f"find {tmp_path}/").replace("/opt/", f"{tmp_path}/opt/")
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path / "usr/python")}
+    subprocess.run(["sh", "-ec", command], env=environment, check=True)
+    gathered = sorted(path.name for path in (tmp_path / "opt/tensorrt").glob("*/*"))
+    assert gathered == [
+        "libnvinfer.so.11", names[0], names[2], "tensorrt", "tensorrt-11.4.1.dist-info"
+    ]  # fmt: skip

@@ -46,6 +46,9 @@ bool refuses_two_types() {
 }  // namespace
 }  // namespace fuzz
 
+// Undefined behaviour ends the program by an illegal instruction, for which the address sanitizer prints the line.
+extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "handle_sigill=1"; }
+
 int main(int count, char** arguments) {
   const bool linear = count == 4 && strcmp(arguments[3], "linear") == 0;
   const bool small = count == 4 && strcmp(arguments[3], "small") == 0;

@@ -92,7 +92,7 @@ class Buffer {
 
  private:
   static constexpr size_t kGuard = 64;
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(KV_ADDRESS_SANITIZER)
   static constexpr size_t kAfter = 0;
 #else
   static constexpr size_t kAfter = kGuard;

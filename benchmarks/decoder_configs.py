@@ -30,6 +30,9 @@ SIZES: dict[str, Any] = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
 }  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+SHARED_CACHES = {  # the last two of four layers read the caches of the first two
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 # Further fields of types whose classes fail with `SIZES` alone, or would have one kind of layer.
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -38,7 +41,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]}},
-    "gemma3n_text": {"hidden_size_per_layer_input": 16},
+    "gemma3n_text": {"hidden_size_per_layer_input": 16, **SHARED_CACHES},
+    "gemma4_text": {"hidden_size_per_layer_input": 16, **SHARED_CACHES},
     "glm4v_moe_text": {"rope_parameters": {**MROPE, "mrope_section": [2, 1, 1]}},
     "glm4v_text": {"rope_parameters": MROPE},
     "glm5_next_text": {"qk_rope_head_dim": 0},

@@ -29,10 +29,11 @@ from kvexport.validate.compare import (
     worst,
 )
 from kvexport.validate.cut import CutDecoder
-from kvexport.validate.independent import IndependentRun, Merge
+from kvexport.validate.independent import IndependentRun, Merge, WatchedState
 from kvexport.validate.merges import compare_merge
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.result import Mismatch, Rounding, ValidationResult, quantiles_of
+from kvexport.validate.slots import has_beyond, with_slots
 from kvexport.validate.tokens import Ids
 
 Arrays = dict[str, NDArray[Any]]
@@ -53,7 +54,8 @@ class Comparison:
         telemetry: Any = None,
     ) -> None:
         self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
-        self.plan, self.method, self.dtype = engine.plan, reference.method, engine.manifest.recipe.model.dtype
+        # The reference's caches may have fewer slots than the engine's (`kvexport.validate.slots`).
+        self.plan, self.method, self.dtype = reference.plan, reference.method, engine.manifest.recipe.model.dtype
         types = (self.dtype, engine.manifest.recipe.cache_dtype)
         self.tolerance, self.merge_tolerance, self.whole = (tolerance_of(x, *types) for x in (LAYERS, MERGES, WHOLE))
         if self.plan.attention_layers:
@@ -61,15 +63,18 @@ class Comparison:
             # layer's cache, magnify rounding errors between two cuts, as layers of an uncut decoder do.
             self.tolerance = self.whole
         decoder = engine.path / engine.manifest.graphs.decoder
-        self.cut = CutDecoder(decoder, self.dtype, runners.open_decoder) if runners.open_decoder else None
+        slots = engine.plan if self.plan != engine.plan else None
+        self.cut = CutDecoder(decoder, self.dtype, runners.open_decoder, slots) if runners.open_decoder else None
         limits, batch = engine.manifest.limits, len(result.tokens)
         shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
         self.adapters = engine.adapters
-        self.locked = LockedBackend(self, reference, engine.plan, batch, telemetry)
+        self.locked = LockedBackend(self, reference, self.plan, batch, telemetry)
         # The reference merges by the same rule as the engine.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
-        self.independent = IndependentRun(engine.new_state(batch), engine.plan, self.method, batch, **shared)
+        own = WatchedState(engine.new_state(batch), self.plan)
+        both = (engine.plan, self.plan, self.method, batch, self.merge_tolerance)
+        self.independent = IndependentRun(own, *both, **shared)
         self.merges: list[Merge] = []  # the reference's merges of the call under way
         self.examined = 0
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
@@ -87,11 +92,15 @@ class Comparison:
         self.merges.clear()
         reference = self.reference_lanes.append(tokens, prefill=prefill, unread=unread)
         call = (tokens, reference, self.merges)
-        for lane, own, expected in self.independent.append(*call, prefill=prefill, unread=unread):
+        for lane, own, expected, caches in self.independent.append(*call, prefill=prefill, unread=unread):
             tolerances = (self.whole, self.merge_tolerance)
             for i, d in self.independent.unexplained(own, expected, self.reference.merge, *tolerances):
                 fields = (d.tensor, d.difference, d.allowed, lane, d.head, d.slot)
                 self.result.note(Mismatch(len(self.result.steps) - 1, "independent run", i, *fields))
+                self.independent.ended.add(lane)
+            if lane not in self.independent.ended:
+                for name, x in self.independent.state(lane, caches).items():
+                    self.locked.state[name][lane] = x[0]
 
     def finish(self) -> None:
         """Compute the validation figures that need all steps: KL of the engine's own run, and rounding errors."""
@@ -110,7 +119,8 @@ class Comparison:
         """
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
         feed = {**feed, **self.adapters.unused(len(feed["query_length"]))}
-        separate = self._run(feed) if whole or self.cut is None else None
+        outputs_in_all = self._run(feed) if whole or self.cut is None else None
+        separate = None if outputs_in_all is None else self._with_used_slots(phase, outputs_in_all)
         largest: dict[str, float] = {}
         if self.cut is not None:
             outputs, reached = self.cut.infer(feed, hidden)
@@ -129,9 +139,9 @@ class Comparison:
             self._note(phase, None, self._logits(feed, *logits, largest, self.whole))
         if not np.array_equal((outputs if self.cut else separate or {})["present_length"], present["present_length"]):
             self.result.note(Mismatch(len(self.result.steps), phase, None, "length", 1.0))
-        if separate is not None and whole:
+        if separate is not None and outputs_in_all is not None and whole:
             self._against_float64(phase, feed, separate, present)
-            self._in_place(feed, separate)
+            self._in_place(feed, outputs_in_all)
         seen = int((feed["past_length"] + feed["query_length"]).max())
         self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 
@@ -139,7 +149,8 @@ class Comparison:
         """Compare one merge of KV caches with PyTorch's, head by head and in place; `first` is the first lane."""
         past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
-            outputs: Arrays = self.runners.merge.infer(OrderedDict(past))
+            in_all: Arrays = self.runners.merge.infer(OrderedDict(with_slots(self.engine.plan, past)))
+        outputs = self._with_used_slots("merge", in_all)
         self.merges.append(Merge(first, {name: x.copy() for name, x in feed.items()}, present))
         step, result = len(self.result.steps), self.result
         flipped: set[tuple[int, int, int]] = set()
@@ -165,13 +176,21 @@ class Comparison:
                 self._largest(i, outputs, present, largest, ~skip)
         seen = int(self.locked.length.max())
         result.steps.append({"step": step, "phase": "merge", "tokens": seen, "largest": largest})
-        self._merge_in_place(feed, outputs)
+        self._merge_in_place(feed, in_all)
 
     def _run(self, feed: Arrays) -> Arrays:
         runner = self.runners.decode if feed["input_ids"].shape[1] == 1 else self.runners.prefill
         with runner:
-            outputs: Arrays = runner.infer(OrderedDict(feed))
+            outputs: Arrays = runner.infer(OrderedDict(with_slots(self.engine.plan, feed)))
         return outputs
+
+    def _with_used_slots(self, phase: str, outputs: Arrays) -> Arrays:
+        """Cut the engine's outputs to the reference's slots, and note a mismatch if slots beyond them are not empty."""
+        if self.plan == self.engine.plan:
+            return outputs
+        if has_beyond(self.plan, outputs):
+            self.result.note(Mismatch(len(self.result.steps), phase, None, "unused slots", np.inf))
+        return with_slots(self.plan, outputs)
 
     def _layer(
         self,
@@ -256,14 +275,14 @@ class Comparison:
     def _in_place(self, feed: Arrays, separate: Arrays) -> None:
         """Run a graph again with past and present in the same buffers, as in production, and require the same bits."""
         input_ids, query_length = feed["input_ids"], feed["query_length"]
-        state = self.engine.new_state(len(input_ids))
-        state.set_state(self.locked.state, self.locked.length)
+        state, past = self.engine.new_state(len(input_ids)), with_slots(self.engine.plan, self.locked.state)
+        state.set_state(past, self.locked.length)
         same = np.array_equal(state.decode(input_ids, query_length), separate["logits"], equal_nan=True)
         for name, array in state.get_state().items():
             same &= array.tobytes() == separate[name.replace("past_key_values.", "present.")].tobytes()
         self.result.in_place_identical &= bool(same)
         if state.top_logits and input_ids.shape[1] == 1:
-            state.set_state(self.locked.state, self.locked.length)
+            state.set_state(past, self.locked.length)
             rows = state.step(input_ids, query_length)
             lanes = np.flatnonzero(query_length).tolist()
             right = all(_are_largest(rows.top_logits(lane), separate["logits"][lane, 0]) for lane in lanes)
@@ -272,7 +291,7 @@ class Comparison:
     def _merge_in_place(self, feed: Arrays, separate: Arrays) -> None:
         lanes = len(next(iter(feed.values())))
         state = self.engine.new_state(lanes)
-        state.set_state(feed, np.zeros((lanes, 1), dtype=np.int64))
+        state.set_state(with_slots(self.engine.plan, feed), np.zeros((lanes, 1), dtype=np.int64))
         state.merge(0, lanes)
         for name, array in state.get_state().items():
             present = name.replace("past_key_values.", "present.")

@@ -15,6 +15,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+from kvexport.cache import CachePlan
+from kvexport.export.graph.graphs import open_slots
+
 ATTENTION = "VoteAttention"
 STATE_INPUT = "past_key_values."
 
@@ -58,10 +61,15 @@ class CutDecoder:
         path: The uncut decoder.onnx.
         dtype: The numpy name of the hidden state's type.
         open_session: Opens a session of an ONNX graph, given as bytes, over the weights of the decoder at `path`.
+        plan: The cache plan, if caches may have any number of slots; None if they have the decoder's.
     """
 
-    def __init__(self, path: Path, dtype: str, open_session: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self, path: Path, dtype: str, open_session: Callable[[bytes], Any], plan: CachePlan | None = None
+    ) -> None:
         model = onnx.load(path, load_external_data=False)
+        if plan is not None:
+            open_slots(model, plan)
         self.borders = layer_borders(model.graph)
         _cut(model.graph, self.borders, dtype)
         self._session = open_session(model.SerializeToString())

@@ -4,7 +4,12 @@ Its logits have to stay near those of PyTorch's run. Where two selections of a m
 two runs may select different entries and differ from there on although neither is wrong. The engine's run then
 *parts* from the reference's in that lane. A parting has to be explained: right before the merge both states
 agree, and from the engine's own state PyTorch makes the engine's merge, or float64 makes it with float32's rounding
-errors. Logits of a parted lane are no longer compared.
+errors. PyTorch's run then goes on from the engine's state of the caches in which the two selections differ, so that
+later logits are comparable again. Without such an explanation the logits of the lane are no longer compared.
+
+Positions and votes do not show every other selection: an entry that merges into one of two slots with the most votes
+that the method allows changes the votes of neither. A merge takes means of rows, so it hardly magnifies a difference of
+rows. Rows that differ far more after a merge than any row of the KV head did before are therefore another selection.
 """
 
 from __future__ import annotations
@@ -16,17 +21,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan
+from kvexport.cache import CachePlan, LayerCache
 from kvexport.engine.lanes import Lanes
 from kvexport.methods.base import Method
-from kvexport.validate.compare import Difference, Tolerance, state_difference
+from kvexport.validate.compare import Difference, Tolerance, named_state, norm, state_difference
 from kvexport.validate.divergence import kl
 from kvexport.validate.merges import compare_merge
+from kvexport.validate.slots import with_slots
 from kvexport.validate.tokens import Ids
 
 Arrays = Mapping[str, NDArray[Any]]
 Row = NDArray[np.float32]
-SAME_VOTES = 1e-3  # relative; another merge target changes votes by far more
+SAME_VOTES = 1e-3  # relative
+MAGNIFIED = 10.0  # times the largest relative difference of a row before the merge, or a merge's tolerance
 
 
 class Merge(NamedTuple):
@@ -50,11 +57,32 @@ class Merge(NamedTuple):
         return Merge(lane, *({name: x[row] for name, x in state.items()} for state in (self.past, self.present)))
 
 
-class WatchedState:
-    """A wrapper of a `ModelState` (KV caches of a batch) that records the merges of the current call."""
+class Parting(NamedTuple):
+    """A call in which the engine's run and PyTorch's select different entries in a lane.
 
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    Attributes:
+        lane: The lane.
+        own: The engine's merges of the lane in this call.
+        expected: The reference's merges of the lane in this call.
+        caches: The numbers of the caches in which the selections differ.
+    """
+
+    lane: int
+    own: list[Merge]
+    expected: list[Merge]
+    caches: list[int]
+
+
+class WatchedState:
+    """A wrapper of a `ModelState` (KV caches of a batch) that records the merges of the current call.
+
+    Args:
+        state: The state.
+        plan: The cache plan with the slots that are recorded.
+    """
+
+    def __init__(self, state: Any, plan: CachePlan) -> None:
+        self._state, self._plan = state, plan
         self.merges: list[Merge] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -62,30 +90,52 @@ class WatchedState:
 
     def merge(self, first: int, last: int) -> None:
         """Run the wrapped state's merge of lanes first <= lane < last, and record the KV caches before and after."""
-        past = {name: x[first:last] for name, x in self._state.get_state().items()}
+        past = self.lane_states(first, last)
         self._state.merge(first, last)
-        present = {
-            name.replace("past_key_values.", "present."): x[first:last] for name, x in self._state.get_state().items()
-        }
+        present = {name.replace("past_key_values.", "present."): x for name, x in self.lane_states(first, last).items()}
         self.merges.append(Merge(first, past, present))
+
+    def lane_states(self, first: int, last: int) -> dict[str, NDArray[Any]]:
+        """Return the state tensors of lanes first <= lane < last, with the slots that are recorded."""
+        return with_slots(self._plan, {name: x[first:last] for name, x in self._state.get_state().items()})
 
 
 class IndependentRun:
     """The engine's own run over the validation sequences, and its distance from PyTorch's run.
 
+    Args:
+        state: The engine's state.
+        plan: The cache plan of the engine.
+        used: The cache plan of PyTorch's run, which may have fewer slots.
+        method: The compression method.
+        lanes: The number of sequences.
+        tolerance: The tolerances of a merge.
+        **options: Further arguments of `Lanes`.
+
     Attributes:
         lanes: The engine's lanes.
-        kl: KL(PyTorch || engine) in nats for every call and lane, until the lane parts.
+        kl: KL(PyTorch || engine) in nats for every call and lane.
         logits: For each lane the engine's logits [vocabulary] by position.
-        parted: For each parted lane the number of tokens that it had seen.
+        parted: For each lane that parted the numbers of tokens that it had seen each time.
+        ended: The lanes that parted without an explanation.
     """
 
-    def __init__(self, state: Any, plan: CachePlan, method: Method, lanes: int, **options: Any) -> None:
-        self._state, self._plan, self._method = WatchedState(state), plan, method
+    def __init__(
+        self,
+        state: WatchedState,
+        plan: CachePlan,
+        used: CachePlan,
+        method: Method,
+        lanes: int,
+        tolerance: Tolerance,
+        **options: Any,
+    ) -> None:
+        self._state, self._plan, self._method, self._tolerance = state, used, method, tolerance
         self.lanes = Lanes(self._state, plan, lanes, **options)
         self.kl: list[float] = []
         self.logits: list[dict[int, Row]] = [{} for _ in range(lanes)]
-        self.parted: dict[int, int] = {}
+        self.parted: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
 
     def append(
         self,
@@ -95,7 +145,7 @@ class IndependentRun:
         *,
         prefill: bool,
         unread: Collection[int],
-    ) -> list[tuple[int, list[Merge], list[Merge]]]:
+    ) -> list[Parting]:
         """Run one call of the engine's own run, and compare its logits and merges with PyTorch's.
 
         Args:
@@ -106,37 +156,51 @@ class IndependentRun:
             unread: Lanes whose prompts continue in the next call.
 
         Returns:
-            The lanes that part in this call, each with its merges and the reference's.
+            The lanes that part in this call.
         """
         self._state.merges.clear()
         logits = self.lanes.append(tokens, prefill=prefill, unread=unread)
-        parting = []
+        parting: dict[int, Parting] = {}
         for lane in range(len(tokens)):
-            if lane not in self.parted:
+            if lane not in self.ended:
                 own, expected = (
                     [merge for each in merges if (merge := each.lane(lane)) is not None]
                     for merges in (self._state.merges, reference_merges)
                 )
-                if not self._select_alike(own, expected):
-                    self.parted[lane] = self.lanes.length[lane]
-                    parting.append((lane, own, expected))
+                if caches := self._selected_otherwise(own, expected):
+                    self.parted.setdefault(lane, []).append(self.lanes.length[lane])
+                    parting[lane] = Parting(lane, own, expected, caches)
         for lane, ids in enumerate(tokens):
             if len(ids):
                 row = len(ids) - 1 if logits.shape[1] > 1 else 0
                 self.logits[lane][self.lanes.length[lane] - 1] = logits[lane, row].copy()
-                if lane not in self.parted:
+                if lane not in self.ended and lane not in parting:
                     self.kl.append(kl(reference[lane, row], logits[lane, row]))
-        return parting
+        return list(parting.values())
 
-    def _select_alike(self, own: list[Merge], expected: list[Merge]) -> bool:
-        """Return whether engine and PyTorch evicted the same entries, into the same targets, in a call's merges."""
-        layers = [(i, layer.state) for i, layer in enumerate(self._plan.caches) if layer.merges]
-        return len(own) == len(expected) and all(
-            np.array_equal(a.present[state[4].present(i)], b.present[state[4].present(i)])
-            and np.allclose(a.present[state[2].present(i)], b.present[state[2].present(i)], rtol=SAME_VOTES)
-            for a, b in zip(own, expected, strict=True)
-            for i, state in layers
-        )
+    def state(self, lane: int, caches: Collection[int]) -> dict[str, NDArray[Any]]:
+        """Return the engine's state tensors of some caches of one lane, [1, ...], by the input names of the graphs."""
+        names = {tensor.past(i) for i in caches for tensor in self._plan.caches[i].state}
+        return {name: x for name, x in self._state.lane_states(lane, lane + 1).items() if name in names}
+
+    def _selected_otherwise(self, own: list[Merge], expected: list[Merge]) -> list[int]:
+        """Return the caches in which engine and PyTorch evicted other entries, or into other targets, in a call."""
+        layers = [(i, layer) for i, layer in enumerate(self._plan.caches) if layer.merges]
+        if len(own) != len(expected):
+            return [i for i, _ in layers]
+        pairs = list(zip(own, expected, strict=True))
+        return [i for i, layer in layers if not all(self._merged_alike(i, layer, a, b) for a, b in pairs)]
+
+    def _merged_alike(self, i: int, layer: LayerCache, own: Merge, expected: Merge) -> bool:
+        """Return whether engine and PyTorch merged a lane's cache number i alike, each from its own state."""
+        before, after = ([run.past for run in (own, expected)], [run.present for run in (own, expected)])
+        positions, votes = ([state[layer.state[n].present(i)] for state in after] for n in (4, 2))
+        if not (np.array_equal(positions[0], positions[1]) and np.allclose(votes[0], votes[1], rtol=SAME_VOTES)):
+            return False
+        least = self._tolerance.vectors
+        past = _row_differences(*(named_state(layer, [x[t.past(i)] for t in layer.state]) for x in before))
+        present = _row_differences(*(named_state(layer, [x[t.present(i)] for t in layer.state]) for x in after))
+        return bool((present <= MAGNIFIED * np.maximum(past, least)).all())
 
     def unexplained(
         self,
@@ -174,3 +238,13 @@ class IndependentRun:
                 if not flip.right:
                     at = Difference(flip.tensor, flip.difference, flip.allowed, 0, flip.head, flip.slot)
                     yield flip.layer, replace(at, lane=flip.lane)
+
+
+def _row_differences(own: Arrays, expected: Arrays) -> NDArray[np.float64]:
+    """Return the largest difference of a key or value of each KV head [lanes, H], relative to the row's norm."""
+    largest: list[NDArray[Any]] = []
+    for name in ("key", "value"):
+        a, b = (x[name].astype(np.float64) for x in (own, expected))
+        largest.append((norm(a - b) / np.maximum(norm(b), 1e-30)).max(-1))
+    result: NDArray[np.float64] = np.maximum(*largest)
+    return result

@@ -26,6 +26,7 @@ from kvexport.ops.vote_attention import read_attention, vote_attention
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES, scales_of
 from kvexport.validate.float64 import as_ever, in_float64
+from kvexport.validate.slots import resized, slots_for, with_slots
 from kvexport.validate.weights import load_model
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class TorchReference:
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
         position = past_length + torch.arange(ids.shape[1])
-        past = {i: self._layer(feed, i) for i in range(len(self.plan.caches))}
+        past = {i: self._used(feed, i, ids.shape[1]) for i in range(len(self.plan.caches))}
         rotated_by = position
         if self.plan.cache_positions:
             rotated_by = used_slots(past[0][VOTES]) + torch.arange(ids.shape[1])
@@ -151,19 +152,22 @@ class TorchReference:
             for i, state in eager.present.items()
             for tensor, x in zip(self.plan.caches[i].state, state, strict=True)
         }
+        present = with_slots(self.plan, present)
         present |= {tensor.present(name): states.present[place].numpy() for place, (name, tensor) in names.items()}
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
     def time_decode(self, lanes: int, tokens: int) -> float:
-        """Return the seconds of one PyTorch decoder call with `lanes` * `tokens` tokens and empty KV caches."""
-        empty = {
+        """Return the seconds of one PyTorch decoder call with `lanes` * `tokens` tokens and filled KV caches."""
+        filled = {
             name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
             for name, _, layer, kind in self.plan.state_names()
         }
+        for i, layer in enumerate(self.plan.caches):
+            filled[STATE[VOTES].past(i)][..., : max(0, min(layer.budget, layer.capacity - tokens))] = 1.0
         lengths = np.full((lanes, 1), tokens, dtype=np.int64)
         ids = np.zeros((lanes, tokens), dtype=np.int64)
         begin = time.perf_counter()
-        self.decode({"input_ids": ids, "query_length": lengths, "past_length": lengths * 0, **empty})
+        self.decode({"input_ids": ids, "query_length": lengths, "past_length": lengths * 0, **filled})
         return time.perf_counter() - begin
 
     @torch.no_grad()
@@ -172,7 +176,9 @@ class TorchReference:
         present = {}
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
-                state = merge_cache(*self._layer(feed, i), attributes=merge_attributes(layer, self.method))
+                state = self._layer(feed, i)
+                if state[VOTES].shape[-1] > layer.budget:  # else it never exceeds its budget
+                    state = merge_cache(*state, attributes=merge_attributes(layer, self.method))
                 present.update({t.present(i): x.numpy() for t, x in zip(layer.state, state, strict=True)})
         return present
 
@@ -195,6 +201,13 @@ class TorchReference:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _used(self, feed: Mapping[str, NDArray[Any]], i: int, tokens: int) -> State:
+        """Return the state tensors of cache number i, with the slots that a call of so many tokens needs."""
+        slots = slots_for(feed[STATE[VOTES].past(i)], tokens)
+        arrays = ((feed[tensor.past(i)], tensor.slot_axis) for tensor in self.plan.caches[i].state)
+        cut = (x if axis is None else resized(x, axis, slots) for x, axis in arrays)
+        return tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in cut)
 
     def _layer(self, feed: Mapping[str, NDArray[Any]], i: int) -> State:
         return tuple(

@@ -153,14 +153,16 @@ class ValidationResult:
             of transformers runs with its own attention, cache and positions, and reads a whole sequence at once. The
             largest value that passes is `own_kl_allowed`.
         first_compared: The number of logits rows behind `first_kl`.
-        parted: For each lane in which a tie made the independent run select other entries than PyTorch's, the tokens
-            seen by then. Later logits of the lane are not part of `own_kl`.
+        parted: For each lane in which a tie made the independent run select other entries than PyTorch's, the numbers
+            of tokens seen each time. PyTorch's run then goes on from the engine's caches of that lane, unless no tie
+            explains the difference.
         kl: For each sequence KL(full cache || engine) in nats at `positions`.
         agrees: For each sequence whether the top token equals the full cache's at `positions`.
         positions: For each sequence the compared positions.
         telemetry: The effect of merges on the reference's attention; None if telemetry was off.
         layers: The number of layers that were compared, and the number that the model has; None for all.
         caches_of: The word for a cache: "layer", or "cache" if KV heads have budgets of their own.
+        unmerged: The number of caches that can merge, but whose budget is at least the longest sequence.
         seconds: Duration of the validation.
     """
 
@@ -185,13 +187,14 @@ class ValidationResult:
     own_compared: int = 0
     first_kl: float = 0.0
     first_compared: int = 0
-    parted: dict[int, int] = field(default_factory=dict)
+    parted: dict[int, list[int]] = field(default_factory=dict)
     kl: list[list[float]] = field(default_factory=list)
     agrees: list[list[bool]] = field(default_factory=list)
     positions: list[list[int]] = field(default_factory=list)
     telemetry: list[Perturbation] | None = None
     layers: tuple[int, int] | None = None
     caches_of: str = "layer"
+    unmerged: int = 0
     seconds: float = 0.0
 
     def note(self, mismatch: Mismatch) -> None:

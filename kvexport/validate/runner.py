@@ -26,7 +26,8 @@ from kvexport.terminal import Progress, silent
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.perturbation import NO_TELEMETRY
 from kvexport.validate.result import ValidationResult
-from kvexport.validate.tokens import Ids, decode_steps, goes_on, schedule, sequences
+from kvexport.validate.slots import used_plan
+from kvexport.validate.tokens import Ids, goes_on, later_calls, schedule, sequences
 
 if TYPE_CHECKING:
     from kvexport.validate.reference import TorchReference
@@ -101,8 +102,9 @@ def validate_artifact(
         # A captured CUDA graph reads its inputs from fixed addresses, and here every call has buffers of its own.
         engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False, float_input=True)
         method = recipe.cache.build_method()
-        reference = TorchReference(shape.checkpoint, engine.plan, shape.geometry, method, recipe)
-    tokens, texts = sequences(engine, length, batch, seed)
+        tokens, texts = sequences(engine, length, batch, seed)
+        used = used_plan(engine.plan, max(map(len, tokens)) + recipe.export.prefill_chunk)
+        reference = TorchReference(shape.checkpoint, used, shape.geometry, method, recipe)
     tolerance = asdict(tolerance_of(LAYERS, recipe.model.dtype, recipe.cache_dtype))
     tolerance.pop("rounding")
     result = ValidationResult(
@@ -116,11 +118,13 @@ def validate_artifact(
         operators=chosen.operators(manifest, device),
         own_kl_allowed=OWN_KL[recipe.model.dtype],
         caches_of="layer" if len(engine.plan.caches) == manifest.model.layers else "cache",
+        unmerged=sum(x.merges and x.budget >= len(tokens[0]) for x in engine.plan.caches),
     )
-    watching = Telemetry(engine.plan, shape.geometry, method) if telemetry else None
+    watching = Telemetry(used, shape.geometry, method) if telemetry else None
     _quiet_polygraphy()
     comparison = Comparison(engine, runners(chosen, engine.model, manifest, path), reference, result, watching)
-    calls = list(schedule(tokens, recipe.export.prefill_chunk, decode_steps(manifest.limits)))
+    later = later_calls(manifest.limits, recipe.cache.merge_prompts)
+    calls = list(schedule(tokens, recipe.export.prefill_chunk, later))
     whole = _whole_calls([prefill for _, prefill in calls])
     about = _estimate(reference, calls, len(whole))
     with progress(f"comparing {len(calls)} calls, {about}", len(calls)) as bar:

@@ -69,6 +69,7 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         "tokens per sequence": ", ".join(f"{n} ({kind})" for n, kind in zip(result.tokens, result.texts, strict=True)),
         f"budget, slots per {of}": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
         "calls compared": f"{len(result.steps)} ({calls})",
+        **({"merges not compared": _unmerged(result)} if result.unmerged else {}),
         "head-merges that differ from PyTorch's by a tie": f"{len(result.flips)} of {result.head_merges}",
         "in-place buffers": "bit-identical" if result.in_place_identical else "DIFFERS",
         **({} if result.top_logits_hold is None else {"top logits": "right" if result.top_logits_hold else "WRONG"}),
@@ -84,8 +85,17 @@ def summary(result: ValidationResult) -> dict[str, Any]:
 
 
 def _parted(result: ValidationResult) -> str:
-    lanes = ", ".join(f"lane {lane} after {tokens} tokens" for lane, tokens in result.parted.items())
-    return f"; a tie that rounding decides ends the comparison of {lanes}" if lanes else ""
+    lanes = ", ".join(f"lane {lane} after {', '.join(map(str, tokens))}" for lane, tokens in result.parted.items())
+    return (
+        f"; ties that rounding decides, by tokens: {lanes}; PyTorch goes on from the engine's caches" if lanes else ""
+    )
+
+
+def _unmerged(result: ValidationResult) -> str:
+    return (
+        f"{result.unmerged} of {len(result.budgets)} {result.caches_of}s have budgets of {max(result.tokens)} slots or "
+        "more, and merged nothing; --length N with a longer sequence compares their merges too"
+    )
 
 
 def _layers(result: ValidationResult) -> dict[str, str]:

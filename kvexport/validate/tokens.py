@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,44 @@ Ids = NDArray[np.int64]
 CHUNKS_PAST = 2  # chunks of a prompt after the largest cache is full
 MERGES = 2  # merges while decoding
 FEWEST_STEPS, MOST_STEPS = 8, 160  # bounds of the number of decode steps
+LARGEST = 2.0  # times the mean capacity of a cache; KV heads may have budgets of 35 times another head's
 MEMORY = 2 << 30  # bytes for all copies of the lanes' states, by default
 COPIES = 5  # copies of a state: reference before and after; engine independent, in place, and with separate buffers
 
 
-def decode_steps(limits: Limits) -> int:
-    """Return how many tokens at the end of a validation sequence are appended one by one (decoded)."""
-    return min(max(FEWEST_STEPS, MERGES * limits.merge_every + 4), MOST_STEPS)
+def later_calls(limits: Limits, merge_prompts: str) -> list[int]:
+    """Return the number of tokens in each decoder call that follows the prompt of a validation sequence.
+
+    Calls of one token decode, and calls of more tokens are prompts of later turns.
+
+    Args:
+        limits: The limits of the artifact.
+        merge_prompts: The recipe's `cache.merge_prompts`. If it is "end", a later prompt merges only when
+            `merge_every` tokens have been appended. Most tokens between two merges can then be one prompt, which takes
+            less time than a decode step for each token.
+    """
+    steps = MERGES * limits.merge_every + 4
+    if merge_prompts == "chunks" or steps <= MOST_STEPS:
+        return [1] * min(max(FEWEST_STEPS, steps), MOST_STEPS)
+    turn, chunk = limits.merge_every - FEWEST_STEPS, limits.prefill_chunk
+    chunks = [min(chunk, turn - start) for start in range(0, turn, chunk)]
+    one = [1] * (FEWEST_STEPS // 2)
+    return [*one, *chunks, *one] * MERGES + [1] * 4
 
 
-def default_length(plan: CachePlan, limits: Limits) -> int:
-    """Return the default length of the longest validation sequence: enough for some merges in prefill and decode."""
-    merging = max((layer.capacity for layer in plan.caches if layer.merges), default=0)
-    return min(limits.max_length, merging + CHUNKS_PAST * limits.prefill_chunk + decode_steps(limits))
+def default_length(plan: CachePlan, limits: Limits, later: int) -> int:
+    """Return the default length of the longest validation sequence: enough for some merges in prefill and decode.
+
+    A cache of more than `LARGEST` times the mean capacity may be too large for this length to make it merge.
+
+    Args:
+        plan: The cache plan.
+        limits: The limits of the artifact.
+        later: The tokens that follow the prompt.
+    """
+    capacities = [layer.capacity for layer in plan.caches if layer.merges]
+    merging = min(max(capacities), int(LARGEST * sum(capacities) / len(capacities))) if capacities else 0
+    return min(limits.max_length, merging + CHUNKS_PAST * limits.prefill_chunk + later)
 
 
 def default_batch(plan: CachePlan, limits: Limits) -> int:
@@ -54,8 +80,9 @@ def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> 
         raise UsageError(
             f"a batch of {batch}, but the artifact was built for 1 to {limits.max_batch}", f"--batch {limits.max_batch}"
         )
-    settled = settled_plan(engine.manifest.recipe, engine.plan)
-    longest = min(length or default_length(settled, limits), limits.max_length)
+    recipe = engine.manifest.recipe
+    later = sum(later_calls(limits, recipe.cache.merge_prompts))
+    longest = min(length or default_length(settled_plan(recipe, engine.plan), limits, later), limits.max_length)
     text = _text_ids(engine)
     rng = np.random.default_rng(seed)
     tokens, kinds = [], []
@@ -78,20 +105,30 @@ def _text_ids(engine: Any) -> Ids | None:
     return np.array(ids, dtype=np.int64) if same and max(ids) < engine.vocabulary else None
 
 
-def schedule(tokens: list[Ids], chunk: int, steps: int | None = None) -> Iterator[tuple[list[Ids], bool]]:
+def schedule(tokens: list[Ids], chunk: int, later: Sequence[int] | None = None) -> Iterator[tuple[list[Ids], bool]]:
     """Yield the calls of the decoder as (tokens of every sequence, whether they belong to a prompt).
 
-    The first two thirds of every sequence come in chunks, the rest token by token in at most `steps` calls. Shorter
-    sequences become idle first.
+    The first two thirds of every sequence, or more, are its prompt and come in chunks. Shorter sequences become idle
+    first.
+
+    Args:
+        tokens: The token ids of every sequence.
+        chunk: The most tokens of a sequence in one call.
+        later: The number of tokens of each call after the prompt (`later_calls`); by default one token each.
     """
-    split = [2 * len(t) // 3 if steps is None else max(2 * len(t) // 3, len(t) - steps) for t in tokens]
+    rest = max(len(t) for t in tokens) if later is None else sum(later)
+    split = [max(2 * len(t) // 3, len(t) - rest) for t in tokens]
+    widths = [1] * rest if later is None else later
     for start in range(0, max(split), chunk):
         yield (
             [t[start : min(start + chunk, s)] if start < s else t[:0] for t, s in zip(tokens, split, strict=True)],
             True,
         )
-    for i in range(max(len(t) - s for t, s in zip(tokens, split, strict=True))):
-        yield [t[s + i : s + i + 1] for t, s in zip(tokens, split, strict=True)], False
+    for end, width in zip(accumulate(widths), widths, strict=True):
+        call = [t[s + end - width : s + end] for t, s in zip(tokens, split, strict=True)]
+        if not any(map(len, call)):
+            return
+        yield call, width > 1
 
 
 def goes_on(later: Sequence[tuple[list[Ids], bool]]) -> list[int]:

@@ -21,6 +21,9 @@ from kvexport.evaluate.tasks import Sample
 from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe
 from kvexport.state.snapshot import Snapshot
+from kvexport.validate import comparison
+from kvexport.validate.reference import TorchReference
+from kvexport.validate.runner import validate_artifact
 from kvexport.validate.tokens import goes_on, schedule
 from tests.support import models
 
@@ -179,8 +182,26 @@ def test_triton_s_one_graph_does_not_know_where_a_prompt_ends(engine: Engine, tm
     assert "cache.merge_prompts=chunks, or --kind python" in str(caught.value.fix)
 
 
+def test_validate_needs_only_the_slots_that_its_sequences_use(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong number beyond the slots that the reference has is found too."""
+    slots = set()
+    decode = TorchReference.decode
+
+    def noted(self: TorchReference, *args: Any) -> Any:
+        slots.update(layer.capacity for layer in self.plan.caches)
+        return decode(self, *args)
+
+    monkeypatch.setattr(TorchReference, "decode", noted)
+    result = validate_artifact(engine.path, length=40, batch=2)
+    assert result.passed and result.head_merges > 0 and result.unmerged == 0
+    assert slots == {64} and engine.plan.caches[0].capacity == LENGTH
+    monkeypatch.setattr(comparison, "has_beyond", lambda plan, arrays: True)
+    wrong = validate_artifact(engine.path, length=40, batch=1)
+    assert wrong.mismatch is not None and wrong.mismatch.tensor == "unused slots"
+
+
 def test_validate_knows_where_the_prompts_of_its_sequences_end() -> None:
-    calls = list(schedule(models.random_ids(8, 36, 15), CHUNK, 1))
+    calls = list(schedule(models.random_ids(8, 36, 15), CHUNK, [1]))
     assert [[len(part) for part in parts] for parts, _ in calls] == [[8, 8], [8, 6], [8, 0], [8, 0], [3, 0], [1, 1]]
     assert [goes_on(calls[i + 1 :]) for i in range(len(calls))] == [[0, 1], [0], [0], [0], [], []]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvexport.validate.independent import WatchedState
+from kvexport.validate.independent import IndependentRun, WatchedState
 from kvexport.validate.runner import validate_artifact
 from kvexport.validate.sections import summary
 
@@ -82,3 +82,46 @@ def test_a_wrong_state_before_a_merge_does_not_pass_for_a_tie(
     result = validate_artifact(tiny_artifact, length=LENGTH)
     assert not result.passed and result.mismatch is not None
     assert (result.mismatch.phase, result.mismatch.tensor) == ("independent run", "score")
+
+
+def test_another_target_that_changes_no_votes_parts_the_run_and_is_found_if_it_is_wrong(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target with the most votes keeps them: only its key and value show that another entry merged into it."""
+
+    def change(self: WatchedState, first: int, last: int, merge: Any) -> None:
+        merge(self, first, last)
+        wrong = self.get_state()
+        name = next(name for name in wrong if name.endswith(".1.key"))
+        wrong[name][first, 0, 5] += 0.01 * np.abs(wrong[name][first, 0, 5]).max()
+        set_state(self, wrong)
+        self.merges[-1] = self.merges[-1]._replace(
+            present={name.replace("past_key_values.", "present."): x[first:last] for name, x in wrong.items()}
+        )
+
+    watched(monkeypatch, change)
+    result = validate_artifact(tiny_artifact, length=LENGTH)
+    assert result.parted and not result.passed and result.mismatch is not None
+    assert (result.mismatch.phase, result.mismatch.layer) == ("independent run", 1)
+    assert result.mismatch.tensor in ("key", "value")
+
+
+def test_pytorch_follows_the_engine_where_a_tie_parts_them(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another selection, which counts as a tie here, ends no comparison: the logits after it are compared too."""
+
+    def change(self: WatchedState, first: int, last: int, merge: Any) -> None:
+        wrong = self.get_state()
+        for name, x in wrong.items():
+            if name.endswith(".score"):
+                x[first] = np.ascontiguousarray(x[first][..., ::-1])
+        set_state(self, wrong)
+        merge(self, first, last)
+
+    monkeypatch.setattr(IndependentRun, "unexplained", lambda *_: iter(()))
+    watched(monkeypatch, change)
+    result = validate_artifact(tiny_artifact, length=LENGTH)
+    assert result.parted and result.own_compared > 30
+    assert result.passed, result.problem
+    assert "PyTorch goes on from the engine's caches" in summary(result)["independent run"]

@@ -1,0 +1,66 @@
+"""The length of validation sequences, their calls, and caches cut to the slots that they use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvexport.artifact.manifest import Limits
+from kvexport.cache import CachePlan, LayerCache
+from kvexport.validate.slots import has_beyond, used_plan, with_slots
+from kvexport.validate.tokens import default_length, later_calls, schedule
+
+LAYER = LayerCache(2, 4, 4, 1, 100, 132, 4, 50, 0, True, "float32")
+
+
+def limits(merge_every: int) -> Limits:
+    return Limits(max_length=8192, max_batch=1, prefill_chunk=100, merge_every=merge_every)
+
+
+def plan_of(*capacities: int) -> CachePlan:
+    return CachePlan(tuple(replace(LAYER, capacity=c) for c in capacities))
+
+
+@pytest.mark.parametrize(
+    ("capacities", "longest"), [((132, 132), 132), ((100, 130, 180), 180), ((50, 50, 50, 50, 500), 280)]
+)
+def test_the_longest_sequence_is_past_the_caches_of_up_to_twice_the_mean(
+    capacities: tuple[int, ...], longest: int
+) -> None:
+    assert default_length(plan_of(*capacities), limits(8), 20) == longest + 200 + 20
+
+
+def test_tokens_between_two_merges_of_a_compressed_prompt_come_in_few_calls() -> None:
+    assert later_calls(limits(32), "end") == [1] * 68
+    assert later_calls(limits(256), "chunks") == [1] * 160
+    calls = later_calls(limits(256), "end")
+    assert sum(calls) == 2 * 256 + 4 and len(calls) < 30 and max(calls) <= 100
+    tokens = [np.arange(600), np.arange(580)]
+    parts = [(call, prefill) for call, prefill in schedule(tokens, 100, calls)]
+    assert [t.tolist() for t in map(np.concatenate, zip(*(call for call, _ in parts), strict=True))] == [
+        t.tolist() for t in tokens
+    ]
+    # The call before a later prompt decodes, so the first prompt is known to have ended.
+    first = next(i for i, (_, prefill) in enumerate(parts) if not prefill)
+    assert all(prefill for _, prefill in parts[:first]) and any(prefill for _, prefill in parts[first:])
+
+
+def test_slots_are_cut_and_added_and_numbers_in_cut_slots_are_noticed() -> None:
+    plan = plan_of(132)
+    used = used_plan(plan, 40)
+    assert used.caches[0].capacity == 64 and used_plan(plan, 1000) == plan
+    rng = np.random.default_rng(0)
+    state = {
+        f"present.0.{name}": rng.random(shape).astype(np.float32) for name, shape in used.caches[0].shapes(3).items()
+    }
+    wide = with_slots(plan, state | {"logits": np.ones(5)})
+    assert {name: x.shape for name, x in wide.items() if name != "logits"} == {
+        f"present.0.{name}": shape for name, shape in plan.caches[0].shapes(3).items()
+    }
+    assert not has_beyond(used, wide)
+    for name, x in with_slots(used, wide).items():
+        np.testing.assert_array_equal(x, state.get(name, np.ones(5)))
+    wide["present.0.score"][2, 1, 0, 64] = 1e-9
+    assert has_beyond(used, wide)

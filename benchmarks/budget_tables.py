@@ -1,4 +1,4 @@
-"""Tables of measured budgets of layers and KV heads, of small caches with them, and of contexts compressed once."""
+"""Tables of measured budgets of layers and KV heads, of quantized caches with them, and of contexts compressed once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def listed() -> str:
 
 
 def small_listed() -> str:
-    """Return the table of methods in small caches that have as many bytes as a float16 cache, beside that cache.
+    """Return the table of methods in quantized caches that have as many bytes as a float16 cache, beside that cache.
 
     Each line averages over the texts that all of its methods have.
     """

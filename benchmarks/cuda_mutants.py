@@ -39,7 +39,7 @@ ATTENTION, SMALL, MERGE, LINEAR, _ = KERNELS
 # The tests of every source, from the conformance suite too, without the test that compiles its own library.
 TESTS = {
     ATTENTION: ("test_cuda_on_host.py", "test_prefill_on_host.py", "-k", "not outside_of_any_buffer"),
-    SMALL: ("test_cuda_small.py",),
+    SMALL: ("test_cuda_quantized.py",),
     MERGE: (
         "test_cuda_on_host.py",
         "test_nearest_on_host.py",

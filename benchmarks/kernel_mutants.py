@@ -1,4 +1,4 @@
-"""Search for undetected bugs of the CPU kernels for packed weights and small caches.
+"""Search for undetected bugs of the CPU kernels for packed weights and quantized caches.
 
     python benchmarks/kernel_mutants.py [--only NAME ...]
 

@@ -1,12 +1,12 @@
-"""KL of small caches with as many bytes as a float16 cache, with and without measured budgets of layers or heads.
+"""KL of quantized caches with as many bytes as a float16 cache, with and without measured budgets of layers or heads.
 
     python benchmarks/small_listed.py [--budgets 1/20,1/8,1/4] [--samples 8] [--only keepkv,ballot,listed,heads]
         [--dtypes int8,k8v4]
 
 The deployed engine of SmolLM2-135M-Instruct is compared with the full cache. The texts and the settings are those of
 docs/measurements/budgets.md (sweep.py, recipes smollm2-135m-base, -listed and -heads). The figures of that page are the
-rows of float16, for which a float32 cache stands. A small cache gets the most slots whose bytes, with scales, votes,
-scores, positions and slack, do not exceed those of keepkv's float16 cache at that budget. Rows that
+rows of float16, for which a float32 cache stands. A quantized cache gets the most slots whose bytes, with scales,
+votes, scores, positions and slack, do not exceed those of keepkv's float16 cache at that budget. Rows that
 benchmarks/results/small-listed.json already holds are not measured again.
 """
 

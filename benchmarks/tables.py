@@ -285,10 +285,10 @@ def awq() -> str:
     return table(("rounding", "KL, nats", "of each text"), *lines)
 
 
-def small_cache() -> str:
+def quantized_cache() -> str:
     """Return the table of the KL that few bits for keys and values cost, with merging and without."""
     lines = []
-    for what, (value, low, high, count) in load("small-cache")["kl"].items():
+    for what, (value, low, high, count) in load("quantized-cache")["kl"].items():
         method, slots, form = what.split(" | ")
         interval = f" [{low:.2g}, {high:.2g}]" if count > 2 else ""
         lines.append((f"`{method}`", slots, form, f"{value:.3g}{interval}", str(count)))
@@ -302,7 +302,7 @@ def tables() -> dict[str, str]:
     for asked in ("unknown", "known"):
         texts[f"recall {asked}"] = recall(2000, known=asked == "known")
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
-    texts |= {"packed quality": packed_quality(), "small cache": small_cache(), "awq": awq()}
+    texts |= {"packed quality": packed_quality(), "quantized cache": quantized_cache(), "awq": awq()}
     texts |= {"small listed": small_listed(), "head budgets": head_budgets(), **decoder_tables()}
     texts |= {f"once {task}": once(task) for task in ("text", "codes")} | {"once queries": once_queries()}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run

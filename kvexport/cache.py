@@ -59,9 +59,9 @@ class LayerCache:
         recent: The number of latest positions that are never evicted.
         sliding_window: The model's sliding window in positions; 0 for none.
         merges: False if the budget is the longest sequence, so that nothing is ever evicted.
-        dtype: The type of keys and values: that of the model, or of a small cache.
+        dtype: The type of keys and values: that of the model, or of a quantized cache.
         rotary: The layer's rotary embedding.
-        extra: The state tensors in addition to the contract's five: the scales of a small cache, then those of the
+        extra: The state tensors in addition to the contract's five: the scales of a quantized cache, then those of the
             method.
     """
 
@@ -238,7 +238,7 @@ def stored_rows(stored: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.
 
     Args:
         stored: The tensor: [..., D], or uint8 [..., D / 2] for 4-bit numbers.
-        scale: The scales [...] of a small cache, otherwise None.
+        scale: The scales [...] of a quantized cache, otherwise None.
     """
     if scale is None:
         return stored.astype(np.float32)

@@ -15,7 +15,7 @@ from kvexport.errors import UsageError
 from kvexport.methods.base import Method
 from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Evicted, Rotary, Slots, gather_slots, ranks
-from kvexport.ops.small_cache import dequantized, is_small, quantized, rotated_by_hadamard
+from kvexport.ops.quantized_cache import dequantized, is_quantized, quantized, rotated_by_hadamard
 
 LAST = torch.iinfo(torch.int32).max
 
@@ -72,8 +72,9 @@ def merge_cache(
         votes: [B, H, C] float32; 0 for an empty slot.
         score: [B, H, K, C] float32.
         position: [B, H, C] int32.
-        extra: For a small cache the scales of keys and values, [B, H, C] float32 each; then the tensors of the method's
-            `extra_state`. Keys and values of a small cache are int8, or uint8 with half the last dimension.
+        extra: For a quantized cache the scales of keys and values, [B, H, C] float32 each; then the tensors of
+            the method's `extra_state`. Keys and values of a quantized cache are int8, or uint8 with half the last
+            dimension.
         attributes: The attributes of the node.
         rows: Three tensors of which only the lengths are read. The tracer passes them, because it needs symbolic
             lengths: `budget`; the slots by which the fullest head is over the budget, at least one (see `rows_of`); and
@@ -88,7 +89,7 @@ def merge_cache(
     Raises:
         UsageError: If K is not the number of statistics that the method keeps.
     """
-    if is_small(key):
+    if is_quantized(key):
         return _merge_small((key, value, votes, score, position, *extra), attributes, rows, recent)
     statistics = len(attributes.method.statistics)
     if score.shape[2] != statistics:

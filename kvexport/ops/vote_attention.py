@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvexport.methods.base import Method
 from kvexport.methods.slots import NewTokens, Statistic, along
-from kvexport.ops.small_cache import dequantized, is_small, quantized, rotated_by_hadamard
+from kvexport.ops.quantized_cache import dequantized, is_quantized, quantized, rotated_by_hadamard
 
 # The logarithm of zero, and the bias of an invisible slot. It is finite, so that the difference of two of them is not
 # NaN. Adding a logit to it does not change it in float32.
@@ -75,8 +75,9 @@ def vote_attention(
         past_score: [B, H, K, C] float32.
         past_position: [B, H, C] int32.
         sink_logits: [Hq], one learned logit for each head that takes probability and has no value (gpt-oss), or None.
-        *past_extra: For a small cache the scales of keys and values, [B, H, C] float32 each; then the tensors of the
-            method's `extra_state`. Keys and values of a small cache are int8, or uint8 with half the last dimension.
+        *past_extra: For a quantized cache the scales of keys and values, [B, H, C] float32 each; then the tensors of
+            the method's `extra_state`. Keys and values of a quantized cache are int8, or uint8 with half the last
+            dimension.
         attributes: The attributes of the node.
 
     Returns:
@@ -98,7 +99,7 @@ def vote_attention(
     columns = torch.arange(heads, device=query.device)[None, :, None].expand(batch, heads, tokens)
     index = (rows, columns, slot)
     is_new = real[:, None, :, None]
-    turn = rotated_by_hadamard if is_small(past_key) else torch.Tensor.float
+    turn = rotated_by_hadamard if is_quantized(past_key) else torch.Tensor.float
     present_key, keys, *key_scale = _appended(past_key, key, index, is_new, past_extra[:1])
     present_value, values, *value_scale = _appended(past_value, value, index, is_new, past_extra[1:2])
     age = torch.arange(capacity, dtype=torch.int32, device=query.device) - used  # [B, H, C]; 0 is the first new slot
@@ -157,7 +158,7 @@ def read_attention(
         The output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows.
     """
     key, value, votes, _, slot_position, *scales = state
-    small = is_small(key)
+    small = is_quantized(key)
     turn = rotated_by_hadamard if small else torch.Tensor.float
     keys, values = (
         (dequantized(x, s) for x, s in zip((key, value), scales, strict=False))
@@ -223,12 +224,12 @@ def _appended(
         rows: [B, H, T, D], the new rows.
         index: Three index tensors [B, H, T]: batch, head and slot.
         is_new: [B, 1, T, 1] bool. False for padding.
-        past_scale: The scales of a small cache, otherwise empty.
+        past_scale: The scales of a quantized cache, otherwise empty.
 
     Returns:
-        The stored form, the float32 form and, for a small cache, the scales.
+        The stored form, the float32 form and, for a quantized cache, the scales.
     """
-    if not is_small(past):
+    if not is_quantized(past):
         present = past.index_put(index, torch.where(is_new, rows, past[index]))
         return present, present.float()
     numbers, scale = quantized(rotated_by_hadamard(rows.float()), past.dtype)

@@ -42,7 +42,7 @@ def header() -> str:
         "// and of CUDA (../cuda/kvexport_cuda.h) share them.",
         WRITTEN,
         '#pragma once\n\n#include <stddef.h>\n#include <stdint.h>\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n',
-        "// Types of tensors; KV_BFLOAT16 only on CUDA. The types after it are those of small caches: keys and",
+        "// Types of tensors; KV_BFLOAT16 only on CUDA. The types after it are those of quantized caches: keys and",
         "// values in int8, both in int4, and keys in int8 with values in int4. Scores, votes and arithmetic are",
         "// always float32.",
         _enum("", TYPES),

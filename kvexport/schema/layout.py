@@ -102,7 +102,7 @@ _STATES = (
     Field("KvState", "present"),
 )
 _SCALES = (
-    Field("KvScales", "past_scales", "the scales of a small cache's keys and values; buffers like those of the state"),
+    Field("KvScales", "past_scales", "the scales of a quantized cache's keys and values; buffers like the state's"),
     Field("KvScales", "present_scales"),
 )
 

@@ -103,12 +103,12 @@ STATE = (
     ),
     StateTensor("position", ("B", "H", "C"), "int32", "absolute position of the slot's latest token"),
 )
-# The additional tensors of a small cache, whose keys and values are numbers of 8 or 4 bits.
+# The additional tensors of a quantized cache, whose keys and values are numbers of 8 or 4 bits.
 SCALES = (
     StateTensor("key_scale", ("B", "H", "C"), "float32", "the factor of a key's numbers"),
     StateTensor("value_scale", ("B", "H", "C"), "float32", "the factor of a value's numbers"),
 )
-# The types of a small cache: that of its keys, and that of its values.
+# The types of a quantized cache: that of its keys, and that of its values.
 SMALL = {"int8": ("int8", "int8"), "int4": ("int4", "int4"), "k8v4": ("int8", "int4")}
 # The int8 number that each of int4's sixteen codes stands for. A rotated row has nearly normal numbers, the largest of
 # which is 127. These sixteen numbers give the least mean square error (benchmarks/four_bits.py). Code 0 is the number

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-// Types of tensors; KV_BFLOAT16 only on CUDA. The types after it are those of small caches: keys and
+// Types of tensors; KV_BFLOAT16 only on CUDA. The types after it are those of quantized caches: keys and
 // values in int8, both in int4, and keys in int8 with values in int4. Scores, votes and arithmetic are
 // always float32.
 enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3, KV_INT4 = 4, KV_K8V4 = 5 };
@@ -124,7 +124,7 @@ typedef struct KvVoteAttention {
   KvState past;  // read only; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
   void* output;  // [B,Hq,T,Dv]
-  KvScales past_scales;  // the scales of a small cache's keys and values; buffers like those of the state
+  KvScales past_scales;  // the scales of a quantized cache's keys and values; buffers like the state's
   KvScales present_scales;
 } KvVoteAttention;
 
@@ -151,7 +151,7 @@ typedef struct KvMergeCache {
   const float* inverse_frequencies;  // [rotary_planes]
   KvState past;  // read only; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
-  KvScales past_scales;  // the scales of a small cache's keys and values; buffers like those of the state
+  KvScales past_scales;  // the scales of a quantized cache's keys and values; buffers like the state's
   KvScales present_scales;
 } KvMergeCache;
 

@@ -17,7 +17,7 @@ inline double log_add(double a, double b) {
 }
 
 // Multiplies each block of a row by the Hadamard matrix; the block size is the largest power of two that divides the
-// row's (docs/reference/contract.md, "A small cache").
+// row's (docs/reference/contract.md, "A quantized cache").
 inline void hadamard(std::vector<double>& row) {
   const size_t block = row.size() & -row.size();
   const std::vector<double> old = row;

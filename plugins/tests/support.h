@@ -102,11 +102,11 @@ class Buffer {
   std::vector<unsigned char> bytes_;
 };
 
-// The tensors of a cache; only a small cache has scales.
+// The tensors of a cache; only a quantized cache has scales.
 enum Tensor { kKey, kValue, kVotes, kScore, kPosition, kKeyScale, kValueScale, kTensors };
 constexpr unsigned kAllInPlace = (1u << kTensors) - 1;
 
-// type: the type of queries, and of a cache that is not small. small_type: the type of a small cache.
+// type: the type of queries, and of a cache that is not small. small_type: the type of a quantized cache.
 struct Shape {
   int type, batch, heads, capacity, key_size, value_size, statistics;
   bool small = false;
@@ -137,7 +137,7 @@ inline void write(const Shape& shape, void* data, size_t i, float x) {
 
 constexpr int kInt4[16] = {KV_INT4_NUMBERS};
 
-// Read and write an element of a cache's keys or values; in a small cache the number, without its scale.
+// Read and write an element of a cache's keys or values; in a quantized cache the number, without its scale.
 inline float read_stored(const Shape& shape, int tensor, const void* data, size_t i) {
   if (shape.is_int4(tensor)) return kInt4[static_cast<const uint8_t*>(data)[i / 2] >> 4 * (i % 2) & 15];
   return shape.small ? static_cast<const int8_t*>(data)[i] : read(shape, data, i);

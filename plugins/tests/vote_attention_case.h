@@ -152,8 +152,8 @@ struct AttentionCase {
       };
       const std::vector<double> key = is_new ? added(call.key, call.key_size) : std::vector<double>(),
                                 value = is_new ? added(call.value, call.value_size) : std::vector<double>();
-      // A new row of a small cache is as near as half a step, and float32's rounding of its sums; of int4 as near as
-      // any of the sixteen, and int8's rounding.
+      // A new row of a quantized cache is as near as half a step, and float32's rounding of its sums; of int4 as near
+      // as any of the sixteen, and int8's rounding.
       const auto right = [&](double actual, double expected, int tensor) {
         const double step = present.scale(tensor == kKey ? kKeyScale : kValueScale, row, c);
         if (!shape.small) return actual == expected;

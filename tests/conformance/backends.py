@@ -54,7 +54,7 @@ def _sizes(key: np.ndarray, value: np.ndarray) -> tuple[int, int]:
 class Backend(Protocol):
     """An implementation of both operators, over numpy arrays with the names and shapes of the contract.
 
-    docs/reference/contract.md, section 3, defines them. The scales of a small cache follow the five tensors, and a
+    docs/reference/contract.md, section 3, defines them. The scales of a quantized cache follow the five tensors, and a
     method's own tensors follow the scales.
     """
 

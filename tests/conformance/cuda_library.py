@@ -29,7 +29,7 @@ HOST, DEVICE, PTX = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda
 OTHER_LIBRARY = "KVEXPORT_CUDA_HOST"  # the path of a library to test instead of HOST
 EVERY_PTX = "KVEXPORT_EVERY_PTX"  # all kernels and all cases of the backend cuda-ptx
 COUNTER_BYTES = 1 << 18
-# numpy has no bfloat16: uint16 holds its bits. The last three are types of small caches.
+# numpy has no bfloat16: uint16 holds its bits. The last three are types of quantized caches.
 TYPES = {"float32": 0, "float16": 1, "uint16": 2, "int8": 3, "int4": 4, "k8v4": 5}
 SMALL_TYPES = {("int8", "int8"): "int8", ("uint8", "uint8"): "int4", ("int8", "uint8"): "k8v4"}
 
@@ -200,7 +200,7 @@ class Caller:
         return State(*(self.memory.address(arrays[name]) for name in STATE))
 
     def bind(self, call: Any, past: dict[str, Any], present: dict[str, Any]) -> None:
-        """Set the state of a call, and the scales of a small cache."""
+        """Set the state of a call, and the scales of a quantized cache."""
         call.past, call.present = self.state(past), self.state(present)
         if SCALE_NAMES[0] in past:
             for where, held in (("past_scales", past), ("present_scales", present)):

@@ -21,7 +21,7 @@ from plugins.building import make
 from plugins.building.ptx import library
 from tests.conformance.cuda_library import EARLY, EARLY_WEIGHTS, PtxCaller
 from tests.conformance.cuda_linear import case
-from tests.conformance.small import small
+from tests.conformance.quantized import small
 
 Arrays = dict[str, np.ndarray]
 KINDS = {
@@ -62,7 +62,7 @@ def writes_early(body: str) -> str:
 
 
 def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1, dtype: str = "float16") -> Arrays:
-    """Run tokens against caches of several splits. `cache_type` is the type of a small cache, or empty."""
+    """Run tokens against caches of several splits. `cache_type` is the type of a quantized cache, or empty."""
     rng, heads, capacity, size = np.random.default_rng(3), 2, 400, 64
     shape = (2, heads, capacity)
     x = {"query": rng.normal(size=(2, group * heads, tokens, size)).astype(dtype)}

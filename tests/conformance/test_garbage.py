@@ -21,7 +21,7 @@ from kvexport.methods.slots import Rotary
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from tests.conformance.cuda_library import COUNTER_BYTES, Caller, names_of
-from tests.conformance.small import BITS, small
+from tests.conformance.quantized import BITS, small
 from tests.conformance.test_cuda_on_host import (
     BOTH,
     METHODS,
@@ -61,7 +61,7 @@ def holes(state: Arrays, rng: np.random.Generator) -> None:
 
 
 def no_numbers(state: Arrays, rng: np.random.Generator) -> None:
-    for name, x in state.items():  # a small cache's bytes are all numbers; only its scales may be none
+    for name, x in state.items():  # a quantized cache's bytes are all numbers; only its scales may be none
         if x.dtype.kind == "f" and name != "votes":
             x[...] = rng.choice(NUMBERS, x.shape).astype(x.dtype)
 

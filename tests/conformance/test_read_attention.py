@@ -40,7 +40,7 @@ def test_equals_the_oracle(profile: Profile, scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_small_cache_is_read_as_the_layer_that_has_it_reads_it(kind: str) -> None:
+def test_a_quantized_cache_is_read_as_the_layer_that_has_it_reads_it(kind: str) -> None:
     profile, scenario = PROFILES[1], SCENARIOS[3]
     inputs = {name: torch.from_numpy(x) for name, x in vote_attention_inputs(profile, scenario).items()}
     rng = np.random.default_rng(0)

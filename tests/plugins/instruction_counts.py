@@ -27,7 +27,7 @@ from plugins.building.ptx import library, trips
 from plugins.building.ptx.read import Kernel
 from tests.conformance.cuda_library import PtxCaller
 from tests.conformance.cuda_linear import case
-from tests.conformance.small import BITS, small
+from tests.conformance.quantized import BITS, small
 from tests.support.paths import ROOT
 
 RECORD = ROOT / "plugins" / "cuda" / "instructions.json"

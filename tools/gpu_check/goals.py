@@ -45,7 +45,7 @@ def _of(rows: list[Row], worst: Any, value: Any) -> float | None:
 
 
 def _decode(rows: list[Row]) -> list[Row]:
-    small_caches = [row for row in rows if row["cache"] != "float16"]
+    quantized_caches = [row for row in rows if row["cache"] != "float16"]
     rows = [row for row in rows if row["cache"] == "float16"]
     large = [row for row in rows if row["bytes"] >= 64 << 20]
     small = [row for row in rows if row["bytes"] < 64 << 20]
@@ -67,8 +67,8 @@ def _decode(rows: list[Row]) -> list[Row]:
         _goal("Decode: PyTorch's flash attention over ours", _of(rows, min, over("torch")), least=1),
         _goal("Decode: FlashInfer over ours", _of(rows, min, over("flashinfer")), least=1),
         _goal(
-            "Decode over a small cache: share of the copy bandwidth",
-            _of(small_caches, min, lambda row: row["share of copy"]),
+            "Decode over a quantized cache: share of the copy bandwidth",
+            _of(quantized_caches, min, lambda row: row["share of copy"]),
         ),
     ]
 

@@ -19,7 +19,7 @@ from tests.conformance.cuda_library import (
     names_of,
     vote_attention_call,
 )
-from tests.conformance.small import BITS, stored
+from tests.conformance.quantized import BITS, stored
 from tools.gpu_check import prebuilt
 from tools.gpu_check.target import Figures, Row, Target
 
@@ -88,7 +88,7 @@ def layer(
     """Return a layer's inputs with `slots` used slots, and room for SLACK more or for as many `tokens`.
 
     Large tensors repeat their contents, on which no time depends. `dtype` is the type of the cache and of the queries;
-    with a small cache queries are float16.
+    with a quantized cache queries are float16.
     """
     rng, cache_type = np.random.default_rng(0), dtype
     dtype = "float16" if cache_type in BITS else dtype

@@ -106,7 +106,7 @@ def packed_layout(path: Path, group: int, inputs: int) -> str:
     return f"at rest, dequantized at every step: {why.decode()}" if why else "panels of 16 columns"
 
 
-def has_small_cache(path: Path) -> bool:
+def has_quantized_cache(path: Path) -> bool:
     """Return whether a native library has kernels for 8- and 4-bit KV caches, or tells for each layer why not."""
     return _has(path, "kvexport_small_cache") or _has(path, "kvexport_attention_problem")
 
@@ -176,7 +176,7 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     stored = manifest.cache.caches[0].dtype
     result = {}
     for op in ("VoteAttention", "MergeCache"):
-        if path and stored in SMALL and not has_small_cache(path):
+        if path and stored in SMALL and not has_quantized_cache(path):
             why: str | None = f"{path.name} has no kernel for a cache in {stored}: --set cache.dtype=model"
         else:
             why = _why_no_layer(path, op, manifest) if path else None

@@ -149,7 +149,7 @@ KV_EXPORT const char* kvexport_device_problem() {
 KV_EXPORT const char* kvexport_attention_problem(int type, int query_heads, int heads, int capacity, int key_size,
                                                  int value_size, int statistics) {
   KvVoteAttention call{};
-  // Over a small cache, any type of query: all take the same memory.
+  // Over a quantized cache, any type of query: all take the same memory.
   call.query_type = kv::is_small(type) ? int{KV_FLOAT32} : type, call.cache_type = type, call.batch = 1;
   call.query_heads = query_heads, call.heads = heads, call.capacity = capacity;
   call.key_size = key_size, call.value_size = value_size, call.statistics = statistics;

@@ -129,7 +129,8 @@ inline ONNXTensorElementDataType state_type(size_t i, const CacheType& cache) {
   return i < 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 }
 
-// Returns the type of tensor i after the state: the two scales of a small cache, then the ring of reference queries.
+// Returns the type of tensor i after the state: the two scales of a quantized cache, then the ring of reference
+// queries.
 inline ONNXTensorElementDataType extra_type(size_t i, const CacheType& cache) {
   return i == (is_small(cache.type) ? 3 : 1) ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
                                              : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
@@ -231,7 +232,7 @@ struct Cache {
     return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
   }
 
-  // Sets the scales of a small cache: inputs `in`, `in` + 1 and outputs `out`, `out` + 1.
+  // Sets the scales of a quantized cache: inputs `in`, `in` + 1 and outputs `out`, `out` + 1.
   template <class Arguments>
   void scales(const Ort::KernelContext& context, size_t in, size_t out, Arguments& call) const {
     const auto past = [&](size_t i, const char* name) {
@@ -242,8 +243,8 @@ struct Cache {
     call.present_scales = {present(0), present(1)};
   }
 
-  // Returns the ring of reference queries, whose tensors follow the scales of a small cache. in, out: the first input
-  // and output after the state.
+  // Returns the ring of reference queries, whose tensors follow the scales of a quantized cache. in, out: the first
+  // input and output after the state.
   KvRing ring(const Ort::KernelContext& context, size_t in, size_t out, int rows) const {
     if (is_small(type)) in += 2, out += 2;
     const Shape query{batch, heads, rows, key_size}, seen{batch, heads, rows};
@@ -265,8 +266,8 @@ inline void check_extra(const Ort::ConstKernelInfo& info, const Attributes& node
   const size_t count = 2 * small + 2 * ring;
   for (size_t i = 0; i < kMostExtra; ++i) {
     const bool expected = i < count;
-    const std::string problem = !expected        ? "only a small cache has scales, and only a fit a ring of queries"
-                                : small && i < 2 ? "a small cache has key_scale and value_scale"
+    const std::string problem = !expected        ? "only a quantized cache has scales, and only a fit a ring of queries"
+                                : small && i < 2 ? "a quantized cache has key_scale and value_scale"
                                                  : "a method that fits has query and query_seen";
     node.require((in + i < info.GetInputCount() && has_input(info, in + i)) == expected &&
                      (out + i < info.GetOutputCount() && has_output(info, out + i)) == expected,

@@ -25,8 +25,8 @@ struct Partials {
   float* of(size_t task) const { return data.get() + task * stride; }
 };
 
-// K, V: the types of the keys and values of the cache and of the new tokens. In a small cache the new tokens' scales
-// are `new_scales`, and the query and output are float32 and rotated (small.h).
+// K, V: the types of the keys and values of the cache and of the new tokens. In a quantized cache the new tokens'
+// scales are `new_scales`, and the query and output are float32 and rotated (small.h).
 template <class K, class V>
 struct Attention {
   using Query = Wide<K>;
@@ -53,7 +53,7 @@ struct Attention {
     float *votes, *score;
     const int32_t* past_position;
     int32_t* position;
-    // In a small cache: the past scales, the scales of the new tokens, and the present scales.
+    // In a quantized cache: the past scales, the scales of the new tokens, and the present scales.
     struct Scales {
       const float *past, *added;
       float* present;

@@ -1,4 +1,4 @@
-// VoteAttention over a small cache: the steps before and after Decode or Prefill.
+// VoteAttention over a quantized cache: the steps before and after Decode or Prefill.
 //
 //   rotate_inputs:       query = hadamard(query); new keys and values = quantize(hadamard(row)), with their scales
 //   decode.h, prefill.h: rotated queries over rotated keys and values
@@ -86,7 +86,7 @@ struct SmallAttention {
   }
 };
 
-// Runs Kernel (Decode or Prefill) over a small cache.
+// Runs Kernel (Decode or Prefill) over a quantized cache.
 template <template <class, class> class Kernel, class Q, class K, class V>
 void run_small(const KvVoteAttention& a, int splits, KvRunner runner) {
   using Small = SmallAttention<Q, K, V>;

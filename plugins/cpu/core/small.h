@@ -1,5 +1,5 @@
-// Rows of a small cache (docs/reference/contract.md, "A small cache"). kvexport/ops/small_cache.py defines them; these
-// functions give the same bits:
+// Rows of a quantized cache (docs/reference/contract.md, "A quantized cache"). kvexport/ops/quantized_cache.py defines
+// them; these functions give the same bits:
 //
 //   hadamard: for half = 1, 2, 4 .. below the largest power of two that divides the size: (a, b) = (b + a, a - b);
 //             then times 1 / sqrt of that power
@@ -17,7 +17,7 @@ namespace KV_ISA {
 
 template <class T>
 constexpr bool kSmall = std::is_same<T, int8_t>::value || std::is_same<T, int4>::value;
-// The type in which kernels read a row of a cache of type T: float32 for a small cache.
+// The type in which kernels read a row of a cache of type T: float32 for a quantized cache.
 template <class T>
 using Wide = typename std::conditional<kSmall<T>, float, T>::type;
 

@@ -315,7 +315,7 @@ struct Merge : Fit<K, V> {
     if (to > from) memset(static_cast<void*>(at(out, from * width)), 0, bytes_of<U>((to - from) * width));
   }
 
-  // Convert a row to float32 and back; a small cache's row has a scale.
+  // Convert a row to float32 and back; a quantized cache's row has a scale.
   template <class T>
   static void read_row(const T* from, float scale, int size, float* row) {
     if constexpr (kSmall<T>)

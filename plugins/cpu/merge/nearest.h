@@ -44,7 +44,7 @@ struct TargetPolicy {
 };
 constexpr TargetPolicy kAnyTarget{false, false}, kHigherTarget{true, false}, kCheapestTarget{true, true};
 
-// K, V: the types of the cache. `widen_all` dequantizes a small cache's rows before a merge, so they are read as
+// K, V: the types of the cache. `widen_all` dequantizes a quantized cache's rows before a merge, so they are read as
 // float32.
 template <class K, class V>
 struct Nearest {

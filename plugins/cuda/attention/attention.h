@@ -24,7 +24,7 @@ struct Attention {
   float* row_softmax;      // row_max and row_sum of every row of probabilities, [B Hq, T, 2]
   float* partial_output;   // decode: sum of weight * value of every split, [B H, splits, G, Dv]
   float* partial_softmax;  // decode: row_max and row_sum of every split, [B H, splits, 2, G]
-  float* rotated;          // small cache: the rotated queries, [B, Hq, T, D]
+  float* rotated;          // quantized cache: the rotated queries, [B, Hq, T, D]
 
   KV_DEVICE int group() const { return call.query_heads / call.heads; }
 };

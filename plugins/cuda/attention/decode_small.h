@@ -1,7 +1,7 @@
-// VoteAttention for one token per sequence over a small cache, on tensor cores, for groups of any size. The program is
-// that of decode_mma.h. Rows are copied as stored bytes and become 16-bit floats in registers, just before a product.
-// Numbers of 8 bits are exact as 16-bit floats, and so are the products' terms: the other factor, a float32 number, is
-// the sum of two 16-bit numbers, which keeps 22 of its 24 bits.
+// VoteAttention for one token per sequence over a quantized cache, on tensor cores, for groups of any size. The program
+// is that of decode_mma.h. Rows are copied as stored bytes and become 16-bit floats in registers, just before a
+// product. Numbers of 8 bits are exact as 16-bit floats, and so are the products' terms: the other factor, a float32
+// number, is the sum of two 16-bit numbers, which keeps 22 of its 24 bits.
 //
 //   (high + low) = query times a power of two, in 16 bits each
 //   for each block of 32 slots of the split            as in decode.h

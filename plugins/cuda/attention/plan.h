@@ -67,7 +67,7 @@ const char* prefill_in_float(const Attention& args, const Device& device, Stream
                                      : prefill_in_float<T, 2>(args, device, stream);
 }
 
-// Runs the launches of a call over a small cache (vote_attention_small.cu).
+// Runs the launches of a call over a quantized cache (vote_attention_small.cu).
 const char* run_small(Attention& args, const Device& device, Stream stream);
 
 }  // namespace cuda

@@ -13,8 +13,9 @@
 //       logit = query x key^T again, and with it the slot's sum of probabilities, or of exp(logit)
 //     write the slot's statistics
 //
-// This file has Append, and the other two for float32 caches and for small caches, whose rows are read as float32 and
-// whose first launch is AppendSmall (small.h). 16-bit caches run on tensor cores (prefill_mma.h, prefill_mma_scores.h).
+// This file has Append, and the other two for float32 caches and for quantized caches, whose rows are read as float32
+// and whose first launch is AppendSmall (small.h). 16-bit caches run on tensor cores (prefill_mma.h,
+// prefill_mma_scores.h).
 #pragma once
 
 #include "small.h"

@@ -1,4 +1,4 @@
-// VoteAttention over a small cache: a KV head, and the launch before those of decode_small.h and prefill.h.
+// VoteAttention over a quantized cache: a KV head, and the launch before those of decode_small.h and prefill.h.
 //
 //   AppendSmall, a block per KV head and 8 new tokens, one row per warp at a time
 //     key, value = quantize(rotate(row)) into the tokens' slots, with their scales and positions
@@ -12,7 +12,7 @@
 namespace kv {
 namespace cuda {
 
-// A KV head of a small cache. Its queries are the rotated ones of the workspace; its new tokens already have their
+// A KV head of a quantized cache. Its queries are the rotated ones of the workspace; its new tokens already have their
 // slots.
 template <>
 struct Head<Small> : Head<float> {

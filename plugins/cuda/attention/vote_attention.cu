@@ -4,7 +4,7 @@
 //   copy past to present, unless they share buffers     the launches update present in place
 //   one token:      Decode or DecodeMma; DecodeSums if a statistic is a sum of probabilities
 //   several tokens: Append, then Prefill and PrefillScores, or PrefillMma and PrefillMmaScores
-//   a small cache:  vote_attention_small.cu
+//   a quantized cache:  vote_attention_small.cu
 #include "decode.h"
 #include "decode_mma.h"
 #include "plan.h"

@@ -1,4 +1,5 @@
-// The launches of VoteAttention over a small cache. They are a source of their own, so that it compiles in parallel.
+// The launches of VoteAttention over a quantized cache. They are a source of their own, so that it compiles in
+// parallel.
 #include "decode_small.h"
 #include "plan.h"
 

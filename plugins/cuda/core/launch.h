@@ -260,7 +260,7 @@ const char* copy_state(const Arguments& a, Stream stream) {
   return copy_tensor(a.present_scales.value, a.past_scales.value, each, stream);
 }
 
-constexpr const char* kNoScales = "a small cache has no scales";
+constexpr const char* kNoScales = "a quantized cache has no scales";
 template <class Arguments>
 bool has_scales(const Arguments& a) {
   return !is_small(a.cache_type) ||
@@ -276,7 +276,8 @@ inline const char* check_cache(int type, int batch, int heads, int capacity, int
   if (batch < 0 || heads < 1 || capacity < 1 || key_size < 1 || value_size < 1)
     return "a dimension is zero or negative";
   if (key_size > 256 || value_size > 256) return "a head size is above 256";
-  if (is_small(type) && (key_size % 4 || value_size % 4)) return "a head size of a small cache is not a multiple of 4";
+  if (is_small(type) && (key_size % 4 || value_size % 4))
+    return "a head size of a quantized cache is not a multiple of 4";
   const int lanes = is_small(type) ? 4 : 128 / element_bits(type);
   if (key_size % lanes || value_size % lanes) return "a row of keys or values is not a whole number of 16-byte vectors";
   if (statistics < 1 || statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";

@@ -1,5 +1,5 @@
-// Rows of a small cache (docs/reference/contract.md, "A small cache"): reading them, and storing them with the same
-// bits as every backend (kvexport/ops/small_cache.py).
+// Rows of a quantized cache (docs/reference/contract.md, "A quantized cache"): reading them, and storing them with the
+// same bits as every backend (kvexport/ops/quantized_cache.py).
 //
 // Numbers of 8 or 4 bits are handled as bytes x + 128, four in a word. As the low byte of a 16-bit float 1024 + x, or
 // of a 32-bit float 2^23 + x, one exact subtraction makes them floats. A row that is rotated or stored is in the

@@ -27,7 +27,7 @@ const char* check(const KvMergeCache& a) {
   if (const char* problem =
           check_cache(a.cache_type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
     return problem;
-  if (is_small(a.cache_type)) return "there is no kernel that merges a small cache";
+  if (is_small(a.cache_type)) return "there is no kernel that merges a quantized cache";
   if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
   if (const char* problem = policy_problem(a.policy)) return problem;

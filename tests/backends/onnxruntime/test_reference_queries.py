@@ -60,7 +60,7 @@ def feed_of(op: str, rng: np.random.Generator, half: bool = False) -> dict[str, 
         (
             "VoteAttention",
             {"reference_queries": None},
-            "only a small cache has scales, and only a fit a ring of queries",
+            "only a quantized cache has scales, and only a fit a ring of queries",
         ),
         ("MergeCache", {"fit": None}, "select is attended, which needs the reference queries of a fit"),
         ("MergeCache", {"fit": "keys"}, "fit is 'keys'; known: values, votes_and_values"),

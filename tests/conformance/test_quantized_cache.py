@@ -1,4 +1,4 @@
-"""Both operators over a small cache, in every backend that has it, against the float64 oracle.
+"""Both operators over a quantized cache, in every backend that has it, against the float64 oracle.
 
 The oracle reads the values of the stored numbers, and its results are stored again.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.backends.onnxruntime.operators import has_small_cache
+from kvexport.backends.onnxruntime.operators import has_quantized_cache
 from tests.conformance.backends import BACKENDS, Backend, CudaBindingOnHost, NativeCpu, reached, state_names
 from tests.conformance.cases import (
     MERGE_PROFILES,
@@ -32,7 +32,7 @@ from tests.conformance.cases import (
 from tests.conformance.comparison import assert_finite, assert_near, assert_scores
 from tests.conformance.cuda_library import CudaOnHost
 from tests.conformance.oracle import merge_cache, vote_attention
-from tests.conformance.small import BITS, half_steps, plain, small, stored, unmistakable, wide
+from tests.conformance.quantized import BITS, half_steps, plain, small, stored, unmistakable, wide
 
 Arrays = dict[str, np.ndarray]
 
@@ -40,7 +40,7 @@ Arrays = dict[str, np.ndarray]
 def has_it(backend: Backend) -> bool:
     if isinstance(backend, NativeCpu):
         path = backend.path()
-        return path is not None and has_small_cache(path)
+        return path is not None and has_quantized_cache(path)
     return backend.name in ("torch", "onnx-function") or isinstance(backend, CudaOnHost)
 
 
@@ -125,7 +125,7 @@ def test_attention_equals_the_oracle(backend: Backend, profile: Profile, cache_t
 def test_a_long_sequence_keeps_what_it_reads(backend: Backend, cache_type: str) -> None:
     """A sequence of ten times the budget, in chunks and single tokens with merges, stores the same bits as PyTorch."""
     if not merges_it(backend):
-        pytest.skip("not reached: there is no kernel that merges a small cache")
+        pytest.skip("not reached: there is no kernel that merges a quantized cache")
     profile = next(p for p in PROFILES if p.name == "h2o-group2")
     merge = MergeProfile("h2o", "h2o", sizes=profile.sizes)
     attributes = replace(merge.attributes(8), sinks=1, recent=2)

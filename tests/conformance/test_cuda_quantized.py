@@ -1,4 +1,4 @@
-"""The CUDA kernels over a small cache, run on the host, beyond the cases of the conformance suite.
+"""The CUDA kernels over a quantized cache, run on the host, beyond the cases of the conformance suite.
 
 The caches have many blocks and splits, all head and group sizes, and every type of a query. Some tests check the
 execution itself, as in test_cuda_on_host.py.
@@ -15,7 +15,7 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from tests.conformance.cases import single_precision
 from tests.conformance.cuda_library import Caller, bfloat16, float32_of, vote_attention_call
 from tests.conformance.oracle import vote_attention
-from tests.conformance.small import BITS, plain, small, stored, unmistakable, wide
+from tests.conformance.quantized import BITS, plain, small, stored, unmistakable, wide
 from tests.conformance.test_cuda_on_host import (
     BOTH,
     EDGES,
@@ -33,7 +33,7 @@ every_type = pytest.mark.parametrize("cache_type", BITS)
 
 
 def small_inputs(cache_type: str, *shape: Any, dtype: str = "float32", peak: float = 0.0) -> Arrays:
-    """Return `inputs_of` over a small cache, with NaN and arbitrary numbers in empty slots."""
+    """Return `inputs_of` over a quantized cache, with NaN and arbitrary numbers in empty slots."""
     x = inputs_of(*shape, peak=peak)
     rng = np.random.default_rng(4)
     x |= {name: unmistakable(rng, x[name], bits) for name, bits in zip(("key", "value"), BITS[cache_type], strict=True)}
@@ -53,7 +53,7 @@ def hold_to_oracle(
     tolerance: float = 4e-5,
     single: float = 4e-5,
 ) -> None:
-    """Assert that attention over a small cache equals the oracle's.
+    """Assert that attention over a quantized cache equals the oracle's.
 
     New rows are stored as the oracle stores them, for float32 and float16 queries. The output and the scores are those
     of the stored rows.
@@ -165,7 +165,7 @@ def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key_size": 34}, "a head size of a small cache is not a multiple of 4"),
+        ({"key_size": 34}, "a head size of a quantized cache is not a multiple of 4"),
         ({"query_type": 3}, "the type of the query is neither float32, float16 nor bfloat16"),
     ],
 )
@@ -179,9 +179,9 @@ def test_refusals_say_why(caller: Caller, change: dict[str, int], message: str) 
         caller.prepared("vote_attention", call)
 
 
-def test_a_small_cache_without_scales_is_refused(caller: Caller) -> None:  # noqa: F811
+def test_a_quantized_cache_without_scales_is_refused(caller: Caller) -> None:  # noqa: F811
     shape = (1, 1, 8, 32)
     call = vote_attention_call(VoteAttentionAttributes(0.1, 1.0, BOTH), "float32", (1, 1, 1, 32), shape, 32)
     call.cache_type = 3
-    with pytest.raises(RuntimeError, match="a small cache has no scales"):
+    with pytest.raises(RuntimeError, match="a quantized cache has no scales"):
         caller.prepared("vote_attention", call)()

@@ -1,6 +1,6 @@
-"""A small cache in float64 numpy: how rows are stored and read.
+"""A quantized cache in float64 numpy: how rows are stored and read.
 
-It is written only from docs/reference/contract.md ("A small cache").
+It is written only from docs/reference/contract.md ("A quantized cache").
 """
 
 from __future__ import annotations

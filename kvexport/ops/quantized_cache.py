@@ -1,4 +1,4 @@
-"""The KV cache in 8 or 4 bits: how keys and values are rounded and read (docs/reference/contract.md, "A small cache").
+"""The KV cache in 8 or 4 bits: their rounding and reading (docs/reference/contract.md, "A quantized cache").
 
 A row is rotated by a Hadamard matrix, which spreads values that are large in a few dimensions over all dimensions. It
 is then rounded to multiples of one scale per row; a 4-bit cache rounds to sixteen of these multiples.
@@ -23,7 +23,7 @@ LEAST = 1e-30  # a smaller scale becomes 0, because its reciprocal could be infi
 CODES = [min(range(16), key=lambda code: (abs(INT4[code] - number), abs(INT4[code]))) for number in range(-128, 128)]
 
 
-def is_small(stored: Tensor) -> bool:
+def is_quantized(stored: Tensor) -> bool:
     """Return whether cached keys or values are stored in 8 or 4 bits with scales (int8, or 4-bit pairs in uint8)."""
     return stored.dtype in (torch.int8, torch.uint8)
 

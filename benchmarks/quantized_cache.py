@@ -1,6 +1,6 @@
 """Cost of 8 and 4 bits for keys and values on SmolLM2-135M-Instruct: rounding, merging, and both at equal bytes.
 
-    python benchmarks/small_cache.py [--texts 0,1,...] [--methods full,h2o,keepkv,ballot]
+    python benchmarks/quantized_cache.py [--texts 0,1,...] [--methods full,h2o,keepkv,ballot]
 
 A text takes some minutes; earlier results are kept. The method `full` measures rounding alone.
 
@@ -9,7 +9,7 @@ second half of a text, in nats. PyTorch computes it with the operators' referenc
 engines with. The forms int8, int4 and k8v4 are caches of these types. The other forms, among them llama.cpp's q4_0,
 exist only in this script: a float32 cache whose rows are rounded before they are appended and after merges. In the form
 `recent exact` the chunk that is being read and the 64 tokens before it are not rounded. Writes
-benchmarks/results/small-cache.json.
+benchmarks/results/quantized-cache.json.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.ops.merge_cache import merge_cache
-from kvexport.ops.small_cache import dequantized, quantized, rotated_by_hadamard
+from kvexport.ops.quantized_cache import dequantized, quantized, rotated_by_hadamard
 from kvexport.ops.vote_attention import vote_attention
 from kvexport.recipe.load import load_recipe
 
-NAME, RECIPE = "small-cache", "smollm2-135m-base"
+NAME, RECIPE = "quantized-cache", "smollm2-135m-base"
 LENGTH, CHUNK, SLOTS = 1024, 64, 128
 KEY_SIZE = 64  # the key size of SmolLM2
 METHODS = ("h2o", "keepkv", "ballot")

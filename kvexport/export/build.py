@@ -65,9 +65,10 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
         if not backend.runs_experts:
             refuse_experts(model, recipe.backend.name)
         if recipe.adapters.count and not backend.runs_adapters:
+            able = " or ".join(b.name for b in backends.all_backends() if b.runs_adapters)
             raise UsageError(
                 f"adapters.count is {recipe.adapters.count}, but {backend.name} runs no adapters",
-                "--set backend.name=onnxruntime, or --set weights.merge_adapter=FOLDER to add one adapter at build",
+                f"--set backend.name={able}, or --set weights.merge_adapter=FOLDER to add one adapter at build",
             )
         layout = probe_layers(model, mode)
         geometry = layout.geometry

@@ -12,7 +12,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from mmap import mmap
 from pathlib import Path
@@ -81,7 +81,9 @@ class Ranks:
         self._channels: list[Channel] = []
         self._close = weakref.finalize(self, _end, os.getpid(), self._channels, self._processes, self._thread)
         try:
-            start = {"path": str(path.resolve()), "backend": backend.name, "options": asdict(options)}
+            # An artifact of several ranks takes no adapters, whose arrays could not be sent.
+            settings = asdict(replace(options, adapters=None))
+            start = {"path": str(path.resolve()), "backend": backend.name, "options": settings}
             for rank in range(1, self.count):
                 self._start(rank, file)
                 self._channels[-1].send(Message("start", {**start, "rank": rank}))

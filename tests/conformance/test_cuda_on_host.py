@@ -506,7 +506,7 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
     sample += " or (head_size and (80 or 136)) or stages"
     like_others = "h2o or streaming or snapkv or keepkv-key or least-attended or asymkv or alone"
     sample += f" or (garbage and not ({like_others}))"
-    others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("garbage", "cuda_small")]
+    others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("garbage", "cuda_quantized")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", sample]
     command += [__file__, *others]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)

@@ -8,7 +8,6 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvexport.backends.adapters import load_adapters
 from kvexport.backends.base import Backend, Collectives, Description, Diagnosis, LoadOptions, NodeOpener, Runners
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
@@ -85,6 +84,7 @@ class OnnxRuntime(Backend):
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
         """Return the exported model, loaded into ONNX Runtime sessions; see `Backend.load`."""
+        from kvexport.backends.adapters import load_adapters
         from kvexport.backends.onnxruntime import section
         from kvexport.backends.onnxruntime.model import LoadedModel
         from kvexport.backends.onnxruntime.session import require_interface

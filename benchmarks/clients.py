@@ -58,7 +58,7 @@ console.log(JSON.stringify(result));
 
 
 def openai(url: str) -> dict[str, Callable[[], bool]]:
-    """OpenAI's own client."""
+    """Return the checks of OpenAI's own client by name, for the server at `url`."""
     from openai import OpenAI
     from pydantic import create_model
 
@@ -86,7 +86,7 @@ def openai(url: str) -> dict[str, Callable[[], bool]]:
 
 
 def langchain(url: str) -> dict[str, Callable[[], bool]]:
-    """LangChain's ChatOpenAI."""
+    """Return the checks of LangChain's class ChatOpenAI by name, for the server at `url`."""
     from langchain_openai import ChatOpenAI
     from pydantic import create_model
 
@@ -104,7 +104,7 @@ def langchain(url: str) -> dict[str, Callable[[], bool]]:
 
 
 def llama_index(url: str) -> dict[str, Callable[[], bool]]:
-    """LlamaIndex's OpenAILike."""
+    """Return the checks of LlamaIndex's class OpenAILike by name, for the server at `url`."""
     from llama_index.core.llms import ChatMessage
     from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike
@@ -114,7 +114,7 @@ def llama_index(url: str) -> dict[str, Callable[[], bool]]:
     short, long = OpenAILike(**options, max_tokens=24), OpenAILike(**options, max_tokens=TOKENS)
 
     def weather(days: int) -> str:
-        """Forecast."""
+        """Return the weather of the next days."""
         return str(days)
 
     def tool() -> bool:
@@ -130,7 +130,7 @@ def llama_index(url: str) -> dict[str, Callable[[], bool]]:
 
 
 def litellm(url: str) -> dict[str, Callable[[], bool]]:
-    """Litellm's completion."""
+    """Return the checks of litellm's function `completion` by name, for the server at `url`."""
     import litellm as client
     from pydantic import create_model
 
@@ -158,7 +158,7 @@ def litellm(url: str) -> dict[str, Callable[[], bool]]:
 
 
 def instructor(url: str) -> dict[str, Callable[[], bool]]:
-    """instructor, which gets pydantic models from tool calls or from a JSON schema."""
+    """Return the checks of instructor, which reads pydantic models from tool calls or from a JSON schema."""
     import instructor as package
     from openai import OpenAI
     from pydantic import create_model
@@ -175,7 +175,7 @@ def instructor(url: str) -> dict[str, Callable[[], bool]]:
 
 
 def pydantic_ai(url: str) -> dict[str, Callable[[], bool]]:
-    """pydantic-ai's agent."""
+    """Return the checks of pydantic-ai's class Agent by name, for the server at `url`."""
     from pydantic import create_model
     from pydantic_ai import Agent, NativeOutput, ToolOutput
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -200,7 +200,7 @@ def pydantic_ai(url: str) -> dict[str, Callable[[], bool]]:
 
 
 def lm_eval(url: str) -> dict[str, Callable[[], bool]]:
-    """lm-eval's models behind an API, which generate; they also want logprobs of prompts, which the server refuses."""
+    """Return the checks of lm-eval's API models, which generate. The server refuses the logprobs of their prompts."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 

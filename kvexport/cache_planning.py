@@ -188,6 +188,15 @@ def _names(geometry: Sequence[LayerGeometry], caches: int) -> list[str]:
     return [f"KV head {head} of layer {i}" for i, layer in enumerate(geometry) for head in range(layer.kv_heads)]
 
 
+def _require_not_periodic(recipe: Recipe, why: str) -> None:
+    """Raise UsageError if decode steps shall read selected entries of a full cache. why: the reason, for the error."""
+    if recipe.cache.periodic.slots is not None:
+        raise UsageError(
+            f"cache.periodic.slots is {recipe.cache.periodic.slots}, which is not supported where {why}",
+            "--set cache.periodic.slots=null",
+        )
+
+
 def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
     """Raise UsageError for settings that would have to take tokens back from a recurrent state, or to split it."""
     why = f"layer {states[0].layer} has a recurrent state"
@@ -197,11 +206,7 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
             f"{why}, from which no token can be removed",
             "--set speculate.draft=null",
         )
-    if recipe.cache.periodic.slots is not None:
-        raise UsageError(
-            f"cache.periodic.slots is {recipe.cache.periodic.slots}, which is not supported where {why}",
-            "--set cache.periodic.slots=null",
-        )
+    _require_not_periodic(recipe, why)
     if recipe.cache.positions == "cache":
         raise UsageError(
             f"cache.positions is cache, which is not supported where {why}", "--set cache.positions=absolute"
@@ -218,11 +223,7 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
             f"cache.allocation.shares gives every KV head a cache of its own, which is not supported where {why}",
             "--set cache.allocation.kind=uniform, or shares of layers",
         )
-    if recipe.cache.periodic.slots is not None:
-        raise UsageError(
-            f"cache.periodic.slots is {recipe.cache.periodic.slots}, which is not supported where {why}",
-            "--set cache.periodic.slots=null",
-        )
+    _require_not_periodic(recipe, why)
     if recipe.speculate.draft == "cache":
         raise UsageError(
             f"speculate.draft is cache, which is not supported where {why}", "--set speculate.draft=ngram, or null"

@@ -65,20 +65,21 @@ def test_a_wrong_selection_of_the_run_alone_is_found(tiny_artifact: Path, monkey
     assert result.mismatch.phase == "independent run"
 
 
+def merge_reversed_scores(self: WatchedState, first: int, last: int, merge: Any) -> None:
+    """Merge after the scores of lane `first` were reversed, so that other slots are evicted."""
+    wrong = self.get_state()
+    for name, x in wrong.items():
+        if name.endswith(".score"):
+            x[first] = np.ascontiguousarray(x[first][..., ::-1])
+    set_state(self, wrong)
+    merge(self, first, last)
+
+
 def test_a_wrong_state_before_a_merge_does_not_pass_for_a_tie(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong state before a merge is not accepted as a tie: the merge is right, but the scores are not PyTorch's."""
-
-    def change(self: WatchedState, first: int, last: int, merge: Any) -> None:
-        wrong = self.get_state()
-        for name, x in wrong.items():
-            if name.endswith(".score"):
-                x[first] = np.ascontiguousarray(x[first][..., ::-1])
-        set_state(self, wrong)
-        merge(self, first, last)
-
-    watched(monkeypatch, change)
+    watched(monkeypatch, merge_reversed_scores)
     result = validate_artifact(tiny_artifact, length=LENGTH)
     assert not result.passed and result.mismatch is not None
     assert (result.mismatch.phase, result.mismatch.tensor) == ("independent run", "score")
@@ -110,17 +111,8 @@ def test_pytorch_follows_the_engine_where_a_tie_parts_them(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another selection, which counts as a tie here, ends no comparison: the logits after it are compared too."""
-
-    def change(self: WatchedState, first: int, last: int, merge: Any) -> None:
-        wrong = self.get_state()
-        for name, x in wrong.items():
-            if name.endswith(".score"):
-                x[first] = np.ascontiguousarray(x[first][..., ::-1])
-        set_state(self, wrong)
-        merge(self, first, last)
-
     monkeypatch.setattr(IndependentRun, "unexplained", lambda *_: iter(()))
-    watched(monkeypatch, change)
+    watched(monkeypatch, merge_reversed_scores)
     result = validate_artifact(tiny_artifact, length=LENGTH)
     assert result.parted and result.own_compared > 30
     assert result.passed, result.problem

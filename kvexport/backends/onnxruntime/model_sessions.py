@@ -43,7 +43,7 @@ class Sessions:
         graphs: The names of the sessions whose calls are replayed as CUDA graphs.
         graph_problem: Why sessions do not use CUDA graphs although the caller asked for them.
         adapters: The LoRA adapters.
-        adapter_tensors: Their matrices on the device, by the name of the decoder's input.
+        adapter_tensors: The adapters' matrices on the device, by the name of the decoder's input.
 
     Raises:
         EnvironmentProblem: If ONNX Runtime cannot use the device.

@@ -1,7 +1,7 @@
 // The C ABI of the CPU kernels.
 //
-//   at the first call: kernels = the best of amx, avx512vnni, avx512, avxvnni, avx2 (x86), or i8mm, dotprod, neon
-//                      (Arm), that this machine has, otherwise portable; or the set that KVEXPORT_CPU_ISA names
+//   at the first call: choose the kernels of the first instruction set that this machine has: amx, avx512vnni, avx512,
+//                      avxvnni, avx2 (x86); i8mm, dotprod, neon (Arm); portable. KVEXPORT_CPU_ISA names another set
 //   at each call:      check the sizes, and return the reason if the kernels cannot compute the call;
 //                      return if the batch is empty;
 //                      kernels().operator(call, runner): the runner runs its tasks in parallel

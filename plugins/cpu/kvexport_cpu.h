@@ -31,14 +31,15 @@ const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, con
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner);
 const char* kv_cpu_experts(const KvExperts* call, KvRunner runner);
 
-// Panels: the layout in which the kernels read a packed weight fastest (linear/panels.h). Why there are none for a
-// weight with rows of so many inputs (the kernels then read it at rest, slowly), or nullptr.
+// Returns why a packed weight with groups of `group` inputs and rows of `inputs` inputs has no panels, or nullptr.
+// Panels are the layout that the kernels read fastest (linear/panels.h); a weight without panels is read in the layout
+// of artifacts, more slowly.
 const char* kv_cpu_why_no_panels(const KvWeight* weight, int64_t inputs);
 size_t kv_cpu_panels_bytes(const KvWeight* weight, int64_t outputs, int64_t inputs);
-// Writes the panels of a weight at rest; aligned to 64 bytes they are read fastest.
+// Writes the panels of a weight in the layout of artifacts. Panels at an address aligned to 64 bytes are read fastest.
 void kv_cpu_repack(const KvWeight* weight, int64_t outputs, int64_t inputs, void* panels);
 
-// The instruction set that runs: "amx", "avx512vnni", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon" or
+// Returns the instruction set that runs: "amx", "avx512vnni", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon" or
 // "portable".
 const char* kv_cpu_isa(void);
 

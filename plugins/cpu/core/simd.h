@@ -1,6 +1,6 @@
 // Vectors of KV_WIDTH floats, by the compiler's vector extensions: one source for AVX-512, AVX2, NEON and any other
-// machine. Compiled once per instruction set, in the namespace KV_ISA. W is the number of lanes, vf a vector of
-// float32, vi of int32, vh of float16.
+// machine. It is compiled once per instruction set, in the namespace KV_ISA. W is the number of lanes, vf a vector of
+// float32 numbers, vi of int32 numbers, vh of float16 numbers.
 #pragma once
 
 #include <cstddef>

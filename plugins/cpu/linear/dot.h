@@ -1,4 +1,5 @@
-// Sums of products of bytes, four to a lane of 32 bits, on every instruction set: weights of a panel times a row.
+// Sums of products of bytes on every instruction set, for the weights of a panel times a row. A lane of 32 bits adds
+// the products of four bytes.
 //
 //   Dots<kBits> dots(start)     start: the initial sums
 //   dots.add(w, x)              adds the products of four inputs of W columns with the four bytes at x, in every lane
@@ -81,7 +82,7 @@ struct Dots<4> {
   vi total() const { return start + sums_of_pairs(sum); }
 };
 
-// Two products of unsigned bytes would not fit into 16 bits; two of |u - center|, which is at most 128, do.
+// The sum of two products of unsigned bytes would not fit into 16 bits. Two products of |u - center|, at most 128, do.
 template <>
 struct Dots<8> {
   static constexpr bool kCentered = true;

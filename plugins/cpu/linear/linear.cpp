@@ -1,18 +1,22 @@
-// Linear for one instruction set: x weight^T for up to three weights, with the norm before and the epilogue after. A
-// row is one token of one sequence, a column one output of one weight.
+// Linear for one instruction set: it multiplies the rows of one input with up to three weights, x weight^T, and runs
+// the norm before and the epilogue after them. A row is one token of one sequence, a column one output of one weight.
 //
-//   rows x = input in float32, divided by their root mean square where there is a norm      16 rows a task (rows.h)
-//   and rounded where packed weights take them so (rounding.h, amx.h)                       16 rows a task
+//   x = the rows in float32; a norm divides each by its root mean square                    16 rows a task (rows.h)
+//   round x if packed weights are multiplied with rounded rows (rounding.h, amx.h)          16 rows a task
 //   for each share of the columns of all weights, for each range of rows                    one task each
-//     fewer than kMany rows: of packed weights 16 columns against every row (panel_products.h, panel_floats.h)
-//     fewer than kRows rows: stream, each weight read once, a column against every row (plain.h)
-//     fewer than kMany:      small tiles of kRows x kColumns products (plain.h)
-//     otherwise:             blocks of kBlock columns; rounded rows as panel_products.h or amx.h has it, all others as
-//                            float32, packed kDepth inputs at a time, against tiles of kTileRows rows (core/tile.h)
+//     few rows, packed weights:       `few`: 16 columns against every row (panel_products.h, panel_floats.h)
+//     fewer than kRows rows:          `stream`: a column against every row, each weight read once (plain.h)
+//     fewer than kMany rows:          `tile`: tiles of kRows x kColumns products (plain.h)
+//     many rows:                      `block`: blocks of kBlock columns. Rounded rows are multiplied with panels
+//                                     (panel_products.h, amx.h), and others with columns that are packed as float32,
+//                                     kDepth inputs at a time, in tiles of kTileRows rows (core/tile.h)
 //     epilogue: y = (y + bias) silu(gate product) + residual (epilogue.h)
-//   heads that are rotated are rotated                                                      16 rows a task, after all
+//   rotate the heads that are rotated                                                       16 rows a task
 //
-// Tasks write columns and rows that no other task writes; each line begins when all tasks of the one before have ended.
+// No two tasks write the same element. Each step begins when all tasks of the step before it have ended.
+//
+// Letters: a the arguments of the call, p a product, l the layout of a panel, x and g the products with the weight and
+// with the gate, i a row of a tile, j a column of a tile, k an input.
 #include "../core/kernels.h"
 #include "amx.h"
 #include "epilogue.h"
@@ -25,14 +29,14 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-constexpr int kTask = 1 << 16;               // bytes of weights that are worth a task
-constexpr int kTasks = 64;                   // of a call, at most
-constexpr int kMany = W < 8 ? 1 << 30 : 48;  // rows for which packing pays; short vectors are busy with the arithmetic
-constexpr int kManyTiled = 20;               // for which packed weights are put in tiles, where there are tiles
-constexpr int kTall = 48;                    // rows, of which ranges are multiples: whole tiles of every kind
-constexpr int kRange = 516;                  // rows that stay in the second cache while a block passes over them
-constexpr int kRanges = 8;                   // tasks that are made by fewer rows, where there are few columns
-constexpr int kBlocks = 3;                   // kinds of blocks that rows are rounded by: 32, 16 and 8 inputs
+constexpr int kTask = 1 << 16;               // the fewest bytes of weights of a task
+constexpr int kTasks = 64;                   // the most shares of the columns
+constexpr int kMany = W < 8 ? 1 << 30 : 48;  // rows from which packing pays; with short vectors arithmetic is the limit
+constexpr int kManyTiled = 20;               // rows from which AMX tiles, if there are any, multiply packed weights
+constexpr int kTall = 48;                    // a range is a multiple of so many rows: whole tiles of every kind
+constexpr int kRange = 516;                  // rows that stay in the L2 cache while a block passes over them
+constexpr int kRanges = 8;                   // tasks for which the rows are divided if there are few columns
+constexpr int kBlocks = 3;                   // the sizes of blocks of inputs with one step: 32, 16 and 8
 
 template <class T>
 struct Linear {
@@ -40,7 +44,7 @@ struct Linear {
   const int64_t rows;
   const float* input;          // [rows, inputs]
   const RoundedRows* rounded;  // [kBlocks]
-  const TiledRows& tiled;      // for all packed weights, where there are tiles and many rows
+  const TiledRows& tiled;      // the rows in AMX tiles; without values if the call does not use tiles
 
   bool many() const { return rows >= (tiled.values ? kManyTiled : kMany); }
   static bool packed(const KvLinear& a) {
@@ -55,7 +59,7 @@ struct Linear {
     return rounded[l.block == 32 ? 0 : l.block == 16 ? 1 : 2];
   }
 
-  // Columns are shared out in units that no path splits, those of all products in one row.
+  // Returns the columns of a unit. Tasks share the units of all products, and no path splits a unit.
   int64_t unit() const { return many() ? kBlock : packed(a) ? kPanelColumns : rows < kRows ? W : kColumns; }
   int64_t units(const KvProduct& p) const { return (p.outputs + unit() - 1) / unit(); }
   int64_t units() const {
@@ -73,7 +77,7 @@ struct Linear {
     const int64_t most = rows < kMany ? 1 : rows / kMany;
     return large > enough ? large : enough < most ? enough : most;
   }
-  // The first row of a range, whole tiles.
+  // Returns the first row of a range, a multiple of kTall.
   int64_t start(int64_t range) const {
     const int64_t row = (rows + kTall - 1) / kTall * range / ranges() * kTall;
     return row < rows ? row : rows;
@@ -92,7 +96,7 @@ struct Linear {
     return weight.bits ? weight.bits : 8 * static_cast<int64_t>(sizeof(T));
   }
 
-  // Of a weight that is not packed.
+  // Returns the inputs of a column of a weight that is not packed.
   const T* row_of(const KvWeight& weight, int64_t column) const {
     return static_cast<const T*>(weight.data) + column * a.inputs;
   }
@@ -123,7 +127,7 @@ struct Linear {
     }
   }
 
-  // Every row, and the columns [column, column + 16) below `to`.
+  // Computes every row of the columns [column, column + 16) that are below `to`.
   void few(const KvProduct& p, int64_t column, int64_t to) const {
     static thread_local Scratch<float> scratch;
     float *const x = scratch.reserve(2 * rows * kPanelColumns), *const g = x + rows * kPanelColumns;
@@ -134,7 +138,7 @@ struct Linear {
       epilogue<T>(a, p, row, column, count, x + row * kPanelColumns, g + row * kPanelColumns);
   }
 
-  // x [rows, 16]
+  // Computes x [rows, 16]: the products of every row with `count` columns.
   void few_products(const KvWeight& weight, int64_t column, int count, float* x) const {
     if (in_panels(weight)) {
       const PanelLayout l = layout_of(weight, a.inputs);
@@ -177,7 +181,7 @@ struct Linear {
       epilogue<T>(a, p, row + i, column, count, x + i * kColumns, g + i * kColumns);
   }
 
-  // Rows and columns past the end repeat the last one.
+  // Computes result [kRows, kColumns]. Rows and columns past the end repeat the last one.
   void tile_of(const KvWeight& weight, int64_t row, int64_t column, int64_t to, float* result) const {
     const float* r[kRows];
     const T* c[kColumns];
@@ -186,7 +190,7 @@ struct Linear {
     small_tile(r, c, a.inputs, row == 0, result);
   }
 
-  // `count` rows from `first` on, and the columns [column, column + kBlock) below `to`.
+  // Computes `count` rows from `first` on of the columns [column, column + kBlock) that are below `to`.
   void block(const KvProduct& p, int64_t first, int64_t count, int64_t column, int64_t to) const {
     static thread_local Scratch<float> scratch;
     const int64_t size = (count + kTall - 1) / kTall * kTall * kBlock;
@@ -198,7 +202,7 @@ struct Linear {
       epilogue<T>(a, p, first + row, column, columns, x + row * kBlock, g + row * kBlock);
   }
 
-  // result [count, kBlock]; block [kDepth, kBlock] is scratch.
+  // Computes result [count in whole tiles, kBlock]. block [kDepth, kBlock] is scratch memory.
   void block_of(const KvWeight& weight, int64_t first, int64_t count, int64_t column, int columns, float* block,
                 float* result) const {
 #if defined(__AMX_BF16__)
@@ -207,7 +211,7 @@ struct Linear {
     if (is_rounded(weight)) {
       const PanelLayout l = layout_of(weight, a.inputs);
       const RoundedRows& x = rounded_for(l);
-      for (int64_t i = 0; i < count; i += x.tile_rows)  // the tile stays in the caches while the block's panels pass by
+      for (int64_t i = 0; i < count; i += x.tile_rows)  // the tile stays in the caches while all panels multiply it
         for (int j = 0; j < columns; j += kPanelColumns)
           panel_products(weight, l, (column + j) / kPanelColumns, x, first + i,
                          count - i < x.tile_rows ? count - i : x.tile_rows, result + i * kBlock + j, kBlock);
@@ -229,7 +233,7 @@ struct Linear {
     }
   }
 
-  // block [depth, kBlock]: of `columns` columns of a packed weight, `depth` inputs each from `first` on.
+  // Unpacks `depth` inputs from `first` on of `columns` columns of a packed weight into block [depth, kBlock].
   void unpack(const KvWeight& weight, int64_t column, int columns, int64_t first, int depth, float* block) const {
     if (in_panels(weight)) {
       const PanelLayout l = layout_of(weight, a.inputs);
@@ -244,7 +248,7 @@ struct Linear {
   }
 };
 
-// The rows as panels take them that are rounded by so many inputs; none where there is no such weight.
+// Returns the rows, rounded in blocks of `block` inputs; without values if no weight needs blocks of this size.
 template <class T>
 RoundedRows round_rows(const Linear<T>& call, int block, KvRunner runner, Scratch<uint8_t>& memory) {
   const int64_t inputs = call.a.inputs;
@@ -266,7 +270,7 @@ RoundedRows round_rows(const Linear<T>& call, int block, KvRunner runner, Scratc
   return rounded;
 }
 
-// The rows in tiles; none where no packed weight takes them so.
+// Returns the rows in AMX tiles; without values if the call does not use tiles.
 template <class T>
 TiledRows tile_rows(const KvLinear& a, const float* input, bool amx, KvRunner runner, Scratch<uint16_t>& memory) {
   TiledRows tiled;

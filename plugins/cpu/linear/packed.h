@@ -1,5 +1,5 @@
-// The values of packed weights at rest, in float32: for weights without panels (panels.h), and for weights that are not
-// constant.
+// Converts packed weights in the layout of artifacts to float32. Weights without panels (panels.h) are read this way,
+// and weights that are not constant.
 #pragma once
 
 #include "../../abi/linear.h"

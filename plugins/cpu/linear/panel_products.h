@@ -1,13 +1,17 @@
-// Products of rounded rows (rounding.h) with the panels of a packed weight (panels.h), by dot products of bytes. Lanes
-// are columns, so no sum ends across lanes.
+// Products of rounded rows (rounding.h) with the panels of a packed weight (panels.h), by dot products of bytes. Each
+// lane has a column of its own, so no lanes are added up.
 //
 //   for each panel of 16 columns, for each tile of rows
 //     for each group g, for each block b of it
-//       dots[row] = sum over the block of (u - center) x v        integers, exactly: 256 x those of high + those of low
+//       dots[row] = sum over the block of (u - center) x v        exact: 256 x that of high + that of low bytes
 //       y[row]   += dots[row] x (scale[g] x step[row, b]) + offset[g] x sum[row, b]
 //
-// Few rows have the sums of high and of low bytes in registers at once. Tall tiles multiply the high bytes of a block
-// and then the low ones of the groups of rows that have any, so 12 rows share one read of a panel in place of 8.
+// A tile of few rows keeps the sums of high and of low bytes in registers at once. A tall tile multiplies the high
+// bytes of a block first, and then the low bytes of those groups of rows that have any. It needs registers for one sum
+// only, so 12 rows instead of 8 share one read of a panel.
+//
+// Letters: l the layout of a panel, b a block, g a group, i a row of the tile, s a vector of columns, p a byte of a
+// rounded number (0 high, 1 low), k an input.
 #pragma once
 
 #include "dot.h"
@@ -16,19 +20,19 @@
 namespace kv {
 namespace KV_ISA {
 
-// Sums stay in registers only where these are inlined.
+// Functions that take sums by reference are always inlined: otherwise the sums would not stay in registers.
 #define KV_INLINE __attribute__((always_inline)) inline
 
 constexpr int kSlices = kPanelColumns / W;  // vectors of a panel's columns
-// Bytes that are fetched before they are read. A panel is so short a stream that the machine's own prefetching has
-// hardly begun when it ends. They are fetched into the second cache: a core waits for few lines of its first cache at
-// once, and one row of 4-bit weights would be read by a fifth more slowly.
+// How many bytes ahead of their use integers are prefetched. Hardware prefetching hardly begins before a stream as
+// short as a panel ends. The prefetches go to the L2 cache (kSecondCache), since a core can wait for more lines of the
+// L2 cache than of the L1 cache at once: with the L1 cache, a row takes a fifth longer with 4-bit weights.
 constexpr int64_t kPanelAhead = 6144;
 constexpr int kSecondCache = 2;
 
 // How the integers of a panel are read: as numbers of 4 or 8 bits, or as indices of a table of numbers.
 enum class Read { kFour, kEight, kTable };
-constexpr int bits_of(Read read) { return read == Read::kFour ? 4 : 8; }  // of the numbers that are multiplied
+constexpr int bits_of(Read read) { return read == Read::kFour ? 4 : 8; }  // bits of the numbers that are multiplied
 constexpr int unit_of(Read read) { return read == Read::kEight ? 4 : 8; }
 
 template <Read kRead>
@@ -38,7 +42,7 @@ using NumbersOf = Table<!Dots<8>::kCentered>;
 // The scale and the offset of W columns of one group: a value is (u - center) scale + offset.
 struct PanelGroups {
   const uint8_t *scale, *offset;
-  int scale_type, center;  // center: what a minimum lacks, times the scale; 0 of signed weights
+  int scale_type, center;  // offset = minimum + center scale; center is 0 for signed weights
   enum Kind { kNone, kZero, kHalfMinimum, kFloatMinimum } kind;
 
   PanelGroups(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel)
@@ -53,7 +57,7 @@ struct PanelGroups {
   static vf numbers(const uint8_t* at, bool floats, int64_t i) {
     return floats ? load(reinterpret_cast<const float*>(at) + i) : load(reinterpret_cast<const half*>(at) + i);
   }
-  // 2^(e - 128) of W bytes e, as power_of (packed.h) has it.
+  // Returns 2^(e - 128) for W bytes e, with the same bits as power_of (packed.h).
   static vf powers(const uint8_t* at) {
     typedef uint8_t vb __attribute__((vector_size(W)));
     vb bytes;
@@ -75,8 +79,9 @@ struct PanelGroups {
   }
 };
 
-// The dot products of one block of kRows rows with W x kSlices columns; `integers` are the block's. kBlock: 0 where the
-// block is shorter than kMostBlock. ahead: what is fetched meanwhile.
+// Adds the dot products of one block of kRows rows with W x kSlices columns to dots. integers: the panel's integers of
+// this block. kBlock: the inputs of the block if it is known at compile time to be kMostBlock, otherwise 0 and `size`
+// is read. ahead: the address from which bytes are prefetched meanwhile.
 template <Read kRead, int kRows, int kBlock, int kBytes>
 static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* values, int64_t apart, int size,
                                     const uint8_t* ahead, const NumbersOf& table,
@@ -105,8 +110,8 @@ static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* value
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
-// As dots_of_block, by products of matrices of two columns and two rows, eight inputs each. Where the number of rows is
-// odd, the last one is multiplied twice.
+// Does the same as dots_of_block with Arm's instructions that multiply matrices of two columns and two rows, eight
+// inputs at a time. If the number of rows is odd, the last row is multiplied twice.
 template <Read kRead, int kRows, int kBlock, int kBytes>
 static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int64_t apart, int size,
                                         const NumbersOf& table, DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
@@ -151,15 +156,15 @@ static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* v
 
 #endif
 
-// Which bytes of the rows a pass over a block multiplies.
+// The bytes of the rows that a pass over a block multiplies.
 enum class Pass { kBoth, kHigh, kLow };
 
 // One block of a panel and of a tile of rows.
 struct PanelBlock {
   const uint8_t *integers, *ahead;
-  int size, offsets;  // offsets: whether values have one
+  int size, offsets;  // size: inputs; offsets: whether the weight has offsets
   const int8_t* values;
-  int64_t apart;  // bytes from high to low ones
+  int64_t apart;  // bytes from the high bytes to the low bytes
   const float *step, *sum;
   const int32_t* start;
   NumbersOf table;
@@ -196,7 +201,7 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
   }
 }
 
-// The low bytes of the groups of kGroupRows rows that have any; fine: a bit for each group.
+// Adds the products with the low bytes of those groups of kGroupRows rows that have any. fine: a bit for each group.
 template <Read kRead, int kRows, int kBlock, int kGroup = 0>
 static KV_INLINE void add_low_bytes(int fine, const PanelBlock& b, const vf (&scale)[kSlices],
                                     const vf (&offset)[kSlices], vf (&y)[kRows][kSlices]) {
@@ -208,7 +213,7 @@ static KV_INLINE void add_low_bytes(int fine, const PanelBlock& b, const vf (&sc
   }
 }
 
-// out[i * stride + c] for the kRows rows of a tile and the 16 columns of a panel.
+// Computes out[i * stride + c] = row i of a tile of kRows rows times column c of a panel.
 template <Read kRead, int kRows, int kBlock, bool kTall>
 static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel, const RoundedTile& x,
                        float* out, int64_t stride) {
@@ -240,7 +245,7 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
       if (kTall && __builtin_expect(*fine++, 0)) {
         PanelBlock low = b;
         if (W == 8)
-          __asm__("" : "+r"(low.integers));  // the rare pass reads them anew; there is no register to keep one
+          __asm__("" : "+r"(low.integers));  // this rare pass reads integers again, since no register can keep them
         add_low_bytes<kRead, kRows, kBlock>(fine[-1], low, scale, offset, y);
       }
       b.integers += bytes, b.ahead += bytes, b.values += block * kRows;
@@ -267,7 +272,7 @@ static inline PanelTile tile_for(int block, bool tall, int rows) {
   return block == kMostBlock ? tile_of_rows<kRead, kMostBlock, false>(rows) : tile_of_rows<kRead, 0, false>(rows);
 }
 
-// out[i * stride + c] = row first + i times column c of a panel, for `count` rows; `first` begins a tile.
+// Computes out[i * stride + c] = row first + i times column c of a panel, for `count` rows. Row `first` begins a tile.
 static inline void panel_products(const KvWeight& weight, const PanelLayout& l, int64_t panel, const RoundedRows& x,
                                   int64_t first, int64_t count, float* out, int64_t stride) {
   const uint8_t* const at = static_cast<const uint8_t*>(weight.data) + panel * l.panel;

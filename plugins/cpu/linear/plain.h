@@ -11,7 +11,7 @@
 namespace kv {
 namespace KV_ISA {
 
-constexpr int kAhead = 8192;  // bytes
+constexpr int kAhead = 8192;  // bytes from a read to the prefetch that it starts
 constexpr int kDepth = 512;   // inputs of a packed block
 
 // A small tile has W sums, which `sums` folds into one vector. With few registers, or short vectors, its shape differs.

@@ -1,20 +1,23 @@
-// Rows that are rounded to whole numbers of 16 bits for products with panels, one step for each block of 8, 16 or 32
-// inputs:
+// Rows x that are rounded to integers v of 16 bits, for products with panels. Each block of 8, 16 or 32 inputs of a row
+// has a step of its own:
 //
 //   step  = max |x| of the block / 32512
 //   v     = round(x / step) = 256 high + low, in two bytes; low is at least -127, so that its sign can change
-//   start = -center x the sum of high, and of low: what unsigned integers u of a weight have too much beside u - center
+//   start = -center x the sum of high, and likewise of low. Products with the unsigned integers u of a weight start
+//           with it, so that they become products with u - center
 //   sum   = step x the sum of v
 //
-// A block with a number that is not finite has the step NaN; one without a number above kLeastRounded is zeros.
+// The step of a block with a number that is not finite is NaN. A block without a number of kLeastRounded or more is
+// rounded to zeros.
 //
-// Few rows always have both bytes: their products are bound by the weights' bytes, so the low bytes cost nothing. In a
-// prompt (`tall`, of kTallFrom rows or more) a block has low = 0 where max |x| is at most kCoarse times the root mean
-// square of its row, and v = 256 round(x / (256 step)). What remains of the error of 8 bits is in blocks of small
-// numbers. Which blocks those are depends on the row alone, so a row's products do not depend on the rows beside it.
+// Few rows always have both bytes. Their products wait for the weights' bytes, so the low bytes take no more time. With
+// kTallFrom rows or more (`tall`: a prompt) a block whose max |x| is at most kCoarse times the root mean square of its
+// row has only high bytes: low = 0 and v = 256 round(x / (256 step)). So only blocks of small numbers have the error of
+// 8 bits. A row's own numbers alone decide which of its blocks have low bytes, so the products of a row do not depend
+// on the other rows of the call.
 //
-// Rows lie in tiles: [tile][high, low][block][row][inputs of the block], so that what a tile of products reads
-// together lies together, and low bytes that nothing reads are in no cache. The last tile has fewer rows.
+// Rounded rows are stored in tiles, [tile][high, low][block][row][inputs of the block]: a tile of products then reads
+// contiguous bytes, and low bytes that no product reads do not take room in a cache. The last tile may have fewer rows.
 #pragma once
 
 #include "../core/scratch.h"
@@ -24,8 +27,8 @@
 namespace kv {
 namespace KV_ISA {
 
-// Rows of a tile: few rows have sums of both bytes in registers, tall tiles those of one byte. Of a group of rows of a
-// tall tile, all low bytes are multiplied or none.
+// Rows of a tile, as many as there are registers for: a tile of kFewRows has sums of both bytes at once, a tile of
+// kTallRows the sums of one byte. The low bytes of kGroupRows rows of a tall tile are multiplied together, or none are.
 #if KV_WIDTH == 16
 constexpr int kFewRows = 8, kTallRows = 12, kGroupRows = 4;
 #elif defined(__aarch64__)
@@ -33,19 +36,19 @@ constexpr int kFewRows = 4, kTallRows = 4, kGroupRows = 2;
 #else
 constexpr int kFewRows = 2, kTallRows = 4, kGroupRows = 1;  // 16 registers
 #endif
-constexpr int kParts = 2;                 // of a rounded number: high and low
+constexpr int kParts = 2;                 // the bytes of a rounded number: high and low
 constexpr float kMostRounded = 32512.0f;  // 127 x 256
 constexpr float kCoarse = 5.0f;
-constexpr int kTallFrom = 48;            // rows
-constexpr float kLeastRounded = 1e-33f;  // over which 32512 is a finite number
+constexpr int kTallFrom = 48;            // the fewest rows of a prompt
+constexpr float kLeastRounded = 1e-33f;  // 32512 / kLeastRounded is a finite float32 number
 
-// One tile of rows.
+// One tile of rounded rows.
 struct RoundedTile {
   const int8_t* values;
   int64_t apart;                   // bytes from the high bytes of a block to its low ones
   const float *step, *sum;         // [blocks, rows]
   const int32_t *start4, *start8;  // [blocks, kParts, rows], for weights of 4 and of 8 bits
-  const uint8_t* fine;             // [blocks], of a tall tile: a bit for each group with a low byte that is not 0
+  const uint8_t* fine;             // [blocks], in a tall tile: a bit for each group of rows that has low bytes
   int rows;
 };
 
@@ -58,7 +61,8 @@ struct RoundedRows {
   int32_t *start4 = nullptr, *start8 = nullptr;
   uint8_t* fine = nullptr;  // [tiles, blocks]
 
-  // Bytes of memory; a multiple of 4 for every row, so that rounded rows may lie behind others.
+  // Returns the bytes of memory that the rows need: a multiple of 4 for every row, so that other rounded rows may
+  // follow in the same memory.
   static size_t bytes(int block, int64_t rows, int64_t inputs) {
     const int64_t blocks = (inputs + block - 1) / block;
     return static_cast<size_t>(rows * blocks * (block * kParts + 28));
@@ -79,7 +83,7 @@ struct RoundedRows {
   }
 
   int64_t tiles() const { return (rows + tile_rows - 1) / tile_rows; }
-  // The tile that begins with row `first`, a multiple of tile_rows.
+  // Returns the tile that begins with row `first`, a multiple of tile_rows.
   RoundedTile tile(int64_t first) const {
     const int64_t at = first * blocks;
     const int count = static_cast<int>(rows - first < tile_rows ? rows - first : tile_rows);
@@ -93,7 +97,7 @@ struct RoundedRows {
             count};
   }
 
-  // Rounds the rows of a tile; row_of(i): row i [inputs].
+  // Rounds the rows of a tile. row_of(i) returns the address of row i [inputs].
   template <class RowOf>
   void round(int64_t inputs, int64_t tile, const RowOf& row_of) const {
     const int64_t first = tile * tile_rows;
@@ -123,7 +127,7 @@ struct RoundedRows {
     return load(padded);
   }
 
-  // The sum of the lanes, each of which is below 2^16 in magnitude.
+  // Returns the sum of the lanes, whose magnitudes are below 2^16: float32 adds them exactly.
   static int sum_of(vi v) { return static_cast<int>(kv::KV_ISA::sum(__builtin_convertvector(v, vf))); }
 
   // Rounds block b of row i of the tile of `count` rows that begins with row `first`. Returns whether the block has low

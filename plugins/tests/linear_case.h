@@ -6,7 +6,7 @@
 
 namespace fuzz {
 
-constexpr int64_t kManyTiled = 20;  // rows that become bfloat16 where there are tiles, as cpu/linear/linear.cpp has it
+constexpr int64_t kManyTiled = 20;  // the fewest rows that become bfloat16 with AMX tiles, as in cpu/linear/linear.cpp
 
 struct LinearCase {
   Shape shape{};
@@ -53,7 +53,7 @@ struct LinearCase {
     call.batch = random.between(1, 3), call.tokens = rows / call.batch;
     call.input_heads = random.one_in(2) ? 1 : random.between(1, 5);
     int wide = random.one_in(4) ? random.between(1000, 5000) : any_size(random);
-    if (wide >= 1000 && random.one_in(2)) wide = wide / 64 * 64;  // so that groups divide it
+    if (wide >= 1000 && random.one_in(2)) wide = wide / 64 * 64;  // so that groups of inputs can divide it
     call.inputs = (wide + call.input_heads - 1) / call.input_heads * call.input_heads;
     call.count = random.one_in(2) ? 1 : random.between(2, KV_MAX_PRODUCTS);
     call.planes = random.one_in(4) ? random.between(16, 40) : random.between(1, 9);
@@ -126,8 +126,8 @@ struct LinearCase {
 
   double tolerance() const { return shape.type == KV_FLOAT16 ? 1.5e-3 : 1e-5; }
 
-  // A column of a weight; for a packed one also the size of the terms of each number, which bounds its rounding error.
-  // block: the inputs that are rounded together for it, or 0.
+  // A column of a weight. terms, of a packed weight: the sum of the absolute values of each number's terms, which
+  // bounds the number's rounding error. block: the inputs that are rounded together for this weight, or 0.
   struct Column {
     std::vector<double> value, terms;
     int64_t block = 0;
@@ -160,11 +160,11 @@ struct LinearCase {
     return result;
   }
 
-  // A row times a column, and in *size the sum of its terms without their signs. For weights in panels the row may be
-  // rounded by blocks: by half a step of the block's largest, of which there are 32512; of many rows also by half a
-  // step of 127, in blocks without a number above five times the row's root mean square. In tiles the row and the
-  // column are both rounded to bfloat16, whose 8 bits put a number off by up to 1/257 of itself, and so a product by up
-  // to 1/128.
+  // Returns a row times a column, and in *size the sum of the absolute values of its terms. For weights in panels the
+  // row may be rounded by blocks: the error is half a step, and the block's largest number is 32512 steps. Of many
+  // rows, blocks without a number above five times the row's root mean square have steps of 1/127 of their largest
+  // number. In tiles the row and the column are both rounded to bfloat16, whose 8 bits change a number by up to 1/257
+  // of itself, and a product by up to 1/128.
   double product(const std::vector<double>& row, const Column& column, double* size) const {
     double sum = 0.0, products = 0.0, terms = 0.0, squares = 0.0, rounding = 0.0, coarse = 0.0;
     for (const double number : row) squares += number * number;

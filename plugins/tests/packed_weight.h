@@ -7,7 +7,7 @@
 
 namespace fuzz {
 
-// Rows from which on blocks may be rounded to 8 bits, as cpu/linear/rounding.h has it.
+// The fewest rows whose blocks may be rounded to 8 bits, as in cpu/linear/rounding.h.
 constexpr int64_t kTallFrom = 48;
 
 struct PackedWeight {

@@ -4,7 +4,7 @@
 //   pack the targets' keys (and for kCheapestTarget values) in blocks; with the cosine divided by their norms
 //   for each tile of slots, for each block of targets
 //     product = rows x keys; near = product, or 2 product - |key|^2 - |row|^2 = minus the squared distance
-//     per lane: keep the nearest target, the lower slot of equals
+//     per lane: keep the nearest target; a tie goes to the lower slot
 //   per slot: the nearest of all lanes
 //
 // Letters in this folder: a the arguments of the call, p its policy, x a KV head, w the memory of its task, i a slot by
@@ -217,7 +217,7 @@ struct Nearest {
     const float* importance = w.importance.get();
     const float *row[kTileRows], *value_row[kTileRows];
     for (int r = 0; r < kTileRows; ++r) row[r] = t.rows + r * d, value_row[r] = t.value_rows + r * dv;
-    // Per lane the nearest target so far, the lower one of equals.
+    // Each lane keeps the nearest target so far; a tie goes to the lower one.
     vf lane_best[kTileRows];
     vi lane_slot[kTileRows];
     for (int r = 0; r < kTileRows; ++r) lane_best[r] = splat(kNoTarget), lane_slot[r] = splat_i(-1);

@@ -17,14 +17,14 @@ using half = __fp16;
 using half = _Float16;
 #endif
 
-constexpr int kMost = 64;             // ranks
-constexpr size_t kPiece = 256 << 10;  // bytes of a rank's numbers that are added up at once
+constexpr int kMost = 64;             // the most ranks
+constexpr size_t kPiece = 256 << 10;  // the most bytes of a rank's numbers that are added up at once
 constexpr unsigned kSpins = 2000;     // polls before the thread yields its core
 constexpr unsigned kYields = 2000;    // polls with a yield before the thread sleeps between polls
 constexpr long kRestNanoseconds = 50'000;
 constexpr const char* kFailed = "a rank has failed";
 
-// turn: how many pieces the rank has written. bytes: the sizes of the last two.
+// The progress of a rank. turn: how many pieces the rank has written. bytes: the sizes of the last two pieces.
 struct alignas(64) Rank {
   std::atomic<uint64_t> turn;
   uint64_t bytes[2];
@@ -64,7 +64,7 @@ bool wait_for(const Shared& shared, int rank, uint64_t turn) {
   return true;
 }
 
-// sum = the pieces of all ranks, added in float32 in the order of the ranks, rounded once.
+// Computes sum: the pieces of all ranks, added in float32 in the order of the ranks, and rounded once.
 template <class T>
 void add_up(Shared& shared, uint64_t turn, int ranks, T* sum, size_t count) {
   constexpr size_t kBlock = 512;

@@ -10,7 +10,7 @@
 //     write output / row_sum
 //   PrefillScores, a block per KV head and 32 slots:
 //     for each statistic, for each tile of rows that it counts
-//       logit = query x key^T again, and with it the slot's sum of probabilities, or of exp(logit)
+//       logit = query x key^T again; add it to the slot's sum of probabilities, or of exp(logit)
 //     write the slot's statistics
 //
 // This file has Append, and the other two for float32 caches and for quantized caches, whose rows are read as float32

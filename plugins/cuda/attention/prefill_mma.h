@@ -6,7 +6,7 @@
 //     logit = query x key^T of all slots; row_max, row_sum, weight = running softmax of the first half
 //     wait for its values; start the copy of the next keys
 //     output += weight x value of the first half; the softmax of the second half, and its product with the values
-//   write output / row_sum, as whole vectors by way of shared memory
+//   write output / row_sum through shared memory, so that threads write whole vectors
 //
 // Logits, row_max and weights are base 2: exp(x) is exp2(x log2(e)), and the scale includes the factor log2(e). m is a
 // tile of 16 rows of a warp, c a tile of 8 or 16 columns.

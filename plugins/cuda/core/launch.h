@@ -18,7 +18,7 @@ namespace cuda {
 struct Device {
   int number;
   int multiprocessors;
-  size_t shared_limit;  // of a block
+  size_t shared_limit;  // the most bytes of shared memory of a block
   bool runs;            // false: launches are only checked
   bool early = false;   // whether launches begin while the one before ends
 };
@@ -212,9 +212,9 @@ inline int most_shares(size_t heads, int units, size_t places) {
   return shares < 1 ? 1 : static_cast<int>(shares);
 }
 
-// Returns the number of shares with the least estimated time; of equals the fewest. The estimate: blocks run in waves
-// of `places`; a wave takes the units of work of the largest share, and half a unit for a block's fixed work; combining
-// takes 1/32 unit for each share.
+// Returns the number of shares with the least estimated time; a tie goes to the fewest. The estimate: blocks run in
+// waves of `places`; a wave takes the units of work of the largest share, and half a unit for a block's fixed work;
+// combining takes 1/32 unit for each share.
 inline int shares_of(size_t heads, int units, size_t places) {
   int best = 1;
   size_t least = SIZE_MAX;

@@ -12,8 +12,8 @@
 namespace kv {
 namespace cuda {
 
-// A product of a warp: sum [16, 8] += a [16, 16] b [16, 8]. Every lane has 8 elements of a, two in a register, the
-// first in the lower half; 4 elements of b likewise; and 4 sums.
+// A product of a warp: sum [16, 8] += a [16, 16] b [16, 8]. Every lane has 8 elements of a, 4 elements of b and 4 sums.
+// A register has two elements of a or of b, the first in the lower half.
 struct Product {
   float* sum;
   const uint32_t *a, *b;

@@ -95,8 +95,8 @@ KV_DEVICE size_t input_at(const KvLinear& a, int row, int k) {
 
 // One row of the input, in any layout of its heads.
 struct InputRow {
-  size_t first, apart;  // the first element; from head to head
-  int size;             // of a head
+  size_t first, apart;  // the index of the row's first element; elements from one head to the next
+  int size;             // elements of a head
 
   KV_DEVICE InputRow(const KvLinear& a, int row)
       : first(static_cast<size_t>(row) * a.inputs), apart(0), size(a.inputs) {
@@ -123,7 +123,7 @@ KV_DEVICE float squares_of(const KvLinear& a, const InputRow& row, int from, int
     float x[kAhead][kEach];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const size_t at = row.at(min_of(i + j * step, loads - 1) * kEach);  // past the end: a load of no use, no branch
+      const size_t at = row.at(min_of(i + j * step, loads - 1) * kEach);  // past the end it loads the last one again
       if constexpr (kEach == 1)
         x[j][0] = to_float(input[at]);
       else
@@ -137,7 +137,7 @@ KV_DEVICE float squares_of(const KvLinear& a, const InputRow& row, int from, int
   return squares;
 }
 
-// Returns by how many warps a row's squares are added: one if its lanes read the row at once, otherwise all.
+// Returns how many warps add up a row's squares: one if its lanes read the row at once, otherwise all.
 template <class T, int kWarps>
 KV_HD int warps_of_row(const KvLinear& a) {
   return a.inputs > int64_t{kAhead} * kWarp * kLanes<T> ? kWarps : 1;
@@ -177,7 +177,8 @@ KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int f
   });
 }
 
-// A launch that computes the factors of all rows, for calls whose blocks would read too much to compute them each.
+// A launch that computes the factors of all rows. Calls use it if every block would read too much to compute the
+// factors of its own rows.
 template <class T>
 struct LinearFactors {
   using Args = LinearArgs;

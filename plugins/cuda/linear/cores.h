@@ -12,7 +12,7 @@
 namespace kv {
 namespace cuda {
 
-// kMostRows: 8, or 64.
+// kMostRows: the rows of a panel, 8 or 64.
 template <class T, int kMostRows>
 struct LinearCores {
   using Args = LinearArgs;

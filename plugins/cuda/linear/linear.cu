@@ -14,11 +14,11 @@ namespace cuda {
 namespace {
 
 constexpr int64_t kMostSize = int64_t(1) << 28;
-constexpr int kFewRows = 8, kSomeRows = 32;  // rows of a call for which a panel has 8 or 32 rows
+constexpr int kFewRows = 8, kSomeRows = 32;  // the most rows of a call whose panels have 8 rows, or 32
 // The most bytes of several rows that every block reads for their factors. 528 blocks read 8 MB from the L2 cache in
 // the time that a launch takes.
 constexpr int64_t kOwnBytes = 16384;
-enum { kOnCores = -1 };  // a product's path: this, or on tensor cores the bits of its weights
+enum { kOnCores = -1 };  // the path of a product: kOnCores, or on tensor cores the bits of its weights
 
 const char* check(const KvWeight& weight, int64_t inputs) {
   if (!weight.bits) return nullptr;
@@ -87,8 +87,8 @@ bool choose(const KvLinear& a, int path, LinearArgs* args) {
   return args->call.count > 0;
 }
 
-// Returns the blocks that run at a time, and the most that can on a device with as many multiprocessors. Splits make at
-// most twice as many blocks, which bounds their partial sums.
+// Return how many blocks of the program the device runs at a time, and the most that any device with as many
+// multiprocessors can run. A product is split into at most twice as many blocks, which bounds its partial sums.
 template <class Program>
 size_t places_of(const Device& device) {
   return static_cast<size_t>(blocks_held<Program>(Program::shared_size(), device)) * device.multiprocessors;

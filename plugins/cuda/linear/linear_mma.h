@@ -3,7 +3,7 @@
 // four warps computes a strip of columns for a panel of rows, over a split of the inputs:
 //
 //   for each chunk of the strip's columns           128 (or 64) bytes of each by asynchronous copies, kStages at a time
-//     store the rows of the next chunk              normalised, in 16 bits, in the order of `Unit`; its groups likewise
+//     store the rows and groups of the next chunk   rows are normalised, in 16 bits, in the order of `Unit`
 //     load the rows after these                     panels of 8 rows, into registers; larger ones as they are stored
 //     for each group of inputs in the chunk
 //       partial[column, row] += (integer - zero) x  16 or 32 columns of all rows per warp
@@ -34,18 +34,19 @@ struct LinearMma {
   static constexpr int kColumns = kThreads / kWarp * kHigh * kTileColumns;
   static constexpr bool kTakesMinima = kTiles <= 4;
   static constexpr int kChunk = kTiles > 4 ? 64 : 128, kUnits = kChunk / U::kBytes, kInputs = kUnits * U::kInputs;
-  // Bytes from column to column, and from row to row: lanes that read neighbouring ones have no bank conflict.
+  // Bytes from column to column, and from row to row: lanes that read neighbouring columns or rows have no bank
+  // conflict.
   static constexpr int kStride = kChunk + 16;
   static constexpr int kRowStride = 2 * kInputs + (kBits == 4 ? 64 : 32);
   // kAcross neighbouring threads copy a chunk of a column, 16 bytes each; the block copies kDown columns at a time, and
   // so a thread has kOwn columns.
   static constexpr int kAcross = kChunk / 16, kDown = kThreads / kAcross, kOwn = kColumns / kDown;
-  // A thread loads the same 8 inputs of every kApart-th row. Panels of 8 rows load them a chunk ahead.
-  // Panels of more rows have no registers for it: they load kRowsAhead rows at a time, just before they store them.
+  // A thread loads the same 8 inputs of every kApart-th row. Panels of 8 rows load them a chunk ahead. Panels of more
+  // rows have no registers for this: they load kRowsAhead rows at a time, just before they store them.
   static constexpr int kEights = kInputs / 8, kApart = kThreads / kEights;
   static constexpr bool kLoadsAhead = kTiles == 1;
   static constexpr int kOwnRows = kLoadsAhead ? (kRows + kApart - 1) / kApart : 1;
-  static constexpr int kRowsAhead = T::kBrain && kTiles == 8 ? 2 : 4;  // with 4 such panels would spill on 8.6
+  static constexpr int kRowsAhead = T::kBrain && kTiles == 8 ? 2 : 4;  // 4 would spill registers on capability 8.6
   static_assert(kThreads % kEights == 0, "a thread loads the same inputs of each of its rows");
   static constexpr int kGroups = kAcross, kGroupStride = kColumns + 4;  // kGroups: the most groups of a chunk
 
@@ -61,7 +62,7 @@ struct LinearMma {
     float next_scale[kOwn];
     uint32_t next_less[kOwn];
     int groups, whole_groups;                // groups of all inputs; groups of every chunk, 0 if they are not whole
-    Eight<T> next_row[kOwnRows], next_norm;  // of a chunk that is not stored yet
+    Eight<T> next_row[kOwnRows], next_norm;  // inputs of rows, and of the norm, for a chunk that is not stored yet
     float squares;
   };
   struct alignas(8) Group {
@@ -293,7 +294,7 @@ struct LinearMma {
     }
   }
 
-  // Returns the units of a chunk at which a group ends, a bit each; the chunk's last unit always counts. left: the
+  // Returns a bit for each unit of a chunk at which a group ends; the chunk's last unit always counts. left: the
   // units left of the group that continues into this chunk; on return, of the one that continues into the next chunk.
   static KV_DEVICE uint32_t ends_of(int units, int group, int& left) {
     uint32_t ends = 1u << (units - 1);

@@ -9,7 +9,7 @@
 //     ... divided by both norms (cosine), or as minus the squared distance; ByError: minus the product of the squared
 //         distances of keys and of values
 //     keep the nearest target
-//   combine the eight threads of a row, of equals the lowest slot; write the split's nearest
+//   combine the eight threads of a row, where a tie goes to the lowest slot; write the nearest target of the split
 //
 // The targets of an evicted slot are the slots that can receive. A slot of the eviction pool has as targets the upper
 // slots (work.h), and among the rest those of a higher importance than its own; of the rest, only `ease` is kept: how
@@ -81,7 +81,7 @@ struct Candidates {
   static KV_HD constexpr size_t bytes(int count) { return count * (2 * sizeof(float) + sizeof(int)); }
 };
 
-// Within a phase: thread t stores the nearest of the candidates of row t, of equals the lowest slot. finish(row, near)
+// Within a phase: thread t stores the nearest of row t's candidates; a tie goes to the lowest slot. finish(row, near)
 // turns the number by which candidates were compared into the nearness (with ByError that of keys alone).
 template <bool ByError, class F>
 KV_DEVICE void store_nearest(const MergeHead& head, const SearchTile& x, const NearestArgs& args,

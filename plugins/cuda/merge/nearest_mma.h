@@ -10,7 +10,7 @@
 //     nearness = factor[target] product + offset[target]  ByError: also both distances, and their product
 //     keep the nearest target and the least error; among the rest, for the eviction pool, only the least error of the
 //       targets whose importance is above the row's
-//   combine the threads of a row, of equals the lowest slot; write the split's nearest
+//   combine the threads of a row, where a tie goes to the lowest slot; write the nearest target of the split
 //
 // Slots that are no targets have an offset of -inf.
 //

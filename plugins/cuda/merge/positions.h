@@ -22,8 +22,8 @@ struct PositionBits {
 //     set a bit for each slot's position
 //     before[word] = bits before the word             a prefix sum; a thread counts the bits of neighbouring words
 //     place[slot] = bits before its own
-//   if slots share a position, which no cache has, there are fewer bits than slots: compare every slot with all others,
-//     of equals the lower slot first
+//   if slots share a position, which no cache has, there are fewer bits than slots: compare every slot with all others;
+//     in a tie the lower slot comes first
 template <class Program>
 KV_DEVICE void write_order(Block<Program>& block, const PositionBits& s, const int32_t* position, int count, int passed,
                            int lowest, int highest, int* order) {

@@ -49,8 +49,8 @@ KV_DEVICE uint32_t ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Marks as kChosen the `count` slots of lowest keep score among those of [from, to) that are marked `among`; of equals
-// the lowest slots. There are at least as many.
+// Marks as kChosen the `count` slots of lowest keep score among those of [from, to) that are marked `among`, of which
+// there are at least as many. Ties go to the lowest slots.
 template <class Program>
 KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from, int to, int among, int count) {
   constexpr int kThreads = Program::kThreads;

@@ -2,7 +2,7 @@
 //
 //   FormSets, a block per head
 //     target[evicted] = the younger neighbour, or the nearest slot if it is nearer than the threshold; -1: dropped
-//     ... the nearest among the upper slots and the rest, of equals the first
+//     ... the nearest among the upper slots and the rest; a tie goes to the first
 //     set[target] = its first evicted slot; before[evicted] = how many of its set are before it
 //   Attended, a block per head, for a Hessian: output = sum of value times its share of the accumulated probabilities
 //   MergeRows, some blocks per head, which take turns at the evicted slots that are the first of their set

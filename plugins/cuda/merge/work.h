@@ -53,7 +53,7 @@ struct MergeWork {
   int most_rows;     // the most rows of a head in Nearest: evicted slots, or the eviction pool
   int tile;          // rows of a tile in Nearest
   int blocks;        // blocks of a head in Nearest, which divide the actual work: often far less than the most
-  int set_blocks;    // blocks of a head in MergeRows, likewise
+  int set_blocks;    // blocks of a head in MergeRows, which divide the actual work
   int most_splits;   // the most splits of the targets in Nearest
   int stride;        // elements of a head in the results of Nearest
   HeadInfo* heads;
@@ -131,8 +131,8 @@ KV_HD int splits_of(const MergeWork& work, int rows) {
   return splits < 1 ? 1 : splits < work.most_splits ? splits : work.most_splits;
 }
 
-// Finds the nearest target of one of `rows` rows, of equals the first. Returns how near it is; kNoTarget and the target
-// -1 if there is none.
+// Finds the nearest target of one of `rows` rows; a tie goes to the first. Returns how near it is; kNoTarget and the
+// target -1 if there is none.
 KV_DEVICE float nearest_of(const MergeHead& head, int row, int rows, int* target) {
   float best = kNoTarget;
   *target = -1;

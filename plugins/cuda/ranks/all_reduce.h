@@ -1,7 +1,7 @@
 // The sum over ranks (ranks.h).
 //
 //   AllReduce, up to 32 blocks with vectors of their own; for each piece of a block's vectors
-//     copy the rank's vectors to a half of its mailbox, which alternate
+//     copy the rank's vectors to one half of its mailbox; the halves alternate
 //     meet: wait until all ranks have written theirs
 //     one shot:   sum = the vectors of all ranks, sum_of_ranks in their order
 //     two shots:  add up the rank's share of the vectors in the other half; meet; sum = the shares of all ranks
@@ -36,7 +36,7 @@ struct Sum {
   const void* numbers;
   void* sum;
   int64_t count, vectors;  // elements; vectors, of which the last may be incomplete
-  uint32_t bytes;          // of the sum, as in flags
+  uint32_t bytes;          // bytes of the sum, which flags contain
   int blocks, each;        // each: vectors of a block's piece
   bool two_shots, aligned;
 

@@ -18,7 +18,7 @@ struct Loading {
   bool transposed;
 };
 
-// shfl.bfly.
+// Executes shfl.bfly: every lane gets the register of lane (its own number xor `by`).
 void perform_shuffle(Thread* lanes) {
   for (uint32_t lane = 0; lane < kWarp; ++lane) {
     const Shuffling& own = *static_cast<const Shuffling*>(lanes[lane].input);
@@ -30,14 +30,15 @@ void perform_shuffle(Thread* lanes) {
   }
 }
 
-// redux.sync.max.s32.
+// Executes redux.sync.max.s32: every lane gets the largest integer of the warp.
 void perform_reduce(Thread* lanes) {
   int32_t most = INT32_MIN;
   for (int lane = 0; lane < kWarp; ++lane) most = std::max(most, *static_cast<const int32_t*>(lanes[lane].input));
   for (int lane = 0; lane < kWarp; ++lane) *static_cast<int32_t*>(lanes[lane].output) = most;
 }
 
-// Eight lanes give the rows of each of four matrices of 8 by 8; lane i gets elements 2i, 2i + 1 of each matrix.
+// Executes ldmatrix.x4: eight lanes give the rows of each of four matrices of 8 by 8; lane i gets elements 2i and 2i +
+// 1 of each matrix.
 void perform_load(Thread* lanes) {
   uint16_t matrix[4][8][8];
   const bool transposed = static_cast<const Loading*>(lanes[0].input)->transposed;
@@ -59,7 +60,7 @@ float element(uint32_t pair, int which, bool brain) {
   return brain ? from_bf16(bits) : from_f16(bits);
 }
 
-// d[16, 8] = a[16, 16] b[16, 8] + c.
+// Executes mma.m16n8k16: d[16, 8] = a[16, 16] b[16, 8] + c.
 void perform_multiply(Thread* lanes) {
   float a[16][16], b[16][8];
   for (int lane = 0; lane < kWarp; ++lane) {

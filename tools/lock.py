@@ -71,6 +71,7 @@ def render(locked: Mapping[str, str], hashes: Mapping[str, set[str]]) -> str:
 
 
 def main() -> None:
+    """Write the lock file: every pinned package with the hashes of its wheels for all targets."""
     locked = {name: v for name, v in pins(CONSTRAINTS.read_text()).items() if name not in NOT_LOCKED}
     hashes: dict[str, set[str]] = {name: set() for name in locked}
     for target, platforms in TARGETS.items():

@@ -277,8 +277,9 @@ def merge_case(
     dtype: str = "float32",
     sizes: tuple[int, int] = (32, 32),
 ) -> tuple[Arrays, Any]:
-    """Return caches of hundreds of slots, a tenth of which has to be evicted. `sizes` are those of a key and of a
-    value.
+    """Return caches of hundreds of slots, a tenth of which has to be evicted.
+
+    `sizes` are the sizes of a key and of a value.
     """
     rng = np.random.default_rng(3)
     name, _, by_place = method.partition(" by ")

@@ -63,6 +63,7 @@ FIGURES = "figures: "
 
 
 def main() -> None:
+    """Run the parts that the command line names, each in a process of its own, and write their figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(EVERY_PART), help="the parts to run: " + ", ".join(EVERY_PART))
     parser.add_argument("--minutes", type=float, default=MINUTES, help="the time after which no part is started")

@@ -100,6 +100,7 @@ def call_of(
 
 
 def enqueuer(target: Target, call: Any) -> Callable[[], None]:
+    """Return a function that enqueues the kernels of this call of Linear."""
     return lambda: target.caller.prepared("linear", call)()
 
 

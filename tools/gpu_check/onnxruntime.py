@@ -80,6 +80,7 @@ def prepare(target: Target) -> None:
 
 
 def build_for_this_gpu() -> Path:
+    """Compile the CUDA operators of ONNX Runtime for this machine's GPU, and return the library's path."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()

@@ -70,6 +70,7 @@ INPUTS = ("query", "key", "value", "position", "query_length", *(f"past_{name}" 
 
 
 def attributes_of(kind: str) -> Any:
+    """Return the attributes of VoteAttention with statistics of one kind: log_ema, probability, none or both."""
     from kvexport.methods.slots import Statistic
     from kvexport.ops.vote_attention import VoteAttentionAttributes
 
@@ -331,6 +332,7 @@ def merge_rows(target: Target, batch: int, heads: int, budget: int) -> list[Row]
 
 
 def merge_seconds(target: Target, arrays: dict[str, np.ndarray], attributes: Any) -> float:
+    """Return the median seconds of a merge of this state, which is restored before every run."""
     memory = target.caller.memory
     held, original = ({name: memory.put(x) for name, x in arrays.items()} for _ in range(2))
     call = merge_cache_call(attributes, "float16", arrays["key"].shape, SIZE, arrays["score"].shape[2])

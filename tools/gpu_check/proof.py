@@ -140,6 +140,7 @@ def widened(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def stored(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Return an array in the type of a cache on a GPU; NumPy has no bfloat16, so its bits are integers."""
     return bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
 
 

@@ -231,7 +231,6 @@ class Run:
 
     def train(self, model: LlamaForCausalLM, data: Data, log: list[dict[str, Any]]) -> None:
         """Train from the state file's step, or the start, to the last step, and append records to `log`."""
-
         steppers = optimizers(model)
         if self.state.exists():
             self._load(model, steppers, log)

@@ -371,7 +371,7 @@ def _disk_full(error: BaseException, work: Path) -> EnvironmentProblem | None:
 
 
 def _newest(work: Path) -> Path:
-    """Return the file in a build's stage that was changed last: the one being written if an error names none."""
+    """Return the most recently changed file of a build's stage, for an error that names no file."""
     with suppress(OSError):
         if times := {name: entry.st_mtime_ns for name, entry in scan(work).items()}:
             return work / max(times, key=lambda name: times[name])

@@ -129,9 +129,9 @@ def _rest(top: TopLogits, power: float) -> tuple[float, float]:
         return float(others * (mass / others) ** power)
 
     def as_few(mass: float) -> float:
-        """Return the sum of x**power over the other logits if as few x as possible are nonzero; `mass` is the sum of x.
+        """Return the sum of x**power over the other logits if as few of their x as possible are above 0.
 
-        Each of the few x is then `largest`, the most that an x can be.
+        The x add up to `mass`, and each x above 0 is then `largest`, the most that an x can be.
         """
         return float(mass * largest ** (power - 1))
 

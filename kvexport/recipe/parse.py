@@ -99,7 +99,7 @@ def plain(entry: Entry) -> Any:
 
 
 def shown_key(dotted: str) -> str:
-    """Return a recipe's key for a message: at most 120 characters, on one line."""
+    """Return a recipe's key as a message shows it: on one line, and cut off after 120 characters."""
     text = dotted if dotted.isprintable() else repr(dotted)
     return text if len(text) <= 120 else f"{text[:117]}..."
 

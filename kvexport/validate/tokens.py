@@ -132,7 +132,11 @@ def schedule(tokens: list[Ids], chunk: int, later: Sequence[int] | None = None) 
 
 
 def goes_on(later: Sequence[tuple[list[Ids], bool]]) -> list[int]:
-    """Return the numbers of the sequences whose prompts continue in the first of the decoder calls `later`."""
+    """Return the numbers of the sequences whose prompts the next decoder call continues.
+
+    Args:
+        later: The decoder calls that follow: the token ids of each sequence, and whether the call is a prefill.
+    """
     if not later or not later[0][1]:
         return []
     return [lane for lane, tokens in enumerate(later[0][0]) if len(tokens)]

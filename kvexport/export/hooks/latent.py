@@ -24,11 +24,14 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def absorbed_query(module: Any, query: Tensor) -> Tensor:
-    """Return the query [B, Hq, T, r + p] that gives with latent keys the logits of `query` with expanded keys.
+    """Return the query over latent keys that has the same logits as `query` has over expanded keys.
 
     Args:
         module: The attention module.
-        query: [B, Hq, T, n + p]: n numbers that meet the expanded key, then p rotated numbers.
+        query: [B, Hq, T, n + p]: n numbers that are multiplied with the expanded key, then p rotated numbers.
+
+    Returns:
+        [B, Hq, T, r + p]: r numbers that are multiplied with the latent, then the p rotated numbers.
     """
     plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat([plain @ _matrices(module)[:, : module.qk_nope_head_dim], rotated], -1)

@@ -43,7 +43,7 @@ _SET_APART = "smollm"  # digits set apart first
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
-    """Return the float tensors of a GGUF file, and its other weights as sources, both by transformers' names.
+    """Return the float tensors of a GGUF file, and readers of its quantized weights, both by transformers' names.
 
     Raises:
         UsageError: A type or a name is unknown, or tensors do not fit each other.

@@ -59,7 +59,7 @@ class Float4:
 
     @property
     def packed_by_table(self) -> PackedFormat:
-        """The format that keeps the weight in 4 bits, for operators that look up numbers in a table."""
+        """The packed format of 4-bit indices into a table of sixteen numbers, which keeps the weight exactly."""
         return replace(self.packing, bits=4, signed=False, table=E2M1)
 
     @property

@@ -51,9 +51,10 @@ def output_pattern(node: ir.Node) -> list[Match]:
 
 
 def output_check(match: Match) -> str:
-    """Return why a Linear node cannot split its output into heads; empty if it can.
+    """Return why a Linear node cannot split its output into heads; an empty text if it can.
 
-    The reasons: the shapes are not those of heads, its steps end otherwise, or other nodes need a value between.
+    It cannot if other nodes read the values between the Linear and the Transpose, if it splits heads already, or if the
+    shapes are not those of heads.
     """
     if not read_only(match.linear.outputs[0]) or not read_only(match.reshape.outputs[0]):
         return READ_TWICE

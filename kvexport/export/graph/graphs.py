@@ -1,4 +1,4 @@
-"""From a traced decoder and a cache plan to the two graphs of an artifact: decoder.onnx and merge.onnx."""
+"""The two ONNX graphs of an artifact, decoder.onnx and merge.onnx, from a traced decoder and a cache plan."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Pairs:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the numbers."""
+        """The device that the complex numbers are on."""
         return self.parts.device
 
     def __mul__(self, other: Pairs | float) -> Pairs:
@@ -45,7 +45,7 @@ class Pairs:
         return Pairs(self.parts.unsqueeze(dim if dim >= 0 else dim - 1))
 
     def to(self, device: Any) -> Pairs:
-        """Return the numbers on a device."""
+        """Return a copy of the complex numbers on another device."""
         return Pairs(self.parts.to(device))
 
 

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kvexport.errors import ArtifactError, KvexportError
 from kvexport.schema.state import CONTRACT_VERSION
@@ -34,8 +34,7 @@ def write_manifest(staging: Path, content: dict[str, Any], *, known: Mapping[str
     Args:
         staging: The staging folder.
         content: The other fields, as JSON can represent them, without NaN.
-        known: Digests of files that were hashed while they were written (`HashingWriter`). These files are not read
-            again.
+        known: Digests of files that were hashed while they were written. These files are not read again.
 
     Raises:
         KvexportError: If the staging folder contains a link or an unsafe name, or `content` has a field of this
@@ -69,29 +68,6 @@ def write_manifest(staging: Path, content: dict[str, Any], *, known: Mapping[str
         raise KvexportError(f"the manifest would be {len(text)} bytes, more than the {MANIFEST_LIMIT} a reader accepts")
     (staging / MANIFEST).unlink(missing_ok=True)
     (staging / MANIFEST).write_bytes(text)
-
-
-class HashingWriter:
-    """A writer for a binary file that computes the SHA-256 of its data while it writes; it cannot seek."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        """Wrap a file to compute the SHA-256 of the data that is written.
-
-        Args:
-            file: A file that is open for binary writing and buffered, so that a write is never partial.
-        """
-        self._file = file
-        self._hash = hashlib.sha256()
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of `data` (C-contiguous) to the file, and return the number of bytes."""
-        count = self._file.write(data)
-        self._hash.update(data)
-        return count
-
-    def hexdigest(self) -> str:
-        """Return the SHA-256 of all data written so far: 64 lowercase hexadecimal digits."""
-        return self._hash.hexdigest()
 
 
 def check_artifact(root: Path, verify: bool) -> dict[str, Any]:

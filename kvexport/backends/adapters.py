@@ -37,11 +37,6 @@ def second_input(module: str) -> str:
     return f"adapters.{module}.second"
 
 
-def decoder_inputs(targets: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the names of the decoder's inputs for the adapters of the projections `targets`; none without targets."""
-    return [*([ROWS] if targets else []), *(x for name in targets for x in (first_input(name), second_input(name)))]
-
-
 @dataclass(frozen=True)
 class Adapter:
     """One LoRA adapter of a loaded model.

@@ -21,7 +21,6 @@ from kvexport.language.tokenizer import Tokenizer
 from kvexport.language.tool_calls import CallReader
 
 Tool = Mapping[str, Any]
-Choice = Literal["none", "auto", "required"]
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")

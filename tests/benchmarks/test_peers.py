@@ -7,22 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peer_codes
 import pytest
 import torch
+from peer_caches import Cache, Heads, jaccard, likeness, merged, output_gap, prefilled, raw, read, same
+from peer_merges import window_score
+from peer_pairs import bracket_weights
 
-from tests.support.paths import ROOT
+from kvexport.methods.h2o import H2O
+from kvexport.methods.keepkv import KeepKV
+from kvexport.methods.slots import corrected_log_ema
 from tests.support.recipes import TINY_CHECKPOINT as CHECKPOINT
-
-BENCHMARKS = ROOT / "benchmarks"
-
-import peer_codes  # noqa: E402
-from peer_caches import Cache, Heads, jaccard, likeness, merged, output_gap, prefilled, raw, read, same  # noqa: E402
-from peer_merges import window_score  # noqa: E402
-from peer_pairs import bracket_weights  # noqa: E402
-
-from kvexport.methods.h2o import H2O  # noqa: E402
-from kvexport.methods.keepkv import KeepKV  # noqa: E402
-from kvexport.methods.slots import corrected_log_ema  # noqa: E402
 
 
 def heads(tokens: int = 24, seed: int = 0) -> Heads:

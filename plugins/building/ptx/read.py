@@ -14,7 +14,6 @@ ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)[^{]*\{", re.S)
 PARAMETER = re.compile(r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?\s*$")
 CONSTANT = re.compile(r"\.(?:global|const)\s+\.align\s+\d+\s+\.(\w+)\s+([\w$]+)\[\d+\]\s*=\s*\{([^}]*)\}\s*;")
 VARIABLE = re.compile(r"\.(shared|local)\s+\.align\s+\d+\s+\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?$")
-LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 
 
 class Kernel(NamedTuple):

@@ -35,12 +35,6 @@ KNOWN = {"h": "B,2,T,4", "left": "B,T,8", "right": "B,T,8", "e": "B,1,8", "y": "
     "mnpqs", "B,T,8"
 )
 EXPAND = ("shape = Constant <value_ints = [1, 1, 8]> ()", "e = Expand (picked, shape)")
-JOINED = """<domain: "kvexport", opset_import: ["": 23]> Linear (heads, w) => (product) {
- tokens_first = Transpose <perm = [0, 2, 1, 3]> (heads)
- rows = Constant <value_ints = [0, 0, -1]> ()
- joined = Reshape (tokens_first, rows)
- product = MatMul (joined, w)
-}"""
 TAIL = (*EXPAND, "y = GatherElements <axis = 1> (m, e)", "z = Relu (y)")
 
 

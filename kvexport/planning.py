@@ -284,14 +284,14 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     # parameters() yields a tied parameter once.
     parameters = sum(parameter.numel() for parameter in shape.model.parameters())
     itemsize = np.dtype(recipe.model.dtype).itemsize
-    held, experts = (
+    weights, experts = (
         weight_bytes(shape.checkpoint, shape.model, recipe),
         expert_bytes(shape.checkpoint, shape.model, recipe),
     )
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
-    rank_bytes = held if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
-    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, rank_bytes, *experts)
+    rank_bytes = weights if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
+    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, weights, full, rank_bytes, *experts)
 
 
 def _rank_bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:

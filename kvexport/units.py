@@ -36,11 +36,11 @@ def parse_bytes(text: str) -> int:
     Raises:
         UsageError: The text is not an amount of memory.
     """
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    factor = _FACTORS.get(found[2].upper()) if found else None
-    if found is None or factor is None:
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
         raise UsageError(
             f"{text!r} is not an amount of memory",
             "a number and kB, MB, GB, TB (powers of 1000) or KiB ... TiB, such as 24GB",
         )
-    return int(float(found[1]) * factor)
+    return int(float(match[1]) * factor)

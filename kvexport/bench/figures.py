@@ -21,8 +21,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     """
     if not len(values):
         return {**{f"p{p}": None for p in PERCENTILES}, "mean": None, "max": None}
-    found = np.percentile(values, PERCENTILES)
-    named: dict[str, float | None] = {f"p{p}": _ms(v) for p, v in zip(PERCENTILES, found, strict=True)}
+    percentiles = np.percentile(values, PERCENTILES)
+    named: dict[str, float | None] = {f"p{p}": _ms(v) for p, v in zip(PERCENTILES, percentiles, strict=True)}
     return {**named, "mean": _ms(np.mean(values)), "max": _ms(np.max(values))}
 
 

@@ -36,18 +36,18 @@ def robust_budgets(
         worst = dict.fromkeys(STEPS, 0.0)
         total = np.sum(list(relative.values()), 0)
         for curve, step in product(relative.values(), STEPS):
-            chosen = shrunk(cheapest(total - curve, slots, least), slots, step)
-            worst[step] = max(worst[step], float(curve[np.arange(len(chosen)), chosen - least].sum()))
+            allotted = shrunk(cheapest(total - curve, slots, least), slots, step)
+            worst[step] = max(worst[step], float(curve[np.arange(len(allotted)), allotted - least].sum()))
         shrink = min(STEPS, key=lambda step: worst[step])
     return shrunk(cheapest(np.sum(list(relative.values()), 0), slots, least), slots, shrink), shrink
 
 
 def relative_cost(
-    cost: NDArray[np.float64], budgets: Sequence[int], chosen: NDArray[np.int64], slots: int, least: int, most: int
+    cost: NDArray[np.float64], budgets: Sequence[int], allotted: NDArray[np.int64], slots: int, least: int, most: int
 ) -> float:
-    """Return the estimated cost of the budgets `chosen`, relative to that of equal budgets of `slots`."""
+    """Return the estimated cost of the budgets `allotted`, relative to that of equal budgets of `slots`."""
     curve = curves_of(cost, budgets, least, most)
-    at = np.clip(chosen, least, most) - least
+    at = np.clip(allotted, least, most) - least
     return float(curve[np.arange(len(at)), at].sum() / max(curve[:, slots - least].sum(), NOTHING))
 
 
@@ -80,23 +80,23 @@ def cheapest(curve: NDArray[np.float64], slots: int, least: int) -> NDArray[np.i
         price = (low + high) / 2
         enough = counts[(curve + np.exp(price) * counts).argmin(-1)].sum() >= total
         low, high = (price, high) if enough else (low, price)
-    chosen: NDArray[np.int64] = counts[(curve + np.exp(high) * counts).argmin(-1)].astype(np.int64)
-    return _summing_to(chosen, total, least, int(counts[-1]))
+    budgets: NDArray[np.int64] = counts[(curve + np.exp(high) * counts).argmin(-1)].astype(np.int64)
+    return _summing_to(budgets, total, least, int(counts[-1]))
 
 
-def shrunk(chosen: NDArray[np.int64], slots: int, step: float) -> NDArray[np.int64]:
-    """Return the budgets `chosen` with the part `step` of them replaced by equal budgets of `slots`."""
-    mixed = np.floor((1 - step) * chosen + step * slots).astype(np.int64)
-    return _summing_to(mixed, slots * len(mixed), int(min(chosen)), int(max(chosen)))
+def shrunk(budgets: NDArray[np.int64], slots: int, step: float) -> NDArray[np.int64]:
+    """Return the budgets `budgets` with the part `step` of them replaced by equal budgets of `slots`."""
+    mixed = np.floor((1 - step) * budgets + step * slots).astype(np.int64)
+    return _summing_to(mixed, slots * len(mixed), int(min(budgets)), int(max(budgets)))
 
 
-def _summing_to(chosen: NDArray[np.int64], total: int, least: int, most: int) -> NDArray[np.int64]:
+def _summing_to(budgets: NDArray[np.int64], total: int, least: int, most: int) -> NDArray[np.int64]:
     """Return budgets with the sum `total`: the difference is spread, one slot for each head, within the bounds."""
-    chosen, rest = chosen.copy(), total - int(chosen.sum())
+    budgets, rest = budgets.copy(), total - int(budgets.sum())
     while rest:
-        free = np.flatnonzero(chosen < most if rest > 0 else chosen > least)
+        free = np.flatnonzero(budgets < most if rest > 0 else budgets > least)
         if not len(free):
             break
-        chosen[free[: abs(rest)]] += np.sign(rest)
-        rest = total - int(chosen.sum())
-    return chosen
+        budgets[free[: abs(rest)]] += np.sign(rest)
+        rest = total - int(budgets.sum())
+    return budgets

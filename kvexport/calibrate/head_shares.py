@@ -126,10 +126,10 @@ def calibrate_heads(
     samples = samples_of(shape.checkpoint.path, length, tasks, texts, text, passages, seed)
     measured = grouped(measure(own.recipe, shape, samples, length, progress))
     shares, shrink = head_shares_of(measured, slots, least_slots(own.recipe))
-    chosen = np.round(np.array(shares).reshape(-1) * slots).astype(np.int64)
+    budgets = np.round(np.array(shares).reshape(-1) * slots).astype(np.int64)
     least = math.ceil(least_slots(own.recipe))
     changes = {
-        task: relative_cost(cost.reshape(-1, cost.shape[-1]), measured.budgets, chosen, slots, least, length)
+        task: relative_cost(cost.reshape(-1, cost.shape[-1]), measured.budgets, budgets, slots, least, length)
         for task, cost in measured.costs.items()
     }
     counts = {task: sum(name.partition("/")[0] == task for name in samples) for task in measured.costs}
@@ -216,15 +216,15 @@ def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[l
         least: The smallest number of slots of a head.
     """
     costs, shape = _rows(measured.costs), next(iter(measured.costs.values())).shape[:2]
-    chosen, shrink = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
-    return (chosen / slots).round(2).reshape(shape).tolist(), shrink
+    budgets, shrink = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
+    return (budgets / slots).round(2).reshape(shape).tolist(), shrink
 
 
 def layer_shares_of(measured: Measured, slots: int, least: float) -> list[float]:
     """Return budget shares of layers whose heads have equal budgets, relative to their mean. See `head_shares_of`."""
     costs = {task: cost.sum(1) for task, cost in measured.costs.items()}
-    chosen, _ = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
-    return (chosen / slots).round(2).tolist()  # type: ignore[no-any-return]
+    budgets, _ = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
+    return (budgets / slots).round(2).tolist()  # type: ignore[no-any-return]
 
 
 def _rows(costs: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:

@@ -169,10 +169,10 @@ def whole_layers(cost: Sequence[float], recipe: Recipe, geometry: Sequence[Layer
     """
     least = MATTERS * sum(max(c, 0.0) for c in cost)
     dearest = sorted((i for i, c in enumerate(cost) if c > 0 and c >= least), key=lambda i: -cost[i])
-    chosen = dearest[: max(1, int(MOST * recipe.budget * len(cost) / recipe.limits.max_length))]
-    while chosen and not _fits(recipe, chosen, geometry):
-        chosen.pop()
-    return sorted(chosen)
+    layers = dearest[: max(1, int(MOST * recipe.budget * len(cost) / recipe.limits.max_length))]
+    while layers and not _fits(recipe, layers, geometry):
+        layers.pop()
+    return sorted(layers)
 
 
 def _with_whole(recipe: Recipe, whole: list[int]) -> Recipe:

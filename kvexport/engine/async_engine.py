@@ -103,9 +103,9 @@ class AsyncEngine:
         processors: Processors,
         overrides: dict[str, Any],
     ) -> Request:
-        chosen = settings or self.engine.settings(**overrides)
+        generation = settings or self.engine.settings(**overrides)
         ids = await asyncio.to_thread(self.engine.encode, prompt)
-        return Request(ids, chosen, processors=as_processors(processors), adapter=adapter)
+        return Request(ids, generation, processors=as_processors(processors), adapter=adapter)
 
     async def _completion(self, request: Request) -> Completion:
         completion = Completion(len(request.prompt))

@@ -80,11 +80,11 @@ class Engine(EngineCore):
             Exception: The error of a sequence that failed, after the other sequences have ended.
         """
         batch = [self.encode(p) for p in as_batch(prompts)]
-        chosen = settings or self.settings(**overrides)
+        generation = settings or self.settings(**overrides)
         self._check_count(len(batch))
         bundle, processors = Bundle(), as_processors(logits_processor)
         requests = [
-            Request(ids, chosen, bundle, i, processors=processors, adapter=adapter) for i, ids in enumerate(batch)
+            Request(ids, generation, bundle, i, processors=processors, adapter=adapter) for i, ids in enumerate(batch)
         ]
         return tokens_of(self, requests, bundle, on_prefill)
 

@@ -63,12 +63,12 @@ def load(
     if lanes is not None:
         options = replace(options, lanes=lanes)
     manifest = load_manifest(path, verify=verify)
-    chosen = backends.get(manifest.recipe.backend.name if backend is None else backend)
-    if (device or chosen.device(manifest.recipe)) == "cpu" and manifest.recipe.cache.periodic.store is None:
+    runtime = backends.get(manifest.recipe.backend.name if backend is None else backend)
+    if (device or runtime.device(manifest.recipe)) == "cpu" and manifest.recipe.cache.periodic.store is None:
         fix = "an artifact of a smaller limits.max_length or cache.budget (kvexport plan says what a recipe takes)"
         require_memory(state_bytes(manifest.recipe, manifest.cache), "the cache of one sequence", fix)
     loaded = load_adapters(manifest, adapters or {})
-    model = load_model(chosen, path, manifest, LoadOptions(threads, device, cuda_graph, float_input, loaded))
+    model = load_model(runtime, path, manifest, LoadOptions(threads, device, cuda_graph, float_input, loaded))
     return Engine(path, manifest, model, options, loaded)
 
 

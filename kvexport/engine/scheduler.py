@@ -216,20 +216,20 @@ class Scheduler:
         shortest = min(
             self._prefilling, key=lambda request: (-(-request.unread // self.chunk), request.priority, request.id)
         )
-        chosen = [first if self._first_next else shortest]
+        requests = [first if self._first_next else shortest]
         self._first_next = first is not shortest and not self._first_next
         most = math.inf if self.rows is None else max(self.rows, self.chunk)
         for after in (True, False):
-            while (other := self._neighbour(chosen, after)) is not None:
-                longest, more = max(map(self.count, chosen)), self.count(other)
-                padded = (len(chosen) + 1) * max(longest, more)
-                if padded > len(chosen) * longest + more + CALL_ROWS or padded > most:
+            while (other := self._neighbour(requests, after)) is not None:
+                longest, more = max(map(self.count, requests)), self.count(other)
+                padded = (len(requests) + 1) * max(longest, more)
+                if padded > len(requests) * longest + more + CALL_ROWS or padded > most:
                     break
-                chosen = [*chosen, other] if after else [other, *chosen]
-        return chosen
+                requests = [*requests, other] if after else [other, *requests]
+        return requests
 
-    def _neighbour(self, chosen: list[Request], after: bool) -> Request | None:
-        lane = chosen[-1].lane + 1 if after else chosen[0].lane - 1
+    def _neighbour(self, requests: list[Request], after: bool) -> Request | None:
+        lane = requests[-1].lane + 1 if after else requests[0].lane - 1
         request = self.lanes[lane] if 0 <= lane < len(self.lanes) else None
         return request if request is not None and request.state is PREFILLING else None
 

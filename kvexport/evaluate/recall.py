@@ -84,21 +84,21 @@ def passage(
         frame: The text before the passage, and the text between the passage and a question.
     """
     room = length - sum(len(encode(f" {fact[0]}")) for fact in facts) - sum(len(encode(ids)) for ids in frame)
-    chosen: list[str] = []
+    statements: list[str] = []
     for sentence in sentences:
         room -= len(encode(f" {sentence}"))
         if room < 0:
             break
-        chosen.append(sentence)
+        statements.append(sentence)
     for statement, _, _ in facts:
-        chosen.insert(int(rng.integers(0, len(chosen) + 1)), statement)
+        statements.insert(int(rng.integers(0, len(statements) + 1)), statement)
     questions = []
     for _, question, answer in facts:
         whole = encode(f"{question} {answer}")
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(encode(question), whole, strict=False)))
         digits = len(answer) if answer.isdigit() else len(whole) - same
         questions.append(Question(whole[:same], whole[same:], digits))
-    return Passage(encode(frame[0] + " ".join(chosen) + frame[1]), questions)
+    return Passage(encode(frame[0] + " ".join(statements) + frame[1]), questions)
 
 
 def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Answer]:

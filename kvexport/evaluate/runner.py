@@ -363,11 +363,11 @@ class Run:
         return watch(reference, recipe, tokens)
 
 
-def _against(chosen: str | None, labels: Sequence[str], own: str) -> str:
+def _against(label: str | None, labels: Sequence[str], own: str) -> str:
     """Return the method (with its overrides) that all other methods are compared with in paired differences."""
-    if chosen is not None and chosen not in labels:
-        raise UsageError(f"{chosen!r} is not among the compared labels", f"--against {labels[-1] if labels else FULL}")
-    return chosen or (own if own in labels or not labels else labels[-1])
+    if label is not None and label not in labels:
+        raise UsageError(f"{label!r} is not among the compared labels", f"--against {labels[-1] if labels else FULL}")
+    return label or (own if own in labels or not labels else labels[-1])
 
 
 def _name(setting: Setting) -> str:

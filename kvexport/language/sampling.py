@@ -142,10 +142,10 @@ class Sampler:
         if self._random is None:
             best = scores.values.max()
             return self._remember(int(scores.ids[scores.values == best].min())) if best > scores.floor else None
-        chosen = distribution_of_top(scores, self.settings, self.vocab_size)
-        if chosen is None:
+        distribution = distribution_of_top(scores, self.settings, self.vocab_size)
+        if distribution is None:
             return None
-        ids, probabilities = chosen
+        ids, probabilities = distribution
         return self._remember(int(ids[draw(probabilities, self._random.random())]))
 
     def _remember(self, token: int) -> int:

@@ -75,9 +75,9 @@ class Scores:
             return None
         return self._ascending(np.flatnonzero(ratios[:-1] > 1))
 
-    def _ascending(self, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        chosen = chosen[np.argsort(self.ids[chosen])]
-        return self.ids[chosen], self.values[chosen]
+    def _ascending(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        numbers = numbers[np.argsort(self.ids[numbers])]
+        return self.ids[numbers], self.values[numbers]
 
 
 def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: float) -> Scores | None:

@@ -35,9 +35,9 @@ def recipe_for(
     settings = [f"model.path={json.dumps(model)}", f"cache.method={METHOD}", f"cache.budget={budget}"]
     if max_length is not None:
         settings.append(f"limits.max_length={max_length}")
-    found = Findings()
-    tree = inherit(read_overrides(settings, found), read_overrides(overrides, found))
-    return checked(tree, f"the recipe of {model}", name_of(model), found)
+    findings = Findings()
+    tree = inherit(read_overrides(settings, findings), read_overrides(overrides, findings))
+    return checked(tree, f"the recipe of {model}", name_of(model), findings)
 
 
 def name_of(model: str) -> str:

@@ -39,11 +39,11 @@ def figure(drawing: Plot | HeatMap) -> str:
 def _points(plot: Plot, series: Series, left_out: Counter[str]) -> list[_Point | None]:
     """Return the points of a plot's series, None for those that cannot be drawn; count the reasons in `left_out`."""
     points: list[_Point | None] = []
-    given = [
+    columns = [
         [None] * len(series.x) if values is None else values for values in (series.x, series.y, series.low, series.high)
     ]
     for x, y, low, high in (
-        [math.nan if value is None else float(value) for value in point] for point in zip(*given, strict=True)
+        [math.nan if value is None else float(value) for value in point] for point in zip(*columns, strict=True)
     ):
         why = "" if abs(x) < BIG and abs(y) < BIG else "not a finite number"
         if (plot.x_log and x < TINY) or (plot.y_log and y < TINY):
@@ -55,8 +55,8 @@ def _points(plot: Plot, series: Series, left_out: Counter[str]) -> list[_Point |
 
 def _plot(plot: Plot) -> str:
     left_out: Counter[str] = Counter()
-    found = [_points(plot, series, left_out) for series in plot.series]
-    shown = [point for points in found for point in points if point]
+    all_points = [_points(plot, series, left_out) for series in plot.series]
+    shown = [point for points in all_points for point in points if point]
     y_values = [v for v in (*(v for p in shown for v in p[1:]), *plot.y_also) if v >= TINY or not plot.y_log]
     y_axis = axis_of(y_values, plot.y_log, lambda labels: len(labels) <= 9)
     left, top, bottom = max(map(len, y_axis.labels)) * GLYPH + 12, 10.0, HEIGHT - 26
@@ -82,7 +82,7 @@ def _plot(plot: Plot) -> str:
     parts.append(f'<path class="frame" d="M{left:.1f} {top}V{bottom}H{right:.1f}"/>')
     drawn = [
         _lines(index, series.name, points, at)
-        for index, (series, points) in enumerate(zip(plot.series, found, strict=True))
+        for index, (series, points) in enumerate(zip(plot.series, all_points, strict=True))
     ]
     parts += [band for band, _, _ in drawn] + [line for _, line, _ in drawn]
     missing = ", ".join(f"{n} point{'s' * (n > 1)} {why}" for why, n in sorted(left_out.items()))

@@ -242,10 +242,10 @@ class Service:
         length = len(ids) + (0 if start.snapshot is None else len(start.snapshot.ids))
         self.prompts.check_length(length)
         longest = self.longest(length, tokens, default)
-        chosen = sampling.settings(self.engine, longest, grammar=form, **settings)
+        generation = sampling.settings(self.engine, longest, grammar=form, **settings)
         if form is not None:  # compiled here, so that the engine's steps do not wait for it
-            await self.beside(lambda: self.engine.grammars.start(form, chosen[0].eos_token_ids))
-        requests = self.requests(ids, chosen, sampling.priority or 0, adapter)
+            await self.beside(lambda: self.engine.grammars.start(form, generation[0].eos_token_ids))
+        requests = self.requests(ids, generation, sampling.priority or 0, adapter)
         if session is not None:
             requests[0].start, requests[0].keep = start.snapshot, True
         return Prepared(requests, session, start)

@@ -182,12 +182,12 @@ class Snapshot:
             counts = header["counters"]
             counters = Counters(tuple(map(_count, counts["held"])), _count(counts["added"]), _count(counts["length"]))
             settings = header["settings"]
-            chosen = None if settings is None else _settings().validate_python(settings)
+            generation = None if settings is None else _settings().validate_python(settings)
             adapter = header.get("adapter")
             if not (adapter is None or isinstance(adapter, str)):
                 raise damaged("its adapter is no text")
             ids, sampler, text = arrays.pop("ids"), header["sampler"], header["text"]
-            snapshot = cls(origin, ids, arrays, counters, sampler, text, chosen, adapter)
+            snapshot = cls(origin, ids, arrays, counters, sampler, text, generation, adapter)
             _check(snapshot, manifest)
             return snapshot
         except (KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:

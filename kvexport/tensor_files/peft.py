@@ -147,7 +147,7 @@ def _pairs(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, tuple[
                 "train the adapter on linear layers alone, or merge it with PEFT's merge_and_unload()",
             )
         factors.setdefault(match["module"], {})[match["factor"]] = entry
-    halves = [module for module, found in factors.items() if len(found) < 2]
+    halves = [module for module, pair in factors.items() if len(pair) < 2]
     if halves or not factors:
         raise UsageError(
             f"{folder / WEIGHTS} lacks lora_A or lora_B of {some_names(halves)}"

@@ -91,8 +91,8 @@ def validate_artifact(
             f"telemetry needs a cache in the model's type, and cache.dtype is {recipe.cache.dtype}",
             "--set cache.dtype=model, or no --telemetry",
         )
-    chosen = backends.get(backend or recipe.backend.name)
-    where = device or chosen.device(recipe)
+    runtime = backends.get(backend or recipe.backend.name)
+    where = device or runtime.device(recipe)
     recipe = as_built(recipe, path)
     if checkpoint:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
@@ -110,19 +110,19 @@ def validate_artifact(
     result = ValidationResult(
         artifact=str(path),
         recipe=manifest.name,
-        backend=chosen.name if where is None else f"{chosen.name} {where}",
+        backend=runtime.name if where is None else f"{runtime.name} {where}",
         tokens=[len(t) for t in tokens],
         texts=texts,
         budgets=[layer.budget for layer in engine.plan.caches],
         tolerance=tolerance,
-        operators=chosen.operators(manifest, device),
+        operators=runtime.operators(manifest, device),
         own_kl_allowed=OWN_KL[recipe.model.dtype],
         caches_of="layer" if len(engine.plan.caches) == manifest.model.layers else "cache",
         unmerged=sum(x.merges and x.budget >= len(tokens[0]) for x in engine.plan.caches),
     )
     watching = Telemetry(used, shape.geometry, method) if telemetry else None
     _quiet_polygraphy()
-    comparison = Comparison(engine, runners(chosen, engine.model, manifest, path), reference, result, watching)
+    comparison = Comparison(engine, runners(runtime, engine.model, manifest, path), reference, result, watching)
     later = later_calls(manifest.limits, recipe.cache.merge_prompts)
     calls = list(schedule(tokens, recipe.export.prefill_chunk, later))
     whole = _whole_calls([prefill for _, prefill in calls])
@@ -156,12 +156,12 @@ def _is_exact(recipe: Recipe, config: Any) -> bool:
 
 def _whole_calls(prefill: list[bool]) -> set[int]:
     """Return the numbers of the decoder calls to compare over the full depth: first, last, some between, by phase."""
-    chosen: set[int] = set()
+    calls: set[int] = set()
     for phase in (True, False):
         of_phase = [i for i, p in enumerate(prefill) if p == phase]
         if of_phase:
-            chosen |= {of_phase[i] for i in np.linspace(0, len(of_phase) - 1, WHOLE_CALLS).astype(int).tolist()}
-    return chosen
+            calls |= {of_phase[i] for i in np.linspace(0, len(of_phase) - 1, WHOLE_CALLS).astype(int).tolist()}
+    return calls
 
 
 def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], whole: int) -> str:

@@ -102,12 +102,12 @@ def require_interface(session: Any, path: Path, plan: CachePlan, others: Mapping
     present = {name: present for name, present, *_ in plan.state_names()}
     outputs = {node.name for node in session.get_outputs()}
     inputs = {node.name: node.shape for node in session.get_inputs()}
-    for name, wanted in others.items():
+    for name, expected_shape in others.items():
         shape = inputs.pop(name, None)
         if shape is None:
             raise _unusable(path, f"it has no input {name}")
-        if wanted is not None and not _fits(shape, wanted):
-            raise _unusable(path, f"its input {name[:80]} is {shape}, expected {list(wanted)}")
+        if expected_shape is not None and not _fits(shape, expected_shape):
+            raise _unusable(path, f"its input {name[:80]} is {shape}, expected {list(expected_shape)}")
     if others and (missing := shapes.keys() - inputs.keys()):
         raise _unusable(path, f"it has no input {min(missing)}")
     for name, shape in inputs.items():

@@ -100,11 +100,11 @@ def _parts(graph: ir.Graph, value: ir.Value, packing: PackedFormat) -> list[ir.V
     parts = []
     for part, tensor in packing.tensors(experts * outputs, inputs).items():
         name = component_name(value.name, part)
-        made = ir.Value(
+        initializer = ir.Value(
             name=name,
             shape=ir.Shape(tensor.shape if part == "table" else (experts, outputs, tensor.shape[-1])),
             type=ir.TensorType(TYPES[tensor.dtype]),
         )
-        graph.initializers[name] = made
-        parts.append(made)
+        graph.initializers[name] = initializer
+        parts.append(initializer)
     return parts

@@ -90,9 +90,9 @@ def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> di
 def _required(stored: Mapping[tuple[str, str], TensorEntry], name: str, prefix: str) -> TensorEntry:
     entry = stored.get((name, "weight"))
     if entry is None:
-        held = ", ".join(sorted(repr(entry.name) for entry in stored.values()))
+        names = ", ".join(sorted(repr(entry.name) for entry in stored.values()))
         raise UsageError(
-            f"the file has no tensor {name}.weight for the experts '{prefix}', of which it has {held}",
+            f"the file has no tensor {name}.weight for the experts '{prefix}', of which it has {names}",
             "download the file again",
         )
     return entry

@@ -148,8 +148,8 @@ class _Passes:
             gradients: Gradients at the layer's output.
         """
         args, kwargs = self._calls[i]
-        given = args[0] if args else kwargs["hidden_states"]
-        hidden = given.detach().requires_grad_(True)
+        layer_input = args[0] if args else kwargs["hidden_states"]
+        hidden = layer_input.detach().requires_grad_(True)
         args, kwargs = ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
         with torch.enable_grad(), self._decoder._running(attention):
             output = self._decoder.layers[i](*args, **kwargs)

@@ -85,7 +85,7 @@ def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter:
     Raises:
         UsageError: Experts are missing, or the checkpoint has more.
     """
-    found: dict[str, dict[int, str]] = {}
+    numbered: dict[str, dict[int, str]] = {}
     for pattern, names in named.items():
         if "*" not in pattern:
             return
@@ -93,9 +93,9 @@ def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter:
         matches = [(match, name) for name in names if (match := wildcard.search(name)) is not None]
         if names and not matches:  # the checkpoint's names are others, which transformers renames before the rule
             return
-        found[pattern] = {int(match[1]): name for match, name in matches}
-    example = next((names for numbers in found.values() for names in numbers.values()), parameter)
-    count = max((number for numbers in found.values() for number in numbers), default=-1) + 1
+        numbered[pattern] = {int(match[1]): name for match, name in matches}
+    example = next((names for numbers in numbered.values() for names in numbers.values()), parameter)
+    count = max((number for numbers in numbered.values() for number in numbers), default=-1) + 1
     if count > experts:
         raise UsageError(
             f"the checkpoint has {count} experts of '{parameter}', config.json says {experts}",
@@ -103,7 +103,7 @@ def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter:
         )
     missing = [
         re.sub(r"(?<=experts\.)\d+", str(number), _any_name(numbers, example))
-        for numbers in found.values() for number in range(experts) if number not in numbers
+        for numbers in numbered.values() for number in range(experts) if number not in numbers
     ]  # fmt: skip
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""

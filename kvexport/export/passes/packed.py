@@ -162,7 +162,7 @@ class _Putter:
         self.graph, self.name, self.components, self.packing, self.dtype = graph, name, components, packing, dtype
         self.shape = components["weight"].shape
         self.before = graph[0]
-        self.nodes_made = 0
+        self.node_count = 0
 
     def component(self, component: str, shape: Sequence[int] | None = None, dtype: str = "") -> ir.Value:
         """Return the initializer of one tensor of the packed weight, such as its scale, after adding it if needed."""
@@ -174,8 +174,8 @@ class _Putter:
 
     def node(self, op_type: str, inputs: Sequence[ir.Value], **attributes: int | str) -> ir.Value:
         """Insert a new node before `self.before` in the graph, and return its output."""
-        self.nodes_made += 1
-        name = f"{self.name}.dequantize.{self.nodes_made}"
+        self.node_count += 1
+        name = f"{self.name}.dequantize.{self.node_count}"
         node = ir.node(op_type, inputs, attributes, name=name)
         node.outputs[0].name = name
         self.graph.insert_before(self.before, node)

@@ -188,8 +188,8 @@ def expert_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> t
     else:
         written = {spec.name: spec.nbytes for spec in weight_specs(checkpoint, model, recipe)}
         sizes = {name: written[initializer] for name, initializer in initializer_names(model).items()}
-    held = {name: sizes[name] for name in shares if name in sizes}
-    return sum(held.values()), round(sum(size * shares[name] for name, size in held.items()))
+    expert_sizes = {name: sizes[name] for name in shares if name in sizes}
+    return sum(expert_sizes.values()), round(sum(size * shares[name] for name, size in expert_sizes.items()))
 
 
 def _parameter_bytes(model: Any, recipe: Recipe) -> dict[str, int]:

@@ -34,7 +34,7 @@ def test_a_pyramid_falls_linearly_to_its_minimum() -> None:
     assert budgets(1, kind="pyramid", minimum=0.25) == [100]
 
 
-def test_a_method_brings_its_own_allocation_unless_the_recipe_says() -> None:
+def test_a_methods_own_allocation_applies_unless_the_recipe_sets_one() -> None:
     assert budgets(5, "pyramidkv") == budgets(5, kind="pyramid") != [100] * 5
     assert budgets(5, "pyramidinfer") == budgets(5, kind="cosine") != [100] * 5
     assert budgets(5, "pyramidkv", kind="uniform") == budgets(5, "snapkv") == [100] * 5
@@ -47,7 +47,7 @@ def test_listed_layers_share_the_budget_in_their_ratios() -> None:
     assert sum(budgets(7, kind="listed", shares=[1, 9, 2, 3, 7, 1, 1])) == 700
 
 
-def test_what_a_listed_layer_cannot_hold_goes_to_the_others() -> None:
+def test_slots_beyond_a_layers_capacity_go_to_the_other_layers() -> None:
     recipe: dict[str, Any] = {"model": {"path": "-"}, "limits": {"max_length": 200}}
     cache: dict[str, Any] = {"method": "h2o", "budget": 100, "sinks": 4, "recent": 0.5}
     cache["allocation"] = {"kind": "listed", "shares": [1000, 2, 1, 0.001]}
@@ -106,7 +106,7 @@ def test_shares_of_other_heads_or_for_several_ranks_are_refused() -> None:
         plan_of(geometry, kind="listed", shares=[[1, 3], 2])
 
 
-def test_whole_layers_hold_everything_and_the_others_share_what_they_leave() -> None:
+def test_whole_layers_keep_all_entries_and_the_others_share_the_remaining_budget() -> None:
     recipe = {"model": {"path": "-"}, "limits": {"max_length": 1000}}
     for kind in ("uniform", "cosine", "pyramid"):
         cache = {"method": "h2o", "budget": 301, "allocation": {"kind": kind, "whole": [7, 2]}}

@@ -164,7 +164,7 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
         *sorted(f"kvexport.backends.{n}.backend" for n in names()),
     ],
 )
-def test_running_an_artifact_never_imports_what_builds_it(root: str) -> None:
+def test_running_an_artifact_imports_no_module_of_the_build(root: str) -> None:
     graph = package_graph()
     reached, pending = set(), [root]
     while pending:
@@ -182,7 +182,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not members, " -> ".join(members)
 
 
-def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path) -> None:
+def test_an_import_cycle_is_detected_wherever_its_imports_are(tmp_path: Path) -> None:
     texts = {
         "kvexport.a": "def f():\n    from kvexport import b",
         "kvexport.b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvexport.c import x",
@@ -237,6 +237,6 @@ def test_every_path_that_the_architecture_names_is_there() -> None:
         assert (ROOT / "docs" / "reference" / name).is_file(), name
 
 
-def test_tests_find_what_they_import_without_help() -> None:
+def test_tests_import_their_modules_without_changes_of_the_path() -> None:
     searching = "sys" + ".path."
     assert [path.name for path in (ROOT / "tests").rglob("*.py") if searching in path.read_text(encoding="utf-8")] == []

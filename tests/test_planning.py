@@ -34,13 +34,13 @@ def cache_bytes(plan: MemoryPlan, budget: int) -> int:
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_the_runtime_allocates_what_the_plan_says(tiny_recipe: Path, tiny_artifact: Path, lanes: int) -> None:
+def test_the_runtime_allocates_the_bytes_of_the_plan(tiny_recipe: Path, tiny_artifact: Path, lanes: int) -> None:
     backend = kvexport.load(tiny_artifact).new_state(lanes)
     allocated = sum(array.nbytes for array in backend.state.values()) + backend.past_length.nbytes
     assert plan_of(tiny_recipe).cache.bytes(lanes) == allocated
 
 
-def test_the_weights_are_what_the_build_writes_tied_ones_once(tiny_recipe: Path, tiny_artifact: Path) -> None:
+def test_the_plans_weights_are_those_of_the_build_with_tied_ones_once(tiny_recipe: Path, tiny_artifact: Path) -> None:
     plan = plan_of(tiny_recipe)
     hidden, kv, intermediate = 32, 16, 64
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * intermediate + 2 * hidden
@@ -117,7 +117,7 @@ def test_amounts_of_memory(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "24 gigs", "-1GB", "1e9", "24G", "1" * 400, "٣GB"])
-def test_what_is_no_amount_of_memory(text: str) -> None:
+def test_texts_that_are_no_amount_of_memory_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not an amount"):
         parse_bytes(text)
 
@@ -145,7 +145,7 @@ def test_the_verb_prints_the_plan(tiny_recipe: Path) -> None:
     assert data["server_bytes"] == server and f"up to {format_bytes(server)}: " in shown.stdout
 
 
-def test_the_plan_tells_which_gpus_have_too_little_memory(tiny_recipe: Path) -> None:
+def test_the_plan_names_the_gpus_with_too_little_memory(tiny_recipe: Path) -> None:
     def with_slots(plan: MemoryPlan, capacity: int) -> MemoryPlan:
         caches = tuple(replace(layer, capacity=capacity, budget=capacity - 16) for layer in plan.cache.caches)
         return replace(plan, cache=replace(plan.cache, caches=caches))

@@ -113,7 +113,7 @@ def test_digests_may_be_handed_over_by_the_writer(tmp_path: Path) -> None:
         ({}, {"a": "short"}),
     ],
 )
-def test_write_manifest_refuses_what_a_reader_could_not_trust(
+def test_write_manifest_refuses_fields_and_digests_that_a_reader_would_refuse(
     tmp_path: Path, content: dict[str, Any], known: dict[str, str]
 ) -> None:
     (tmp_path / "a").write_text("a")
@@ -176,7 +176,7 @@ def test_a_stage_whose_manifest_does_not_fit_is_not_published(tmp_path: Path, bo
 # Refusals.
 
 
-def test_what_is_not_an_artifact_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_artifact_stays_unchanged(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "manifest.json").write_text('{"format": "another"}')
@@ -268,7 +268,7 @@ def test_a_reader_waits_for_a_build_between_its_two_renames(tmp_path: Path) -> N
         timer.join()
 
 
-def test_what_came_to_the_target_during_the_build_is_left_alone(tmp_path: Path) -> None:
+def test_files_that_appear_at_the_target_during_a_build_stay_unchanged(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with pytest.raises(UsageError, match="is no artifact"), staging(target) as work:
         write_manifest(work, {})

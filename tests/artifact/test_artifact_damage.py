@@ -20,7 +20,7 @@ from tests.support.artifacts import assert_whole, beside, build, rewrite
 # Damage.
 
 
-def test_a_byte_altered_anywhere_is_found(tmp_path: Path) -> None:
+def test_a_changed_byte_anywhere_is_detected(tmp_path: Path) -> None:
     target = build(tmp_path / "out")
     for path in [path for path in target.rglob("*") if path.is_file()]:
         good = path.read_bytes()
@@ -38,7 +38,7 @@ def test_a_byte_altered_anywhere_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_truncated_extended_missing_and_extra_files_are_found(tmp_path: Path, verify: bool) -> None:
+def test_truncated_extended_missing_and_extra_files_are_detected(tmp_path: Path, verify: bool) -> None:
     target = build(tmp_path / "out")
     for path in [path for path in target.rglob("*") if path.is_file()]:
         good = path.read_bytes()

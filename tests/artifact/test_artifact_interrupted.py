@@ -134,7 +134,7 @@ def test_full_disk_is_an_environment_problem_with_the_file_and_the_room_left(
     assert beside(target) == ["out"]
 
 
-def test_full_disk_found_by_the_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_that_fsync_reports_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -67,7 +67,7 @@ def refused(artifact: Path, folder: Path, name: str, data: bytes) -> str:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_damage_that_the_digests_do_not_tell_is_the_artifacts(
+def test_damage_behind_valid_digests_is_an_error_of_the_artifact(
     tiny_artifact: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
     message = refused(tiny_artifact, tmp_path, name, DAMAGE[kind]((tiny_artifact / name).read_bytes()))

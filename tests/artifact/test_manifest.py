@@ -201,7 +201,7 @@ def test_a_directory_that_is_no_artifact_is_not_to_be_removed(tmp_path: Path, ma
     assert "remove" not in str(caught.value)
 
 
-def test_a_directory_is_not_looked_through_before_it_says_that_it_is_an_artifact(
+def test_a_directory_is_listed_only_after_its_manifest_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory is not scanned before its manifest is read: `kvexport inspect /` would read the whole machine."""

@@ -110,7 +110,7 @@ def test_the_state_of_fewer_lanes_becomes_that_of_the_first(engine: Any) -> None
 
 @pytest.mark.parametrize("engine", ["device", "device with graphs", "plugins", "functions"], indirect=True)
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_the_largest_logits_of_some_lanes_are_theirs(engine: Any, first: int) -> None:
+def test_the_largest_logits_belong_to_the_requested_lanes(engine: Any, first: int) -> None:
     state, other = engine.new_state(3), engine.new_state(3)
     ids, one = np.array([[7], [8], [9]])[first:], np.ones((3 - first, 1), np.int64)
     rows, expected = state.step(ids, one, first), np.array(other.decode(ids, one, first))
@@ -160,7 +160,7 @@ def test_single_tensors_of_a_lane_are_read_and_written(engine: Any) -> None:
     assert np.array_equal(state.read(1, [name])[name], taken[name] + 1)
 
 
-def test_a_lane_that_is_written_keeps_nothing_of_what_it_was(engine: Any) -> None:
+def test_writing_a_lane_replaces_all_of_its_state(engine: Any) -> None:
     state = engine.new_state(2)
     state.decode(np.full((2, 9), 7), np.array([[9], [0]]))
     state.write(0, state.read(1), 0)

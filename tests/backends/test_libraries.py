@@ -30,7 +30,7 @@ GLIBC = "/lib/libm.so.6: version `{}' not found (required by x.so)"
         (62, "libgomp.so.1: cannot open shared object file", "the native operators cannot be loaded: libgomp"),
     ],
 )
-def test_a_library_for_another_system_is_named_with_what_this_one_lacks(
+def test_a_library_for_another_system_is_named_with_the_missing_versions(
     machine: int, error: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.so"

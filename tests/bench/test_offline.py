@@ -41,7 +41,7 @@ def test_every_batch_context_and_chunk_is_measured(tiny_artifact: Path) -> None:
         (["--context", "a,b"], "--context is 'a,b'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(tiny_artifact: Path, words: list[str], named: str) -> None:
+def test_impossible_measurements_are_refused(tiny_artifact: Path, words: list[str], named: str) -> None:
     assert named in command_line.failure(2, "bench", tiny_artifact, *words)
 
 

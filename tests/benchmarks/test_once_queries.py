@@ -33,7 +33,7 @@ def read_text() -> Read:
 
 
 @pytest.mark.parametrize(("of", "first"), [("last", LENGTH - 8), ("spread", LENGTH // 8 - 1), ("again", LENGTH + 62)])
-def test_a_ring_has_all_heads_of_its_tokens_and_what_each_has_seen(of: str, first: int) -> None:
+def test_a_ring_has_all_heads_of_its_tokens_and_their_counts(of: str, first: int) -> None:
     ring, seen = read_text().chosen(0, of, 8 * GROUP)
     assert ring.shape == (1, HEADS, 8 * GROUP, SIZE) and seen.shape == ring.shape[:3] and seen.dtype == torch.int32
     tokens, heads = ring[0, 1, :, 0] / 2, ring[0, 1, :, 1] / 2  # the scale of the logits is part of the queries

@@ -38,7 +38,7 @@ def shuffled(cache: Cache, seed: int = 0) -> Cache:
     return Cache(*tensors)
 
 
-def test_jaccard_counts_what_two_sets_share() -> None:
+def test_the_jaccard_index_counts_shared_elements() -> None:
     a = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
     b = torch.tensor([[3, 2, 9], [7, 8, 9]])
     assert jaccard(a, b).tolist() == pytest.approx([2 / 5, 0.0])
@@ -46,7 +46,7 @@ def test_jaccard_counts_what_two_sets_share() -> None:
     assert jaccard(a[:, :0], b[:, :0]).tolist() == [1.0, 1.0]
 
 
-def test_caches_are_alike_whatever_the_order_of_their_slots() -> None:
+def test_caches_are_compared_in_any_order_of_slots() -> None:
     cache = raw(heads())
     alike = likeness(cache, shuffled(cache))
     assert alike.same
@@ -79,7 +79,7 @@ def test_nothing_is_lost_until_something_leaves() -> None:
     assert output_gap(read(lost, later, 0.0), full, full) > 0.05
 
 
-def test_votes_count_in_what_is_read() -> None:
+def test_votes_change_the_attention_output() -> None:
     text, later = heads(24), heads(4, seed=1)
     twice = Cache(
         *(torch.cat([x, x[:, :, :1]], 2) for x in (text.key, text.value)),
@@ -133,7 +133,7 @@ def test_the_three_switches_of_the_weights_each_do_something() -> None:
     assert shares[2, True, True] == pytest.approx(0.6 / 0.7)
 
 
-def test_a_press_is_asked_for_positions_on_every_layer() -> None:
+def test_a_press_selects_positions_on_every_layer() -> None:
     from peer_presses import their_positions
     from transformers import AutoModelForCausalLM
 
@@ -149,7 +149,7 @@ def test_a_press_is_asked_for_positions_on_every_layer() -> None:
     assert kept.tolist() == [[[7, 8, 9]] * 2] * 2
 
 
-def test_a_folder_without_the_code_is_said(tmp_path: Path) -> None:
+def test_a_folder_without_the_code_is_named(tmp_path: Path) -> None:
     for load in (peer_codes.load_kvpress, peer_codes.load_zeromerge, peer_codes.load_asymkv, peer_codes.load_keepkv):
         with pytest.raises(FileNotFoundError):
             load(tmp_path)

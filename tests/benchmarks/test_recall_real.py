@@ -30,7 +30,7 @@ def test_a_method_names_its_whole_layers(method: str, layers: list[int]) -> None
     assert recall_real.whole_layers(method) == layers
 
 
-def test_differences_are_of_the_questions_that_both_were_asked() -> None:
+def test_differences_are_over_the_questions_of_both_methods() -> None:
     def asked(method: str, each: list[list[float]]) -> dict[str, Any]:
         label = {"task": "codes", "method": method, "part": 3, "length": 2000, "known": False, "set": []}
         return recall_real.row(label, each)

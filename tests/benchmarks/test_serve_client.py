@@ -82,7 +82,7 @@ def delta(text: str) -> str:
         ("data: {broken\n\n", 200, "JSONDecodeError"),
     ],
 )
-def test_what_fails_is_counted_and_ends_its_conversation(
+def test_a_failed_request_is_counted_and_ends_its_conversation(
     monkeypatch: pytest.MonkeyPatch, stream: str, status: int, error: str
 ) -> None:
     answers = drive_fake(monkeypatch, fake(stream, status), Workload(conversations=2, turns=3, rate=0))

@@ -49,7 +49,7 @@ def run(
     return json.loads((common.RESULTS / "sweep-tiny-base.json").read_text())["groups"]["methods"]
 
 
-def test_what_is_there_is_not_measured_again(measured: list[str]) -> None:
+def test_existing_results_are_not_measured_again(measured: list[str]) -> None:
     assert [r["label"] for r in run(only=["keepkv"])["rows"]] == ["keepkv"]
     group = run()
     assert [r["label"] for r in group["rows"]] == ["streaming", "keepkv"]
@@ -77,7 +77,7 @@ def test_another_budget_is_added(measured: list[str]) -> None:
 
 
 @pytest.mark.parametrize("change", [{"settings": ("backend.threads=1",)}, {"text": "Python's manual"}])
-def test_what_was_asked_otherwise_begins_anew(change: Any, measured: list[str]) -> None:
+def test_results_of_other_settings_are_measured_again(change: Any, measured: list[str]) -> None:
     run()
     measured.clear()
     run(**change)

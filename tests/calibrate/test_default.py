@@ -128,7 +128,7 @@ def refused(checkpoint: Path, capsys: pytest.CaptureFixture[str], *settings: str
     return shown
 
 
-def test_where_budgets_cannot_be_measured_the_reason_is_told(
+def test_the_reason_is_printed_if_budgets_cannot_be_measured(
     small: Path,
     tiny_checkpoint: Path,
     tmp_path: Path,

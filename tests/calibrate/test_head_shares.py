@@ -85,7 +85,7 @@ def test_budgets_are_shrunk_where_kinds_of_text_disagree() -> None:
         (["cache.positions=cache"], "all layers hold the same number"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(settings: list[str], problem: str) -> None:
+def test_impossible_measurements_are_refused(settings: list[str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         calibrate_heads("tiny-base", [*method_settings("ballot"), *settings], length=256, tasks=["text"])
 

@@ -44,7 +44,7 @@ def test_the_verb_finds_the_layer_that_answers_and_the_setting_that_keeps_it_who
     assert [(layer.merges, layer.budget) for layer in plan.caches] == [(True, 64), (False, 256)]
 
 
-def test_the_report_says_the_line_to_write_or_why_there_is_none() -> None:
+def test_the_report_has_the_line_for_the_recipe_or_a_reason() -> None:
     cost = [Estimate(0.01, 0.0, 0.02, 6), Estimate(0.5, 0.4, 0.6, 6)]
     assert "whole: [1]" in str(Calibration("r", 100, Estimate(0.9, 0.8, 1.0, 6), cost, [1]).sections())
     assert "no layer costs enough" in str(Calibration("r", 100, Estimate(0.9, 0.8, 1.0, 6), cost, []).sections())
@@ -92,7 +92,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_checkpoint: Path, tmp_
         )
 
 
-def test_a_text_that_is_too_short_is_refused_with_what_mends_it(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_is_refused_with_a_fix(tiny_recipe: Path, tmp_path: Path) -> None:
     settings = ["--set", "cache.budget=0.6"]
     (tmp_path / "short.txt").write_text("a bird. ")
     short = ["--recipe", str(tiny_recipe), *settings, "--length", "1000", "--text", str(tmp_path / "short.txt")]

@@ -28,7 +28,9 @@ def talk(engine: Engine) -> command.Chat:
     return command.Chat(engine, engine.settings(max_new_tokens=12), "be")
 
 
-def test_a_turn_reads_what_is_new_alone(engine: Engine, talk: command.Chat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_turn_reads_only_the_new_tokens(
+    engine: Engine, talk: command.Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
     talk.answer("anna lamp")
     assert [m["role"] for m in talk.messages] == ["system", "user", "assistant"]
     assert capsys.readouterr().out == talk.messages[-1]["content"] + "\n"

@@ -114,7 +114,7 @@ def test_build_prints_the_path_and_uses_the_overrides(
     assert manifest["limits"]["max_length"] == 64
 
 
-def test_inspect_tells_what_is_in_an_artifact(tiny_artifact: Path) -> None:
+def test_inspect_shows_the_contents_of_an_artifact(tiny_artifact: Path) -> None:
     data = json.loads(ok("inspect", tiny_artifact, "--json"))
     manifest = json.loads((tiny_artifact / "manifest.json").read_text())
     assert data["digests"] == "verified"
@@ -182,7 +182,7 @@ def test_a_stop_string_ends_the_text_before_it(tiny_artifact: Path) -> None:
     assert data["finish_reason"] == "stop"
 
 
-def test_statistics_count_what_was_done(tiny_artifact: Path) -> None:
+def test_statistics_count_tokens_and_time(tiny_artifact: Path) -> None:
     data = generated(tiny_artifact, ["--token-ids", IDS])
     assert data["prompt_tokens"] == data["stats"]["prompt_tokens"] == 5
     assert data["stats"]["generated_tokens"] == 8

@@ -29,7 +29,7 @@ def test_the_story_is_long_and_known_to_the_tokenizer() -> None:
         assert len(at) == 1 and at[0] < len(words) // 2 + 20
 
 
-def test_without_the_real_model_the_tiny_one_is_shown_and_that_is_said(
+def test_the_demo_without_the_real_model_runs_the_tiny_one_and_prints_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -113,7 +113,7 @@ def test_sizes_on_disk_count_requirements_once(monkeypatch: pytest.MonkeyPatch) 
     assert installed_bytes(known) == 15
 
 
-def test_the_doctor_shows_what_each_extra_takes_on_disk() -> None:
+def test_the_doctor_shows_the_disk_space_of_each_extra() -> None:
     sizes = diagnose().sizes
     assert sizes["export"] > sizes["run"] > 50e6  # PyTorch; ONNX Runtime and numpy
     assert 0 < sizes["serve"] < 50e6
@@ -157,7 +157,7 @@ def test_where_nothing_can_run_the_exit_code_is_3(monkeypatch: pytest.MonkeyPatc
     assert "cannot be run here" in ran.stdout
 
 
-def test_a_package_that_is_there_and_cannot_be_imported_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found_by = importlib.import_module
 
     def broken(name: str) -> object:
@@ -246,7 +246,7 @@ def test_nvidia_smi_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "No devices were found" in diagnosis.gpu_problem
 
 
-def test_pages_that_are_small_are_said_with_the_line_that_mends_them() -> None:
+def test_small_pages_are_reported_with_a_fix() -> None:
     assert _pages_row(Native("avx2")) == "yes, where memory allows"
     assert _pages_row(Native("", "not built", "make native")) == "no: this needs the native operators"
     assert _pages_row(Native("avx2", small_pages="switched off by KVEXPORT_HUGE_PAGES")) == (
@@ -263,7 +263,7 @@ def test_the_module_itself_needs_the_standard_library_only() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_tensorrt_plugins_are_found_or_said_to_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_tensorrt_plugins_are_listed_or_reported_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", "off")
     diagnosis = diagnose().to_json()["tensorrt_plugins"]
     assert diagnosis == {"problem": "switched off by KVEXPORT_TENSORRT_PLUGIN", "fix": "unset KVEXPORT_TENSORRT_PLUGIN"}
@@ -277,7 +277,7 @@ def test_the_tensorrt_plugins_are_found_or_said_to_be_missing(monkeypatch: pytes
     }
 
 
-def test_headers_that_building_the_plugins_lacks_are_said_with_the_line_that_gets_them(
+def test_missing_headers_of_tensorrt_are_reported_with_the_line_that_gets_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("KVEXPORT_TENSORRT_PLUGIN", raising=False)

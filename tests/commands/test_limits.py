@@ -210,7 +210,7 @@ def test_sessions_on_a_disk_that_fills(tiny_artifact: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("megabytes", [200, 400, 700])
-def test_too_little_address_space_is_an_error_that_says_so(tiny_recipe: Path, tmp_path: Path, megabytes: int) -> None:
+def test_too_little_address_space_is_a_named_error(tiny_recipe: Path, tmp_path: Path, megabytes: int) -> None:
     """Too little address space is an error of a build.
 
     PyTorch would end the process, so the build requests memory before.
@@ -226,7 +226,7 @@ def test_too_little_address_space_is_an_error_that_says_so(tiny_recipe: Path, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cache_that_is_larger_than_the_machine_is_refused_before_it_is_made(
+def test_a_cache_larger_than_the_machine_is_refused_before_its_allocation(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvexport.memory.machine_memory", lambda: (1000, 500))

@@ -51,7 +51,7 @@ def test_build_takes_a_folder_and_the_length_that_it_was_trained_for(tiny_checkp
     assert load_manifest(Path(other.strip())).recipe.cache.sinks == 2
 
 
-def test_what_cannot_be_built_is_named(tiny_artifact: Path, tiny_checkpoint: Path) -> None:
+def test_models_that_cannot_be_built_are_named(tiny_artifact: Path, tiny_checkpoint: Path) -> None:
     assert "kvexport build MODEL" in failure(2, "build")
     assert "is an artifact: it is built already" in failure(2, "build", tiny_artifact)
     assert "two models" in failure(2, "build", "a/b", "--model", "c/d")
@@ -113,7 +113,7 @@ def test_offline_the_fix_comes_at_once_and_alone(
         kvexport.load("org/name")
 
 
-def test_what_names_a_model(
+def test_directories_and_hub_ids_name_a_model(
     tiny_checkpoint: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ from tests.conformance.backends import BACKENDS, Backend, chosen, reached
 from tests.conformance.cases import MERGE_PROFILES
 
 
-def test_every_backend_asked_for_is_known_and_the_unreached_are_named(
+def test_every_requested_backend_is_known_and_unavailable_ones_are_named(
     record_property: Callable[[str, object], None],
 ) -> None:
     known = {backend.name: backend for backend in BACKENDS}
@@ -25,7 +25,7 @@ def test_every_backend_asked_for_is_known_and_the_unreached_are_named(
     assert {backend.name for backend in reached()} == {name for name in chosen() if reasons[name] is None}
 
 
-def test_backends_that_are_asked_for_by_name_must_be_reached() -> None:
+def test_backends_requested_by_name_must_be_available() -> None:
     import os
 
     if os.environ.get("KVEXPORT_BACKENDS"):
@@ -53,6 +53,6 @@ WITHOUT_NATIVE_KERNEL = {
 @pytest.mark.parametrize(
     "backend", [b for b in reached() if b.name.startswith("native")], ids=lambda backend: backend.name
 )
-def test_what_a_native_backend_lacks_is_known(backend: Backend) -> None:
+def test_the_missing_operators_of_a_native_backend_are_listed(backend: Backend) -> None:
     lacking = {profile.method: backend.lacks(profile.attributes(1)) for profile in MERGE_PROFILES}
     assert {method: why for method, why in lacking.items() if why} == WITHOUT_NATIVE_KERNEL

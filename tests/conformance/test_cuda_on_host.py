@@ -441,7 +441,7 @@ def test_the_workspace_is_used_up_to_its_size_and_its_counters_come_back_to_zero
         ({"statistics": 9}, "more than 8"),
     ],
 )
-def test_refusals_say_why(caller: Caller, change: dict[str, int], message: str) -> None:
+def test_refusals_have_a_reason(caller: Caller, change: dict[str, int], message: str) -> None:
     call = vote_attention_call(VoteAttentionAttributes(0.1, 1.0, BOTH), "float32", (2, 4, 1, 32), (2, 2, 600, 32), 32)
     for name, value in change.items():
         setattr(call, name, value)
@@ -458,7 +458,7 @@ def test_a_workspace_that_is_too_small_is_refused(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize(("method", "first", "limit"), [("h2o", 7500, 40000), ("ballot", 12500, 65000)])
-def test_what_shared_memory_does_not_hold_is_known_before_anything_runs(
+def test_calls_beyond_shared_memory_are_refused_before_a_launch(
     caller: Caller, method: str, first: int, limit: int
 ) -> None:
     """The library says beforehand whether a merge fits shared memory: a search for targets needs more."""

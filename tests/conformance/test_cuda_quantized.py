@@ -169,7 +169,7 @@ def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(
         ({"query_type": 3}, "the type of the query is neither float32, float16 nor bfloat16"),
     ],
 )
-def test_refusals_say_why(caller: Caller, change: dict[str, int], message: str) -> None:  # noqa: F811
+def test_refusals_have_a_reason(caller: Caller, change: dict[str, int], message: str) -> None:  # noqa: F811
     shape = (2, 2, 600, 32)
     call = vote_attention_call(VoteAttentionAttributes(0.1, 1.0, BOTH), "float32", (2, 4, 1, 32), shape, 32)
     call.cache_type = 4

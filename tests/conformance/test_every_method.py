@@ -138,9 +138,7 @@ def test_within_the_budget_attention_is_the_uncompressed_models(profile: MergePr
 @pytest.mark.parametrize("window", [0, 3, 16])
 @pytest.mark.parametrize("recency_weight", [1.0, 1.2])
 @pytest.mark.parametrize("logit", [-150.0, 0.0, 3.0, 150.0])
-def test_a_constant_score_is_returned_unchanged_whatever_counts(
-    window: int, recency_weight: float, logit: float
-) -> None:
+def test_a_constant_score_stays_unchanged_with_any_queries(window: int, recency_weight: float, logit: float) -> None:
     """A log_ema with a window and a recency weight is exact for a constant logit.
 
     Its correction depends only on the slot's age.

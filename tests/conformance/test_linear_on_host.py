@@ -42,7 +42,7 @@ def packed_form(packing: PackedFormat, **steps: Any) -> Form:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.overload or "plain")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_form_is_what_pytorch_computes(caller: Caller, form: Form, dtype: str) -> None:
+def test_every_form_equals_pytorch(caller: Caller, form: Form, dtype: str) -> None:
     """Every form equals PyTorch for rows of one panel and of several.
 
     Some inputs fill the steps of tensor cores, the others run without tensor cores.
@@ -54,7 +54,7 @@ def test_every_form_is_what_pytorch_computes(caller: Caller, form: Form, dtype: 
 
 @pytest.mark.parametrize("packing", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_packed_weight_is_what_its_integers_stand_for(caller: Caller, packing: PackedFormat, dtype: str) -> None:
+def test_every_packed_weight_equals_its_dequantized_form(caller: Caller, packing: PackedFormat, dtype: str) -> None:
     for rows, inputs, outputs in (((1, 1), 768, 37), ((1, 7), 768, 70), ((1, 9), 768, 130)):
         one = case(packed_form(packing), dtype, rows, inputs, outputs, (packing,))
         check(one, one.run(caller), rounded=dtype == "float32")
@@ -132,7 +132,7 @@ def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_row_is_the_same_alone_and_among_a_few_whatever_they_hold(caller: Caller, dtype: str) -> None:
+def test_a_row_does_not_depend_on_the_other_rows_of_a_small_call(caller: Caller, dtype: str) -> None:
     packing = PackedFormat(4, True, 32)
     one = case(packed_form(packing, norm=1, epsilon=1e-5), dtype, (1, 7), 512, 37, (packing,))
     together = one.run(caller)[0][0]
@@ -148,7 +148,7 @@ def test_a_row_is_the_same_alone_and_among_a_few_whatever_they_hold(caller: Call
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_tensors_may_lie_anywhere(caller: Caller, dtype: str) -> None:
+def test_tensors_may_be_at_any_address(caller: Caller, dtype: str) -> None:
     one = case(Form(norm=1, epsilon=1e-5, gate=1), dtype, (1, 3), 96, 20)
     one.offset = 4
     check(one, one.run(caller))
@@ -175,7 +175,7 @@ def test_no_rows_are_no_work(caller: Caller) -> None:
         ({"count": 2}, "a gate or a residual goes with one product"),
     ],
 )
-def test_refusals_say_why(caller: Caller, change: dict[str, int], message: str) -> None:
+def test_refusals_have_a_reason(caller: Caller, change: dict[str, int], message: str) -> None:
     call, _ = case(Form(residual=1), "float16", (1, 2), 64, 8).call(caller)
     for name, value in change.items():
         setattr(call, name, value)
@@ -230,7 +230,7 @@ needs_ptx = pytest.mark.skipif(CudaPtx().available() is not None, reason=f"not r
     ],
     ids=str,
 )
-def test_nvccs_ptx_of_it_is_what_pytorch_computes(dtype: str, packing: PackedFormat | None, rows: int) -> None:
+def test_nvccs_ptx_equals_pytorch(dtype: str, packing: PackedFormat | None, rows: int) -> None:
     form = Form(norm=1, epsilon=1e-5, output_heads=(2,), rotated=(1,), bias=(1,))
     if packing:
         form = replace(form, packed=(OFFSETS[packing.offset],), group=(packing.group,))

@@ -47,7 +47,7 @@ def digits(number: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> i
 
 
 @pytest.mark.parametrize("operand", LAYOUTS)
-def test_elements_lie_where_cutlass_says(library: ctypes.CDLL, operand: str) -> None:
+def test_elements_are_placed_as_in_cutlass(library: ctypes.CDLL, operand: str) -> None:
     lanes, elements, first = LAYOUTS[operand]
     count = int(np.prod(elements[0]))
     actual = set()
@@ -79,7 +79,7 @@ PTX = {
 
 
 @pytest.mark.parametrize("operand", PTX)
-def test_elements_lie_where_the_figures_of_ptx_show_them(library: ctypes.CDLL, operand: str) -> None:
+def test_elements_are_placed_as_in_the_figures_of_the_ptx_isa(library: ctypes.CDLL, operand: str) -> None:
     for (lane, i), expected in PTX[operand].items():
         row, column = ctypes.c_int(), ctypes.c_int()
         library.element(list(PTX).index(operand), lane, i, ctypes.byref(row), ctypes.byref(column))
@@ -88,7 +88,7 @@ def test_elements_lie_where_the_figures_of_ptx_show_them(library: ctypes.CDLL, o
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rows", [0, 1], ids=["keys", "values"])
-def test_a_product_of_what_is_loaded_from_shared_memory(library: ctypes.CDLL, dtype: str, rows: int) -> None:
+def test_a_product_of_operands_from_shared_memory(library: ctypes.CDLL, dtype: str, rows: int) -> None:
     """A product of matrices loaded from shared memory is exact for whole numbers, as all sums are.
 
     Rows of memory are 24 elements apart, and only 16 of them are read.

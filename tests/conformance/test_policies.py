@@ -66,7 +66,7 @@ POLICIES = {
 }
 
 
-def test_every_method_is_a_policy_or_says_why_not() -> None:
+def test_every_method_is_a_policy_or_has_a_reason() -> None:
     policies = {name: method().policy() for name, method in all_methods().items()}
     assert {name for name, policy in policies.items() if policy is None} == OWN_CODE.keys()
     assert policies.keys() == OWN_CODE.keys() | POLICIES.keys()
@@ -255,7 +255,7 @@ def any_case(seed: int) -> tuple[AnyPolicy, MergeCacheAttributes, Arrays, Arrays
 @pytest.mark.parametrize(
     "backend", [b for b in reached() if isinstance(b, NativeCpu | CudaOnHost)], ids=lambda b: b.name
 )
-def test_any_policy_means_to_native_kernels_what_it_means_in_pytorch(backend: Backend) -> None:
+def test_native_kernels_equal_pytorch_for_any_policy(backend: Backend) -> None:
     """Native kernels and PyTorch agree on 400 random policies, which cover every pair of words many times."""
     for seed in range(400):
         method, attributes, state, right = any_case(seed)
@@ -268,7 +268,7 @@ def test_any_policy_means_to_native_kernels_what_it_means_in_pytorch(backend: Ba
 
 @pytest.mark.parametrize("backend", [b for b in reached() if b.name.startswith("native")], ids=lambda b: b.name)
 @pytest.mark.parametrize("name", ["grkv", "attention_matching"])
-def test_queries_that_read_nothing_but_evicted_slots_read_anew_what_is_left(backend: Backend, name: str) -> None:
+def test_queries_that_read_only_evicted_slots_are_read_again(backend: Backend, name: str) -> None:
     """A query that read only evicted slots reads the remaining slots after the merge.
 
     An evicted slot has e^190 times the mass of all others, so float32 holds nothing of the others' mass beside it.
@@ -296,9 +296,7 @@ def test_queries_that_read_nothing_but_evicted_slots_read_anew_what_is_left(back
 @pytest.mark.parametrize(
     "profile", [p for p in MERGE_PROFILES if p.method == "attention_matching"], ids=lambda p: p.name
 )
-def test_heads_without_a_query_keep_their_values_whatever_another_left_in_memory(
-    backend: Backend, profile: MergeProfile
-) -> None:
+def test_heads_without_a_query_keep_their_values(backend: Backend, profile: MergeProfile) -> None:
     scenario = next(s for s in MERGE_SCENARIOS if s.name == "ragged-over-the-budget")
     attributes, state = profile.attributes(scenario.budget), merge_cache_state(profile, scenario)
     backend.merge_cache(state, attributes)

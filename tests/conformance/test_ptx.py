@@ -48,7 +48,7 @@ def test_a_kernel_becomes_a_function() -> None:
 
 
 @pytest.mark.parametrize("line", ["elect.sync %r1, %r2;", "shfl.sync.up.b32 %r1, %r2, 1, 0, -1;", "bar.sync 1, 64;"])
-def test_what_is_not_translated_is_named(line: str) -> None:
+def test_unknown_ptx_instructions_are_named(line: str) -> None:
     module = read.module(MODULE.replace("LINE", line))
     with pytest.raises(instructions.Unknown, match=line.split()[0]):
         translate.source(module, module.kernels[0], "Run")
@@ -56,13 +56,13 @@ def test_what_is_not_translated_is_named(line: str) -> None:
 
 @needs_library
 @pytest.mark.parametrize("kind", ["wait", "fence"])
-def test_mutants_of_a_decode_step_are_found(kind: str, tmp_path: Path) -> None:
+def test_mutants_of_a_decode_step_are_detected(kind: str, tmp_path: Path) -> None:
     message = found("Decode<float, 4>", without(kind), tmp_path / "mutant.so")
     assert {"wait": "an asynchronous copy is filling", "fence": "nothing orders the two"}[kind] in message
 
 
 @needs_library
-def test_a_merge_without_barriers_is_found(tmp_path: Path) -> None:
+def test_a_merge_without_barriers_is_detected(tmp_path: Path) -> None:
     assert "in the same phase" in found("Order", without("barrier"), tmp_path / "mutant.so")
 
 
@@ -75,7 +75,7 @@ def test_a_merge_without_barriers_is_found(tmp_path: Path) -> None:
     ],
     ids=["no wait", "a write before"],
 )
-def test_kernels_that_begin_before_earlier_ones_have_ended_are_found(
+def test_kernels_that_begin_before_earlier_ones_have_ended_are_detected(
     alter: Callable[[str], str], report: str, tmp_path: Path
 ) -> None:
     assert report in found("Order", alter, tmp_path / "mutant.so")

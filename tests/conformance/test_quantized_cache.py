@@ -122,7 +122,7 @@ def test_attention_equals_the_oracle(backend: Backend, profile: Profile, cache_t
 
 
 @every_backend
-def test_a_long_sequence_keeps_what_it_reads(backend: Backend, cache_type: str) -> None:
+def test_a_long_sequence_keeps_its_attention_output(backend: Backend, cache_type: str) -> None:
     """A sequence of ten times the budget, in chunks and single tokens with merges, stores the same bits as PyTorch."""
     if not merges_it(backend):
         pytest.skip("not reached: there is no kernel that merges a quantized cache")

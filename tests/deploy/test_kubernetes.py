@@ -87,7 +87,7 @@ def test_values_for_helm_are_yaml_and_fit_together() -> None:
     assert triton["serverArgs"] == ["--model-repository=/models"]
 
 
-def test_memory_is_what_the_artifact_and_the_options_take(tiny_artifact: Path) -> None:
+def test_memory_is_the_sum_of_the_artifact_and_the_options(tiny_artifact: Path) -> None:
     manifest = load_manifest(tiny_artifact)
 
     def asked(*options: object) -> int:
@@ -123,7 +123,7 @@ def test_a_server_asks_for_the_gpus_of_its_artifact(
     assert pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") == gpus
 
 
-def test_what_a_cluster_would_refuse_is_refused(tiny_artifact: Path) -> None:
+def test_values_that_a_cluster_would_refuse_are_refused(tiny_artifact: Path) -> None:
     for options, message in (
         (("--name", "Tiny"), "no name that Kubernetes takes"),
         (("--claim", "a_b"), "--claim with"),

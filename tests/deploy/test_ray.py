@@ -12,7 +12,7 @@ from kvexport.deploy import ray as deployed
 from tests.support import command_line
 
 
-def test_a_machine_without_ray_is_told_what_to_install(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_ray_gets_the_install_command(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployed, "is_there", lambda module: False)
     assert "pip install 'ray[serve]>=2.60'" in command_line.failure(3, "deploy", "ray", tiny_artifact)
 

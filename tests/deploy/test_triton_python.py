@@ -124,7 +124,7 @@ def test_requests_that_run_at_once_get_a_response_for_every_token(
     assert b"".join(r.values["text_output"] for r in text.answer()).decode() == engine.generate("hello")[0].text
 
 
-def test_what_cannot_be_answered_is_an_error_of_its_request(model: TritonPythonModel) -> None:
+def test_a_request_that_cannot_be_answered_gets_its_own_error(model: TritonPythonModel) -> None:
     bad = [
         (ids([]), "the prompt is empty"),
         (ids([99]), "out of range"),

@@ -95,7 +95,7 @@ def test_instructions_are_known_and_bases_are_arguments(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_the_last_stage_takes_what_was_built_and_runs_as_nobody_special(path: Path) -> None:
+def test_the_last_stage_copies_the_built_files_and_runs_as_an_ordinary_user(path: Path) -> None:
     *_, build, last = stages(path)
     assert build[0][1].endswith(" AS build")
     assert values(last, "COPY") == ["--from=build /opt/kvexport /opt/kvexport"]
@@ -188,7 +188,7 @@ def test_packages_are_installed_without_leftovers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_what_is_copied_is_there_and_is_all_that_a_build_takes(path: Path) -> None:
+def test_copied_files_exist_and_are_all_that_a_build_reads(path: Path) -> None:
     every = [text for stage in stages(path)[:-1] for text in values(stage, "COPY") if not text.startswith("--from=")]
     sources = [name for text in every for name in text.split()[:-1]]
     for name in sources:
@@ -200,7 +200,7 @@ def test_what_is_copied_is_there_and_is_all_that_a_build_takes(path: Path) -> No
     assert folders | {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "licenses", "plugins"} <= set(sources)
 
 
-def test_what_a_build_does_not_take_stays_outside() -> None:
+def test_files_that_a_build_does_not_read_stay_outside() -> None:
     for name in (
         ".git/config",
         ".venv/bin/python",

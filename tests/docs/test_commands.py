@@ -126,6 +126,6 @@ def test_marked_blocks_run(page: Path, tiny: Path, tmp_path: Path, monkeypatch: 
         ("python benchmarks/no_such.py", "no file benchmarks/no_such.py"),
     ],
 )
-def test_a_command_that_cannot_work_is_found(line: str, message: str) -> None:
+def test_a_command_that_cannot_work_is_detected(line: str, message: str) -> None:
     (words,) = commands(Block(1, 3, "console", f"$ {line}", False))
     assert message in problem(words) if message else not problem(words)

@@ -23,7 +23,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
             assert anchor in anchors(file), f"{page.name} links to {target}#{anchor}, a heading that does not exist"
 
 
-def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
+def test_a_broken_link_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# A title, *twice*\n\n# A title, twice\n\n[x](other.md#there) `[code](is/no/link)` [y](https://x.y)\n"

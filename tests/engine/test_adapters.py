@@ -139,7 +139,7 @@ def test_a_snapshot_of_another_adapter_is_refused(engine: Engine, adapted_artifa
         engine.add(request(engine, [3], "one", start=plain.snapshot))
 
 
-def test_a_snapshot_says_whose_it_is_in_a_newer_format_alone(engine: Engine) -> None:
+def test_only_snapshots_with_an_adapter_have_the_newer_format(engine: Engine) -> None:
     plain = request(engine, PROMPTS[1], None, keep=True)
     run(engine, plain)
     assert plain.snapshot is not None

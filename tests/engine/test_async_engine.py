@@ -102,7 +102,7 @@ def test_errors_reach_the_task(tiny_artifact: Path, monkeypatch: pytest.MonkeyPa
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_closing_ends_what_still_runs(tiny_artifact: Path) -> None:
+def test_closing_ends_running_requests(tiny_artifact: Path) -> None:
     async def main() -> None:
         engine = kvexport.AsyncEngine(kvexport.load(tiny_artifact))
         task = asyncio.ensure_future(engine.agenerate("abc", max_tokens=400))

@@ -117,7 +117,7 @@ def test_it_drafts_with_entries_of_the_full_cache(engine: Engine) -> None:
     assert BUDGET in sizes and BUDGET + 1 < max(sizes) <= BUDGET + REBUILD
 
 
-def test_scores_choose_what_is_neither_first_nor_latest(scored: Path) -> None:
+def test_scores_select_entries_between_the_first_and_the_latest(scored: Path) -> None:
     engine = load(scored)
     watched = Watched(engine)
     scores: list[Any] = []
@@ -147,7 +147,7 @@ def test_answers_are_those_without_drafts(engine: Engine, settings: dict[str, An
         assert [[t[:4] for t in answer] for answer in actual] == [[t[:4] for t in answer] for answer in expected]
 
 
-def test_a_twin_of_a_sampler_draws_what_it_will_draw() -> None:
+def test_a_copy_of_a_sampler_draws_the_same_tokens() -> None:
     """A twin of a sampler draws the tokens that the sampler will draw, so that equal distributions draft them."""
     rows = np.random.default_rng(0).normal(size=(12, 64)).astype(np.float32) * 3
     for settings in SETTINGS.values():

@@ -133,7 +133,7 @@ def test_a_session_goes_on_beyond_the_trained_length(merging: Path) -> None:
     assert np.isfinite(logits).all()
 
 
-def test_lanes_of_a_batch_are_what_they_are_alone(streaming: Path) -> None:
+def test_lanes_of_a_batch_equal_solo_runs(streaming: Path) -> None:
     engine = load(streaming)
     prompts = random_ids(3, 150, 20, 61, vocabulary=64)
     settings = engine.settings(max_new_tokens=40)
@@ -170,7 +170,7 @@ def test_a_thousand_million_tokens_later_it_is_the_same(merging: Path, by: int) 
         np.testing.assert_array_equal(late, early)
 
 
-def test_whatever_happens_to_requests_they_are_answered_as_alone(merging: Path, tmp_path: Path) -> None:
+def test_answers_of_random_schedules_equal_solo_answers(merging: Path, tmp_path: Path) -> None:
     """Requests with forks, snapshots, sessions and preemption are answered as alone.
 
     A place depends only on the state of its lane.
@@ -213,7 +213,7 @@ def test_a_session_of_the_server_goes_on_beyond_the_trained_length(merging: Path
         assert seen > 1.5 * TRAINED
 
 
-def test_what_was_built(merging: Path) -> None:
+def test_the_artifact_has_positions_of_the_cache(merging: Path) -> None:
     manifest = load_manifest(merging)
     assert manifest.limits.max_length == MOST
     assert manifest.recipe.limits.max_length == MOST

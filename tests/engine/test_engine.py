@@ -264,7 +264,7 @@ def test_streams_of_one_engine_run_at_once_and_do_not_disturb_each_other(engine:
     assert not engine.busy
 
 
-def test_lanes_are_given_empty_whatever_was_in_them(engine: Engine) -> None:
+def test_lanes_are_empty_when_a_request_gets_them(engine: Engine) -> None:
     lanes = engine.lanes(2)
     lanes.prefill([np.arange(50), np.arange(20)])
     assert any(map(any, lane_bytes(lanes, 0)))
@@ -288,7 +288,7 @@ def collect(stream: Iterator[Token], count: int) -> tuple[list[list[int]], list[
     return ids, texts, reasons
 
 
-def test_a_stream_is_what_generate_gives(chat: Engine) -> None:
+def test_a_stream_equals_the_result_of_generate(chat: Engine) -> None:
     questions = ["abc", "the quick brown fox jumps over the lazy dog", "x"]
     settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "seed": 3, "stop_strings": ["e"]}
     completions = chat.generate(questions, **settings)
@@ -299,7 +299,7 @@ def test_a_stream_is_what_generate_gives(chat: Engine) -> None:
     assert None not in reasons
 
 
-def test_tokens_bring_the_logprobs_that_were_asked_for(engine: Engine) -> None:
+def test_tokens_have_the_requested_logprobs(engine: Engine) -> None:
     plain = list(engine.stream(prompts(), max_new_tokens=6))
     tokens = list(engine.stream(prompts(), max_new_tokens=6, logprobs=3))
     assert [token.id for token in tokens] == [token.id for token in plain]
@@ -310,7 +310,7 @@ def test_tokens_bring_the_logprobs_that_were_asked_for(engine: Engine) -> None:
         assert 0 > token.top_logprobs[0][1] >= token.top_logprobs[1][1] >= token.top_logprobs[2][1]
 
 
-def test_tokens_come_as_they_are_made(chat: Engine) -> None:
+def test_tokens_arrive_while_they_are_generated(chat: Engine) -> None:
     stream = chat.stream("abc", max_new_tokens=100)
     first = [next(stream) for _ in range(3)]
     assert chat.timing.steps == 2

@@ -56,7 +56,7 @@ def lane_bytes(engine: Engine, lane: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_joins_and_leaves_the_others_are_answered_as_alone(
+def test_answers_do_not_depend_on_requests_that_join_or_leave(
     tiny_artifact: Path, solo: Callable[..., list[int]], seed: int
 ) -> None:
     check_random_schedule(load(tiny_artifact), solo, seed)
@@ -425,7 +425,7 @@ def test_where_no_lanes_can_be_added_the_request_that_needs_one_fails(
     assert answer_of(running) == solo([1], max_new_tokens=20)
 
 
-def test_what_cannot_be_added(tiny_artifact: Path) -> None:
+def test_requests_that_cannot_be_added_are_refused(tiny_artifact: Path) -> None:
     engine = load(tiny_artifact)
     for prompt, problem in (
         ([], "the prompt is empty"),

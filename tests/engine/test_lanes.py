@@ -75,7 +75,7 @@ def test_lanes_that_are_due_together_merge_in_runs_of_neighbours() -> None:
     assert recorder.used.tolist() == [8, 6, 8, 8, 6, 8]
 
 
-def test_a_whole_prompt_merges_once_at_its_end_whatever_its_neighbours_do() -> None:
+def test_a_prompt_merges_once_at_its_end_beside_any_neighbours() -> None:
     lanes, recorder = lanes_that_read_whole_prompts(3)
     lanes.prefill([np.arange(2 * CHUNK + 3), np.arange(5 * CHUNK), np.arange(BUDGET)])
     assert recorder.merges == [(0, 1), (1, 2)] and recorder.used.tolist() == [BUDGET] * 3
@@ -101,7 +101,7 @@ def test_a_whole_prompt_for_which_there_is_no_room_merges_where_the_room_ends() 
 
 
 @pytest.mark.parametrize("kind", [lanes_of, lanes_that_read_whole_prompts])
-def test_no_lane_merges_before_the_tokens_that_it_says_have_come(
+def test_no_lane_merges_before_its_announced_number_of_tokens(
     kind: Callable[[int], tuple[Lanes, Recorder]],
 ) -> None:
     """No lane merges before the tokens that it announces have come, for random prompts and single tokens.
@@ -130,7 +130,7 @@ def test_no_lane_merges_before_the_tokens_that_it_says_have_come(
     assert len(recorder.merges) > 20 and exact > 5
 
 
-def test_a_step_says_what_is_new_and_nothing_of_the_step_before() -> None:
+def test_a_step_passes_only_its_new_tokens() -> None:
     lanes, recorder = lanes_of(3)
     lanes.append([ids(5), ids(), ids(7)])
     lanes.append([ids(), ids(8), ids()])
@@ -147,7 +147,7 @@ def test_a_step_says_what_is_new_and_nothing_of_the_step_before() -> None:
     assert lanes.length == [0, 0, 0]
 
 
-def test_no_cache_is_ever_over_full_whatever_comes() -> None:
+def test_no_cache_exceeds_its_capacity_with_any_calls() -> None:
     lanes, recorder = lanes_of(4)
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -189,7 +189,7 @@ def test_a_call_of_some_lanes_leaves_the_others_out() -> None:
     assert lanes.length == [1, 0, 0, 1] and recorder.used.tolist() == [1, 0, 0, 1]
 
 
-def test_no_cache_is_over_full_whatever_lanes_come_and_go() -> None:
+def test_no_cache_exceeds_its_capacity_as_lanes_change() -> None:
     lanes, recorder = lanes_of(5)
     rng = np.random.default_rng(1)
     cleared = 0

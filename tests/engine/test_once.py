@@ -123,7 +123,7 @@ def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_ot
         assert all((at_last.state[name] == x).all() for name, x in last.state.items()), "to the bit"
 
 
-def test_a_snapshot_right_after_a_prompt_has_the_bytes_that_the_plan_says(engine: Engine) -> None:
+def test_a_snapshot_after_a_prompt_has_the_bytes_of_the_plan(engine: Engine) -> None:
     one = engine.settings(max_new_tokens=1)
     _, snapshot = answered(engine, Request(models.random_ids(9, PROMPT)[0].tolist(), one, keep=True))
     plan = plan_memory(engine.manifest.recipe)
@@ -152,7 +152,7 @@ def test_a_snapshot_with_other_queries_than_a_ring_can_have_is_damaged(
     assert f"{layer}.query is float32 {found}" in caught.value.problem
 
 
-def test_what_prompts_begin_with_is_kept_uncompressed_and_changes_no_answer(engine: Engine) -> None:
+def test_cached_prefixes_are_uncompressed_and_change_no_answer(engine: Engine) -> None:
     context, one, other = (ids.tolist() for ids in models.random_ids(6, 5 * CHUNK, 9, 7))
     settings = engine.settings(max_new_tokens=6, do_sample=False, ignore_eos=True)
     cold = [Request(context + ids, settings) for ids in (one, other)]
@@ -206,7 +206,7 @@ def test_validate_knows_where_the_prompts_of_its_sequences_end() -> None:
     assert [goes_on(calls[i + 1 :]) for i in range(len(calls))] == [[0, 1], [0], [0], [0], [], []]
 
 
-def test_the_plan_has_room_for_the_longest_prompt_and_says_what_is_used_after_it(engine: Engine) -> None:
+def test_the_plan_has_room_for_the_longest_prompt_and_shows_the_slots_used_afterwards(engine: Engine) -> None:
     assert [layer.capacity for layer in engine.plan.caches] == [LENGTH] * len(engine.plan.caches)
 
 

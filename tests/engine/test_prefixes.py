@@ -60,14 +60,14 @@ def test_the_last_token_of_a_prompt_is_always_read(engine: Engine) -> None:
     assert tokens(engine, prompt) == tokens(engine, prompt)
 
 
-def test_prompts_that_come_together_read_what_they_share_once(engine: Engine, cold: Engine) -> None:
+def test_prompts_that_arrive_together_read_a_shared_prefix_once(engine: Engine, cold: Engine) -> None:
     prompts = [[*SHARED[:70], *range(n, n + 20)] for n in range(6)]
     requests = answered(engine, *prompts)
     assert [[token.id for token in request.tokens] for request in requests] == tokens(cold, *prompts)
     assert [request.cached_tokens for request in requests] == [0] + [64] * 5
 
 
-def test_what_two_prompts_shared_deep_inside_is_there_for_the_third(engine: Engine) -> None:
+def test_a_prefix_shared_by_two_prompts_is_kept_for_a_third(engine: Engine) -> None:
     prompts = [[*SHARED[:48], *[n] * 300] for n in range(4)]
     cached = [answered(engine, prompt)[0].cached_tokens for prompt in prompts]
     assert cached[0] == 0 and cached[2:] == [48, 48]
@@ -103,7 +103,7 @@ def test_a_lane_that_may_hold_nan_is_not_kept(engine: Engine, cold: Engine, monk
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_shared_the_answers_are_those_of_a_cold_engine(
+def test_answers_with_shared_prefixes_equal_those_of_a_cold_engine(
     tiny_artifact: Path, cold: Engine, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)

@@ -75,9 +75,7 @@ def test_every_step_is_pytorchs_and_in_place_the_same_bits(artifact: Path) -> No
 @pytest.mark.skipif(
     not make.is_current("onnxruntime-cuda-host"), reason="not reached: CUDA's binding is not compiled for the host"
 )
-def test_on_the_kernels_of_cuda_it_says_the_same(
-    artifact: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_kernels_generate_equal_tokens(artifact: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.VARIABLE, str(make.host_output("onnxruntime-cuda-host")))
     on_cuda = load(artifact)
     assert native.implementations(on_cuda.manifest)["VoteAttention"].native
@@ -150,7 +148,7 @@ def test_a_layer_of_4_bits_takes_half_of_8(tiny_checkpoint: Path) -> None:
     assert four.extra == SCALES
 
 
-def test_backends_without_it_say_so(
+def test_backends_without_quantized_caches_refuse_them(
     artifact: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(

@@ -13,7 +13,7 @@ from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 SCHEDULES, STEPS = 40, 20
 
 
-def test_whatever_happens_to_requests_they_are_answered_as_alone(tiny_artifact: Path, tmp_path: Path) -> None:
+def test_answers_of_random_schedules_equal_solo_answers(tiny_artifact: Path, tmp_path: Path) -> None:
     # The second engine has so few lanes that requests wait, and displace one another.
     *engines, other = (load(tiny_artifact, lanes=lanes) for lanes in (None, 2, None))
     alone, happened = Alone(other), Counter[str]()

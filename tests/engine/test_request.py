@@ -51,7 +51,7 @@ def test_from_waiting_to_its_end() -> None:
 @pytest.mark.parametrize(
     ("settings", "max_length", "reason"), [({"eos_token_ids": (6,)}, 100, "stop"), ({}, 6, "length"), ({}, 7, None)]
 )
-def test_what_ends_it(settings: dict[str, Any], max_length: int, reason: str | None) -> None:
+def test_the_reasons_for_which_a_request_ends(settings: dict[str, Any], max_length: int, reason: str | None) -> None:
     request = decoding(**settings)
     sampled(request, 6, max_length)
     assert request.finish_reason == reason

@@ -189,7 +189,7 @@ def test_prompts_that_join_together_take_no_more_rows_than_others_may_wait_for(d
     assert [rows(limit) for limit in (None, 10**6, 4 * CHUNK, 4 * CHUNK - 1, 0)] == [n * CHUNK for n in (6, 6, 4, 3, 1)]
 
 
-def test_a_call_has_the_rows_of_a_chunk_whatever_the_bound() -> None:
+def test_a_call_may_have_the_rows_of_one_chunk_with_any_bound() -> None:
     scheduler = Scheduler(8, CHUNK)
     scheduler.rows = 0
     for _ in range(5):
@@ -256,7 +256,7 @@ def test_lanes_that_decode_become_a_prefix_one_lane_a_step() -> None:
     assert [each and requests.index(each) for each in scheduler.lanes] == [0, 5, 4, 3, None, None]
 
 
-def test_a_lane_with_few_tokens_to_come_stays_and_so_does_one_whose_place_is_asked_for() -> None:
+def test_a_lane_stays_if_it_ends_soon_or_a_request_waits_for_the_free_lane() -> None:
     scheduler = Scheduler(3, CHUNK)
     requests = [request(1, answer) for answer in (1, 100, MOVED_TOKENS + 1)]
     for each in requests:

@@ -94,7 +94,7 @@ def test_every_number_of_drafted_tokens_is_accepted_at_times(engine: Engine) -> 
     assert {b - a for each in lengths for a, b in itertools.pairwise(each)} == {1, 2, 3, 4, 5, 6}
 
 
-def test_a_sliding_window_drops_what_was_accepted_alone(windowed: Engine) -> None:
+def test_a_sliding_window_drops_entries_only_after_verification(windowed: Engine) -> None:
     """A sliding window drops only accepted tokens: layers merge after a draft is verified."""
     batch = prompts(1, windowed.vocabulary)
     expected = told(windowed, batch, None, max_new_tokens=120)
@@ -142,7 +142,7 @@ def test_rolled_back_tokens_were_never_there(
         assert one.state["past_key_values.0.votes"].shape[1] == min(start, one.counters.held[0] + one.counters.added)
 
 
-def test_a_rollback_leaves_every_bit_of_what_was_there_before(engine: Engine) -> None:
+def test_a_rollback_restores_the_state_bit_by_bit(engine: Engine) -> None:
     ids, wrong = random_ids(5, 40, 6, vocabulary=64)
     lanes, straight = engine.lanes(2), engine.lanes(2)
     for each in (lanes, straight):

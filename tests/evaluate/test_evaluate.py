@@ -90,7 +90,7 @@ def test_a_budget_that_holds_everything_is_the_full_cache(evaluation: Evaluation
         assert score.nll.value == pytest.approx(full.nll.value, abs=1e-4)
 
 
-def test_a_window_forgets_what_lies_before_it(evaluation: Evaluation) -> None:
+def test_a_window_forgets_earlier_tokens(evaluation: Evaluation) -> None:
     small = evaluation.results[0]
     right = {(c.length, c.depth): c.right / c.samples for c in small.scores["needle"].cells}
     assert right[LENGTH, 1.0] == 1.0
@@ -110,7 +110,7 @@ def test_stability_runs_twenty_lengths(evaluation: Evaluation) -> None:
     assert not roomy.windows
 
 
-def test_telemetry_is_of_what_merges(evaluation: Evaluation) -> None:
+def test_telemetry_covers_the_caches_that_merge(evaluation: Evaluation) -> None:
     small, roomy = evaluation.results
     assert evaluation.full.telemetry is None
     assert roomy.telemetry == []
@@ -123,7 +123,7 @@ def test_telemetry_is_of_what_merges(evaluation: Evaluation) -> None:
     assert "Theorem 5" not in page
 
 
-def test_every_result_is_told_as_it_is_there(evaluation: Evaluation, told: list[str]) -> None:
+def test_every_result_is_reported_when_it_is_measured(evaluation: Evaluation, told: list[str]) -> None:
     full, small, roomy, stability = told
     rest = r"to go and 1 over 1280 tokens, about \d+ s"
     assert re.fullmatch(rf"full: needle 1 right, .*; 2 of 2 {rest}", full)
@@ -160,7 +160,7 @@ def copied(work: Path, folder: Path) -> Path:
     return folder
 
 
-def test_what_was_kept_is_not_measured_again(
+def test_stored_results_are_not_measured_again(
     evaluation: Evaluation, work: Path, tmp_path: Path, measured: list[str]
 ) -> None:
     lines: list[str] = []
@@ -171,7 +171,7 @@ def test_what_was_kept_is_not_measured_again(
     assert json.dumps(again.to_json()) == json.dumps(evaluation.to_json())
 
 
-def test_a_run_that_was_killed_goes_on_with_what_is_missing(
+def test_a_killed_run_continues_with_the_missing_results(
     evaluation: Evaluation, work: Path, tmp_path: Path, measured: list[str]
 ) -> None:
     (lost,) = copied(work, tmp_path).glob("results/streaming-256-*.json")
@@ -219,7 +219,7 @@ def test_a_damaged_file_is_named_with_the_line_that_mends_it(
     assert measured == []
 
 
-def test_a_disk_that_cannot_hold_the_predictions_is_found_before_they_are_made(
+def test_a_disk_too_small_for_the_predictions_is_refused_before_they_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]
 ) -> None:
     monkeypatch.setattr("kvexport.evaluate.reference.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
@@ -260,7 +260,7 @@ def test_differences_are_paired_sample_by_sample(evaluation: Evaluation) -> None
     assert str(needle.difference) in text
 
 
-def test_what_a_model_cannot_be_asked_is_said(evaluation: Evaluation) -> None:
+def test_tasks_that_a_model_cannot_do_are_skipped_by_name(evaluation: Evaluation) -> None:
     assert list(evaluation.skipped) == ["counting"]
     assert evaluation.tasks == ["needle", "duplicates", "text"]
     assert "skipped: counting" in render_text(sections(evaluation))
@@ -281,7 +281,7 @@ def test_the_report_shows_every_candidate(evaluation: Evaluation) -> None:
     assert f"{evaluation.results[0].bytes:,}" in tables
 
 
-def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
+def test_the_command_measures_the_requested_settings_and_prints_all_results(
     evaluation: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
@@ -362,7 +362,7 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
         (["--telemetry", "--tasks", "stability"], "telemetry needs the samples of a task"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_built(arguments: list[str], words: str) -> None:
+def test_impossible_settings_are_refused_before_a_build(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base", *arguments])
     assert result.exit_code == 2, result.output
     assert words in result.stderr

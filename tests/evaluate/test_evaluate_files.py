@@ -27,14 +27,14 @@ def test_a_result_comes_back_under_its_key_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": 1}', '{"key": "key", "sha256": "", "result": {}}'])
-def test_what_is_no_result_is_named_with_the_line_that_mends_it(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_result_is_named_with_its_fix(text: str, tmp_path: Path) -> None:
     path = tmp_path / "keepkv.json"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"keepkv.json is damaged: its digest does not match\n  fix: rm .*keepkv.json"):
         read_result(path, "key")
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_leaves_the_older_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keepkv.json"
     write_result(path, "key", RESULT)
     (tmp_path / "keepkv.json.part").symlink_to("/dev/full")

@@ -55,7 +55,7 @@ def test_counted_logits_are_hugging_faces(everything: kvexport.Engine, tiny_chec
         np.testing.assert_allclose(logits, whole[sample.counted], atol=2e-4)
 
 
-def test_a_long_run_measures_the_loss_of_what_counts(everything: kvexport.Engine, tiny_checkpoint: Path) -> None:
+def test_a_long_run_measures_the_loss_of_evaluated_tokens(everything: kvexport.Engine, tiny_checkpoint: Path) -> None:
     ids = np.random.default_rng(1).integers(0, 64, 100)
     (logits,) = hugging_face_logits(tiny_checkpoint, [ids])
     loss = np.log(np.exp(logits).sum(-1))[:-1] - logits[np.arange(99), ids[1:]]
@@ -66,7 +66,7 @@ def test_a_long_run_measures_the_loss_of_what_counts(everything: kvexport.Engine
     assert windows[2].nll == pytest.approx(loss[90], abs=1e-4)
 
 
-def test_an_artifact_of_last_logits_cannot_tell_what_lies_inside_a_prompt(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_an_artifact_with_last_logits_has_no_figures_inside_a_prompt(tiny_recipe: Path, tmp_path: Path) -> None:
     engine = kvexport.load(
         kvexport.build(tiny_recipe, tmp_path / "artifact", ["cache.method=full", "limits.max_length=128"])
     )
@@ -76,7 +76,7 @@ def test_an_artifact_of_last_logits_cannot_tell_what_lies_inside_a_prompt(tiny_r
     assert 0 < step_seconds(engine, 40) < 1
 
 
-def test_norms_of_small_keys_are_those_of_what_they_stand_for() -> None:
+def test_norms_of_quantized_keys_are_those_of_the_dequantized_keys() -> None:
     state = {
         "past_key_values.0.votes": np.array([[[1.0, 2.0, 0.0]]], np.float32),
         "past_key_values.0.key": np.array([[[[3, 4], [0, 5], [100, 100]]]], np.int8),

@@ -40,7 +40,7 @@ def text(engine: Engine) -> Passage:
     return passage(encode, filler, FACTS, LENGTH, np.random.default_rng(3))
 
 
-def test_a_passage_holds_its_facts_once_and_is_as_long_as_was_asked(full: Engine) -> None:
+def test_a_passage_has_each_fact_once_and_the_requested_length(full: Engine) -> None:
     given = text(full)
     assert full.tokenizer is not None
     words = full.tokenizer.decode(given.ids)

@@ -67,7 +67,7 @@ def test_a_run_that_ends_early_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_with_the_file_that_filled_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     references = References(tmp_path, LOGS.shape[1])
     part = references.path("key").with_suffix(".part")
     part.symlink_to("/dev/full")

@@ -76,7 +76,7 @@ def suites(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_papers_recipe_is_asked_what_lies_in_a_local_folder(suites: Path, tiny_checkpoint: Path) -> None:
+def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_checkpoint: Path) -> None:
     """A paper's recipe, with a small checkpoint in place of Llama 2 7B, is evaluated on the files of a local folder.
 
     Its method, budget, layer budgets and threshold stay.

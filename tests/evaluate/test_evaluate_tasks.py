@@ -80,7 +80,7 @@ def test_the_tiny_checkpoints_tasks_are_in_its_language(name: str) -> None:
         assert len(stated) == (2 if name == "duplicates" else 1)
 
 
-def test_what_the_tiny_checkpoint_cannot_be_asked_is_refused() -> None:
+def test_questions_without_words_in_the_tiny_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match="alias"):
         Words().alias("anna", "boris")
     for kind in ("every", "count", "chain"):
@@ -120,7 +120,7 @@ def test_a_prompt_that_cannot_hold_its_statements_is_refused(text: Language) -> 
         TASKS["duplicates"].samples(text, 1, 16, 0)
 
 
-def test_texts_count_what_can_be_predicted(text: Language) -> None:
+def test_texts_evaluate_the_positions_that_can_be_predicted(text: Language) -> None:
     (sample,) = TASKS["text"].samples(text, 1, 300, 0)
     assert len(sample.ids) == sample.prompt == 300
     assert sample.counted == list(range(150, 299))
@@ -152,7 +152,7 @@ def test_the_library_is_split_once_and_for_all() -> None:
     assert not any("test" in path.split("/") for path in (*train, *held_out))
 
 
-def test_languages_are_told_apart_by_the_vocabulary() -> None:
+def test_languages_are_distinguished_by_the_vocabulary() -> None:
     assert isinstance(language_of(Tokenizer.from_folder(TINY_CHECKPOINT)), Words)
     assert isinstance(language_of(SMALL, SOURCE), Text)
     with pytest.raises(UsageError, match=r"no tokenizer\.json"):
@@ -171,7 +171,7 @@ def test_wilsons_interval() -> None:
         share(3, 2)
 
 
-def test_the_bootstraps_interval_covers_as_often_as_it_says() -> None:
+def test_bootstrap_intervals_have_their_nominal_coverage() -> None:
     rng = np.random.default_rng(0)
     estimates = [mean(rng.exponential(size=60), seed=i) for i in range(200)]
     covered = sum(e.low <= 1.0 <= e.high for e in estimates)
@@ -226,7 +226,7 @@ def test_longbench_is_read_with_its_own_prompts(tmp_path: Path) -> None:
     assert len(LONGBENCH) == 16
 
 
-def test_ruler_is_scored_by_the_answers_found(tmp_path: Path) -> None:
+def test_ruler_is_scored_by_the_share_of_right_answers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no task of RULER"):
         read_ruler(tmp_path)
     jsonl(tmp_path / "niah_multivalue" / "validation.jsonl", {"index": 0, "input": "A prompt", "outputs": ["12", "34"]})

@@ -103,7 +103,7 @@ def test_forked_work_hands_over_its_bytes_from_a_process_of_its_own(forks: None,
     assert pid != os.getpid() and not Path(f"/proc/{pid}").exists()
 
 
-def test_forked_work_that_fails_is_done_again_and_says_why(forks: None) -> None:
+def test_failed_forked_work_is_repeated_with_a_reason(forks: None) -> None:
     parent = os.getpid()
 
     def dies() -> bytes:

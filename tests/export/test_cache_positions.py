@@ -103,7 +103,7 @@ def test_no_end_with_absolute_positions(llama: Path) -> None:
         ("cache.positions=relative", "positions"),
     ],
 )
-def test_a_recipe_without_an_end_says_what_it_cannot_have(setting: str, problem: str) -> None:
+def test_an_unlimited_recipe_names_the_settings_that_it_excludes(setting: str, problem: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_recipe("tiny-keepkv", ["cache.positions=cache", "limits.max_length=unlimited", setting])
     assert problem in caught.value.problem

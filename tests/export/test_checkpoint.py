@@ -312,7 +312,7 @@ def test_pickles_are_refused_with_the_line_that_converts(tmp_path: Path, name: s
     compile(message.split('python -c "')[1].rstrip('"'), "fix", "exec")
 
 
-def test_a_directory_without_usable_weights_says_what_it_has(tmp_path: Path) -> None:
+def test_the_error_for_a_directory_without_weights_lists_its_files(tmp_path: Path) -> None:
     (make_single(tmp_path) / "model.safetensors").unlink()
     assert "no weights ('config.json')" in refusal(tmp_path)
     (tmp_path / "consolidated.safetensors").write_bytes(write_file(one(), bytes(8)))

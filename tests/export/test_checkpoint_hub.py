@@ -41,7 +41,7 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
         "x" * 5000,
     ],
 )
-def test_what_is_neither_directory_nor_hub_id_is_refused(
+def test_names_that_are_neither_directory_nor_hub_id_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -124,7 +124,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     huggingface_hub.close_session()
 
 
-def test_a_hub_id_is_downloaded_without_pickles_and_code_and_found_again_offline(
+def test_a_hub_id_is_downloaded_without_pickles_and_code_and_reused_offline(
     hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_single(tmp_path / "model")
@@ -164,7 +164,7 @@ def test_a_hub_id_is_downloaded_without_pickles_and_code_and_found_again_offline
         ("broken/name", None, EnvironmentProblem, "'broken/name'", "hf download broken/name"),
     ],
 )
-def test_what_the_hub_refuses(
+def test_errors_of_the_hub_are_reported(
     hub: type[Hub], hub_id: str, revision: str | None, kind: type[UsageError], problem: str, fix: str
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -174,7 +174,7 @@ def test_what_the_hub_refuses(
     assert "\n" not in caught.value.problem
 
 
-def test_offline_says_which_command_downloads_beforehand(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_offline_error_names_the_download_command(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -83,5 +83,5 @@ def test_a_field_of_a_wrong_type_or_size_is_named(checkpoints: dict[str, Path], 
         ({"dtype": "abc"}, "without its dtype it can"),
     ],
 )
-def test_what_is_wrong_is_said(checkpoints: dict[str, Path], change: dict[str, Any], message: str) -> None:
+def test_wrong_config_fields_are_named(checkpoints: dict[str, Path], change: dict[str, Any], message: str) -> None:
     assert message in str(problem(checkpoints["llama"], change))

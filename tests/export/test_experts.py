@@ -75,7 +75,7 @@ ROUNDED = [
 
 @pytest.mark.parametrize(("weights", "parts"), ROUNDED, ids=["int4", "uint8 with zero points"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_rounded_experts_compute_what_their_integers_stand_for(
+def test_rounded_experts_compute_with_the_dequantized_weights(
     name: str, weights: dict[str, Any], parts: list[str], tmp_path: Path
 ) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS[name]())
@@ -156,7 +156,7 @@ def test_scales_that_do_not_fit_mxfp4_experts_are_refused(tmp_path: Path) -> Non
         read_model(models.make_recipe(packed, limits={"max_length": 160}))
 
 
-def test_the_plan_tells_the_bytes_of_the_experts_and_of_those_that_a_token_reads(tmp_path: Path) -> None:
+def test_the_plan_shows_the_bytes_of_all_experts_and_of_those_that_a_token_reads(tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["qwen3_moe"]())
     hidden, inner, experts, chosen, layers = models.SIZES["hidden_size"], 48, 6, 2, 2
     numbers = layers * experts * 3 * hidden * inner
@@ -188,7 +188,7 @@ def test_a_missing_expert_is_named_before_a_weight_is_read(tmp_path: Path) -> No
         build(models.make_recipe(checkpoint, limits={"max_length": 160}), tmp_path / "artifact")
 
 
-def test_another_number_of_experts_than_the_config_says_is_refused(tmp_path: Path) -> None:
+def test_a_number_of_experts_unlike_the_configs_is_refused(tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["qwen3_moe"]())
     tensors = load_file(checkpoint / "model.safetensors")
     rest = {name: x for name, x in tensors.items() if ".experts.5." not in name}

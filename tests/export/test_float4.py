@@ -111,7 +111,7 @@ def bitsandbytes(kind: str, nested: bool, n: int = N, k: int = K, **changes: Any
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("nvfp4", None), ("nf4", None), ("nf4", 4)])
-def test_an_artifact_of_them_computes_with_what_they_stand_for(
+def test_an_artifact_of_4_bit_floats_computes_with_the_dequantized_weights(
     tmp_path: Path, tiny_checkpoint: Path, kind: str, bits: int | None
 ) -> None:
     folder = tmp_path / "quantized"
@@ -145,7 +145,7 @@ def test_an_artifact_of_them_computes_with_what_they_stand_for(
         (BITSANDBYTES, bitsandbytes("nf4", True, nested_blocksize=8), r"\[3\], expected F32 \[6\]"),
     ],
 )
-def test_what_does_not_fit_is_refused_from_the_headers(
+def test_tensors_that_do_not_fit_are_refused_from_their_headers(
     tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

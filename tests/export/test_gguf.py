@@ -38,7 +38,7 @@ def written(folder: Path, data: bytes) -> Path:
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_blocks_mean_what_ggml_says(tmp_path: Path, kind: str) -> None:
+def test_dequantized_blocks_equal_ggmls(tmp_path: Path, kind: str) -> None:
     """Random blocks have the values that the reference of llama.cpp's authors computes."""
     reference = pytest.importorskip("gguf", reason="not reached: pip install gguf")
     number, size = next((number, size) for number, (name, _, size) in TYPES.items() if name == kind)
@@ -98,7 +98,7 @@ WHOLE = gguf({"a": entry("b")}, {"t": ((2,), 0, bytes(8)), "u": ((2,), 0, bytes(
         (gguf({"general.alignment": entry(24)}, {}), "alignment of '24'"),
     ],
 )
-def test_damage_is_said(tmp_path: Path, data: bytes, message: str) -> None:
+def test_damaged_files_are_named(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_gguf(written(tmp_path, data))
 
@@ -178,7 +178,7 @@ def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str
     assert type(shape.model) is type(model)
 
 
-def test_sentencepiece_merges_what_scores_highest(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_sentencepiece_merges_the_pair_of_highest_score(tmp_path: Path, tiny_checkpoint: Path) -> None:
     """A sentencepiece tokenizer without merges in the file merges the pairs of the highest scores.
 
     A first token is added if the file has no setting for it, as in llama.cpp.
@@ -222,9 +222,7 @@ def test_sentencepiece_merges_what_scores_highest(tmp_path: Path, tiny_checkpoin
         ({"llama.context_length": "long"}, "max_position_embeddings"),
     ],
 )
-def test_what_cannot_be_used_is_named(
-    tmp_path: Path, tiny_checkpoint: Path, more: dict[str, Any], message: str
-) -> None:
+def test_unusable_files_are_named(tmp_path: Path, tiny_checkpoint: Path, more: dict[str, Any], message: str) -> None:
     from kvexport.export.build import read_model
 
     file = tmp_path / "tiny.gguf"
@@ -245,7 +243,7 @@ def test_a_file_without_a_number_of_heads_is_named(tmp_path: Path, tiny_checkpoi
         write_texts(gguf, tmp_path)
 
 
-def test_what_changes_a_config_takes_no_gguf(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_commands_that_change_a_config_refuse_gguf(tmp_path: Path, tiny_checkpoint: Path) -> None:
     tiny_gguf(tiny_checkpoint, tmp_path / "tiny.gguf")
     with pytest.raises(UsageError, match="--layers takes a checkpoint of safetensors"):
         read_checkpoint(tmp_path / "tiny.gguf").require_folder("--layers")

@@ -34,7 +34,7 @@ def recipe_of(shares: str | None = None) -> Any:
     return load_recipe("tiny-base", [*method_settings("ballot"), *SETTINGS, *listed]).recipe
 
 
-def test_equal_shares_of_heads_give_what_layers_with_that_budget_give() -> None:
+def test_equal_shares_of_heads_equal_a_budget_of_the_layer() -> None:
     rng = np.random.default_rng(3)
     tokens = [rng.integers(3, 300, size=n) for n in (70, 61)]
     recipe = recipe_of()

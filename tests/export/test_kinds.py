@@ -74,7 +74,7 @@ def test_every_kind_passes_past_its_budget(kind: str, tmp_path: Path) -> None:
         assert result.first_compared > 0
 
 
-def test_positions_that_export_and_reference_have_wrong_in_common_are_found(
+def test_wrong_positions_that_export_and_reference_share_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The layers scale their queries by a position that they compute from the length of the cache.

@@ -117,7 +117,7 @@ def test_experts_stay_as_they_were_packed(
 
 
 @pytest.mark.parametrize(("config", "make"), [(AWQ, awq), (NVFP4, nvfp4)], ids=["awq", "nvfp4"])
-def test_an_artifact_computes_what_packed_experts_stand_for(config: dict[str, Any], make: Any, tmp_path: Path) -> None:
+def test_an_artifact_computes_with_the_dequantized_experts(config: dict[str, Any], make: Any, tmp_path: Path) -> None:
     checkpoint, _ = packed_checkpoint(tmp_path, "qwen3_moe", config, make)
     export = {"logits": "all", "prefill_chunk": 32}
     recipe = models.make_recipe(checkpoint, export=export, limits={"max_length": 160}, weights={"inputs": "float"})
@@ -131,7 +131,7 @@ def test_an_artifact_computes_what_packed_experts_stand_for(config: dict[str, An
     assert {kind for name, kind in kinds.items() if ".experts." in name} == {onnx.TensorProto.UINT4}
 
 
-def test_experts_in_an_order_of_columns_become_floats_and_a_note_says_so(tmp_path: Path) -> None:
+def test_experts_with_ordered_columns_become_floats_with_a_note(tmp_path: Path) -> None:
     checkpoint, expected = packed_checkpoint(tmp_path, "qwen3_moe", GPTQ, partial(gptq, act_order=True))
     recipe, shape, experts = specs_of(checkpoint)
     assert {spec.source.packing for spec in experts.values()} == {None}

@@ -63,7 +63,7 @@ def checkpoint_of(folder: Path, config: dict[str, Any], tensors: dict[str, torch
     ],
     ids=["gptq", "act-order", "symmetric", "8 bits", "8 bits, symmetric, act-order", "gptq_v2", "awq", "awq, 32"],
 )
-def test_packed_weights_mean_what_was_quantized(
+def test_packed_weights_equal_the_quantized_ones(
     tmp_path: Path, tiny_checkpoint: Path, config: dict[str, Any], make: Any
 ) -> None:
     expected = quantized(tiny_checkpoint, tmp_path / "quantized", config, make)
@@ -159,7 +159,7 @@ def test_float8_in_blocks_is_the_product_of_both(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dense_values(source), (weight.float() * each).numpy())
 
 
-def test_an_artifact_of_ordered_columns_computes_with_what_they_stand_for(
+def test_an_artifact_of_ordered_columns_computes_with_the_dequantized_weights(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     """The three products of one input share one gather of columns, and so do the two products of the other input."""
@@ -270,7 +270,7 @@ def set_to(value: float) -> Any:
         ({}, {"quant_method": "fp8"}, r"says that weights are quantized \(fp8\), and no tensor is"),
     ],
 )
-def test_what_does_not_fit_is_refused_from_the_headers(
+def test_tensors_that_do_not_fit_are_refused_from_their_headers(
     tmp_path: Path, tiny_checkpoint: Path, change: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
     folder = tmp_path / "quantized"

@@ -136,7 +136,7 @@ def test_features_that_ranks_cannot_share(tmp_path: Path) -> None:
         split_model(read_model(recipe(save_checkpoint(tmp_path, llama(intermediate_size=97)), 2)), 2)
 
 
-def test_what_transformers_does_not_split_into_plain_projections(tmp_path: Path) -> None:
+def test_models_that_transformers_does_not_split_are_refused(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path, Phi3Config(**SIZES))
     with pytest.raises(UsageError, match=r"splits 'self_attn.o_proj' of phi3 by rowwise_split_input"):
         split_model(read_model(recipe(checkpoint, 2)), 2)
@@ -166,7 +166,7 @@ def test_methods_that_join_heads_and_drafts_over_copies_are_refused(tiny_checkpo
         build(recipe(tiny_checkpoint, 2, backend={"name": "tensorrt", "tensor_parallel": 2}), tiny_checkpoint / "out")
 
 
-def test_the_plan_counts_what_a_rank_holds(tiny_checkpoint: Path) -> None:
+def test_the_plan_counts_the_bytes_of_a_rank(tiny_checkpoint: Path) -> None:
     one, two = (plan_memory(recipe(tiny_checkpoint, ranks)) for ranks in (1, 2))
     assert two.weight_bytes == one.weight_bytes == one.rank_weight_bytes
     hidden, kv, intermediate = 32, 16, 64

@@ -135,7 +135,7 @@ def test_models_that_cannot_be_exported(tmp_path: Path, kind: str) -> None:
     assert "\n" not in error.problem
 
 
-def test_the_same_model_without_what_was_refused_is_accepted(tmp_path: Path) -> None:
+def test_a_refused_model_is_accepted_with_full_attention(tmp_path: Path) -> None:
     # Llama 4's own layers with full attention: the mask was refused, not the family.
     config = transformers.Llama4TextConfig(
         **{

@@ -141,7 +141,7 @@ def terms(model: ir.Model) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", [(0, 1), (0, 1, 2)]), ("gemma3", [(0, 1, 3), (0, 1, 2, 3)])])
-def test_copies_are_what_a_trace_of_the_whole_gives(name: str, layers: list[tuple[int, ...]]) -> None:
+def test_copies_of_a_layer_equal_a_trace_of_all_layers(name: str, layers: list[tuple[int, ...]]) -> None:
     both = traces(name)
     assert both.traced == layers
     assert list(terms(both.copied)) == list(terms(both.whole)) and terms(both.copied) == terms(both.whole)
@@ -345,7 +345,7 @@ def changed_llama(change: Callable[[Any], None]) -> tuple[Any, Any]:
         "beside the hidden state",
     ],
 )
-def test_what_tells_layers_apart(change: Callable[[Any], None], expected: tuple[int, ...] | None) -> None:
+def test_layers_that_differ_are_not_copied(change: Callable[[Any], None], expected: tuple[int, ...] | None) -> None:
     layers = find_layers(*changed_llama(change))
     assert (layers and layers.first) == expected
 
@@ -378,7 +378,7 @@ def test_unusual_layers_are_all_traced(change: Callable[[Any], None], monkeypatc
 
 
 @pytest.mark.parametrize("error", [None, UsageError("it cannot be traced")], ids=["graphs differ", "error"])
-def test_where_copies_cannot_be_made_all_layers_are_traced_after_all(
+def test_all_layers_are_traced_if_they_cannot_be_copied(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Asked(monkeypatch, error)

@@ -62,6 +62,6 @@ def test_logits_are_those_of_the_whole_model_and_no_encoder_is_written(name: str
     assert written < 4 * sum(p.numel() for n, p in model.named_parameters() if "vis" not in n) + (1 << 16)
 
 
-def test_a_build_says_that_images_are_not_read() -> None:
+def test_a_build_notes_that_images_are_not_read() -> None:
     assert text_part_notes(WRAPPERS["qwen3_vl"]()) == ["the text part of qwen3_vl is built: it reads no images"]
     assert text_part_notes(models.llama()) == []

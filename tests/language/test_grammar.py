@@ -37,7 +37,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_drawn_under_a_schema_is_valid(grammars: Grammars, tokenizer: Tokenizer, seed: int) -> None:
+def test_answers_under_a_schema_are_valid(grammars: Grammars, tokenizer: Tokenizer, seed: int) -> None:
     schema = random_schema(np.random.default_rng(seed))
     for i in range(5):
         constraint = grammars.start(Grammar.json_schema(schema), EOS)
@@ -209,13 +209,13 @@ def test_a_grammar_that_takes_long_ends_its_sequence(grammars: Grammars, monkeyp
         slow.next(np.zeros(grammars.vocabulary, dtype=np.float32))
 
 
-def test_what_explodes_while_it_runs_is_an_error_of_its_sequence(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_grammar_that_grows_too_large_is_an_error_of_its_sequence(grammars: Grammars, tokenizer: Tokenizer) -> None:
     constraint = grammars.start(Grammar("regex", r"(\p{L}{1,200}|\d{1,200}x){1,200}"), EOS)
     with pytest.raises(UsageError, match=r"cannot be followed|ms a token"):
         draw(constraint, tokenizer, grammars.vocabulary, EOS, 0)
 
 
-def test_llguidance_and_a_tokenizer_are_asked_for(
+def test_grammars_require_llguidance_and_a_tokenizer(
     tokenizer: Tokenizer, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match=r"no tokenizer\.json"):
@@ -247,7 +247,7 @@ def test_an_engine_keeps_each_answer_to_its_own_form(tiny_artifact: Path) -> Non
     assert not engine.busy
 
 
-def test_a_constraint_names_what_it_refuses(grammars: Grammars) -> None:
+def test_a_constraint_names_the_token_that_it_refuses(grammars: Grammars) -> None:
     constraint: Constraint = grammars.start(Grammar("regex", "a"), EOS)
     with pytest.raises(KvexportError, match="does not allow the token 2"):
         constraint.accept(2)

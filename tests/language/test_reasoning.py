@@ -60,7 +60,7 @@ def test_every_cut_of_an_answer_gives_the_same_parts(text: str, opened: bool, ex
         assert read(text, cuts, opened)[:2] == expected
 
 
-def test_calls_are_found_behind_the_reasoning_and_not_in_it() -> None:
+def test_tool_calls_are_parsed_only_after_the_reasoning() -> None:
     text = f"<think>shall i {CALL}?</think>\n{CALL}"
     for cuts in ([], list(range(1, len(text)))):
         reasoning, answer, calls = read(text, cuts, tools=True)

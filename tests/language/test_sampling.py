@@ -208,7 +208,7 @@ def rows(count: int, size: int = 64) -> list[np.ndarray]:
     return list(np.random.default_rng(11).standard_normal((count, size)).astype(np.float32))
 
 
-def test_a_seed_fixes_the_draws_whatever_runs_beside_it() -> None:
+def test_a_seed_fixes_the_draws_beside_any_requests() -> None:
     chosen = GenerationSettings(do_sample=True, seed=7, top_k=0)
     alone = Sampler(chosen, [1, 2], 64)
     tokens = [alone.next(row) for row in rows(40)]
@@ -325,7 +325,7 @@ def test_an_ignored_eos_is_a_token_like_any_other() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
 @pytest.mark.parametrize("vocabulary", [3, 20, 30000])
-def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(vocabulary: int, count: int) -> None:
+def test_logprobs_are_those_of_the_unchanged_logits(vocabulary: int, count: int) -> None:
     chosen = GenerationSettings(
         do_sample=True, temperature=0.5, top_k=2, presence_penalty=1.0, logit_bias={2: 3.0}, logprobs=count, seed=0
     )

@@ -96,7 +96,7 @@ def test_a_generation_config_is_read_as_transformers_reads_it() -> None:
     ) == GenerationSettings(stop_strings=("a", "b"), eos_token_ids=(5,))
 
 
-def test_unset_fields_default_to_what_transformers_generates_with() -> None:
+def test_unset_fields_have_the_defaults_of_transformers() -> None:
     reference, default = (
         GenerationConfig._get_default_generation_params(),
         GenerationSettings.from_generation_config({}),
@@ -124,7 +124,7 @@ def test_the_neutral_values_are_those_of_transformers() -> None:
         ("typical_p", 0.5),
     ],
 )
-def test_what_would_change_the_tokens_is_refused_by_name(key: str, value: Any) -> None:
+def test_unsupported_generation_settings_are_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(UsageError, match=rf"{key} = ") as caught:
         GenerationSettings.from_generation_config({key: value, "do_sample": True})
     assert f"set {key} to" in caught.value.fix

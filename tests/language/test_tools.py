@@ -54,7 +54,7 @@ def template(name: str) -> ChatTemplate:
     ("name", "form"),
     [("qwen2.5", HERMES), ("qwen3", HERMES), ("llama3.1-tools", LLAMA), ("mistral", MISTRAL)],
 )
-def test_the_template_says_the_form(name: str, form: CallForm) -> None:
+def test_the_template_determines_the_form_of_calls(name: str, form: CallForm) -> None:
     assert form_of(template(name)) == form
 
 
@@ -64,7 +64,7 @@ def test_a_template_without_tools_takes_none(name: str | None) -> None:
         form_of(None if name is None else template(name))
 
 
-def test_a_form_that_is_not_known_is_said_to_be_so() -> None:
+def test_an_unknown_form_of_calls_is_refused() -> None:
     with pytest.raises(UsageError, match="not known"):
         form_of(ChatTemplate({"default": "{% for t in tools %}<fn>{{ t.name }}</fn>{% endfor %}"}, {}, "x"))
 
@@ -137,14 +137,14 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_calls_are_found_however_the_text_is_cut(name: str, data: st.DataObject) -> None:
+def test_calls_are_parsed_from_text_in_any_pieces(name: str, data: st.DataObject) -> None:
     form, text, expected = READ[name]
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=len(text)))
     assert pieces(form, text, cuts) == expected
     assert pieces(form, text, list(range(len(text)))) == expected
 
 
-def test_arguments_come_as_they_are_made_and_no_marker_is_shown() -> None:
+def test_arguments_arrive_while_they_are_generated_and_no_marker_is_shown() -> None:
     reader = HERMES.reader(TOOLS)
     assert reader.read("Hm <tool_call>\n", False) == [Piece("text", "Hm")]
     assert reader.read('{"name": "get_wea', False) == []
@@ -231,7 +231,7 @@ def test_who_may_be_called() -> None:
         ([NOW] * 129, "129 tools"),
     ],
 )
-def test_what_is_no_tool_is_named(tools: list[Any], named: str) -> None:
+def test_invalid_tools_are_named(tools: list[Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         check_tools(tools)
     assert check_tools(TOOLS) == TOOLS

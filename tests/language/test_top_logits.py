@@ -42,7 +42,7 @@ def top_of(logits: np.ndarray, count: int, error: float = 0.0) -> TopLogits:
 
 @settings(max_examples=600, deadline=None)
 @given(cases(), st.sampled_from([1, 2, 8, 64, 256]), st.sampled_from([-0.9, 0.0, 0.9]), st.booleans(), st.data())
-def test_what_the_largest_logits_settle_is_what_the_row_gives(
+def test_tokens_from_the_largest_logits_equal_those_from_the_row(
     case: Any, count: int, error: float, more: bool, data: st.DataObject
 ) -> None:
     chosen, prompt, generated, logits = case
@@ -107,7 +107,7 @@ def test_the_largest_logits_are_nearly_always_enough(name: str) -> None:
     assert may_settle(chosen, COUNT, 32000)
 
 
-def test_what_they_can_never_settle_is_known_before() -> None:
+def test_settings_that_need_the_whole_row_are_known_in_advance() -> None:
     assert not may_settle(GenerationSettings(do_sample=True, top_k=0), COUNT, 32000)
     assert not may_settle(GenerationSettings(do_sample=True, top_k=COUNT), COUNT, 32000)
     for raising in ({"repetition_penalty": 0.9}, {"presence_penalty": -0.1}, {"logit_bias": {1: 0.1}}, {"logprobs": 0}):
@@ -203,7 +203,7 @@ def test_an_engine_whose_logits_stay_on_the_device_gives_the_same_tokens(
         assert rows == steps
 
 
-def test_an_artifact_from_before_there_were_top_logits_runs_and_says_so(tiny_artifact: Path, tmp_path: Path) -> None:
+def test_an_older_artifact_without_top_logits_runs_with_a_note(tiny_artifact: Path, tmp_path: Path) -> None:
     engine = on_device(with_top_logits(tiny_artifact, tmp_path / "old", 0))
     assert tokens(engine, **GREEDY) == tokens(load(tiny_artifact), **GREEDY)
     assert engine.timing.whole_rows == 39 * len(PROMPTS)

@@ -132,7 +132,7 @@ def test_native_kernels_decline_it_by_name(pointed: str, artifact: Path) -> None
     assert "extra state, calls" in str(refusal(None, merge.graph.node[0]))
 
 
-def test_a_merge_moves_cuts_and_zeroes_what_belongs_to_slots(pointed: str) -> None:
+def test_a_merge_moves_cuts_and_zeroes_tensors_of_slots(pointed: str) -> None:
     method, rng = all_methods()[pointed](), np.random.default_rng(0)
     used, capacity, budget = 14, 16, 9
     position = torch.from_numpy(np.concatenate([rng.permutation(used), [0, 0]]).astype(np.int32))[None, None]

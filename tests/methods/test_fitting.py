@@ -46,7 +46,7 @@ every_backend = pytest.mark.parametrize(
 
 
 @every_backend
-def test_the_ring_holds_the_latest_queries_of_every_head_whatever_the_calls(backend: Backend) -> None:
+def test_the_ring_has_the_latest_queries_of_every_head_after_any_calls(backend: Backend) -> None:
     """The ring has the latest queries of every head, whatever the calls.
 
     Three lanes have ragged calls and are sometimes idle. Padding in the ring would be noticed.
@@ -161,7 +161,7 @@ def one_head(method: Fitting, seed: int, capacity: int = 40) -> tuple[Slots, lis
 
 @pytest.mark.parametrize("kind", [GRKV, AttentionMatching])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_fit_gives_the_reference_queries_more_of_what_they_read(kind: type[Fitting], seed: int) -> None:
+def test_a_fit_brings_the_reference_queries_closer_to_their_output(kind: type[Fitting], seed: int) -> None:
     """With a fit the output of every reference query is nearer to its output before the eviction.
 
     A smaller ridge brings it nearer.
@@ -222,7 +222,7 @@ def test_queries_move_with_the_recent_keys_where_positions_are_places() -> None:
     assert (result[5] - state[5]).abs().max() > 0.1 and result[6].equal(state[6])
 
 
-def test_what_a_recipe_asks_of_a_fit_is_checked() -> None:
+def test_a_recipes_parameters_of_a_fit_are_checked() -> None:
     assert CacheSection(method="grkv", parameters={"queries": 64}).build_method() == GRKV(queries=64)
     for parameters, named in (
         ({"ridge": 0.0}, "ridge"),

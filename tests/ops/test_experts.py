@@ -77,9 +77,7 @@ def model_of(form: ExpertsForm, tensors: Tensors, *, function: bool = True) -> o
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.overload)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("rows", [1, 9])
-def test_the_function_computes_what_the_statement_in_pytorch_does(
-    form: ExpertsForm, dtype: torch.dtype, rows: int
-) -> None:
+def test_the_onnx_function_equals_the_pytorch_function(form: ExpertsForm, dtype: torch.dtype, rows: int) -> None:
     exact = case(form, rows)
     right = meaning(form, exact)
     tensors = in_type(exact, dtype)

@@ -107,7 +107,7 @@ SIZES = [
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.overload or "plain")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("native", [True, False], ids=["native", "function"])
-def test_it_is_what_pytorch_computes(form: Form, dtype: str, native: bool) -> None:
+def test_the_function_equals_pytorch(form: Form, dtype: str, native: bool) -> None:
     if native:
         needs_library()
     rng = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def test_no_rows_give_no_rows() -> None:
         (Form(output_heads=(2,)), ["T", 8], [4, 8], "does not fit"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_when_the_session_is_made(
+def test_mismatched_sizes_are_refused_when_the_session_is_created(
     form: Form, shape: Any, weight: Any, problem: str
 ) -> None:
     needs_library()
@@ -256,7 +256,7 @@ def test_an_output_that_is_left_out_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_weights_give_the_same_bits_wherever_they_lie(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_give_the_same_bits_at_any_address(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Constant weights give the same bits wherever they are stored.
 
     They are copied into huge pages if there are any. A weight that is an input is read in its place.
@@ -292,7 +292,7 @@ def test_a_node_without_the_inputs_that_it_names_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "config"), product(["float16", "float32"], [LlamaConfig, Qwen2Config]))
-def test_an_engine_says_the_same_with_and_without_the_kernel(
+def test_an_engine_generates_equal_tokens_with_and_without_the_kernel(
     dtype: str, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_library()

@@ -128,7 +128,7 @@ SIZES = [(1, 37, 768), (3, 5, 768), (5, 64, 768), (13, 33, 768), (70, 129, 768),
 @pytest.mark.parametrize("packing", FORMATS + WITH_TABLES, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("runs", ["native", "native, float input", "function"])
-def test_products_are_those_of_what_the_integers_stand_for(packing: PackedFormat, dtype: str, runs: str) -> None:
+def test_products_equal_those_of_the_dequantized_weights(packing: PackedFormat, dtype: str, runs: str) -> None:
     if runs != "function":
         needs_library()
     rng = np.random.default_rng(0)
@@ -256,7 +256,7 @@ def test_tiny_and_huge_numbers_are_rounded_like_any(size: float, packing: Packed
     assert (np.abs(actual - exact) <= error_bound(x.astype(np.float64), weight) * 1.001).all() and not actual[2].any()
 
 
-def test_what_is_not_finite_stays_in_its_row() -> None:
+def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
     needs_library()
     rng = np.random.default_rng(2)
     weights, _ = packed_weight(rng, FORMATS[0], "weight0", 5, 256)
@@ -335,7 +335,7 @@ def test_a_plain_tensor_of_another_type_than_the_input_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_an_engine_with_packed_weights_says_the_same_with_and_without_the_kernel(
+def test_packed_weights_generate_equal_tokens_with_and_without_the_kernel(
     bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_library()

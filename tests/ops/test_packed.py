@@ -17,7 +17,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("packing", FORMATS, ids=str)
-def test_every_number_means_what_the_formula_says(packing: PackedFormat) -> None:
+def test_every_packed_number_equals_the_formula(packing: PackedFormat) -> None:
     rng, (n, k) = np.random.default_rng(0), (5, 128)
     low = packing.lowest
     numbers = {part: rng.integers(low, low + (1 << packing.bits), (n, k // g)) for part, g in _numbers(packing)}
@@ -51,6 +51,6 @@ def test_the_low_half_of_a_byte_comes_first() -> None:
     ("group", "inputs", "words"),
     [(8, 64, "16 to 256"), (512, 1024, "16 to 256"), (33, 66, "even"), (32, 48, "do not divide")],
 )
-def test_a_group_that_does_not_fit_is_said(group: int, inputs: int, words: str) -> None:
+def test_a_group_that_does_not_fit_is_an_error(group: int, inputs: int, words: str) -> None:
     assert words in PackedFormat(4, True, group).fault(inputs)
     assert not PackedFormat(4, True, inputs).fault(inputs)

@@ -135,7 +135,9 @@ def test_a_library_for_cuda_is_for_this_machines_gpus_unless_named(
     assert make.chosen_capabilities([]) == sorted(CAPABILITIES, key=int)
 
 
-def test_kernels_and_binding_are_compiled_for_what_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_and_binding_are_compiled_for_the_chosen_capabilities(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     commands: list[Sequence[str]] = []
     monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", str(tmp_path))
     (tmp_path / "onnxruntime_cxx_api.h").touch()
@@ -154,7 +156,7 @@ def test_kernels_and_binding_are_compiled_for_what_was_chosen(monkeypatch: pytes
     assert "cuda_exports.map" in linked
 
 
-def test_without_nvcc_building_for_cuda_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cuda_build_without_nvcc_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     with pytest.raises(make.Missing, match="nvcc was not found"):
         make.build("cuda", capabilities=["90"], out=tmp_path)

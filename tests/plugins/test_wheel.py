@@ -82,7 +82,7 @@ def test_the_wheel_is_for_every_python_and_for_systems_since_2018(wheel: Path) -
 
 
 @needs_library
-def test_the_wheel_says_what_is_compiled_into_it(wheel: Path) -> None:
+def test_the_wheel_lists_its_compiled_libraries(wheel: Path) -> None:
     bill = json.loads(metadata(wheel, "sboms/native.cdx.json"))
     components = {one["name"]: one for one in bill["components"]}
     own = components.pop("libkvexport_onnxruntime.so")
@@ -182,7 +182,7 @@ def hook(target: str, root: Path = ROOT) -> Any:
 
 
 @pytest.mark.parametrize("target", ["wheel", "sdist"])
-def test_what_is_missing_is_said_with_the_way_on(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_tool_is_named_with_a_fix(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", str(tmp_path))
     monkeypatch.delenv("KVEXPORT_NATIVE", raising=False)
     data: dict[str, Any] = {"force_include": {}, "sbom_files": []}

@@ -61,7 +61,7 @@ def test_more_than_a_mailbox_holds_goes_in_pieces_in_one_shot_and_in_two(ranks: 
         agree(ranks(count), [[random_part(rng, 1_300_003, "float16"), random_part(rng, 5, "float16")] * 2] * count)
 
 
-def test_tensors_that_lie_anywhere_and_sums_in_place(ranks: Any) -> None:
+def test_tensors_at_any_address_and_sums_in_place(ranks: Any) -> None:
     rng = np.random.default_rng(0)
     whole = [random_part(rng, 1001, "float32") for _ in range(2)]
     agree(ranks(2), [[part[1:]] for part in whole])
@@ -92,13 +92,13 @@ def test_who_waits_is_released_by_the_word(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 5), (4, 40_000), (100_000, 90_000)])
-def test_ranks_that_sum_different_tensors_are_told_so(ranks: Any, sizes: tuple[int, int]) -> None:
+def test_ranks_that_sum_different_tensors_fail(ranks: Any, sizes: tuple[int, int]) -> None:
     threads = ranks(2)
     threads.run([[np.zeros(size, np.float32)] for size in sizes])
     assert threads.word[0] & 255 == OUT_OF_STEP
 
 
-def test_what_cannot_be_called_is_refused(ranks: Any) -> None:
+def test_invalid_calls_are_refused(ranks: Any) -> None:
     threads = ranks(2)
     view, x = threads.views[0], np.zeros(2 << 20, np.float32)
     at = x.ctypes.data

@@ -148,7 +148,7 @@ def test_ranks_end_with_their_engine_and_with_rank_0(artifact: Path) -> None:
     os.close(worker)
 
 
-def test_an_error_of_a_rank_is_told(artifact: Path) -> None:
+def test_an_error_of_a_rank_is_raised(artifact: Path) -> None:
     engine = kvexport.load(artifact)
     ranks: Any = engine.model
     state: Any = engine.new_state(1)
@@ -156,7 +156,7 @@ def test_an_error_of_a_rank_is_told(artifact: Path) -> None:
         ranks.ranks.ask(lambda: None, ranks.message("nonsense", {"state": state._number}))
 
 
-def test_an_error_of_rank_0_is_told_and_ends_the_others(artifact: Path) -> None:
+def test_an_error_of_rank_0_is_raised_and_ends_the_others(artifact: Path) -> None:
     engine = kvexport.load(artifact)
     ranks: Any = engine.model
 
@@ -184,7 +184,7 @@ def test_a_process_that_cannot_be_started(artifact: Path, monkeypatch: pytest.Mo
         kvexport.load(artifact)
 
 
-def test_a_rank_that_cannot_load_is_told(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_rank_that_cannot_load_is_raised(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PROGRAM", "raise SystemExit(7)")
     with pytest.raises(KvexportError, match=r"rank 1, the process \d+, ended with status 7"):
         kvexport.load(artifact)
@@ -199,14 +199,14 @@ def test_without_native_operators_there_are_no_ranks(artifact: Path, monkeypatch
     assert error.value.fix == "unset KVEXPORT_OPERATORS"
 
 
-def test_what_has_no_ranks_refuses_by_name(artifact: Path) -> None:
+def test_features_without_ranks_are_refused_by_name(artifact: Path) -> None:
     with pytest.raises(UsageError, match=r"backend.tensor_parallel is 2, but tensorrt runs a model in one process"):
         kvexport.load(artifact, backend="tensorrt")
     with pytest.raises(UsageError, match="there is no device tpu"):
         kvexport.load(artifact, device="tpu")
 
 
-def test_the_artifact_says_its_ranks(artifact: Path) -> None:
+def test_the_manifest_has_the_number_of_ranks(artifact: Path) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(artifact)]).output
     assert "2 processes of 1 KV heads each" in " ".join(shown.split())
     manifest = load_manifest(artifact)

@@ -43,7 +43,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @needs_binding
-def test_ranks_on_gpus_say_what_one_process_says_and_give_all_back(
+def test_ranks_on_gpus_equal_one_process_and_free_their_memory(
     artifact: Path, tiny_artifact: Path, gpus: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, others = set(gpus.held), set(threading.enumerate())
@@ -91,7 +91,7 @@ def test_a_rank_that_hangs_is_named(artifact: Path, gpus: Driver, monkeypatch: p
         process.send_signal(signal.SIGCONT)
 
 
-def test_what_keeps_a_rank_from_joining_is_told_and_what_it_took_given_back(
+def test_a_rank_that_cannot_join_gives_a_reason_and_frees_its_memory(
     monkeypatch: pytest.MonkeyPatch, gpus: Driver
 ) -> None:
     undo: list[tuple[str, Any]] = []
@@ -128,7 +128,7 @@ def test_gpus_that_are_missing_or_apart_are_named(
     assert few.value.fix.startswith("--set backend.tensor_parallel=1")
 
 
-def test_the_doctor_says_how_many_gpus_can_be_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_shows_how_many_gpus_can_be_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(4)
     monkeypatch.setattr(ctypes, "CDLL", fake_gpus.load_driver(driver))
     assert devices.most_ranks(16) == (4, "") and devices.most_ranks(3) == (3, "")
@@ -161,7 +161,7 @@ def test_the_driver_of_the_tests_has_names_of_the_real_one() -> None:
     assert len(names) > 15 and names <= fake_gpus.names_of_cuda_h(header)
 
 
-def test_what_a_word_says() -> None:
+def test_problem_words_are_decoded() -> None:
     one = object.__new__(mailboxes.Mailboxes)
     problems = {word: one.problem(word.to_bytes(4, "little")) for word in (0, 1, 2 | 3 << 8 | 1 << 16, 3 | 1 << 8)}  # type: ignore[arg-type]
     assert list(problems.values()) == [

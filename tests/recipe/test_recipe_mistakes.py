@@ -200,7 +200,7 @@ def test_a_bad_extends_does_not_hide_the_rest(recipe_dir: Path) -> None:
     )
 
 
-def test_a_mistake_in_what_is_extended_is_named_there_unless_it_is_overridden(recipe_dir: Path) -> None:
+def test_a_mistake_in_the_extended_recipe_is_named_there_unless_it_is_overridden(recipe_dir: Path) -> None:
     write(
         recipe_dir,
         a=SMALL + "cache:\n  sinks: x\n",

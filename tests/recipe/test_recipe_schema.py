@@ -117,7 +117,7 @@ def test_both_take_the_same_values(tmp_path_factory: pytest.TempPathFactory, key
     assert valid(recipe) == loads(tmp_path_factory.getbasetemp(), recipe)
 
 
-def test_every_field_and_parameter_says_what_it_means() -> None:
+def test_every_field_and_parameter_has_a_description() -> None:
     silent = [field.name for field in describe_fields(Recipe) if len(field.meaning) < 8]
     silent += [f"{n}.{p}" for n, m in all_methods().items() for p, meaning in meanings(m).items() if len(meaning) < 8]
     assert silent == []

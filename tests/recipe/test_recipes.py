@@ -50,7 +50,7 @@ HUB = {
 }
 
 
-def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
+def test_every_shipped_recipe_loads_and_bases_are_marked() -> None:
     listed = {info.name: info for info in list_recipes()}
     assert set(listed) == {*TINY, *SMOLLM2, *HUB, *OTHERS, *MODELS}
     for name, info in listed.items():
@@ -124,7 +124,7 @@ def test_the_wheel_carries_less_than_two_megabytes_of_recipes_and_weights() -> N
     assert sum(path.stat().st_size for path in recipe_folder().rglob("*") if path.is_file()) < 2 << 20
 
 
-def test_the_small_checkpoint_has_the_parameters_that_its_readme_says() -> None:
+def test_the_small_checkpoint_has_the_parameters_of_its_readme() -> None:
     with safe_open(SMALL_CHECKPOINT / "model.safetensors", "numpy") as file:
         assert sum(file.get_tensor(name).size for name in file.keys()) == 5_475_584  # noqa: SIM118
 
@@ -231,7 +231,7 @@ def test_set_wins_over_files_and_the_later_over_the_earlier(recipe_dir: Path) ->
     assert loaded.origin["cache.slack"] == "--set cache.slack=null"
 
 
-def test_model_path_is_relative_to_who_says_it(recipe_dir: Path) -> None:
+def test_model_path_is_relative_to_the_file_that_sets_it(recipe_dir: Path) -> None:
     write(recipe_dir, a="model: {path: ./weights}\n", b="model: {path: ../weights}\n", c="model: {path: some/model}\n")
     other = recipe_dir.parent / "other"
     other.mkdir()
@@ -284,7 +284,7 @@ def test_listing_shows_broken_recipes_beside_the_others(recipe_dir: Path) -> Non
     )
 
 
-def test_recipe_folder_prefers_what_a_wheel_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_folder_of_an_installed_wheel_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "kvexport"
     package.mkdir()
     monkeypatch.setattr(paths, "PACKAGE", package)

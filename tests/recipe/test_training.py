@@ -92,7 +92,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(training: ModuleType, dat
     assert all((p != fresh[name]).any() for name, p in whole.named_parameters() if p.ndim == 2)
 
 
-def test_rows_are_of_the_asked_length_and_their_labels_are_their_ids(training: ModuleType, data: Any) -> None:
+def test_rows_have_the_requested_length_and_their_ids_as_labels(training: ModuleType, data: Any) -> None:
     kinds = set()
     for step in (10, 700, 1300, 1400, *range(2000, 2020)):
         kind, rows = training.batch_at(data, 0, step, None if step < 100 else 618, 2048)
@@ -107,7 +107,7 @@ def test_rows_are_of_the_asked_length_and_their_labels_are_their_ids(training: M
     assert kinds == {"copy", "code", "recall"}
 
 
-def test_what_is_saved_is_what_ships(training: ModuleType, data: Any, tmp_path: Path) -> None:
+def test_the_saved_checkpoint_equals_the_shipped_one(training: ModuleType, data: Any, tmp_path: Path) -> None:
     import torch
     from transformers import LlamaForCausalLM
 

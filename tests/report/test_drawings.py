@@ -34,7 +34,7 @@ def only(*series: Series, x_log: bool = False, y_log: bool = False) -> tuple[Ele
     return drawings(html)[0], Page(html).text()
 
 
-def test_markers_lie_where_their_values_are_between_the_ticks() -> None:
+def test_markers_are_placed_by_their_values_between_the_ticks() -> None:
     drawing, _ = only(Series("s", [0, 5, 10], [0, 50, 100]))
     (x0, y0), (x1, y1), (x2, y2) = map(place, with_class(drawing, "dot"))
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
@@ -78,7 +78,7 @@ LOG_RANGES = [
 
 
 @pytest.mark.parametrize(("low", "high", "log"), [(*r, False) for r in RANGES] + [(*r, True) for r in LOG_RANGES])
-def test_ticks_tell_the_truth_and_do_not_overlap(low: float, high: float, log: bool) -> None:
+def test_tick_labels_are_exact_and_do_not_overlap(low: float, high: float, log: bool) -> None:
     drawing, _ = only(Series("s", [low, high], [low, high]), x_log=log, y_log=log)
     dots = [place(dot) for dot in with_class(drawing, "dot")]
     for horizontal in (True, False):
@@ -110,7 +110,7 @@ VALUES = st.none() | st.floats() | st.sampled_from([0.0, 1.0, 1.0 + 1e-12, -1e-3
 @given(st.lists(st.tuples(VALUES, VALUES, VALUES, VALUES), max_size=6), st.booleans(), st.booleans())
 @example([(1.0, 0.0, 0.0, 1.0)] * 2, False, True)
 @example([], True, True)
-def test_whatever_the_values_the_drawing_stays_inside_its_frame(
+def test_a_drawing_of_any_values_stays_inside_its_frame(
     points: list[tuple[float | None, ...]], x_log: bool, y_log: bool
 ) -> None:
     columns: Sequence[Sequence[float | None]] = [list(column) for column in zip(*points, strict=True)] or [

@@ -40,7 +40,7 @@ def test_models_are_listed_under_their_name(client: openai.OpenAI, engine: Engin
         client.models.retrieve("gpt")
 
 
-def test_an_answer_is_what_the_engine_says_by_itself(client: openai.OpenAI, alone: str) -> None:
+def test_an_answer_equals_the_engines_own_answer(client: openai.OpenAI, alone: str) -> None:
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=40)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", alone, "length")
@@ -67,7 +67,7 @@ def test_a_stream_brings_the_same_piece_by_piece(client: openai.OpenAI, alone: s
     assert len(pieces) > 20  # not all at once
 
 
-def test_answers_at_once_are_what_each_is_alone(client: openai.OpenAI, engine: Engine, server: Running) -> None:
+def test_concurrent_answers_equal_solo_answers(client: openai.OpenAI, engine: Engine, server: Running) -> None:
     """Simultaneous answers, more than there are lanes, equal the answers without others, streamed and whole.
 
     They end before the first merge. Which prompts are read in one call depends on when they arrive. It changes the
@@ -119,7 +119,7 @@ def test_an_answer_goes_on_to_the_longest_that_fits(client: openai.OpenAI, engin
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_a_prompt_that_cannot_fit_is_said_to_be_too_long(client: openai.OpenAI) -> None:
+def test_a_prompt_that_does_not_fit_is_refused_as_too_long(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="context_length_exceeded") as caught:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a" * 600}])
     assert caught.value.code == "context_length_exceeded"
@@ -143,7 +143,7 @@ def test_a_prompt_that_cannot_fit_is_said_to_be_too_long(client: openai.OpenAI) 
         ({"modalities": ["audio"]}, "modalities"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(server: Running, change: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(server: Running, change: dict[str, Any], param: str) -> None:
     status, _, body = server.ask("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, **change})
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
     assert body["error"]["param"] == param

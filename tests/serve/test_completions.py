@@ -91,7 +91,7 @@ def test_logprobs_are_those_of_the_tokens(client: openai.OpenAI) -> None:
     assert streamed == logprobs.token_logprobs
 
 
-def test_chat_tells_logprobs_too(client: openai.OpenAI) -> None:
+def test_chat_returns_logprobs_too(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     answer = client.chat.completions.create(**body, logprobs=True, top_logprobs=2)
     logprobs = answer.choices[0].logprobs
@@ -147,6 +147,6 @@ def test_tokens_and_text(server: Running) -> None:
         ("/detokenize", {"tokens": "abc"}, "tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(server: Running, path: str, body: Any, param: str | None) -> None:
+def test_unsupported_fields_are_refused_by_name(server: Running, path: str, body: Any, param: str | None) -> None:
     status, _, answer = server.ask(path, body)
     assert (status, answer["error"]["param"]) == (400, param)

@@ -97,7 +97,7 @@ def test_other_forms(server: Running, form: Any, pattern: str) -> None:
         {"structured_outputs": {"grammar": "start: nothing"}},
     ],
 )
-def test_what_is_no_form_is_refused(server: Running, form: Any) -> None:
+def test_invalid_response_formats_are_refused(server: Running, form: Any) -> None:
     status, _, body = server.ask("/v1/chat/completions", {**ASKED, **form})
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 

@@ -65,7 +65,7 @@ def test_a_lane_is_free_a_step_after_its_client_has_gone(server: Running, monkey
         assert -1 in steps and steps[::-1].index(-1) <= 1
 
 
-def test_overload_is_refused_and_what_is_accepted_is_answered(engine: Engine) -> None:
+def test_overload_is_refused_and_accepted_requests_are_answered(engine: Engine) -> None:
     with running(engine, queue=4) as server:
         statuses: list[int] = []
 

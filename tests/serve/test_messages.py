@@ -27,7 +27,7 @@ def alone(engine: Engine, server: Running) -> str:
     return str(server.on_engine(lambda: engine.generate(text, max_new_tokens=40, top_k=0)[0].text))
 
 
-def test_a_message_is_what_the_engine_says_by_itself(client: anthropic.Anthropic, alone: str) -> None:
+def test_a_message_equals_the_engines_own_answer(client: anthropic.Anthropic, alone: str) -> None:
     answer = client.messages.create(model="tiny", max_tokens=40, system="be brief", messages=MESSAGES)
     (block,) = answer.content
     assert block.type == "text" and block.text == alone
@@ -48,7 +48,7 @@ def test_a_stream_brings_the_same_in_its_events(client: anthropic.Anthropic, alo
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 40)
 
 
-def test_the_stop_sequence_that_ended_it_is_told(client: anthropic.Anthropic, alone: str) -> None:
+def test_the_stop_sequence_of_an_answer_is_returned(client: anthropic.Anthropic, alone: str) -> None:
     stop = alone[20:22]
     body: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "system": "be brief", "messages": MESSAGES}
     answer = client.messages.create(**body, stop_sequences=[stop, "none"])
@@ -83,7 +83,7 @@ def test_errors_have_anthropic_s_form(client: anthropic.Anthropic, server: Runni
         assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error"), change
 
 
-def test_a_conversation_with_tools_becomes_what_templates_take() -> None:
+def test_a_conversation_with_tools_becomes_messages_of_the_template() -> None:
     body = CountBody.model_validate(
         {
             "system": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}],
@@ -123,7 +123,7 @@ def test_a_conversation_with_tools_becomes_what_templates_take() -> None:
     assert conversation.tool_choice == {"type": "function", "function": {"name": "look"}}
 
 
-def test_a_model_that_does_not_think_is_not_asked_to(server: Running) -> None:
+def test_thinking_is_refused_for_a_model_without_reasoning(server: Running) -> None:
     fields = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
     status, _, body = server.ask("/v1/messages", {**fields, "thinking": {"type": "enabled", "budget_tokens": 1024}})
     assert status == 400 and "thinking: this model does none" in body["error"]["message"]

@@ -121,7 +121,7 @@ def fix_answer(server: Running, monkeypatch: Any) -> None:
     monkeypatch.setattr(service, "follow", formed)
 
 
-def test_a_server_that_does_not_tell_it_apart(tiny_artifact: Path) -> None:
+def test_a_server_may_leave_reasoning_in_the_text(tiny_artifact: Path) -> None:
     engine = json_engine(tiny_artifact)
     engine.chat_template = ChatTemplate({"default": KNOWS}, {}, "the test")
     with running(engine, reasoning=False) as server:

@@ -26,7 +26,7 @@ def engine_answer(engine: Engine, server: Running, *messages: tuple[str, str], t
     return str(server.on_engine(lambda: engine.generate(text, max_new_tokens=tokens, top_k=0)[0].text))
 
 
-def test_a_response_is_what_the_engine_says_by_itself(client: openai.OpenAI, engine: Engine, server: Running) -> None:
+def test_a_response_equals_the_engines_own_answer(client: openai.OpenAI, engine: Engine, server: Running) -> None:
     expected = engine_answer(engine, server, ("system", "be brief"), ("user", "anna lamp"))
     answer = client.responses.create(model="tiny", instructions="be brief", input="anna lamp", max_output_tokens=40)
     assert (answer.output_text, answer.status) == (expected, "incomplete")
@@ -79,7 +79,7 @@ def test_a_response_follows_on_an_earlier_one(client: openai.OpenAI, engine: Eng
         client.responses.retrieve(hidden.id)
 
 
-def test_calls_and_their_outputs_become_what_templates_take(server: Running) -> None:
+def test_calls_and_their_outputs_become_messages_of_the_template(server: Running) -> None:
     body = ResponsesBody.model_validate(
         {
             "input": [
@@ -122,12 +122,12 @@ def test_calls_and_their_outputs_become_what_templates_take(server: Running) -> 
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(server: Running, body: Any, param: str | None) -> None:
+def test_unsupported_fields_are_refused_by_name(server: Running, body: Any, param: str | None) -> None:
     status, _, answer = server.ask("/v1/responses", body)
     assert (status, answer["error"]["param"]) == (400, param)
 
 
-def test_what_is_stored_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_stored_responses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvexport.serve.response_store._CHARACTERS", 1000)
     store = ResponseStore()
     for i in range(100):

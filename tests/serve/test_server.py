@@ -126,7 +126,7 @@ def test_a_client_that_goes_away_frees_its_lane_at_once(server: Running, streams
         assert not server.on_engine(lambda: server.service.engine.busy)
 
 
-def test_a_queue_that_is_full_says_so_and_later_takes_requests_again(engine: Engine) -> None:
+def test_a_full_queue_refuses_requests_and_later_accepts_them_again(engine: Engine) -> None:
     with running(engine, queue=2) as server:
         clients = [RawClient(server.url, CHAT, LONG) for _ in range(engine.max_batch + 2)]
         wait_until(lambda: server.service.worker.pending == len(clients))
@@ -176,7 +176,7 @@ def test_a_request_that_fails_fails_alone(server: Running, monkeypatch: pytest.M
     assert server.ask(CHAT, SHORT)[0] == 200
 
 
-def test_when_the_engine_s_thread_fails_everybody_is_told_at_once(
+def test_a_failure_of_the_engines_thread_ends_every_request_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(BaseException):

@@ -39,7 +39,7 @@ def turns(server: Running, session: str) -> tuple[list[Any], tuple[str, int, int
     return messages, chat(server, messages, session)
 
 
-def test_a_turn_reads_what_is_new_alone(engine: Engine, server: Running) -> None:
+def test_a_turn_reads_only_the_new_tokens(engine: Engine, server: Running) -> None:
     messages, (text, tokens, cached) = turns(server, "one")
     before = len(prompt(ASKED)) + 24 - 1  # the last token of the answer is read with the next turn
     assert (tokens, cached) == (len(prompt(messages)), before)

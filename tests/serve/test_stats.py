@@ -61,7 +61,7 @@ def test_slots_that_are_not_there_are_an_error(server: Running, query: str) -> N
     assert (status, body["error"]["param"]) == (400, query.partition("=")[0])
 
 
-def test_metrics_tell_of_the_lanes(engine: Engine, server: Running, slow: None) -> None:
+def test_metrics_include_the_lanes(engine: Engine, server: Running, slow: None) -> None:
     client = RawClient(server.url, "/v1/completions", ASKED)
     client.read_until(b"data:")
     text = server.ask("/metrics")[2]

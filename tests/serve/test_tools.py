@@ -71,7 +71,7 @@ def test_a_call_that_must_come_comes(client: openai.OpenAI, choice: Any) -> None
         assert last.message.tool_calls[0].function.arguments == call.function.arguments
 
 
-def test_calls_are_found_in_what_the_model_says(client: openai.OpenAI, server: Running) -> None:
+def test_tool_calls_are_parsed_from_the_answer(client: openai.OpenAI, server: Running) -> None:
     request: Any = {**ASKED, "messages": MESSAGES, "tools": TOOLS}
     answer = client.chat.completions.create(**request, extra_body=only_answer(server, CALLS))
     first_choice = answer.choices[0]
@@ -98,7 +98,7 @@ def test_without_tools_or_with_none_a_call_is_text(client: openai.OpenAI, server
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALLS, "stop")
 
 
-def test_a_conversation_goes_on_with_what_a_tool_gave(client: openai.OpenAI, server: Running) -> None:
+def test_a_conversation_continues_with_a_tools_result(client: openai.OpenAI, server: Running) -> None:
     request: Any = {**ASKED, "tools": TOOLS}
     first = (
         client.chat.completions.create(**request, messages=MESSAGES, extra_body=only_answer(server, CALLS))
@@ -166,6 +166,6 @@ def test_responses_have_items_for_calls(client: openai.OpenAI) -> None:
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
     ],
 )
-def test_what_is_no_tool_is_refused(server: Running, change: Any) -> None:
+def test_invalid_tools_are_refused(server: Running, change: Any) -> None:
     status, _, body = server.ask("/v1/chat/completions", {**ASKED, "messages": MESSAGES, **change})
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")

@@ -68,7 +68,7 @@ def test_a_request_is_a_span_with_its_parts(server: Running, exporter: InMemoryS
     assert "hello" not in str(attributes)
 
 
-def test_every_answer_has_a_span_and_one_that_fails_says_so(
+def test_every_answer_has_a_span_and_failures_are_marked(
     server: Running, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert server.ask(COMPLETE, {"prompt": "hello", "max_tokens": 2, "n": 2})[0] == 200
@@ -102,7 +102,7 @@ def test_it_is_off_unless_the_environment_asks_for_it(monkeypatch: pytest.Monkey
     assert tracing.start("m") is None
 
 
-def test_what_cannot_be_is_refused_before_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_settings_are_refused_before_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
     with pytest.raises(UsageError, match="zipkin"):
         tracing.start("m")

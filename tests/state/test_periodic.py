@@ -97,7 +97,9 @@ def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("settings", [{"every": 1, "slots": 24}, {"every": 8, "slots": 250}, {"slots": 90, "delay": 3}])
-def test_what_fits_is_answered_by_the_full_cache(opened: Any, full: Engine, settings: dict[str, Any]) -> None:
+def test_sequences_that_fit_are_answered_from_the_full_cache(
+    opened: Any, full: Engine, settings: dict[str, Any]
+) -> None:
     """The answers are the full cache's if every step reads it, or if the slots hold all tokens.
 
     The cases have answers of 60 and 29 tokens to prompts of up to 60.
@@ -107,7 +109,7 @@ def test_what_fits_is_answered_by_the_full_cache(opened: Any, full: Engine, sett
     assert answers(opened(**settings), batch, new) == answers(full, batch, new)
 
 
-def test_a_choice_of_all_entries_reads_what_the_full_cache_has(opened: Any, full: Engine) -> None:
+def test_a_selection_of_all_entries_equals_the_full_cache(opened: Any, full: Engine) -> None:
     """A selection of all entries gives the full cache's logits, though the steps read the selected cache."""
     (prompt, tokens) = random_ids(2, 60, 40, vocabulary=64)
     lanes = opened(slots=120).lanes(1)
@@ -118,7 +120,7 @@ def test_a_choice_of_all_entries_reads_what_the_full_cache_has(opened: Any, full
 
 @pytest.mark.parametrize("method", ["unscored", "h2o", "keepkv"])
 @pytest.mark.parametrize("delay", [0, DELAY])
-def test_a_step_reads_what_was_chosen_and_the_tokens_since(opened: Any, method: str, delay: int) -> None:
+def test_a_step_reads_the_selected_entries_and_the_tokens_since(opened: Any, method: str, delay: int) -> None:
     """Far beyond the slots, a step reads the sinks, the latest entries and those of the highest scores, bit by bit."""
     lanes = opened(method="keepkv" if method == "keepkv" else "h2o", delay=delay).lanes(1)
     lanes.state._selected.scored = method != "unscored"  # as for a method that keeps no scores
@@ -374,7 +376,7 @@ def test_a_file_that_cannot_be_is_an_error(
     assert caught.value.fix and list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_later_fails_what_needs_it_alone(
+def test_a_disk_that_becomes_full_fails_only_the_calls_that_need_it(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the disk is full, only lanes that need more of it fail. The engine's own lanes continue."""

@@ -48,7 +48,9 @@ def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: di
         ({"cache": {"method": "full", "periodic": {"store": "/tmp"}}}, "need cache.periodic.slots"),
     ],
 )
-def test_what_does_not_go_together_is_refused(tiny_checkpoint: Path, changes: dict[str, Any], problem: str) -> None:
+def test_settings_that_exclude_each_other_are_refused(
+    tiny_checkpoint: Path, changes: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         make_recipe(tiny_checkpoint, **{"cache": {"method": "full", "periodic": {"slots": 99}}, **changes})
 

@@ -78,7 +78,7 @@ def test_sessions_go_from_memory_to_the_folder_and_come_back(
     assert not (folder / f"s2{SUFFIX}").exists()
 
 
-def test_both_places_are_bounded_and_what_was_not_used_for_longest_goes(
+def test_memory_and_disk_are_bounded_and_the_least_recently_used_session_goes_first(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path
 ) -> None:
     size, file = max(s.nbytes for s in snapshots), max(len(s.to_bytes()) for s in snapshots)
@@ -186,7 +186,7 @@ def test_names_are_strict(engine: Engine, snapshots: list[Snapshot], name: str) 
             attempt(name)
 
 
-def test_what_a_killed_process_left_is_cleared_away_and_other_files_stay(engine: Engine, tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed_and_other_files_stay(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / f".a{SUFFIX}.123").write_text("half")
     (tmp_path / "notes").write_text("mine")
     assert store(engine, tmp_path, 0).names() == []
@@ -202,7 +202,7 @@ class Template:
         return "".join(f"{m['role'][0]}{m['content']}." for m in messages) + "a"
 
 
-def test_the_next_turn_of_a_conversation_is_what_it_adds(tiny_artifact: Path) -> None:
+def test_the_next_turn_of_a_conversation_reads_only_its_own_tokens(tiny_artifact: Path) -> None:
     engine = load(tiny_artifact)
     assert engine.tokenizer is not None
     engine.__dict__["chat_template"] = Template()

@@ -43,7 +43,7 @@ def same(one: Snapshot | None, other: Snapshot) -> bool:
     return one is not None and one.to_bytes() == other.to_bytes()
 
 
-def test_what_one_has_put_another_gets_at_once_and_nothing_older(
+def test_a_session_stored_by_one_server_is_read_by_another_at_once(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path
 ) -> None:
     one, other = store(engine, tmp_path / "s"), store(engine, tmp_path / "s")
@@ -116,7 +116,7 @@ def test_a_full_disk_is_an_error_and_the_state_before_stays(
     assert same(kept.get("a"), snapshots[2]), "another process has continued it"
 
 
-def test_what_is_no_session_is_an_error_of_its_name_alone(
+def test_a_file_that_is_no_session_is_an_error_of_its_name_only(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path
 ) -> None:
     begun, old = tmp_path / f".a{SUFFIX}.0", tmp_path / f".b{SUFFIX}.0"

@@ -110,7 +110,7 @@ def test_an_answer_that_ended_is_continued_where_it_may_be_longer(engine: Engine
     assert answer(engine, longer) == expected[8:]
 
 
-def test_a_request_that_is_cancelled_keeps_what_it_had_where_it_is_to_keep(engine: Engine) -> None:
+def test_a_cancelled_request_with_keep_has_a_snapshot(engine: Engine) -> None:
     request = Request(LONG, engine.settings(max_new_tokens=30), keep=True)
     engine.add(request)
     run(engine, lambda: len(request.tokens) == 3)

@@ -102,7 +102,7 @@ def test_figures_are_held_to_the_goals_they_have() -> None:
     assert "not fit into this GPU" in html
 
 
-def test_a_part_that_has_no_time_left_is_skipped_and_said(tmp_path: Path) -> None:
+def test_a_part_without_time_left_is_skipped_with_a_reason(tmp_path: Path) -> None:
     done = check("--on-host", "--parts", "bandwidth", "--minutes", "0", "--out", str(tmp_path))
     assert done.returncode == 0
     assert "no time was left" in done.stdout

@@ -25,13 +25,13 @@ def test_the_lock_has_the_pins_of_the_constraints_and_digests_of_each() -> None:
         assert re.fullmatch(r"\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+\n?", block), block
 
 
-def test_what_builds_the_package_is_the_pinned_version() -> None:
+def test_the_build_requirement_has_the_pinned_version() -> None:
     version = lock.pins(lock.CONSTRAINTS.read_text())["hatchling"]
     assert f'requires = ["hatchling=={version}"]' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(("given", "checked"), [([], True), (["LOCK=off"], False)])
-def test_set_up_checks_digests_unless_it_is_told_not_to(given: list[str], checked: bool) -> None:
+def test_setup_checks_hashes_by_default(given: list[str], checked: bool) -> None:
     command = ["make", "--dry-run", "--always-make", "setup", *given]
     commands = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert ("--require-hashes" in commands) is checked

@@ -35,7 +35,7 @@ def test_the_border_is_the_residual_stream() -> None:
     assert layer_borders(helper.make_graph(nodes, "three", [], [])) == {1: "x1"}
 
 
-def test_a_layer_is_given_what_it_is_told_and_nothing_else(tiny_artifact: Path) -> None:
+def test_a_cut_model_has_only_the_entries_of_its_layers(tiny_artifact: Path) -> None:
     manifest = load_manifest(tiny_artifact)
     engine = load(tiny_artifact)
     cut = CutDecoder(tiny_artifact / manifest.graphs.decoder, "float32", engine.model.open_decoder)

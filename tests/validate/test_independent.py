@@ -43,7 +43,9 @@ def test_a_sound_run_parts_nowhere(tiny_artifact: Path) -> None:
     assert "lane" not in summary(result)["independent run"]
 
 
-def test_a_wrong_selection_of_the_run_alone_is_found(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_selection_of_the_independent_run_is_detected(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A merge that evicts a wrong entry is found.
 
     The scores of the state are reversed before the engine's merge, and restored in the record of that merge.
@@ -85,9 +87,7 @@ def test_a_wrong_state_before_a_merge_does_not_pass_for_a_tie(
     assert (result.mismatch.phase, result.mismatch.tensor) == ("independent run", "score")
 
 
-def test_another_target_that_changes_no_votes_parts_the_run_and_is_found_if_it_is_wrong(
-    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_target_that_changes_no_votes_is_detected(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target with the most votes keeps them: only its key and value show that another entry merged into it."""
 
     def change(self: WatchedState, first: int, last: int, merge: Any) -> None:

@@ -70,7 +70,7 @@ def flips(state: list[np.ndarray], engine: list[np.ndarray], reference: list[np.
     return list(compare_merge(PLAN, KEEPKV, past, engine_state, reference_state, MERGES["float32"], 0))
 
 
-def test_what_pytorch_does_differs_nowhere() -> None:
+def test_pytorchs_own_merges_have_no_difference() -> None:
     state = cache(0)
     assert flips(state, merged(state), merged(state)) == []
 

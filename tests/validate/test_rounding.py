@@ -31,7 +31,7 @@ def refused(count: int, factor: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("count", [36, 100, 800, 2000])
-def test_errors_alike_pass_and_six_times_larger_ones_are_found_more_often_than_by_the_99th_percentile(
+def test_equal_errors_pass_and_six_times_larger_ones_fail_more_often_than_by_the_99th_percentile(
     count: int,
 ) -> None:
     assert refused(count, 1.0)[0] == 0.0
@@ -54,7 +54,7 @@ def test_from_a_thousand_errors_on_it_is_the_99th_percentile() -> None:
     assert not rounding(np.where(np.arange(2000) >= 1970, many * 3.1, many), many).holds
 
 
-def test_the_problem_says_how_many_errors_and_what_is_allowed() -> None:
+def test_the_problem_has_the_number_of_errors_and_the_bound() -> None:
     alike = np.linspace(1e-7, 1e-6, 36)
     result = ValidationResult("a", "r", "b", [8], ["text"], [4], {}, {}, rounding=[rounding(alike * 4, alike)])
     assert "keys (decode, 36 vectors) against float64 exceed PyTorch's: 72% quantile" in result.problem

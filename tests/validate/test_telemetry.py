@@ -184,7 +184,7 @@ def one_merge(
         ("ballot", {"zip": "vote"}),
     ],
 )
-def test_what_is_observed_is_within_the_bound(method: str, parameters: dict[str, Any]) -> None:
+def test_observed_perturbations_are_within_the_bound(method: str, parameters: dict[str, Any]) -> None:
     bounded = 0
     for seed in range(30):
         for row in one_merge(seed, method, parameters, error=0.01 * seed):

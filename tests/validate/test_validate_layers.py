@@ -70,7 +70,7 @@ def test_the_layer_holds_and_another_layers_weights_do_not(one_layer: Path, tmp_
     assert result.mismatch.layer in (0, None)
 
 
-def test_the_verb_says_that_only_so_many_were_held(artifact: Path) -> None:
+def test_the_command_prints_how_many_layers_were_compared(artifact: Path) -> None:
     ran = CliRunner().invoke(
         app, ["validate", str(artifact), "--layers", "1", "--length", "60", "--batch", "2", "--backend", "onnxruntime"]
     )

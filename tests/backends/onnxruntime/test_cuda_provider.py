@@ -54,7 +54,7 @@ def on_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_binding
-def test_an_engine_on_the_binding_says_what_the_functions_say(
+def test_an_engine_on_the_binding_equals_the_functions(
     tiny_artifact: Path, on_the_binding: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     implementations = native.implementations(load(tiny_artifact).manifest)
@@ -86,7 +86,7 @@ def test_malformed_nodes_are_refused_as_on_the_cpu_and_in_place_has_the_same_bit
 
 
 @needs_binding
-def test_linear_computes_and_refuses_what_the_cpus_does(on_the_binding: None) -> None:
+def test_linear_computes_and_refuses_as_on_the_cpu(on_the_binding: None) -> None:
     from tests.ops import test_linear as plain
     from tests.ops import test_linear_packed as packed
 
@@ -96,7 +96,7 @@ def test_linear_computes_and_refuses_what_the_cpus_does(on_the_binding: None) ->
     plain.test_no_rows_give_no_rows()
     plain.test_tensors_that_do_not_fit_are_refused_by_the_run()
     plain.test_products_of_one_input_that_do_not_fit_are_refused_by_the_run()
-    packed.test_what_is_not_finite_stays_in_its_row()
+    packed.test_numbers_that_are_not_finite_stay_in_their_row()
     turned = plain.Form(gate=1, output_heads=(2,), rotated=(1,))
     with pytest.raises(Exception, match="a product that has a gate is not rotated"):
         plain.session(plain.model_of(turned, "float32", ["B", "T", 8], [4, 8], False), True)
@@ -258,7 +258,7 @@ def replayed(seen: list[Run], name: str) -> list[int]:
     return list(Counter(graph for run, graph in seen if run == name and graph != NO_GRAPH).values())
 
 
-def test_state_on_a_device_gives_what_state_on_the_host_gives(tiny_artifact: Path) -> None:
+def test_state_on_a_device_equals_state_on_the_host(tiny_artifact: Path) -> None:
     host, device = load(tiny_artifact), on_device(tiny_artifact)
     assert generated(device) == generated(host)
     assert generated(device, 5) == generated(host, 5), "the lanes were used before"
@@ -391,7 +391,7 @@ def test_a_capture_that_was_interrupted_is_begun_anew(tiny_artifact: Path, monke
     assert replayed(seen, DECODER) == [2], "its capture, and the step"
 
 
-def test_a_layer_is_five_nodes_and_those_beside_are_what_the_documents_count(tiny_artifact: Path) -> None:
+def test_a_layer_has_five_nodes_and_the_graph_the_documented_others(tiny_artifact: Path) -> None:
     nodes = onnx.load(tiny_artifact / "decoder.onnx", load_external_data=False).graph.node
     counts = Counter(node.op_type for node in nodes)
     layers = len(load_manifest(tiny_artifact).cache.caches)
@@ -408,9 +408,7 @@ def test_gpu_check_times_steps_that_merge_and_others(tiny_artifact: Path) -> Non
     assert all(0 < value < 1000 for value in times.values())
 
 
-def test_what_travels_at_a_step_travels_in_one_copy_each_way(
-    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_makes_one_copy_in_each_direction(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = on_device(tiny_artifact, graphs=True)
     generated(engine, 2)
     lanes = engine._pool.lanes

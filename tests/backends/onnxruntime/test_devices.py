@@ -95,7 +95,7 @@ def test_without_a_provider_and_a_driver_both_are_named_and_the_code_is_3(cuda_a
         load(cuda_artifact, device="tpu")
 
 
-def test_inspect_and_the_doctor_say_what_runs_on_cuda(cuda_artifact: Path, no_gpu: None) -> None:
+def test_inspect_and_the_doctor_show_the_operators_on_cuda(cuda_artifact: Path, no_gpu: None) -> None:
     shown = " ".join(CliRunner().invoke(app, ["inspect", str(cuda_artifact)]).stdout.split())
     assert "device cuda, where nothing runs here: onnxruntime" in shown
     diagnosis = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["native_cuda"]

@@ -69,7 +69,7 @@ def megabytes(model: Path, environment: dict[str, str]) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not reached: huge pages are Linux's")
-def test_a_weight_lies_in_huge_pages_as_long_as_its_session_lives(one_linear: Path) -> None:
+def test_a_weight_stays_in_huge_pages_while_its_session_exists(one_linear: Path) -> None:
     path = library()
     if path is None:
         pytest.skip("not reached: the native operators are not built (make native)")

@@ -166,7 +166,7 @@ def test_no_function_of_one_instruction_set_can_stand_in_for_anothers(isa: str) 
 
 
 @needs_library
-def test_the_library_needs_no_onnxruntime_and_exports_what_is_asked_of_it_alone() -> None:
+def test_the_library_links_no_onnxruntime_and_exports_only_its_functions() -> None:
     path = str(library())
     needed = re.findall(
         r"NEEDED.*\[(.+)\]",
@@ -308,7 +308,7 @@ def test_an_unknown_target_is_refused_with_those_that_are_known() -> None:
     )
 
 
-def test_what_is_missing_can_be_asked_for_without_building(tmp_path: Path, headers_folder: str) -> None:
+def test_missing_tools_are_listed_without_a_build(tmp_path: Path, headers_folder: str) -> None:
     command = [sys.executable, str(PLUGINS / "build.py"), "onnxruntime", "cuda-host", "--check"]
     environment = {**os.environ, "PATH": str(tmp_path), "ONNXRUNTIME_INCLUDE_DIR": headers_folder, "CXX": "g++"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -61,7 +61,7 @@ def both(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Engine]:
 @needs_library
 # cam has no native kernel for merges: its attention is native, and its merge runs as a function.
 @pytest.mark.parametrize(("method", "dtype"), [("keepkv", "float32"), ("cam", "float32"), ("keepkv", "float16")])
-def test_both_engines_say_the_same_far_past_the_budget(
+def test_both_engines_generate_equal_tokens_far_past_the_budget(
     method: str, dtype: str, artifact: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = both(artifact(method, dtype), monkeypatch)
@@ -89,7 +89,7 @@ def inspected(path: Path) -> tuple[dict[str, object], str]:
 
 
 @needs_library
-def test_inspect_says_where_an_operator_runs_and_why(
+def test_inspect_shows_where_an_operator_runs_and_why(
     artifact: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = native.library()
@@ -111,7 +111,7 @@ def test_inspect_says_where_an_operator_runs_and_why(
 
 
 @needs_library
-def test_validate_says_what_it_compared(artifact: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_lists_its_comparisons(artifact: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = native.library()
     assert path
     arguments = ["validate", str(artifact("keepkv", "float32")), "--length", "20", "--json"]
@@ -144,7 +144,7 @@ def test_the_doctor_names_the_instruction_set() -> None:
     assert doctor() == {"instruction_set": native.instruction_set(path), "problem": "", "fix": ""} | details
 
 
-def test_the_doctor_says_how_to_build_what_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_doctor_shows_how_to_build_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(native.VARIABLE, raising=False)
     monkeypatch.setitem(native.NAMES, "cpu", "libnone.so")
     not_built = {"instruction_set": "", "problem": "the native operators are not built", "fix": "make native"}

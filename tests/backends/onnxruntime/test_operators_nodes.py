@@ -54,7 +54,7 @@ def merging(given: dict[str, Any], shapes: dict[str, Any] | None = None, **optio
     return session(model("MergeCache", attributes, {**merge_shapes(), **(shapes or {})}, **options))
 
 
-def test_well_formed_nodes_run_with_and_without_what_is_optional() -> None:
+def test_well_formed_nodes_run_with_and_without_optional_inputs() -> None:
     rng = np.random.default_rng(0)
     feed = vote_attention_inputs(rng, 2, T, 5)
     with_sinks = attention().run(["output"], feed)[0]

@@ -65,7 +65,7 @@ def test_the_version_is_the_one_the_fakes_speak_of(real: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("name", fake_tensorrt.NAMES)
-def test_tensorrt_has_what_is_used_of(real: dict[str, Any], name: str) -> None:
+def test_tensorrt_has_every_used_name(real: dict[str, Any], name: str) -> None:
     assert name in real["tensorrt"]
     fake, members = getattr(fake_tensorrt, name), real["tensorrt"][name]["members"]
     if not isinstance(fake, type):
@@ -89,7 +89,7 @@ def test_tensorrt_makes_these_of_the_same_arguments(real: dict[str, Any], name: 
     assert fits(constructor, parameters(real["tensorrt"][name]["members"]["__init__"]))
 
 
-def test_cuda_has_what_is_used(real: dict[str, Any]) -> None:
+def test_cuda_has_every_used_name(real: dict[str, Any]) -> None:
     if not real["cuda"]:
         pytest.skip(f"not reached: cuda-bindings: {real['cuda_problem']}; to fetch them: {tensorrt_bindings.GET}")
     used = [name for name in dir(fake_cuda.FakeCuda) if name.startswith("cuda")]

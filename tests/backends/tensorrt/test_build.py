@@ -62,7 +62,7 @@ def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("alias_state", [False, True])
-def test_plugins_declare_aliases_where_the_builder_is_told_to_take_them(
+def test_plugins_declare_aliases_if_the_builder_accepts_them(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, alias_state: bool
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a", f"alias_state={str(alias_state).lower()}")
@@ -106,7 +106,9 @@ def model_in(plan: Path) -> onnx.ModelProto:
     return onnx.load_model_from_string(data[8 + int.from_bytes(data[:8], "little") :])
 
 
-def test_the_manifest_and_the_log_say_what_was_built(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
+def test_the_manifest_and_the_log_describe_the_built_engines(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path
+) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
     manifest, before = load_manifest(artifact), load_manifest(tiny_artifact)
     assert set(manifest.files) - set(before.files) == {
@@ -130,7 +132,7 @@ def test_the_manifest_and_the_log_say_what_was_built(tiny_artifact: Path, tmp_pa
     assert (artifact / "decoder.onnx").samefile(tiny_artifact / "decoder.onnx")
 
 
-def test_the_plugin_is_asked_with_the_fields_that_the_parser_would_give(
+def test_the_plugin_gets_the_fields_that_the_parser_would_pass(
     tiny_artifact: Path, tmp_path: Path, plugins: Path
 ) -> None:
     engines(tiny_artifact, tmp_path / "a")
@@ -205,7 +207,7 @@ def test_a_call_that_cannot_be_meant_is_refused(
     assert message in ran.stderr
 
 
-def test_what_was_timed_is_kept_and_damage_is_no_reason_to_stop(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
+def test_timings_are_kept_and_a_damaged_timing_cache_is_ignored(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
     engines(tiny_artifact, tmp_path / "a")
     (cache,) = (tmp_path / "cache" / "kvexport" / "tensorrt").iterdir()
     assert cache.name == f"{fake_tensorrt.VERSION}-Fake-GPU.timing"
@@ -226,7 +228,7 @@ def test_a_graph_that_tensorrt_refuses_is_named(
     assert not (tmp_path / "a").exists()
 
 
-def test_a_build_that_fails_leaves_the_artifact_and_says_why(
+def test_a_failed_build_leaves_the_artifact_and_gives_a_reason(
     tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
@@ -313,7 +315,7 @@ def test_engines_are_validated_as_sessions_are(
     assert {step["phase"] for step in result.steps} == {"prefill", "decode", "merge"}
 
 
-def test_wrong_state_of_any_call_and_layer_is_found(
+def test_wrong_state_of_any_call_and_layer_is_detected(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong state is found in any call and layer.
@@ -375,7 +377,7 @@ def test_layers_alone_are_held_on_every_backend_and_engines_are_built_for_it(
     assert load_manifest(tiny_artifact).engines == {}
 
 
-def test_top_logits_that_are_not_the_largest_logits_are_found_out(
+def test_top_logits_that_are_not_the_largest_are_detected(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from polygraphy.backend import trt

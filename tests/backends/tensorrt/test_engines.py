@@ -21,7 +21,7 @@ from tests.support.tensorrt_artifacts import NEW, PROMPTS, engines, generated
 from tests.support.with_top_logits import with_top_logits
 
 
-def test_engines_of_plugins_generate_what_onnx_runtime_does(
+def test_engines_of_plugins_generate_the_tokens_of_onnx_runtime(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
@@ -34,7 +34,7 @@ def test_engines_of_plugins_generate_what_onnx_runtime_does(
     assert size < kvexport.load(tiny_artifact).plan.bytes(3)
 
 
-def test_engines_of_functions_generate_what_onnx_runtime_does(
+def test_engines_of_functions_generate_the_tokens_of_onnx_runtime(
     tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")

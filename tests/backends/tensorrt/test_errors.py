@@ -77,7 +77,7 @@ def test_with_no_device_or_one_that_is_too_old(tiny_artifact: Path, tmp_path: Pa
     assert "does not support Tesla V100 (compute capability 7.0)" in problem(tiny_artifact, tmp_path / "a").problem
 
 
-def test_memory_that_is_used_up_is_said(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
+def test_exhausted_gpu_memory_is_an_error_with_a_fix(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
     artifact = rebuild(tiny_artifact, tmp_path / "a", TENSORRT)
     gpu.errors["cudaMalloc"] = ERRORS.cudaErrorMemoryAllocation
     with pytest.raises(EnvironmentProblem, match="memory is used up") as caught:

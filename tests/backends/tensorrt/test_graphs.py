@@ -79,7 +79,7 @@ def test_where_the_plugin_refuses_a_node_none_of_its_operator_runs_there(tiny_ar
 
 
 @pytest.mark.parametrize("alias_state", [False, True])
-def test_plugins_are_told_whether_to_alias_state(tiny_artifact: Path, alias_state: bool) -> None:
+def test_plugins_get_the_field_for_aliased_state(tiny_artifact: Path, alias_state: bool) -> None:
     for model in graphs(tiny_artifact).values():
         seen, _ = for_tensorrt(model, taken, alias_state=alias_state)
         plugins = [node for node in seen.graph.node if node.domain == "kvexport"]
@@ -146,14 +146,14 @@ def test_static_rows_mean_the_same(tiny_artifact: Path, used: int) -> None:
             assert np.array_equal(array, other[name])
 
 
-def test_the_list_of_operators_says_where_it_is_from() -> None:
+def test_the_list_of_operators_names_its_source() -> None:
     assert "onnx-tensorrt" in DOCUMENTED["source"]
     assert len(DOCUMENTED["supported"]) == len(set(DOCUMENTED["supported"])) > 150
     assert {"MatMul", "RotaryEmbedding", "RMSNormalization", "ScatterND", "GatherND", "TopK"} <= OPERATORS
     assert not {"NonExistent", "Unique", "Compress", "Bernoulli"} & OPERATORS
 
 
-def test_the_walk_finds_what_it_looks_for() -> None:
+def test_nodes_that_tensorrt_does_not_support_are_listed() -> None:
     def model(*nodes: onnx.NodeProto) -> onnx.ModelProto:
         info = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n"])
         axes = numpy_helper.from_array(np.array([0]), "axes")

@@ -51,7 +51,7 @@ def test_ten_thousand_mutated_fields_and_engines_under_sanitizers() -> None:
     assert accepted > 10000 and refused > 5000
 
 
-def test_what_is_missing_is_said_in_one_line_with_what_gets_it(tmp_path: Path) -> None:
+def test_a_missing_library_is_one_line_with_the_command_that_gets_it(tmp_path: Path) -> None:
     script = [sys.executable, str(make.PLUGINS / "build.py"), "tensorrt-host"]
     done = subprocess.run(
         script, env={**os.environ, "TENSORRT_INCLUDE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False

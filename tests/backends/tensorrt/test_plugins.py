@@ -109,7 +109,7 @@ def test_identity_and_outputs(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("alias_state", [None, 0, 1])
-def test_state_is_aliased_where_the_field_says_so_alone(harness: Harness, alias_state: int | None) -> None:
+def test_state_is_aliased_only_if_the_field_is_set(harness: Harness, alias_state: int | None) -> None:
     """State is aliased only if the field requests it, because TensorRT refuses aliases without its preview feature."""
     field = {} if alias_state is None else {"alias_state": (FIELD_INT32, bytes([alias_state, 0, 0, 0]), 1)}
     aliases = {"VoteAttention": [-1, 5, 6, 7, 8, 9], "MergeCache": [0, 1, 2, 3, 4]}
@@ -263,7 +263,7 @@ def test_types_and_counts_that_do_not_fit_are_named(harness: Harness) -> None:
         (attention_tensors(most=(40000, 1)), "more than 65536 KV heads"),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused_when_the_engine_is_built(
+def test_calls_without_a_kernel_are_refused_when_the_engine_is_built(
     harness: Harness, tensors: list[Tensor], message: str
 ) -> None:
     plugin = harness.create("VoteAttention", ATTENTION)

@@ -77,7 +77,7 @@ def test_weights_are_blocks_of_int4_that_products_read(artifact: Path, refusal: 
     assert load_manifest(artifact).model.packed == {"int4, groups of 64": 12}
 
 
-def test_the_graph_computes_what_the_artifact_does(artifact: Path, tmp_path: Path) -> None:
+def test_the_graph_equals_the_artifact(artifact: Path, tmp_path: Path) -> None:
     model, _ = for_tensorrt(decoder_of(artifact), plugin_refusal("off"))
     shutil.copytree(artifact, tmp_path / "seen")
     original = tmp_path / "seen" / load_manifest(artifact).graphs.decoder
@@ -109,7 +109,7 @@ def test_a_rounding_that_tensorrt_does_not_take_is_refused(checkpoint: Path, wei
     assert "--set weights.group=128" in caught.value.fix
 
 
-def test_what_stays_in_floats_is_said(checkpoint: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_that_stay_in_floats_are_printed(checkpoint: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     shape = read_model(recipe := recipe_of(checkpoint, ROUNDED))
     assert weight_notes(shape.checkpoint, shape.model, recipe)[:3] == [
         "kept in floats, because TensorRT does not pick rows of packed weights: model.embed_tokens.weight [100, 64]",

@@ -202,7 +202,7 @@ def test_rows_of_all_heads_are_those_of_their_sequence() -> None:
     ],
     ids=["elements", "two rows", "elements of rows", "an index of its own for every element", "an output"],
 )
-def test_what_does_not_pick_one_row_stays(tail: list[str], reason: str) -> None:
+def test_nodes_that_pick_several_rows_stay(tail: list[str], reason: str) -> None:
     model = model_of("m = MatMul (x, w)", *tail)
     changed = ir.from_proto(model)
     report = LAST_ROWS(changed)

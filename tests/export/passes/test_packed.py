@@ -90,7 +90,7 @@ def run(model: ir.Model, parts: dict[str, Any], names: dict[str, str], feed: dic
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("packing", FORMATS, ids=str)
-def test_onnx_runtime_computes_what_the_parts_mean(packing: PackedFormat, dtype: str) -> None:
+def test_onnx_runtime_dequantizes_as_numpy_does(packing: PackedFormat, dtype: str) -> None:
     model = graph(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), embedding=not packing.ordered)
     parts = random_parts(packing, N, K)
     stored = {component_name(w, part): x for w in ("w", "v") for part, x in parts.items()}
@@ -111,7 +111,7 @@ def test_onnx_runtime_computes_what_the_parts_mean(packing: PackedFormat, dtype:
 
 
 @pytest.mark.parametrize("packing", FORMATS, ids=str)
-def test_what_was_put_is_recognised(packing: PackedFormat) -> None:
+def test_inserted_nodes_are_recognised(packing: PackedFormat) -> None:
     for dtype in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16):
         model = graph(dtype, embedding=False)
         put_packed(model, {"w": packing}, lambda a, b: a == b)

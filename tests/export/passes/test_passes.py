@@ -65,7 +65,7 @@ def reports_of(folder: Path, config: Any, dtype: str) -> dict[str, PassReport]:
     ],
     ids=["llama", "qwen2", "gemma2-half"],
 )
-def test_every_fusion_is_found_as_often_as_there_are_places_for_it(
+def test_every_fusion_is_applied_at_all_its_places(
     config: Any, dtype: str, expected: dict[str, int], reasons: dict[str, tuple[int, str]], tmp_path: Path
 ) -> None:
     reports = reports_of(tmp_path, config, dtype)
@@ -78,7 +78,7 @@ def test_every_fusion_is_found_as_often_as_there_are_places_for_it(
         assert all(node and words in why for node, why in reports[name].refused), str(reports[name])
 
 
-def test_a_build_notes_what_its_passes_did(tmp_path: Path) -> None:
+def test_a_build_notes_the_results_of_its_passes(tmp_path: Path) -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

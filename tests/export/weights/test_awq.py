@@ -65,7 +65,7 @@ def sources(recipe: Recipe) -> dict[str, Any]:
     return {source.name: source for source in computed if isinstance(source, Rounded | ScaledNorm)}
 
 
-def test_a_norm_takes_back_what_its_projections_are_given(checkpoint: Path, text: Path) -> None:
+def test_a_norm_divides_by_the_factors_of_its_projections(checkpoint: Path, text: Path) -> None:
     changed = sources(recipe_of(checkpoint, text))
     norms = {name for name, source in changed.items() if isinstance(source, ScaledNorm)}
     of = ("input_layernorm", "post_attention_layernorm")

@@ -83,7 +83,7 @@ def values_of(groups: Any, packing: PackedFormat, counted: Any) -> Any:
 
 
 @pytest.mark.parametrize("packing", FORMATS, ids=lambda packing: packing.label)
-def test_errors_count_by_what_they_are_multiplied_with(packing: PackedFormat) -> None:
+def test_rounding_errors_count_by_the_mean_square_of_their_inputs(packing: PackedFormat) -> None:
     rng = np.random.default_rng(0)
     groups = rng.standard_normal((96, 512 // packing.group, packing.group)).astype(np.float32)
     counted = rng.lognormal(0, 2, groups.shape[1:]).astype(np.float32)
@@ -107,7 +107,7 @@ def test_errors_count_by_what_they_are_multiplied_with(packing: PackedFormat) ->
     ],
     ids=["llama", "gemma2"],
 )
-def test_a_module_at_a_time_sees_what_the_whole_model_sees(tmp_path: Path, config: Any) -> None:
+def test_a_module_at_a_time_gets_the_inputs_of_the_whole_model(tmp_path: Path, config: Any) -> None:
     folder = models.save_checkpoint(tmp_path / "checkpoint", config, dtype=torch.bfloat16)
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 100, (3, 40)))
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -259,7 +259,7 @@ def test_settings_that_do_nothing_are_refused(changed: Change, weights: dict[str
         changed(**weights)
 
 
-def test_inputs_are_multiplied_as_they_are_where_the_recipe_says_so(artifact: Path) -> None:
+def test_inputs_stay_unrounded_if_the_recipe_sets_it(artifact: Path) -> None:
     decoder = onnx.load(artifact / "decoder.onnx", load_external_data=False)
     functions = {function.overload for function in decoder.functions if function.name == "Linear"}
     nodes = [node for node in decoder.graph.node if node.op_type == "Linear"]

@@ -79,7 +79,7 @@ def test_groups_that_do_not_divide_are_halved(largest: int, inputs: int, group: 
     assert fitting_group(largest, inputs) == group
 
 
-def test_an_artifact_computes_with_what_its_numbers_stand_for(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_an_artifact_computes_with_the_dequantized_weights(tmp_path: Path, tiny_checkpoint: Path) -> None:
     weights = {"bits": 4, "symmetric": False}  # the head has 8 bits
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tiny_checkpoint)}, "weights": weights})
     artifact = kvexport.build(recipe, tmp_path / "artifact")

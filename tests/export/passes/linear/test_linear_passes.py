@@ -118,7 +118,7 @@ HEADS = (*PRODUCT, "h = Reshape (p, shape)")
         (("t = Transpose <perm = [1, 0]> (r)", "y = MatMul (x, t)"), [("Transpose",), ("MatMul",)]),
     ],
 )  # fmt: skip
-def test_what_is_fused_with_a_product_and_what_is_not(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
+def test_the_nodes_that_are_fused_with_a_product(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
     assert fused(body(*lines), weights_of(*lines)) == left
 
 
@@ -157,7 +157,9 @@ ROTATED = (
          [("2_output_heads2.2_rotated1.0", "x", "w", "v", "cos", "sin"), ("RotaryEmbedding",), ("Sub",)]),
     ],
 )  # fmt: skip
-def test_what_is_fused_with_products_of_one_input(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
+def test_the_nodes_that_are_fused_with_products_of_one_input(
+    lines: tuple[str, ...], left: list[tuple[str, ...]]
+) -> None:
     shapes = SHAPES | {"n": "B,T,8", "g": "B,T,2,4", "c": "B,2,T,4"}
     assert fused(body(*lines), weights_of(*lines), True, shapes) == left
 
@@ -311,7 +313,7 @@ OF_HEADS = ("t = Transpose <perm = [1, 0]> (w)", "y = MatMul (d, t)")
         ),
     ],
 )  # fmt: skip
-def test_a_refusal_says_why(name: str, lines: tuple[str, ...], reason: str) -> None:
+def test_a_refused_fusion_has_a_reason(name: str, lines: tuple[str, ...], reason: str) -> None:
     report = report_of(name, lines, {"n": "B,T,8", "i": "B,T,2,4", "j": "B,2,T,4"})
     assert [why for _, why in report.refused if reason in why], str(report)
     assert all(node and why for node, why in report.refused) and reason in str(report)
@@ -326,7 +328,7 @@ def test_a_refusal_says_why(name: str, lines: tuple[str, ...], reason: str) -> N
         ("y = Add (m1, m2)", "m3 = Add (m1, m2)\n y = Sub (m3, a)", "its heads are read by other nodes too"),
     ],
 )
-def test_a_refusal_of_written_out_rotary_embedding_says_why(found: str, instead: str, reason: str) -> None:
+def test_a_refused_elementary_rotary_embedding_has_a_reason(found: str, instead: str, reason: str) -> None:
     tables = dict.fromkeys(("z2", "c1", "c2", "s1", "s2"), "B,T,4") | {"ct": "B,1,T,4", "st": "B,1,T,4"}
     weights: dict[str, Any] = {"w": SQUARE["w"]} | {name: ("int64", [1], value) for name, value in INDEX.items()}
     lines = (body(*ROPE).replace(found, instead).strip("{}\n"),)

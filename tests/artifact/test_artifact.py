@@ -90,7 +90,7 @@ def test_readers_see_only_whole_artifacts_while_builds_replace_each_other(tmp_pa
         assert forks.wait() == 0
 
 
-def test_digests_may_be_handed_over_by_the_writer(tmp_path: Path) -> None:
+def test_digests_may_come_from_the_writer(tmp_path: Path) -> None:
     for digest, fits in ((hashlib.sha256(b"data").hexdigest(), True), ("0" * 64, False)):
         target = tmp_path / f"out{fits}"
         with staging(target) as work:

@@ -197,7 +197,7 @@ def test_nested_and_repeated_content_with_a_right_digest_is_refused(tmp_path: Pa
         load_checked(target)
 
 
-def test_nothing_there_is_a_usage_error_and_no_artifact_an_artifact_error(tmp_path: Path) -> None:
+def test_a_missing_path_is_a_usage_error_and_an_empty_folder_an_artifact_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a")
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("absent", "absent/below", "file", "file/below", "dangling"):

@@ -120,7 +120,7 @@ def test_the_largest_logits_belong_to_the_requested_lanes(engine: Any, first: in
         np.testing.assert_allclose(top.values, -np.sort(-expected[i, 0])[: top.ids.size], rtol=0, atol=1e-6)
 
 
-def test_a_lane_is_read_written_and_copied_and_goes_on_as_it_would_have(engine: Any) -> None:
+def test_a_lane_continues_unchanged_after_it_is_read_written_and_copied(engine: Any) -> None:
     rng = np.random.default_rng(3)
     state, other = engine.new_state(LANES), engine.new_state(2)
     ids, lengths = rng.integers(0, engine.vocabulary, (LANES, 16)), np.array([[16], [3], [0], [11]])

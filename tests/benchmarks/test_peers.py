@@ -54,7 +54,7 @@ def test_caches_are_compared_in_any_order_of_slots() -> None:
 
 
 @pytest.mark.parametrize("name", ["key", "value", "votes"])
-def test_one_slot_that_differs_is_seen_in_the_tensor_that_differs(name: str) -> None:
+def test_a_slot_that_differs_is_reported_with_its_tensor(name: str) -> None:
     cache, other = raw(heads()), shuffled(raw(heads()))
     getattr(other, name)[0, 1, 3] += 0.01
     alike = likeness(cache, other)
@@ -71,7 +71,7 @@ def test_a_slot_that_nothing_stands_for_makes_the_difference_infinite() -> None:
     assert not same("", "", [(cache, other)])["holds"]
 
 
-def test_nothing_is_lost_until_something_leaves() -> None:
+def test_the_gap_is_zero_without_evictions() -> None:
     text, later = heads(24), heads(4, seed=1)
     full = read(raw(text), later, 0.0)
     assert output_gap(read(shuffled(raw(text)), later, 0.0), full, full) == pytest.approx(0.0, abs=1e-6)
@@ -155,7 +155,7 @@ def test_a_folder_without_the_code_is_named(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-def test_stand_ins_are_gone_after_the_import(tmp_path: Path) -> None:
+def test_stand_ins_are_removed_after_the_import(tmp_path: Path) -> None:
     (tmp_path / "mergekv").mkdir()
     (tmp_path / "mergekv" / "mergekv.py").write_text(
         "import transformers\nfrom dotenv import load_dotenv\nload_dotenv()\n"

@@ -66,7 +66,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> list
     return done
 
 
-def test_an_interrupted_measurement_goes_on_and_serves_every_budget(
+def test_an_interrupted_measurement_continues_and_serves_every_budget(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as interrupted:

@@ -22,7 +22,7 @@ from tests.support.recipes import method_settings, set_options
 SIZES = [*method_settings("ballot"), "cache.budget=32", "limits.max_length=256"]
 
 
-def test_the_verb_gives_the_heads_that_a_text_needs_their_shares() -> None:
+def test_the_command_raises_the_shares_of_the_heads_that_a_text_needs() -> None:
     arguments = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--tasks", "text", "--passages", "1", "--json"]
     ran = CliRunner().invoke(app, [*arguments, *set_options(SIZES)])
     assert ran.exit_code == 0, ran.output

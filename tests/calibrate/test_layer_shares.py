@@ -48,7 +48,7 @@ def test_a_layers_loss_is_that_of_an_engine_in_which_it_alone_is_compressed(tmp_
     assert sum(progress) == 2
 
 
-def test_the_verb_gives_the_layer_that_a_text_needs_its_share() -> None:
+def test_the_command_raises_the_share_of_the_layer_that_a_text_needs() -> None:
     arguments = ["--recipe", "tiny-base", "--of", "text", "--length", str(LENGTH), "--passages", "2", "--json"]
     ran = CliRunner().invoke(app, ["calibrate", *arguments, *set_options(BALLOT)])
     assert ran.exit_code == 0, ran.output

@@ -30,7 +30,7 @@ def geometry(layers: int) -> list[LayerGeometry]:
     return [LayerGeometry(2, 2, 16, 16)] * layers
 
 
-def test_the_verb_finds_the_layer_that_answers_and_the_setting_that_keeps_it_whole() -> None:
+def test_the_command_names_the_layer_that_answers_and_the_setting_that_keeps_it_whole() -> None:
     settings = [part for setting in [*TINY, "cache.parameters.threshold=0.7"] for part in ("--set", setting)]
     ran = CliRunner().invoke(app, ["calibrate", "--recipe", "tiny-keepkv", *settings, "--passages", "2", "--json"])
     assert ran.exit_code == 0, ran.output

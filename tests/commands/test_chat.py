@@ -43,7 +43,7 @@ def test_a_turn_reads_only_the_new_tokens(
     assert f"tokens seen: {len(talk.last.ids) + 11}" in capsys.readouterr().out
 
 
-def test_a_conversation_is_saved_loaded_and_goes_on_the_same(talk: command.Chat, tmp_path: Path) -> None:
+def test_a_saved_and_loaded_conversation_continues_equally(talk: command.Chat, tmp_path: Path) -> None:
     talk.answer("anna lamp")
     path = tmp_path / "kept"
     assert talk.command(f"/save {path}")
@@ -104,7 +104,7 @@ def test_a_message_that_does_not_fit_leaves_the_conversation_as_it_was(talk: com
     assert talk.messages == before
 
 
-def test_it_works_without_a_terminal(tiny_artifact: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_works_without_a_terminal(tiny_artifact: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvexport.engine.load.load", lambda *_, **__: engine)
     output = ok(
         "chat", tiny_artifact, "--max-new-tokens", 5, "--temperature", 0, input="anna\n\n/stats\nbob\n/exit\nno\n"

@@ -24,7 +24,7 @@ def test_usage_errors_are_exit_code_2(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("verb", ["inspect", "generate", "validate"])
-def test_where_nothing_is_the_exit_code_is_2(verb: str, tmp_path: Path) -> None:
+def test_a_missing_artifact_is_exit_code_2(verb: str, tmp_path: Path) -> None:
     assert "there is no artifact" in failure(2, verb, tmp_path / "nothing", *(["abc"] if verb == "generate" else []))
 
 

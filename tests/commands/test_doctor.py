@@ -149,7 +149,7 @@ def test_only_validate_needs_polygraphy(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("module", ["onnxruntime", "tokenizers"])
-def test_where_nothing_can_run_the_exit_code_is_3(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+def test_the_doctor_exits_with_3_if_no_backend_can_run(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     without(monkeypatch, module)
     ran = CliRunner().invoke(app, ["doctor"])
     assert ran.exit_code == 3

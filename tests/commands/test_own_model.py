@@ -92,7 +92,7 @@ def test_a_model_of_the_hub(hub: type[Hub], tiny_checkpoint: Path, tmp_path: Pat
     assert engine.generate("abc", max_tokens=9)[0] == plain.generate("abc", max_tokens=9)[0]
 
 
-def test_offline_the_fix_comes_at_once_and_alone(
+def test_the_offline_fix_is_immediate_and_the_only_one(
     hub: type[Hub], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from huggingface_hub import constants

@@ -93,9 +93,7 @@ def test_a_key_is_at_no_distance_from_its_equal(caller: Caller, of: np.ndarray) 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(("method", "parameters"), [("keepkv", {"threshold": 0.2}), ("ballot", {"attention": 0.0})])
-def test_of_equals_the_first_wherever_it_is(
-    caller: Caller, method: str, parameters: dict[str, Any], dtype: str
-) -> None:
+def test_ties_go_to_the_first_slot(caller: Caller, method: str, parameters: dict[str, Any], dtype: str) -> None:
     """If several slots are equal the first one is evicted, or is the target, wherever it is.
 
     There are few different keys of one length, few values, all exact in every type, and few different importances. So

@@ -58,12 +58,12 @@ def test_a_new_file_is_a_method_that_recipes_may_name(small_norm: MergeProfile) 
         CacheSection(method="small_norm", parameters={"powr": 3.0}).build_method()
 
 
-def test_eval_and_the_table_of_the_documents_have_it_too(small_norm: MergeProfile) -> None:
+def test_eval_and_the_table_of_the_docs_have_the_new_method(small_norm: MergeProfile) -> None:
     assert load_setting("tiny-base", "small_norm:power=3", 64, []).cache.parameters == {"power": 3}
     assert "| `small_norm` | small key norms stay | none | 0 | uniform | arXiv 2406.11430 |" in tables.methods()
 
 
-def test_it_runs_in_every_backend_that_derives_methods(
+def test_the_new_method_runs_in_every_backend_that_derives_methods(
     small_norm: MergeProfile, record_property: Callable[[str, object], None]
 ) -> None:
     state = merge_cache_state(small_norm, SCENARIO)

@@ -185,7 +185,7 @@ def test_a_recombination_of_primitives_is_native_by_one_file_of_python(made_up: 
             assert_same_cache(actual, right, made_up.statistics, single=single, stored=single)
 
 
-def test_the_tensorrt_plugin_takes_it_too(made_up: MergeProfile) -> None:
+def test_the_tensorrt_plugin_accepts_the_new_method(made_up: MergeProfile) -> None:
     if missing := what_is_missing():
         pytest.skip(missing)
     harness = Harness(make.build("tensorrt-harness"))

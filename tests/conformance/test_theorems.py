@@ -125,7 +125,7 @@ def test_guarded_key_factors_do_not_change_the_current_querys_output(
 
 
 @on("keepkv-mean-merge-first", "zeromerge", "kvslimmer-partly-turned", "kvmerger", "d2o", "h2o")
-def test_other_rules_do_change_it(backend: Backend, profile: MergeProfile) -> None:
+def test_other_rules_change_the_attention_output(backend: Backend, profile: MergeProfile) -> None:
     heads, query = random_heads(profile, 1, 9, spread=0.3)
     alpha = profile.build_method().vote_exponent
     for before, after in zip(heads, merged(backend, profile, heads, 4), strict=True):
@@ -201,7 +201,7 @@ def test_equal_pairs_merge_without_any_change_for_every_query(
 
 
 @on("h2o", "d2o", "kvmerger")
-def test_equal_pairs_lose_attention_where_no_vote_counts(backend: Backend, profile: MergeProfile) -> None:
+def test_equal_pairs_lose_attention_without_votes(backend: Backend, profile: MergeProfile) -> None:
     heads = twins(profile, 3)
     query = np.random.default_rng(3).normal(size=profile.sizes[0])
     for before, after in zip(heads, merged(backend, profile, heads, 1), strict=True):

@@ -25,7 +25,7 @@ def objects(artifact: Path, *options: object) -> dict[str, Any]:
     return {each["kind"]: each for each in yaml.safe_load_all(out)}
 
 
-def test_the_server_is_called_as_it_can_be_called(tiny_artifact: Path) -> None:
+def test_the_generated_server_command_is_valid(tiny_artifact: Path) -> None:
     manifests = objects(tiny_artifact, "--lanes", 2, "--cpus", 3, "--drain", 7, "--session-disk", "1GiB")
     pod = manifests["Deployment"]["spec"]["template"]["spec"]
     container = pod["containers"][0]

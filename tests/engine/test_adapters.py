@@ -111,7 +111,7 @@ def test_a_prefix_is_shared_within_one_adapter_alone(engine: Engine) -> None:
     assert cached == [0, 0, 0, 32, 32, 32]
 
 
-def test_a_snapshot_goes_on_with_its_adapter(engine: Engine) -> None:
+def test_a_snapshot_continues_with_its_adapter(engine: Engine) -> None:
     expected = run(engine, request(engine, PROMPTS[0], "two"))[0]
     half = request(engine, PROMPTS[0], "two")
     number = engine.add(half)

@@ -105,7 +105,7 @@ class Watched:
                     self.held.append(old.tolist())
 
 
-def test_it_drafts_with_entries_of_the_full_cache(engine: Engine) -> None:
+def test_the_drafter_reads_entries_of_the_full_cache(engine: Engine) -> None:
     batch = prompts(4, 64)
     expected = told(engine, batch, None, max_new_tokens=90)
     watched = Watched(load(engine.path))
@@ -161,14 +161,14 @@ def test_a_copy_of_a_sampler_draws_the_same_tokens() -> None:
         assert one.generated == other.generated == twin.generated and one.logprobs == other.logprobs
 
 
-def test_schedules_with_a_cache_drafter_answer_as_alone_without(scored: Path, tmp_path: Path) -> None:
+def test_schedules_with_a_cache_drafter_answer_as_solo_runs_without_drafts(scored: Path, tmp_path: Path) -> None:
     speculating, other = load(scored), load(scored)
     another, other.drafter = load(scored), None
     for seed in range(3):
         Schedule([speculating, another], Alone(other), tmp_path / str(seed), 400 + seed).run(15)
 
 
-def test_it_drafts_where_that_pays(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_made_only_where_they_pay(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default there are drafts if a draft step reads at most half the bytes of the weights and of the entries."""
     engine = load(plain)
     drafter: Any = engine.drafter
@@ -196,7 +196,7 @@ def test_the_functions_take_both_caches(plain: Path, monkeypatch: pytest.MonkeyP
     assert engine.timing.accepted_tokens > 0
 
 
-def test_logits_that_cannot_be_drawn_from_draft_nothing(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_logits_draft_no_tokens(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(plain)
     drafter: Any = engine.drafter
     expected = told(engine, prompts(2, 64), None, max_new_tokens=20)

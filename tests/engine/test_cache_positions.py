@@ -122,7 +122,7 @@ def test_equals_keys_that_are_rotated_anew_in_every_call(streaming: Path, tiny_c
     assert worst < 2e-4, "logits are of the order of 1"
 
 
-def test_a_session_goes_on_beyond_the_trained_length(merging: Path) -> None:
+def test_a_session_continues_beyond_the_trained_length(merging: Path) -> None:
     engine = load(merging)
     (ids,) = random_ids(2, 2 * TRAINED, vocabulary=64)
     answer = engine.generate([ids], engine.settings(max_new_tokens=TRAINED))[0]
@@ -159,7 +159,7 @@ def shifted(engine: Engine, ids: np.ndarray, by: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("by", [10**9, MOST - 300])
-def test_a_thousand_million_tokens_later_it_is_the_same(merging: Path, by: int) -> None:
+def test_logits_are_equal_a_thousand_million_tokens_later(merging: Path, by: int) -> None:
     """A thousand million tokens later the logits are the same.
 
     Only the ages of statistics count from the beginning, and they are differences.
@@ -199,7 +199,7 @@ def test_a_conversation_moves_between_processes_beyond_the_trained_length(mergin
     assert starts[1] is not None and starts[1].length > 1.5 * TRAINED
 
 
-def test_a_session_of_the_server_goes_on_beyond_the_trained_length(merging: Path) -> None:
+def test_a_session_of_the_server_continues_beyond_the_trained_length(merging: Path) -> None:
     engine = load(merging)
     with running(engine) as server:
         seen = 0
@@ -224,7 +224,7 @@ def test_the_artifact_has_positions_of_the_cache(merging: Path) -> None:
         assert len(attributes["inverse_frequencies"]) == 4
 
 
-def test_it_passes_validation(merging: Path) -> None:
+def test_the_artifact_passes_validation(merging: Path) -> None:
     """Every call and merge passes validation against PyTorch, in place and with separate state."""
     assert validate_artifact(merging, length=160).passed
 

@@ -233,13 +233,13 @@ def test_votes_never_exceed_the_tokens_seen_and_nothing_else_is_lost(engine: Eng
 # The lanes of a call.
 
 
-def test_a_call_finds_nothing_of_the_one_before(engine: Engine) -> None:
+def test_a_call_does_not_depend_on_earlier_calls(engine: Engine) -> None:
     first = engine.generate(prompts(), max_new_tokens=20)
     assert engine.generate(prompts(6), max_new_tokens=33) != first
     assert engine.generate(prompts(), max_new_tokens=20) == first
 
 
-def test_a_call_finds_nothing_of_a_stream_that_was_dropped(engine: Engine) -> None:
+def test_a_call_does_not_depend_on_an_abandoned_stream(engine: Engine) -> None:
     expected = engine.generate(prompts(), max_new_tokens=20)
     stream = engine.stream(prompts(6), max_new_tokens=20)
     for _ in range(30):
@@ -398,12 +398,12 @@ def test_empty_text_and_unknown_settings(chat: Engine) -> None:
         chat.generate("abc", max_words=3)
 
 
-def test_an_artifact_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_artifact_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         load(tmp_path / "nothing")
 
 
-def test_running_needs_nothing_that_building_needs(engine: Engine) -> None:
+def test_running_needs_no_package_of_the_build(engine: Engine) -> None:
     expected = [c.token_ids for c in engine.generate(prompts(), max_new_tokens=20)]
     code = """
 import json, sys

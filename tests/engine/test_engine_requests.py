@@ -287,7 +287,7 @@ def test_a_latency_budget_bounds_the_rows_of_a_call_of_prompts(
     assert widths[:9] == [16, 16, 8] * 3 and max(widths[9:]) == 3 * CHUNK
 
 
-def test_a_better_priority_takes_a_lane_and_the_other_goes_on_with_the_same_tokens(
+def test_a_preempted_request_continues_with_the_same_tokens(
     tiny_artifact: Path, solo: Callable[..., list[int]]
 ) -> None:
     engine = load(tiny_artifact, lanes=2)
@@ -405,7 +405,7 @@ def test_a_run_that_fails_ends_its_requests_and_no_others(
     assert engine._requests == {}
 
 
-def test_where_no_lanes_can_be_added_the_request_that_needs_one_fails(
+def test_a_request_fails_if_no_lane_can_be_added(
     tiny_artifact: Path, solo: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load(tiny_artifact)

@@ -94,7 +94,7 @@ def test_a_whole_prompt_counts_as_so_many_decoded_tokens() -> None:
     assert recorder.merges == [(0, 1)] * 3
 
 
-def test_a_whole_prompt_for_which_there_is_no_room_merges_where_the_room_ends() -> None:
+def test_a_prompt_without_room_merges_where_the_room_ends() -> None:
     lanes, recorder = lanes_that_read_whole_prompts(1)
     lanes.prefill([np.arange(8 * CHUNK)])  # the room for six chunks
     assert recorder.merges == [(0, 1)] * 2 and recorder.used.tolist() == [BUDGET]

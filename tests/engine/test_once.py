@@ -176,7 +176,7 @@ def test_tokens_inside_a_prompt_are_not_judged_where_nothing_has_merged_yet(engi
     assert rows[0].shape == (2, models.SIZES["vocab_size"])
 
 
-def test_triton_s_one_graph_does_not_know_where_a_prompt_ends(engine: Engine, tmp_path: Path) -> None:
+def test_tritons_single_graph_is_refused_for_prompts_that_merge_at_their_end(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="merges where a prompt ends") as caught:
         triton.write_repository(engine.path, tmp_path / "models", kind="state")
     assert "cache.merge_prompts=chunks, or --kind python" in str(caught.value.fix)

@@ -87,7 +87,7 @@ def test_lanes_are_independent(engine: Engine) -> None:
     assert together == [engine.generate([prompt], max_new_tokens=40)[0].token_ids for prompt in PROMPTS]
 
 
-def test_a_request_goes_on_from_a_snapshot_of_its_bytes(engine: Engine, tiny_artifact: Path) -> None:
+def test_a_request_continues_from_a_snapshot_of_its_bytes(engine: Engine, tiny_artifact: Path) -> None:
     prompt = [3 * i % 60 for i in range(70)]  # beyond the budget of 32 slots
 
     def tokens(request: Request, count: int | None = None) -> list[int]:

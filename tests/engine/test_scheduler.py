@@ -106,7 +106,7 @@ def test_the_prompts_of_a_call_are_read_before_any_of_its_requests_decodes() -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_schedules_leak_no_lane_and_starve_nobody(seed: int) -> None:
+def test_random_schedules_leak_no_lane_and_starve_no_request(seed: int) -> None:
     rng = np.random.default_rng(seed)
     scheduler = Scheduler(int(rng.integers(1, 6)), CHUNK)
     calls = [Bundle(), Bundle(), None, None, None]
@@ -152,7 +152,7 @@ def test_a_scheduler_without_requests_has_nothing_to_do() -> None:
     assert [list(part) for part in (step.admitted, step.prefill, step.decode, step.moved)] == [[], [], [], []]
 
 
-def test_of_those_that_wait_the_lowest_priority_comes_first_then_the_first() -> None:
+def test_waiting_requests_start_by_priority_and_then_by_arrival() -> None:
     scheduler = Scheduler(1, CHUNK)
     requests = [request(1, 1, priority=priority) for priority in (0, 5, -1, 0, -1)]
     for each in requests:

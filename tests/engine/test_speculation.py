@@ -115,7 +115,7 @@ def given(lanes: Lanes, ids: NDArray[np.int64], counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
-def test_rolled_back_tokens_were_never_there(
+def test_rolled_back_tokens_leave_no_trace(
     engine: Engine, windowed: Engine, device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(0)
@@ -180,7 +180,7 @@ def test_rows_of_one_call_are_those_of_single_calls_but_for_rounding(engine: Eng
     assert 0 <= largest < ROUNDING
 
 
-def test_schedules_that_speculate_answer_as_alone_without(artifact: Path, tmp_path: Path) -> None:
+def test_speculating_schedules_answer_as_solo_runs_without_drafts(artifact: Path, tmp_path: Path) -> None:
     """Schedules with speculation are answered as alone without it.
 
     Requests join, leave, fork, and are preempted; there are snapshots and prefixes. Only one of the engines drafts, and

@@ -228,7 +228,7 @@ def test_a_disk_too_small_for_the_predictions_is_refused_before_they_are_compute
     assert measured == []
 
 
-def test_a_folder_is_one_evaluations_at_a_time(tmp_path: Path, measured: list[str]) -> None:
+def test_a_folder_belongs_to_one_evaluation_at_a_time(tmp_path: Path, measured: list[str]) -> None:
     with (
         alone(tmp_path),
         pytest.raises(UsageError, match=r"another evaluation works in .*\n  fix: --work with another directory"),

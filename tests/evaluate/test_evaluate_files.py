@@ -17,7 +17,7 @@ RESULT = Result(
 )
 
 
-def test_a_result_comes_back_under_its_key_alone(tmp_path: Path) -> None:
+def test_a_result_is_read_only_under_its_own_key(tmp_path: Path) -> None:
     path = tmp_path / "keepkv.json"
     assert read_result(path, "key") is None
     write_result(path, "key", RESULT)

@@ -73,7 +73,7 @@ def test_a_text_is_scored_piece_by_piece(model: Any, tiny_checkpoint: Path) -> N
     assert score == pytest.approx(expected, abs=1e-2)
 
 
-def test_the_harness_makes_it_by_name_and_arguments(model: Any) -> None:
+def test_lm_eval_creates_the_model_by_name_and_arguments(model: Any) -> None:
     from lm_eval.api.model import LM
     from lm_eval.api.registry import get_model
 
@@ -95,7 +95,7 @@ def test_a_context_without_room_loses_its_beginning(model: Any) -> None:
 
 
 @needs_harness
-def test_the_fake_is_the_harness_as_far_as_it_goes() -> None:
+def test_the_fake_has_the_interface_of_lm_eval() -> None:
     from lm_eval.api import model, registry
 
     assert fake_lm_eval.LM.__abstractmethods__ == model.LM.__abstractmethods__
@@ -128,7 +128,7 @@ def local_rows(**_: Any) -> Any:
 
 
 @needs_harness
-def test_the_harness_evaluates_it_offline(model: Any) -> None:
+def test_lm_eval_evaluates_the_model_offline(model: Any) -> None:
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
 

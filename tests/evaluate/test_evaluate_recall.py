@@ -50,14 +50,14 @@ def test_a_passage_has_each_fact_once_and_the_requested_length(full: Engine) -> 
     assert all(q.digits == len(q.answer) for q in given.questions)
 
 
-def test_the_full_cache_answers_and_knowing_the_question_changes_nothing(full: Engine) -> None:
+def test_the_full_cache_answers_known_and_unknown_questions_alike(full: Engine) -> None:
     given = text(full)
     unknown, known = answers(full, given), answers(full, given, known=True)
     assert all(a.exact and a.digits == 1.0 for a in unknown)
     np.testing.assert_allclose([a.nll for a in known], [a.nll for a in unknown], atol=1e-4)
 
 
-def test_a_budget_that_holds_everything_is_the_full_cache_and_a_small_one_is_not(full: Engine, tmp_path: Path) -> None:
+def test_a_large_budget_equals_the_full_cache_and_a_small_one_does_not(full: Engine, tmp_path: Path) -> None:
     given = text(full)
     expected = [a.nll for a in answers(full, given)]
     roomy = engine_of(tmp_path / "roomy", "tiny-base", "cache.method=h2o", "cache.budget=200")
@@ -86,9 +86,7 @@ def test_a_known_question_is_answered_as_after_one_chunk_of_passage_and_question
         assert answer.nll == pytest.approx(nll, abs=1e-3)
 
 
-def test_layers_that_recall_hangs_on_cost_most_and_keeping_them_whole_brings_answers_back(
-    full: Engine, tmp_path: Path
-) -> None:
+def test_layers_that_recall_depends_on_cost_most_and_restore_answers_when_whole(full: Engine, tmp_path: Path) -> None:
     given = text(full)
     layers, costs = retrieval_layers(full, [given], kept=0.05)
     assert costs.shape == (len(FACTS), len(full.plan.caches))

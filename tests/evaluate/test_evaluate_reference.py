@@ -44,7 +44,7 @@ def test_the_likeliest_token_stays_so() -> None:
     assert (decode(encode(LOGS)).argmax(-1) == LOGS.argmax(-1)).all()
 
 
-def test_rows_come_back_as_they_were_put_in_any_order(tmp_path: Path) -> None:
+def test_rows_are_read_back_unchanged_in_any_order(tmp_path: Path) -> None:
     references, counts = References(tmp_path, LOGS.shape[1]), [40, 56]
     assert references.open("key", counts) is None
     with references.write("key", counts) as writer:
@@ -59,7 +59,7 @@ def test_rows_come_back_as_they_were_put_in_any_order(tmp_path: Path) -> None:
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".logs"]
 
 
-def test_a_run_that_ends_early_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_no_file(tmp_path: Path) -> None:
     references = References(tmp_path, LOGS.shape[1])
     with pytest.raises(KeyboardInterrupt), references.write("key", [96]) as writer:
         writer.put(0, 0, LOGS)

@@ -50,7 +50,7 @@ def test_budgets_have_equal_bytes() -> None:
             assert plan_cache(more, GEOMETRY).bytes() > limit
 
 
-def test_bytes_are_those_after_the_prompt_where_it_is_compressed_once() -> None:
+def test_the_bytes_of_a_prompt_compressed_once_are_those_after_it() -> None:
     whole = ["cache.merge_prompts=end", "export.prefill_chunk=8"]  # merge_every is 8
     actual = equal_bytes("tiny-base", ["h2o", "ballot"], [0.125], 512, GEOMETRY, whole)
     expected = equal_bytes("tiny-base", ["h2o", "ballot"], [0.125], 512, GEOMETRY, whole[1:])

@@ -40,7 +40,7 @@ def test_background_work_ends_with_the_block() -> None:
     assert running.done() and 3 <= len(amounts) < 3000 and sys.getswitchinterval() == interval
 
 
-def test_background_work_hands_over_its_result_and_its_error() -> None:
+def test_background_work_returns_its_result_or_error() -> None:
     with stages.in_background(lambda advance: advance(2), [].append) as running:
         assert running.result() is None
     with pytest.raises(OSError, match="full"), stages.in_background(fails, [].append) as running:
@@ -87,7 +87,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked, "can_fork", lambda: True)
 
 
-def test_forked_work_hands_over_its_bytes_from_a_process_of_its_own(forks: None, tmp_path: Path) -> None:
+def test_forked_work_returns_its_bytes_from_another_process(forks: None, tmp_path: Path) -> None:
     with (tmp_path / "open").open("w") as stream:
         number = stream.fileno()
 

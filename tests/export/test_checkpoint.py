@@ -132,7 +132,7 @@ def test_the_fingerprint_follows_config_and_headers_and_not_the_place(tmp_path: 
     assert len(base) == 64
 
 
-def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
+def test_a_single_file_is_preferred_to_an_index(tmp_path: Path) -> None:
     make_sharded(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(write_file(one(), bytes(8)))
     assert set(read_checkpoint(tmp_path).tensors) == {"w"}

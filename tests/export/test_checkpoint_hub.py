@@ -17,7 +17,7 @@ from tests.export.test_checkpoint import make_single
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_used_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert resolve_checkpoint("org/name", "any") == Path("org/name")

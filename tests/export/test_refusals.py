@@ -150,7 +150,7 @@ def test_a_refused_model_is_accepted_with_full_attention(tmp_path: Path) -> None
     assert [layer.sliding_window for layer in shape.geometry] == [0, 0]
 
 
-def test_a_config_that_makes_no_model(tmp_path: Path) -> None:
+def test_a_config_of_no_model_is_refused(tmp_path: Path) -> None:
     checkpoint = dummy_checkpoint(tmp_path / "checkpoint", models.llama())
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "hidden_act": "no-such-activation"}))

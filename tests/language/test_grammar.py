@@ -70,7 +70,7 @@ def test_any_object(grammars: Grammars, tokenizer: Tokenizer) -> None:
     assert isinstance(json.loads(draw(constraint, tokenizer, grammars.vocabulary, EOS, 1, logit_bias=close)[1]), dict)
 
 
-def test_an_eos_comes_where_the_form_may_end_and_nowhere_else(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_an_eos_is_allowed_exactly_where_the_answer_may_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
     row = np.zeros(grammars.vocabulary, dtype=np.float32)
     row[2] = 10.0
     a = tokenizer.encode("a", add_special_tokens=False)[0]
@@ -113,7 +113,7 @@ def test_the_largest_logits_settle_the_same_tokens(grammars: Grammars, chosen: A
     assert settled >= (0 if count == 1 else 4)
 
 
-def test_a_sequence_goes_on_from_its_state(grammars: Grammars) -> None:
+def test_a_sequence_continues_from_its_state(grammars: Grammars) -> None:
     grammar, sampling = Grammar("regex", "[a-f]{30}"), GenerationSettings(do_sample=True, seed=1)
     rows = np.random.default_rng(0).standard_normal((60, grammars.vocabulary)).astype(np.float32)
     whole = Sampler(sampling, [1], grammars.vocabulary, grammars.start(grammar, EOS))

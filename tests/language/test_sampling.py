@@ -348,7 +348,7 @@ def test_logprobs_are_those_of_the_unchanged_logits(vocabulary: int, count: int)
 @pytest.mark.parametrize("seed", [0, None])
 @pytest.mark.parametrize("at", [0, 1, 17])
 @pytest.mark.parametrize("chosen", [{}, {"do_sample": True, "top_k": 0, "temperature": 1.5}])
-def test_a_sampler_goes_on_from_its_state_as_text(chosen: dict[str, Any], at: int, seed: int | None) -> None:
+def test_a_sampler_continues_from_its_state_as_text(chosen: dict[str, Any], at: int, seed: int | None) -> None:
     merged_settings = GenerationSettings(repetition_penalty=1.3, frequency_penalty=0.7, seed=seed, **chosen)
     rows = np.random.default_rng(1).normal(0, 1, (40, 64)).astype(np.float32)
     whole = Sampler(merged_settings, [3, 4], 64)

@@ -206,7 +206,7 @@ def test_a_continuation_follows_its_prompt(tokenizer: Tokenizer, text: str, cut:
 
 
 @kinds
-def test_text_comes_out_as_soon_as_it_is_final(tokenizer: Tokenizer) -> None:
+def test_text_is_shown_as_soon_as_it_is_final(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the dog and the fox")
     text, out = TextStream(tokenizer), ""
     for count, token in enumerate(ids, 1):
@@ -283,7 +283,7 @@ def test_the_bytes_of_tokens_joined_are_the_text(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["byte-level", "single-bytes", "llama", "unigram"])
 @pytest.mark.parametrize("broken", [b"\xff", b"\xf0\x9f\x98", b"\xc3\xfe", b"\xe5\xad\xff"])
-def test_a_flood_of_broken_bytes_comes_out_in_bounded_work(name: str, broken: bytes) -> None:
+def test_many_broken_bytes_take_bounded_work(name: str, broken: bytes) -> None:
     tokenizer = KINDS[name]
     ids = [*tokenizer.encode("the"), *ids_of_bytes(tokenizer, broken * 100)]
     assert longest_decode(tokenizer, ids) <= 24

@@ -207,7 +207,7 @@ def test_a_special_marker_is_shown_and_others_are_not(grammars: Grammars) -> Non
         assert "".join([*map(stream.push, ids), stream.flush()]) == expected
 
 
-def test_who_may_be_called() -> None:
+def test_tool_choice_selects_the_callable_tools() -> None:
     assert choose(TOOLS, None) == choose(TOOLS, "auto") == (TOOLS, False)
     assert choose(TOOLS, "none") == ([], False)
     assert choose(TOOLS, "required") == (TOOLS, True)

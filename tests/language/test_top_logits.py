@@ -118,7 +118,7 @@ def test_settings_that_need_the_whole_row_are_known_in_advance() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_row_that_cannot_be_used_settles_nothing(bad: float) -> None:
+def test_an_invalid_row_determines_no_token(bad: float) -> None:
     logits = np.linspace(-1, 1, 1000, dtype=np.float32)
     session = finder(1000)
     logits[5] = bad
@@ -134,7 +134,7 @@ def finder(vocabulary: int) -> Any:
 
 
 @pytest.mark.parametrize("vocabulary", [40, 256, 32003])
-def test_the_graph_finds_them(vocabulary: int) -> None:
+def test_the_graph_returns_the_largest_logits(vocabulary: int) -> None:
     logits = np.random.default_rng(0).standard_normal((3, 1, vocabulary)).astype(np.float32) * 4
     values, ids, mass = finder(vocabulary).run(None, {"logits": logits})
     n = min(COUNT, vocabulary)

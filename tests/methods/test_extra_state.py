@@ -88,7 +88,7 @@ def artifact(pointed: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempP
     return build_shared(recipe, tmp_path_factory.mktemp("extra") / "artifact")
 
 
-def test_an_artifact_carries_it_and_every_step_is_pytorchs(artifact: Path) -> None:
+def test_an_artifact_has_the_extra_state_and_every_step_equals_pytorch(artifact: Path) -> None:
     """Every step of a method with its own tensors equals PyTorch, in place and with separate buffers, bit for bit.
 
     Three sequences of different lengths go far beyond the budget.
@@ -120,7 +120,7 @@ def test_lanes_are_independent_and_answers_are_repeated(artifact: Path) -> None:
     assert together == alone == [c.token_ids for c in engine.generate(prompts, max_new_tokens=40)]
 
 
-def test_native_kernels_decline_it_by_name(pointed: str, artifact: Path) -> None:
+def test_native_kernels_decline_extra_state_by_name(pointed: str, artifact: Path) -> None:
     method = all_methods()[pointed]()
     why = "the method pointed keeps extra state, latest_query, calls, which no native kernel supports"
     for op in ("VoteAttention", "MergeCache"):

@@ -181,7 +181,7 @@ def test_a_fit_brings_the_reference_queries_closer_to_their_output(kind: type[Fi
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_fitted_votes_hold_the_mass_that_was_there(seed: int) -> None:
+def test_fitted_votes_keep_the_probability_mass(seed: int) -> None:
     """Fitted votes keep more of the mass over all slots than the votes of the kept slots do."""
     shares = []
     for steps in (0, 8, 64):
@@ -233,7 +233,7 @@ def test_a_recipes_parameters_of_a_fit_are_checked() -> None:
             CacheSection(method="grkv", parameters=parameters).build_method()
 
 
-def test_an_artifact_keeps_the_ring_and_goes_on_from_a_snapshot(
+def test_an_artifact_keeps_the_ring_and_continues_from_a_snapshot(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """An artifact with a ring equals PyTorch at every step, far beyond the budget, and the plan counts the ring.

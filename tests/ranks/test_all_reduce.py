@@ -128,7 +128,7 @@ def test_ranks_that_sum_different_tensors_fail_for_good(ranks: Any) -> None:
     assert all("a rank has failed" in answer or "the ranks are out of step" in answer for answer in again)
 
 
-def test_who_waits_for_a_rank_that_fails_is_released(ranks: Any, collectives: Collectives) -> None:
+def test_ranks_that_wait_for_a_failed_rank_stop(ranks: Any, collectives: Collectives) -> None:
     run = ranks(2)
     with ThreadPoolExecutor(1) as other:
         alone = other.submit(run, [[np.zeros(4, np.float32)]])
@@ -141,6 +141,6 @@ def test_a_process_that_is_no_rank_opens_no_model_of_one(device: str) -> None:
         session(model("float32"))
 
 
-def test_there_are_not_any_number_of_ranks(collectives: Collectives) -> None:
+def test_the_number_of_ranks_is_bounded(collectives: Collectives) -> None:
     assert collectives.bytes(16) > 0
     assert collectives.bytes(0) == collectives.bytes(65) == 0

@@ -75,14 +75,14 @@ def test_tensors_at_any_address_and_sums_in_place(ranks: Any) -> None:
     assert all(part.tobytes() == in_order(whole).tobytes() for part in parts)
 
 
-def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(ranks: Any) -> None:
+def test_a_late_rank_is_named_and_waits_have_an_end(ranks: Any) -> None:
     threads = ranks(2, patience=20_000_000)
     threads.run([[np.zeros(9, np.float32)]])
     assert threads.word[0] == LATE | 0 << 8 | 1 << 16
     threads.run([[np.zeros(9, np.float32)]])  # ends without a wait
 
 
-def test_who_waits_is_released_by_the_word(ranks: Any) -> None:
+def test_a_waiting_rank_stops_at_a_problem_word(ranks: Any) -> None:
     threads = ranks(2)
     with ThreadPoolExecutor(1) as other:
         alone = other.submit(threads.run, [[np.zeros(9, np.float32)]])

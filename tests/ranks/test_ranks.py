@@ -64,7 +64,7 @@ def test_tokens_are_those_of_one_process(pair: tuple[Engine, Engine]) -> None:
     assert all(len(tokens) == 40 for tokens in two)
 
 
-def test_every_state_is_the_whole_and_that_of_one_process(pair: tuple[Engine, Engine]) -> None:
+def test_every_state_equals_that_of_one_process(pair: tuple[Engine, Engine]) -> None:
     """Every state of two processes is complete and equals that of one process.
 
     The steps are chunks, merges, ragged steps, growing, copying, rolling back, clearing, reading and writing.
@@ -91,7 +91,7 @@ def test_every_state_is_the_whole_and_that_of_one_process(pair: tuple[Engine, En
         np.testing.assert_allclose(two[name], one[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def test_a_preempted_request_goes_on_where_it_was(pair: tuple[Engine, Engine]) -> None:
+def test_a_preempted_request_continues_on_ranks(pair: tuple[Engine, Engine]) -> None:
     engine = pair[1]
     expected = engine.generate(PROMPTS[0], max_new_tokens=12)[0].token_ids
     request = Request(engine.encode(PROMPTS[0]), engine.settings(max_new_tokens=12))

@@ -21,7 +21,7 @@ from kvexport.recipe.load import load_recipe
 from tests.support.recipe_texts import SMALL, one_problem, problems, write
 
 
-def test_mistakes_of_different_kinds_come_out_in_one_error(recipe_dir: Path) -> None:
+def test_mistakes_of_different_kinds_are_one_error(recipe_dir: Path) -> None:
     cache = "cache:\n  budgt: 64\n  merge_every: often\n  slack: 3\n  parameters:\n    treshold: 0.5\n    decay: 2\n"
     write(recipe_dir, a="model:\n  path: 7\n" + cache + "limits: 5\n")
     actual = problems("a", ["export.logits=some", "cache.sinks=-1"])
@@ -97,7 +97,7 @@ def test_budget_is_a_number_and_nothing_else(recipe_dir: Path, value: str) -> No
         ("!mine 3", "is not allowed"),
     ],
 )
-def test_values_that_no_recipe_has_are_named_once_and_hide_nothing(recipe_dir: Path, value: str, reason: str) -> None:
+def test_impossible_values_are_named_once_and_hide_no_other_mistake(recipe_dir: Path, value: str, reason: str) -> None:
     write(recipe_dir, a=SMALL + f"cache:\n  budget: {value}\n  snks: 3\n")
     first, second = problems("a")
     assert first.startswith("cache.budget: ")
@@ -115,7 +115,7 @@ def test_check_across_values_names_the_lines_of_both(recipe_dir: Path) -> None:
     assert "prefill_chunk" in one_problem("a", "export.prefill_chunk=many"), "no echo of a value that is wrong itself"
 
 
-def test_duplicate_keys_name_both_lines_and_hide_nothing(recipe_dir: Path) -> None:
+def test_duplicate_keys_name_both_lines_and_hide_no_other_mistake(recipe_dir: Path) -> None:
     write(recipe_dir, a=SMALL + "cache:\n  budget: 3\n  sinks: x\n  budget: 4\n")
     first, second = problems("a")
     assert first == "cache.budget is written twice (recipes/a.yaml:4 and recipes/a.yaml:6)"

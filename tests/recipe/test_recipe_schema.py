@@ -42,7 +42,7 @@ def loads(folder: Path, recipe: dict[str, Any]) -> bool:
     return True
 
 
-def test_the_verb_prints_a_schema_that_is_one() -> None:
+def test_the_command_prints_a_valid_schema() -> None:
     printed = json.loads(ok("recipes", "show", "--schema"))
     assert printed == json.loads(json.dumps(recipe_schema()))
     jsonschema.Draft202012Validator.check_schema(printed)

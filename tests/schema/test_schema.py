@@ -98,7 +98,7 @@ def test_the_schema_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_the_state_stands_once() -> None:
+def test_the_state_is_defined_once() -> None:
     """The state is defined once: no other list has its names, and no code calculates with their number."""
     written_out = re.compile(r",\s*".join(f"[\"']{name}[\"']" for name in STATE_NAMES))
     for path in [*(ROOT / "kvexport").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:

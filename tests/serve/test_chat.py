@@ -51,7 +51,7 @@ def test_an_answer_equals_the_engines_own_answer(client: openai.OpenAI, alone: s
     assert (answer.object, answer.model) == ("chat.completion", "tiny")
 
 
-def test_a_stream_brings_the_same_piece_by_piece(client: openai.OpenAI, alone: str) -> None:
+def test_a_stream_has_the_same_content_in_pieces(client: openai.OpenAI, alone: str) -> None:
     chunks = list(
         client.chat.completions.create(
             model="tiny", messages=MESSAGES, max_tokens=40, stream=True, stream_options={"include_usage": True}
@@ -106,14 +106,14 @@ def test_settings_reach_the_sampler(client: openai.OpenAI, engine: Engine, serve
     assert answer.usage is not None and answer.usage.completion_tokens == 36
 
 
-def test_it_stops_before_a_stop_string(client: openai.OpenAI, alone: str) -> None:
+def test_an_answer_stops_before_a_stop_string(client: openai.OpenAI, alone: str) -> None:
     stop = alone[20:22]
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=40, stop=[stop])
     assert answer.choices[0].message.content == alone[: alone.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_an_answer_goes_on_to_the_longest_that_fits(client: openai.OpenAI, engine: Engine) -> None:
+def test_an_answer_continues_to_the_longest_length_that_fits(client: openai.OpenAI, engine: Engine) -> None:
     answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a" * 480}])
     assert answer.usage is not None and answer.usage.total_tokens == engine.max_length
     assert answer.choices[0].finish_reason == "length"
@@ -149,5 +149,5 @@ def test_unsupported_fields_are_refused_by_name(server: Running, change: dict[st
     assert body["error"]["param"] == param
 
 
-def test_fields_that_nobody_knows_are_passed_over(client: openai.OpenAI) -> None:
+def test_unknown_fields_are_ignored(client: openai.OpenAI) -> None:
     client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, extra_body={"whatever": 1}, user="me")

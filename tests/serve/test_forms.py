@@ -102,7 +102,7 @@ def test_invalid_response_formats_are_refused(server: Running, form: Any) -> Non
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_a_choice_is_each_text_as_it_is() -> None:
+def test_a_choice_allows_each_text_literally() -> None:
     texts = [r"a.b*c+[d]", r"\d{2}|^$", "(x)-y/z~&#?"]
     form = structured_form({"choice": texts})
     assert form is not None and form.kind == "regex"

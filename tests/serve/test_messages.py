@@ -36,7 +36,7 @@ def test_a_message_equals_the_engines_own_answer(client: anthropic.Anthropic, al
     assert (read, answer.usage.output_tokens) == (len("system be brief. user anna lamp. say "), 40)
 
 
-def test_a_stream_brings_the_same_in_its_events(client: anthropic.Anthropic, alone: str) -> None:
+def test_a_stream_has_the_same_content_in_events(client: anthropic.Anthropic, alone: str) -> None:
     with client.messages.stream(model="tiny", max_tokens=40, system="be brief", messages=MESSAGES) as stream:
         kinds = [event.type for event in stream if event.type != "text"]
         message = stream.get_final_message()

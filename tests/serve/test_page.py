@@ -21,7 +21,7 @@ def test_the_page_runs_nothing_but_itself(server: Running) -> None:
     assert text == page.text()
 
 
-def test_it_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> None:
+def test_the_page_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> None:
     with running(engine, api_keys=("secret",)) as server, browser(tmp_path) as tab:
         tab.call("Page.navigate", url=server.url)
         tab.wait_for("document.readyState === 'complete' && !document.getElementById('keyed').hidden")

@@ -37,7 +37,7 @@ def test_a_response_equals_the_engines_own_answer(client: openai.OpenAI, engine:
     assert again.output_text == expected
 
 
-def test_a_stream_brings_the_same_in_its_events(client: openai.OpenAI, engine: Engine, server: Running) -> None:
+def test_a_stream_has_the_same_content_in_events(client: openai.OpenAI, engine: Engine, server: Running) -> None:
     expected = engine_answer(engine, server, ("user", "anna lamp"))
     with client.responses.stream(model="tiny", input="anna lamp", max_output_tokens=40) as stream:
         events = list(stream)
@@ -60,7 +60,7 @@ def test_a_stream_brings_the_same_in_its_events(client: openai.OpenAI, engine: E
     assert last.type == "response.incomplete" and last.response.output_text == expected
 
 
-def test_a_response_follows_on_an_earlier_one(client: openai.OpenAI, engine: Engine, server: Running) -> None:
+def test_a_response_continues_an_earlier_one(client: openai.OpenAI, engine: Engine, server: Running) -> None:
     first = client.responses.create(model="tiny", instructions="be", input="anna lamp", max_output_tokens=10)
     second = client.responses.create(model="tiny", previous_response_id=first.id, input="and bob", max_output_tokens=10)
     turns = [("user", "anna lamp"), ("assistant", first.output_text), ("user", "and bob")]

@@ -40,9 +40,7 @@ def test_health_and_metrics(server: Running) -> None:
     ("path", "method", "status"),
     [("/nothing", "GET", 404), ("/v1/models/x/y", "GET", 404), (CHAT, "GET", 405), ("/health", "POST", 405)],
 )
-def test_paths_and_methods_that_are_not_there_are_errors_in_json(
-    server: Running, path: str, method: str, status: int
-) -> None:
+def test_unknown_paths_and_methods_are_json_errors(server: Running, path: str, method: str, status: int) -> None:
     actual, _, body = server.ask(path, b"{}" if method == "POST" else None, method)
     assert (actual, set(body["error"])) == (status, {"message", "type", "param", "code"})
 
@@ -215,7 +213,7 @@ def test_a_silent_stream_is_kept_alive(engine: Engine, monkeypatch: pytest.Monke
         assert ": keep-alive\n\n" in server.ask(CHAT, {**SHORT, "stream": True})[2]
 
 
-def test_readers_that_stall_are_given_up(engine: Engine) -> None:
+def test_clients_that_stall_are_disconnected(engine: Engine) -> None:
     """Requests of clients that stop reading end long before their answers would, and their buffers are bounded."""
     with running(engine, send_buffer=4096, buffer=20, stall=0.5) as server:
         clients = [RawClient(server.url, CHAT, {**LONG, "n": 4}, receive_buffer=1024) for _ in range(8)]

@@ -72,7 +72,7 @@ def test_the_header_names_the_session_too_and_streams_keep_it(server: Running) -
     assert cached[1] == len(prompt(ASKED)) + 23
 
 
-def test_a_conversation_that_was_changed_is_read_anew(engine: Engine, server: Running) -> None:
+def test_a_changed_conversation_is_read_again(engine: Engine, server: Running) -> None:
     messages, _ = turns(server, "three")
     changed = [{"role": "user", "content": "bob has a drum"}, *messages[1:]]
     text, _, _ = chat(server, changed, "three")
@@ -91,7 +91,7 @@ def test_a_prompt_that_begins_as_another_did_is_not_read_again(engine: Engine, s
     assert float(text.split('vllm:prefix_cache_hits_total{model_name="tiny"} ')[1].split("\n")[0]) >= 48
 
 
-def test_completions_go_on_where_the_session_was(engine: Engine, server: Running) -> None:
+def test_completions_continue_a_session(engine: Engine, server: Running) -> None:
     first = server.ask(COMPLETE, {"prompt": "anna lamp", "session_id": "c", "max_tokens": 12})[2]
     second = server.ask(COMPLETE, {"prompt": " bob", "session_id": "c", "max_tokens": 12})[2]
     assert second["usage"]["prompt_tokens"] == 9 + 12 + 4

@@ -56,7 +56,7 @@ def test_the_slots_of_a_head_stand_for_the_tokens_that_it_saw(server: Running) -
 @pytest.mark.parametrize(
     "query", ["lane=4", "lane=-1", "layer=2", "head=2", "lane=x", "lane=%C2%B2", "lane=" + "9" * 99]
 )
-def test_slots_that_are_not_there_are_an_error(server: Running, query: str) -> None:
+def test_missing_slots_are_an_error(server: Running, query: str) -> None:
     status, _, body = server.ask(f"/stats/slots?{query}")
     assert (status, body["error"]["param"]) == (400, query.partition("=")[0])
 

@@ -55,7 +55,7 @@ CALLS = 'i look<tool_call>\n{"name": "look", "arguments": {"at": "x", "n": 1}}\n
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_a_call_that_must_come_comes(client: openai.OpenAI, choice: Any) -> None:
+def test_a_required_call_is_generated(client: openai.OpenAI, choice: Any) -> None:
     for seed in range(2):
         request: Any = {**ASKED, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": seed}
         answer = client.chat.completions.create(**request, parallel_tool_calls=False)

@@ -86,7 +86,7 @@ def test_every_answer_has_a_span_and_failures_are_marked(
     assert not whole.status.is_ok and whole.status.description == "UsageError"
 
 
-def test_it_is_off_unless_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracing.start("m") is None
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     assert tracing.start("m") is None
@@ -114,7 +114,7 @@ def test_impossible_settings_are_refused_before_the_server_starts(monkeypatch: p
     assert "pip install opentelemetry-sdk" in error.value.fix
 
 
-def test_a_provider_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_tracer_provider_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     import opentelemetry.trace
 
     provider = TracerProvider()

@@ -171,7 +171,7 @@ def test_the_highest_scores_are_chosen(waiting: Engine) -> None:
     assert checked == 4
 
 
-def test_an_entry_that_no_step_read_comes_back_when_queries_ask_for_it(waiting: Engine) -> None:
+def test_an_unread_entry_is_selected_again_when_queries_attend_to_it(waiting: Engine) -> None:
     """An entry that no step read is selected again when a query asks for it.
 
     An early entry has the lowest score, and is not selected. At the next step of the full cache the query is nearer to
@@ -202,7 +202,7 @@ def test_an_entry_that_no_step_read_comes_back_when_queries_ask_for_it(waiting: 
         assert (10 in held(selected_of(lanes)[1], 0, head)) == (head in attending)
 
 
-def test_scores_go_on_where_entries_are_read(waiting: Engine) -> None:
+def test_scores_are_updated_for_the_entries_that_are_read(waiting: Engine) -> None:
     """The full cache's scores of the selected entries change with the steps that read them. All others stay."""
     lanes = waiting.lanes(1)
     prompt, tokens = random_ids(6, 65, 6, vocabulary=64)
@@ -261,14 +261,14 @@ def test_answers_do_not_depend_on_the_speed_of_the_thread(
     assert answers(waiting, prompts(7), 120) != expected  # some steps read other entries
 
 
-def test_answers_of_a_batch_are_those_alone(delayed: Engine) -> None:
+def test_answers_of_a_batch_equal_solo_answers(delayed: Engine) -> None:
     batch = prompts(8)
     alone = [answers(delayed, [ids], 120)[0] for ids in batch]
     assert answers(delayed, batch, 120) == alone
 
 
 @pytest.mark.parametrize("name", ["waiting", "delayed"])
-def test_schedules_answer_as_alone(name: str, opened: Any, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_schedules_answer_as_solo_runs(name: str, opened: Any, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Schedules over two engines are answered as alone.
 
     Requests join, leave, fork, and are preempted; there are snapshots as bytes, and prefixes.
@@ -288,7 +288,7 @@ def stopped(engine: Engine, new: int) -> tuple[Snapshot, list[int]]:
     return engine.preempt(request.id), [token.id for token in request.tokens]
 
 
-def test_a_snapshot_goes_on_at_every_point_of_a_period(delayed: Engine) -> None:
+def test_a_snapshot_continues_at_every_point_of_a_period(delayed: Engine) -> None:
     engine = delayed
     expected, kinds = answers(engine, [prompts(9)[0]], 100)[0], set[str]()
     for new in range(30, 40):
@@ -321,7 +321,7 @@ def test_damaged_positions_of_a_snapshot_are_refused(delayed: Engine, full: Engi
         Snapshot.from_bytes(snapshot.to_bytes(), full.manifest)
 
 
-def test_rolled_back_tokens_were_never_there(waiting: Engine) -> None:
+def test_rolled_back_tokens_leave_no_trace(waiting: Engine) -> None:
     """Rolled back tokens leave no trace, and entries are selected again from those that were there before."""
     prompt, tokens, wrong = random_ids(10, 70, 20, 1, vocabulary=64)
     lanes, straight = (waiting.lanes(1) for _ in range(2))

@@ -67,7 +67,7 @@ def test_a_session_stored_by_one_server_is_read_by_another_at_once(
     assert same(store(engine, tmp_path / "s").get("a"), snapshots[0]), "the state after a kill"
 
 
-def test_a_state_that_nobody_has_replaced_is_not_read_again(
+def test_an_unchanged_session_is_not_read_again(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = store(engine, tmp_path), store(engine, tmp_path)

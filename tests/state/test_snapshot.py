@@ -56,9 +56,7 @@ def through_bytes(engine: Engine, snapshot: Snapshot) -> Snapshot:
 
 @pytest.mark.parametrize("chosen", CHOICES)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 39])
-def test_a_preempted_request_goes_on_with_the_tokens_it_would_have_got(
-    engine: Engine, chosen: dict[str, Any], tokens: int
-) -> None:
+def test_a_preempted_request_continues_with_its_own_tokens(engine: Engine, chosen: dict[str, Any], tokens: int) -> None:
     expected = answer(engine, Request(LONG, engine.settings(**chosen)))
     text = engine.tokenizer.decode(expected) if engine.tokenizer else ""
     first = Request(LONG, engine.settings(**chosen))
@@ -100,7 +98,7 @@ def test_the_next_turn_reads_the_new_tokens_alone(engine: Engine) -> None:
         assert start.ids.tolist() == [*request.ids.tolist(), *expected] and seen == len(start.ids) - 1
 
 
-def test_an_answer_that_ended_is_continued_where_it_may_be_longer(engine: Engine) -> None:
+def test_an_ended_answer_continues_with_a_larger_limit(engine: Engine) -> None:
     expected = answer(engine, Request(LONG, engine.settings(max_new_tokens=20)))
     request = Request(LONG, engine.settings(max_new_tokens=8), keep=True)
     assert answer(engine, request) == expected[:8]
@@ -119,7 +117,7 @@ def test_a_cancelled_request_with_keep_has_a_snapshot(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 4])
-def test_forks_read_the_prompt_once_and_answer_as_alone(tiny_artifact: Path, engine: Engine, lanes: int) -> None:
+def test_forks_read_the_prompt_once_and_equal_solo_runs(tiny_artifact: Path, engine: Engine, lanes: int) -> None:
     own = load(tiny_artifact)
     own._scheduler.lanes = [None] * lanes
     answers_alone = [

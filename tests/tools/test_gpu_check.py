@@ -52,7 +52,7 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> No
     assert "Merge" in (tmp_path / "check.html").read_text()
 
 
-def test_figures_are_held_to_the_goals_they_have() -> None:
+def test_figures_are_compared_with_their_goals() -> None:
     from tools.gpu_check import goals as gpu_goals
     from tools.gpu_check import report as gpu_report
 

@@ -148,7 +148,7 @@ def test_kernels_are_proved_before_they_are_timed_and_limits_add_up() -> None:
     assert not gpu_check.PARTS.keys() & gpu_check.FURTHER_PARTS.keys()
 
 
-def test_results_go_where_they_come_back_from_and_need_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_results_are_written_to_the_output_folder_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     monkeypatch.setenv("PATH", "")
     assert gpu_check.folder_of(None, "NVIDIA H100") == tmp_path / "out"

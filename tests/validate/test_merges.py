@@ -76,7 +76,7 @@ def test_pytorchs_own_merges_have_no_difference() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_of_a_tie_both_choices_are_right(seed: int) -> None:
+def test_both_choices_of_a_tie_are_right(seed: int) -> None:
     state = tied(seed, 0.0)
     into_9, into_12 = (merged_where_it_is(state, farther) for farther in (1 - 5e-6, 1 + 5e-6))
     assert not np.allclose(into_9[1], into_12[1])  # the values show that there is a choice

@@ -84,7 +84,7 @@ def test_a_sound_artifact_passes(result) -> None:
     assert all(0 <= v < 20 for row in result.kl for v in row) and sum(map(len, result.kl)) > 10
 
 
-def test_the_report_shows_it(result) -> None:
+def test_the_report_has_a_verdict_figures_and_drawings(result) -> None:
     text = render_text(sections(result))
     assert "passed" in text and "score" in text
     assert re.search(r"KL\(full cache \|\| engine\), random +\d.* nats.*no criterion", text)

@@ -41,7 +41,7 @@ def one_layer(artifact: Path) -> Iterator[Path]:
     assert not held.parent.exists()
 
 
-def test_the_layer_that_is_held_is_the_artifacts(artifact: Path, one_layer: Path) -> None:
+def test_the_compared_layers_equal_the_artifacts(artifact: Path, one_layer: Path) -> None:
     whole, held = load_manifest(artifact), load_manifest(one_layer)
     assert len({layer.budget for layer in whole.cache.caches}) == 4
     assert held.cache.caches == whole.cache.caches[:2]
@@ -98,7 +98,7 @@ def test_another_checkpoint_is_refused(artifact: Path) -> None:
         pass
 
 
-def test_where_tensorrt_cannot_build_it_is_named_or_the_error(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_cannot_be_prepared_is_named_or_raises(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rebuild(*_: Any, **__: Any) -> None:
         raise EnvironmentProblem("there is no NVIDIA GPU", "a machine with one")
 

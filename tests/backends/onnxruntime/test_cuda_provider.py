@@ -372,7 +372,7 @@ def test_where_no_graph_can_be_captured_a_session_is_opened_without(
     assert all(x.tobytes() == other.get_state()[tensor].tobytes() for tensor, x in expected.get_state().items())
 
 
-def test_a_capture_that_was_interrupted_is_begun_anew(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_capture_is_repeated(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that was interrupted starts again at the next call.
 
     Otherwise ONNX Runtime would capture a call that appends a token, and run it several times.

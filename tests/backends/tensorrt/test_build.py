@@ -146,7 +146,7 @@ def test_the_plugin_gets_the_fields_that_the_parser_would_pass(
     assert not {"plugin_version", "plugin_namespace"} & fields.keys()
 
 
-def test_engines_are_built_anew_in_place(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
+def test_engines_are_rebuilt_in_place(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
     gpu.name, gpu.capability = "Another GPU", (12, 0)
     assert rebuild(artifact) == artifact

@@ -123,7 +123,7 @@ def test_merges_of_one_lane_and_of_the_first_ones_are_graphs_from_their_second_o
     assert graphs(gpu, "cudaGraphLaunch") == {MERGE: merges - len(stay)}
 
 
-def test_a_graph_of_other_lanes_is_given_back(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
+def test_a_graph_of_other_lanes_is_freed(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
     engine = kvexport.load(engines(tiny_artifact, tmp_path / "a"))
     for count in (3, 2, 3, 1):
         engine.generate(PROMPTS[:count], max_new_tokens=4, do_sample=False)
@@ -137,7 +137,7 @@ def test_a_graph_of_other_lanes_is_given_back(tiny_artifact: Path, tmp_path: Pat
     "chosen",
     [{"do_sample": False}, {"do_sample": True, "seed": 1, "top_k": 5}, {"do_sample": True, "seed": 1, "top_k": 0}],
 )
-def test_logits_stay_on_the_gpu_where_they_settle_the_token(
+def test_logits_stay_on_the_gpu_if_the_largest_determine_the_token(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, chosen: dict[str, Any]
 ) -> None:
     engine = kvexport.load(engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
@@ -155,7 +155,9 @@ def test_logits_stay_on_the_gpu_where_they_settle_the_token(
     assert copied.count(64 * 4) == chunks - 1
 
 
-def test_one_row_leaves_the_gpu_where_they_do_not(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
+def test_one_row_leaves_the_gpu_if_the_largest_logits_do_not_determine_the_token(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
+) -> None:
     engine = kvexport.load(engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
     chosen: dict[str, Any] = {"do_sample": True, "seed": 1, "top_k": 0, "top_p": 0.6}
     tokens = [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, **chosen)]
@@ -183,7 +185,7 @@ def test_an_artifact_from_before_there_were_top_logits_gets_engines(
     assert "whole rows of logits: 4\n" in ran.stderr
 
 
-def test_where_a_graph_cannot_be_captured_decode_goes_on_without(
+def test_decode_continues_without_a_graph_that_cannot_be_captured(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")

@@ -70,7 +70,7 @@ def test_without_the_drivers_library(
     assert "driver" in refusal.fix
 
 
-def test_with_no_device_or_one_that_is_too_old(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
+def test_a_missing_or_too_old_gpu_is_named(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
     gpu.devices = 0
     assert "there is no NVIDIA GPU" in problem(tiny_artifact, tmp_path / "a").problem
     gpu.devices, gpu.name, gpu.capability = 1, "Tesla V100", (7, 0)

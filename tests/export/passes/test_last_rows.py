@@ -123,7 +123,7 @@ def outcome(model: onnx.ModelProto) -> list[Any]:
         (["m = Add (x, r)"], ["m"]),
     ],
 )  # fmt: skip
-def test_the_pick_goes_up_while_rows_are_on_their_own(lines: list[str], picks: list[str]) -> None:
+def test_the_pick_moves_up_through_operators_of_single_rows(lines: list[str], picks: list[str]) -> None:
     before = model_of(*lines, *TAIL)
     after, actual = moved(before)
     assert actual == picks

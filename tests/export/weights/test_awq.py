@@ -152,13 +152,13 @@ def read_twice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_a_norm_that_something_else_reads_is_left_alone(read_twice: None, checkpoint: Path, text: Path) -> None:
+def test_a_norm_with_other_readers_is_not_scaled(read_twice: None, checkpoint: Path, text: Path) -> None:
     with pytest.raises(UsageError, match="is read by rounded projections alone") as caught:
         sources(recipe_of(checkpoint, text))
     assert caught.value.fix == "--set weights.method=importance"
 
 
-def test_a_norm_that_is_none_is_left_alone(checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_no_norm_is_not_scaled(checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that does not multiply by its weight is not scaled."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 

@@ -89,8 +89,8 @@ def once(task: str) -> str:
     """
     rows = [r for r in load("once")["rows"] if r["task"] == task]
     figures = ("kl",) if task == "text" else ("exact", "digits")
-    cells = {(r["method"], r["part"]): [*(shown(r[x]) for x in figures), str(len(r["each"]))] for r in rows}
-    parts = sorted({r["part"] for r in rows if r["part"] > 1})
+    cells = {(r["method"], r["divisor"]): [*(shown(r[x]) for x in figures), str(len(r["each"]))] for r in rows}
+    parts = sorted({r["divisor"] for r in rows if r["divisor"] > 1})
     blank, lines = [""] * (len(figures) + 1), []
     for method in dict.fromkeys(r["method"] for r in rows):
         whole = cells.get((method, 1))
@@ -102,7 +102,7 @@ def once(task: str) -> str:
 
 def once_queries() -> str:
     """Return the table of one text's KL by the queries that a merge is fitted to, below methods without a fit."""
-    text = {(r["method"], r["part"]): r["each"][0] for r in load("once")["rows"] if r["task"] == "text"}
+    text = {(r["method"], r["divisor"]): r["each"][0] for r in load("once")["rows"] if r["task"] == "text"}
     plain = [(f"`{method}`", text[method, 10]) for method in ("streaming", "h2o", "snapkv", "keepkv")]
-    rows = [*plain, *((r["said"], r["kl"]) for r in load("once-queries")["rows"])]
-    return table(("kept, of a tenth of the slots", "KL"), *((said, f"{kl:.3f}") for said, kl in rows))
+    rows = [*plain, *((r["label"], r["kl"]) for r in load("once-queries")["rows"])]
+    return table(("kept, of a tenth of the slots", "KL"), *((label, f"{kl:.3f}") for label, kl in rows))

@@ -427,15 +427,15 @@ def main() -> None:
         for i, mutant in enumerate(chosen):
             folder = Path(temporary, str(i))
             by = on_ptx(mutant, folder) if mutant.call else on_host(mutant, folder)
-            rows[mutant.name] = {"file": mutant.file, "run as": "PTX" if mutant.call else "host", "found by": by}
+            rows[mutant.name] = {"file": mutant.file, "run as": "PTX" if mutant.call else "host", "detected by": by}
             print(mutant.name, "|", by or "MISSED", flush=True)
             shutil.rmtree(folder)
-    missed = [name for name, row in rows.items() if not row["found by"]]
+    missed = [name for name, row in rows.items() if not row["detected by"]]
     if RESULT.exists() and options.only:
         held = json.loads(RESULT.read_text())["mutants"]
         rows = {m.name: rows.get(m.name) or held[m.name] for m in MUTANTS if m.name in {*rows, *held}}
-    count = sum(bool(row["found by"]) for row in rows.values())
-    save("cuda-mutants", {"found": f"{count} of {len(rows)}", "mutants": rows})
+    count = sum(bool(row["detected by"]) for row in rows.values())
+    save("cuda-mutants", {"detected": f"{count} of {len(rows)}", "mutants": rows})
     if missed or any(unchanged.values()):
         sys.exit(f"missed: {missed}; unchanged and yet found: {unchanged}")
 

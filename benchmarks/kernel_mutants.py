@@ -166,7 +166,7 @@ def keep(results: dict[str, Any]) -> None:
     run = json.loads((RESULTS / f"{NAME}.json").read_text())
     known = run["mutants"] | {name: {**of, "run": head()} for name, of in results.items()}
     run["mutants"] = {mutant.name: known[mutant.name] for mutant in MUTANTS if mutant.name in known}
-    run["found"] = f"{sum(bool(of['found']) for of in run['mutants'].values())} of {len(run['mutants'])}"
+    run["detected"] = f"{sum(bool(of['detected']) for of in run['mutants'].values())} of {len(run['mutants'])}"
     save(NAME, run)
 
 
@@ -186,15 +186,15 @@ def main() -> None:
         for mutant in chosen:
             program.change(mutant)
             gave_away = failures(program.path, mutant.isa, linear=mutant.file.startswith("cpu/linear"))
-            results[mutant.name] = {"file": mutant.file, "isa": mutant.isa, "found": gave_away}
+            results[mutant.name] = {"file": mutant.file, "isa": mutant.isa, "detected": gave_away}
             program.restore()
             print(mutant.name, "|", gave_away or "MISSED", flush=True)
-    missed = [name for name, of in results.items() if not of["found"]]
+    missed = [name for name, of in results.items() if not of["detected"]]
     if options.only:
         keep(results)
     else:
         count = f"{len(chosen) - len(missed)} of {len(chosen)}"
-        save(NAME, {"seed": SEED, "cases": CASES, "unchanged": unchanged, "mutants": results, "found": count})
+        save(NAME, {"seed": SEED, "cases": CASES, "unchanged": unchanged, "mutants": results, "detected": count})
     if missed or any(unchanged.values()):
         sys.exit(f"missed: {missed}; unchanged and yet found: {unchanged}")
 

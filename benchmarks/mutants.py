@@ -368,14 +368,14 @@ def main() -> None:
             verdict_of = verdict(library.path, engines[mutant.engine])
             library.restore()
             figures["mutants"][mutant.name] = {"engine": mutant.engine, "file": mutant.file, **verdict_of}
-            outcome = "MISSED" if verdict_of["passed"] else "found"
+            outcome = "MISSED" if verdict_of["passed"] else "detected"
             print(
                 f"{outcome}: {mutant.name} ({time.perf_counter() - begin:.0f} s) {verdict_of.get('problems')}",
                 flush=True,
             )
     missed = [name for name, verdict_of in figures["mutants"].items() if verdict_of["passed"]]
     failed = [name for name, verdict_of in figures["unchanged"].items() if not verdict_of["passed"]]
-    figures["found"] = f"{len(chosen) - len(missed)} of {len(chosen)}"
+    figures["detected"] = f"{len(chosen) - len(missed)} of {len(chosen)}"
     if not options.only:
         save("mutants", figures)
     if missed or failed:

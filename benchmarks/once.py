@@ -64,19 +64,19 @@ SETTINGS = {
 }
 
 
-def engine_of(work: Path, method: str, part: int, threads: int) -> kvexport.Engine:
+def engine_of(work: Path, method: str, divisor: int, threads: int) -> kvexport.Engine:
     """Return an engine; an artifact that the folder already holds is not built again.
 
     Args:
         work: The folder of artifacts.
         method: The method, see the module's text.
-        part: The length of the context over the budget; 1 for the budget of a full cache.
+        divisor: The length of the context over the budget; 1 for the budget of a full cache.
         threads: The number of threads.
     """
     named, *more = method.split("+")
     settings = [
         *overrides_of(SETTINGS.get(named, named)),
-        f"cache.budget={LENGTH // part if part > 1 else LENGTH + 2 * CHUNK}",
+        f"cache.budget={LENGTH // divisor if divisor > 1 else LENGTH + 2 * CHUNK}",
         "cache.merge_prompts=end",
         f"cache.merge_every={2 * CHUNK}",
         f"cache.allocation.whole={[int(layer) for layer in more if layer not in SHARES]}",
@@ -196,23 +196,26 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{NAME}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    labels = [("full", 1), *((m, int(part)) for m in options.methods.split(",") for part in options.parts.split(","))]
+    labels = [
+        ("full", 1),
+        *((m, int(divisor)) for m in options.methods.split(",") for divisor in options.parts.split(",")),
+    ]
     full = engine_of(options.work, "h2o", 1, options.threads)
     for task, number in itertools.product(options.tasks.split(","), range(options.texts)):
         measure = None
-        for method, part in labels:
-            label = {"method": method, "part": part, "task": task}
+        for method, divisor in labels:
+            label = {"method": method, "divisor": divisor, "task": task}
             row = next((r for r in rows if label.items() <= r.items()), None)
             if row is None:
                 rows.append(row := {**label, "each": []})
             if len(row["each"]) > number or (method, task) == ("full", "text"):
                 continue
             measure = measure or Measure(task, number, full)
-            engine = full if method == "full" else engine_of(options.work, method, part, options.threads)
+            engine = full if method == "full" else engine_of(options.work, method, divisor, options.threads)
             row["each"].append(found := measure.of(engine))
             row |= figures(task, row["each"])
             save(NAME, {"length": LENGTH, "following": FOLLOWING, "rows": [r for r in rows if r["each"]]})
-            print(f"{task} {number} 1/{part} {method}: {found}", flush=True)
+            print(f"{task} {number} 1/{divisor} {method}: {found}", flush=True)
 
 
 if __name__ == "__main__":

@@ -49,14 +49,14 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        said: Its text in the table.
+        label: Its text in the table.
         method: The method, with its settings.
         of: The kind of reference queries, see `Read.chosen`.
         queries: The number of reference queries.
         listed: Whether layers have measured budgets.
     """
 
-    said: str
+    label: str
     method: str
     of: str = ""
     queries: int = 0
@@ -210,7 +210,7 @@ def main() -> None:
         read, start = read or Read(), time.process_time()
         found[row] = round(read.kl(row), 6)
         save(NAME, {"rows": [{**one._asdict(), "kl": found[one]} for one in ROWS if one in found]})
-        print(f"{row.said}: {found[row]} ({time.process_time() - start:.0f} s)", flush=True)
+        print(f"{row.label}: {found[row]} ({time.process_time() - start:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def main() -> None:
         rows += [one for one in json.loads(RESULT.read_text())["rows"] if one["program"] not in options.only]
         rows = sorted((one for one in rows if one["program"] in CALLS), key=lambda one: [*CALLS].index(one["program"]))
     run = [one for one in rows if one["runs"]]
-    left = [one for one in run if not one["found by"]]
-    summary = {"removed": len(rows), "that run": len(run), "found": len(run) - len(left), "not found": left}
+    left = [one for one in run if not one["detected by"]]
+    summary = {"removed": len(rows), "that run": len(run), "detected": len(run) - len(left), "undetected": left}
     save("ptx_faults", {**summary, "rows": rows})
 
 
@@ -72,7 +72,14 @@ def row(program: str, kind: str, which: int, source: str) -> dict[str, Any]:
             by = result.get(timeout=300)
         except multiprocessing.TimeoutError:
             by = ENDED
-    return {"program": program, "removed": kind, "number": which, "line": source, "runs": by != NEVER, "found by": by}
+    return {
+        "program": program,
+        "removed": kind,
+        "number": which,
+        "line": source,
+        "runs": by != NEVER,
+        "detected by": by,
+    }
 
 
 def judged(program: str, kind: str, which: int, path: str) -> str:

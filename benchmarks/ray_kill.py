@@ -66,7 +66,7 @@ class Client:
     number: int
     streams: bool
     sessions: list[list[Turn]] = field(default_factory=list)
-    told: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
 
 
 def talk(client: Client, url: str, vocabulary: int, end: threading.Event) -> None:
@@ -81,7 +81,7 @@ def talk(client: Client, url: str, vocabulary: int, end: threading.Event) -> Non
                 session.append(turn)
                 while not turn.answered and not end.is_set():
                     text, outcome = ask(http, url, name, turn.sent, client.streams)
-                    client.told[outcome] += 1
+                    client.answers[outcome] += 1
                     if text is None:
                         turn.failed += 1
                         time.sleep(0.1)
@@ -231,11 +231,11 @@ def under_load(url: str, server: psutil.Process, engine: Engine, chosen: argpars
     end.set()
     for thread in threads:
         thread.join()
-    told = sum((client.told for client in clients), Counter[str]())
+    answers = sum((client.answers for client in clients), Counter[str]())
     return {
         "kills": len(kills),
-        "told": dict(told),
-        "without_an_answer": told["no answer"],
+        "answers": dict(answers),
+        "without_an_answer": answers["no answer"],
         "turns": dict(check(engine, clients)),
         "sessions_back_after_seconds": [round(back_after(clients, kill), 2) for kill in kills],
         "process_replaced_after_seconds": [round(seconds, 2) for seconds in replaced],

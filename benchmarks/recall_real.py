@@ -138,13 +138,13 @@ def engine_of(folder: Path, label: dict[str, Any], threads: int) -> kvexport.Eng
 
     Args:
         folder: The folder of artifacts.
-        label: The label of the row. For its method see `whole_layers`. The budget is the length divided by its part.
+        label: The label of the row. For its method see `whole_layers`. The budget is the length divided by its divisor.
         threads: The number of threads.
     """
-    method, part, length = label["method"], label["part"], label["length"]
+    method, divisor, length = label["method"], label["divisor"], label["length"]
     settings = [
         f"cache.method={method.split('+')[0]}",
-        f"cache.budget={length // part}",
+        f"cache.budget={length // divisor}",
         f"cache.allocation.whole={whole_layers(method)}",
         f"limits.max_length={length + 128}",
         f"limits.max_batch={QUESTIONS}",
@@ -169,7 +169,7 @@ def row(label: dict[str, Any], each: Each) -> dict[str, Any]:
     right = share(int(sum(exact)), len(each))
     return {
         **label,
-        "made": {key: value for key, value in head().items() if key != "machine"},
+        "provenance": {key: value for key, value in head().items() if key != "machine"},
         "questions": len(each),
         "exact": [right.value, right.low, right.high],
         "digits": vars(mean(digits)),
@@ -190,7 +190,7 @@ def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found = []
     for r in rows:
-        place = {k: r[k] for k in ("task", "part", "length", "known")}
+        place = {k: r[k] for k in ("task", "divisor", "length", "known")}
         others = [o for o in rows if o["method"] in PUBLISHED and all(o[k] == v for k, v in place.items())]
         if others and r["method"] not in PUBLISHED:
             best = max(others, key=lambda o: (o["exact"][0], o["digits"]["value"]))
@@ -239,11 +239,11 @@ class Results:
 def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
     """Ask all questions of every method, passage by passage."""
     for method in options.methods.split(","):
-        for part in [3] if method == "full" else map(int, options.parts.split(",")):
+        for divisor in [3] if method == "full" else map(int, options.parts.split(",")):
             engine = None
             for task in options.tasks.split(","):
                 known = options.known and method != "full"
-                label = {"task": task, "method": method, "part": part, "length": options.length, "known": known}
+                label = {"task": task, "method": method, "divisor": divisor, "length": options.length, "known": known}
                 label["set"] = options.set
                 each = results.find(label)
                 if len(each) >= options.passages * QUESTIONS:
@@ -254,7 +254,7 @@ def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
                     each += [[int(a.exact), round(a.digits, 4)] for a in found]
                     r = results.put(label, each)
                 print(
-                    f"{task:7} {method:16} 1/{part}{' known' if known else ''}: exact "
+                    f"{task:7} {method:16} 1/{divisor}{' known' if known else ''}: exact "
                     f"{r['exact'][0]:.2f} [{r['exact'][1]:.2f}, {r['exact'][2]:.2f}], digits "
                     f"{r['digits']['value']:.2f}",
                     flush=True,
@@ -264,7 +264,7 @@ def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
 def measure_layers(options: argparse.Namespace, _: Path, results: Results) -> None:
     """Measure the cost of compressing each layer in answers, as `kvexport calibrate` does."""
     found = calibrate(RECALL, options.set, length=options.length, passages=options.passages, progress=show)
-    save(results.name, {**results.read(), "layers": {"made": head(), **found.to_json()}})
+    save(results.name, {**results.read(), "layers": {"provenance": head(), **found.to_json()}})
     print(render_text(found.sections()))
 
 
@@ -280,7 +280,7 @@ def measure_text(options: argparse.Namespace, folder: Path, results: Results) ->
         | {"kl": vars(r.scores["text"].kl), "samples": list(map(float, r.scores["text"].samples["kl"]))}
         for r in found.results
     ]
-    save(results.name, {**results.read(), "text": {"made": head(), "length": 1024, "rows": rows}})
+    save(results.name, {**results.read(), "text": {"provenance": head(), "length": 1024, "rows": rows}})
 
 
 def main() -> None:

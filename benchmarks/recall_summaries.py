@@ -113,16 +113,16 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for method in options.methods.split(","):
-            label = {"method": method, "part": options.part, "length": options.length, "known": False}
+            label = {"method": method, "divisor": options.part, "length": options.length, "known": False}
             settings = [f"limits.max_length={options.length + 512}"]  # the question, and the answer
             engine = engine_of(options.work or Path(folder), {**label, "set": settings}, options.threads)
             summaries = [summary(engine, i, options.length) for i in range(len(REPORTS))]
-            told = [sum(f.lower() in text.lower() for f in REPORTS[i][2]) for i, text in enumerate(summaries)]
-            rows.append({**label, "told": told, "share": vars(mean([n / 8 for n in told])), "summaries": summaries})
+            facts = [sum(f.lower() in text.lower() for f in REPORTS[i][2]) for i, text in enumerate(summaries)]
+            rows.append({**label, "facts": facts, "share": vars(mean([n / 8 for n in facts])), "summaries": summaries})
             if rows[0]["method"] == "full":
-                pairs = zip(told, rows[0]["told"], strict=True)
+                pairs = zip(facts, rows[0]["facts"], strict=True)
                 rows[-1]["difference"] = vars(mean([(a - b) / 8 for a, b in pairs]))
-            print(f"{method:14} {told} {sum(told)} of {8 * len(told)}", flush=True)
+            print(f"{method:14} {facts} {sum(facts)} of {8 * len(facts)}", flush=True)
     save(NAME, {"rows": rows})
 
 

@@ -176,11 +176,11 @@ def recall(length: int, *, known: bool) -> str:
     """Return the table of the answers about texts of `length` tokens, by method and budget."""
     rows = [r for r in load("recall-smollm2")["rows"] if not r["set"] and (r["length"], r["known"]) == (length, known)]
     rows += [r for r in load("recall-smollm2")["rows"] if known and r["method"] == "full" and r["length"] == length]
-    budgets = ["all", *(f"1/{part}" for part in sorted({r["part"] for r in rows if r["method"] != "full"}))]
+    budgets = ["all", *(f"1/{divisor}" for divisor in sorted({r["divisor"] for r in rows if r["method"] != "full"}))]
     lines = []
     for task, method in dict.fromkeys((r["task"], r["method"]) for r in sorted(rows, key=_recall_order)):
         of = {
-            "all" if method == "full" else f"1/{r['part']}": r
+            "all" if method == "full" else f"1/{r['divisor']}": r
             for r in rows
             if (r["task"], r["method"]) == (task, method)
         }
@@ -209,7 +209,7 @@ def recall_differences() -> str:
         (
             d["task"],
             str(d["length"]),
-            f"1/{d['part']}",
+            f"1/{d['divisor']}",
             "known" if d["known"] else "unknown",
             f"`{d['method']}`",
             f"`{d['best_published']}`",

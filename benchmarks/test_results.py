@@ -48,7 +48,7 @@ def test_every_method_stays_finite_and_bounded_over_twenty_training_lengths(reci
 
 @pytest.mark.parametrize(
     ("name", "key", "mutants"),
-    [("kernel-mutants", "found", kernel_mutants.MUTANTS), ("cuda-mutants", "found by", cuda_mutants.MUTANTS)],
+    [("kernel-mutants", "detected", kernel_mutants.MUTANTS), ("cuda-mutants", "detected by", cuda_mutants.MUTANTS)],
 )
 def test_every_planted_bug_was_found(name: str, key: str, mutants: tuple[Any, ...]) -> None:
     run = tables.load(name)

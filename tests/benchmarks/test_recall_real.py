@@ -32,7 +32,7 @@ def test_a_method_names_its_whole_layers(method: str, layers: list[int]) -> None
 
 def test_differences_are_over_the_questions_of_both_methods() -> None:
     def asked(method: str, each: list[list[float]]) -> dict[str, Any]:
-        label = {"task": "codes", "method": method, "part": 3, "length": 2000, "known": False, "set": []}
+        label = {"task": "codes", "method": method, "divisor": 3, "length": 2000, "known": False, "set": []}
         return recall_real.row(label, each)
 
     more = asked("keepkv+whole", [[1, 1.0], [1, 1.0], [0, 0.5]])
@@ -41,7 +41,7 @@ def test_differences_are_over_the_questions_of_both_methods() -> None:
     assert [(d["method"], d["best_published"]) for d in rows] == [("keepkv+whole", "streaming")]
     assert rows[0]["exact"]["value"] == pytest.approx(0.5)
     assert rows[0]["exact"]["count"] == 2
-    assert more["questions"] == 3 and more["made"]["command"] and more["made"]["commit"]
+    assert more["questions"] == 3 and more["provenance"]["command"] and more["provenance"]["commit"]
 
 
 def test_the_table_of_text_has_a_row_a_method_and_a_column_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,11 +73,11 @@ def main() -> None:
     folders = {}
     for side, count in (("none", 0), ("adapter", 1)):
         folders[side] = options.work / f"{options.layers or 'smollm2'}-{options.bits}-{side}"
-        chosen = [f"adapters.count={count}", f"adapters.rank={RANK}"]
-        chosen += [f"model.path={checkpoint(options.layers, options.work)}"] if options.layers else []
-        chosen += [f"weights.bits={options.bits}"] if options.bits else []
+        settings = [f"adapters.count={count}", f"adapters.rank={RANK}"]
+        settings += [f"model.path={checkpoint(options.layers, options.work)}"] if options.layers else []
+        settings += [f"weights.bits={options.bits}"] if options.bits else []
         if not folders[side].exists():
-            kvexport.build(load_recipe("smollm2-135m-keepkv", chosen).recipe, folders[side])
+            kvexport.build(load_recipe("smollm2-135m-keepkv", settings).recipe, folders[side])
     plain = kvexport.load(folders["none"], threads=options.threads)
     taking = kvexport.load(folders["adapter"], threads=options.threads)
     folder = write_adapter(options.work / "random", taking.manifest)

@@ -106,16 +106,16 @@ def projections(model: Any) -> Iterator[list[nn.Linear]]:
 
 def inputs_of(model: Any, ids: Tensor) -> dict[nn.Module, Inputs]:
     """Return the statistics of inputs, by the first projection of each input, and by the head."""
-    found: dict[nn.Module, Inputs] = {}
+    inputs_of: dict[nn.Module, Inputs] = {}
 
     def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found[module] = Inputs(args[0])
+        inputs_of[module] = Inputs(args[0])
 
     hooks = [m.register_forward_pre_hook(look) for m in [model.lm_head, *(of[0] for of in projections(model))]]
     model(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return found
+    return inputs_of
 
 
 def shared_by_query_heads(size: Tensor, config: Any) -> Tensor:

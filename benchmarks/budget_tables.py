@@ -45,7 +45,7 @@ def small_listed() -> str:
 
     Each line averages over the texts that all of its methods have.
     """
-    found = {(r["budget"], r["dtype"], r["method"]): r for r in load("small-listed")["rows"].values()}
+    results = {(r["budget"], r["dtype"], r["method"]): r for r in load("small-listed")["rows"].values()}
     for name, recipe, group, label in (
         ("keepkv", "smollm2-135m-base", "methods", "keepkv"),
         ("ballot", "smollm2-135m-base", "methods", "ballot"),
@@ -57,15 +57,15 @@ def small_listed() -> str:
         for row in load(f"sweep-{recipe}")["groups"][group]["rows"]:
             if row["label"] == label:
                 kl = row["scores"]["text"]["samples"]["kl"]
-                found[row["budget"], "float16", name] = {"slots": row["slots"], "kl": kl}
+                results[row["budget"], "float16", name] = {"slots": row["slots"], "kl": kl}
     lines = []
     for budget, dtype in itertools.product((0.05, 0.125, 0.25), ("float16", "int8", "k8v4")):
-        cells = [found.get((budget, dtype, name)) for name in ("keepkv", "ballot", "listed", "heads")]
-        given = [cell for cell in cells if cell]
-        count = min((len(cell["kl"]) for cell in given), default=0)
+        cells = [results.get((budget, dtype, name)) for name in ("keepkv", "ballot", "listed", "heads")]
+        measured = [cell for cell in cells if cell]
+        count = min((len(cell["kl"]) for cell in measured), default=0)
         kl = [shown(asdict(mean(cell["kl"][:count]))) if cell else "" for cell in cells]
-        if given:
-            lines.append((BUDGETS[budget], dtype, str(given[-1]["slots"]), *kl, str(count)))
+        if measured:
+            lines.append((BUDGETS[budget], dtype, str(measured[-1]["slots"]), *kl, str(count)))
     return table(
         ("budget", "keys and values", "slots", "`keepkv`", "`ballot`", "... of layers", "... of heads", "texts"), *lines
     )
@@ -73,10 +73,10 @@ def small_listed() -> str:
 
 def head_budgets() -> str:
     """Return the table of KL in simulated budgets of layers and of heads."""
-    found = load("head-budgets")["kl"]["other"]
-    variants = list(dict.fromkeys(key.partition(", ")[2] for key in found))
-    slots = sorted({int(key.partition(" ")[0]) for key in found})
-    texts = {key: mean(list(row.values())) for key, row in found.items()}
+    kl = load("head-budgets")["kl"]["other"]
+    variants = list(dict.fromkeys(key.partition(", ")[2] for key in kl))
+    slots = sorted({int(key.partition(" ")[0]) for key in kl})
+    texts = {key: mean(list(row.values())) for key, row in kl.items()}
     shown = {v: [texts.get(f"{n} slots, {v}") for n in slots] for v in variants}
     lines = [(v, *("" if x is None else f"{x.value:.3g}" for x in row)) for v, row in shown.items()]
     return table(("budgets", *(f"{n} slots" for n in slots)), *lines)
@@ -94,8 +94,8 @@ def once(task: str) -> str:
     blank, lines = [""] * (len(figures) + 1), []
     for method in dict.fromkeys(r["method"] for r in rows):
         whole = cells.get((method, 1))
-        given = [whole or cells.get((method, part), blank) for part in parts]
-        lines.append((f"`{method}`", *(cell for part in given for cell in part)))
+        row_cells = [whole or cells.get((method, part), blank) for part in parts]
+        lines.append((f"`{method}`", *(cell for part in row_cells for cell in part)))
     counted = "texts" if task == "text" else "passages"
     return table(("method", *(f"1/{part}, {x}" for part in parts for x in (*figures, counted))), *lines)
 

@@ -63,25 +63,25 @@ def openai(url: str) -> dict[str, Callable[[], bool]]:
     from pydantic import create_model
 
     client = OpenAI(base_url=f"{url}/v1", api_key=KEY)
-    said: Any = [{"role": "user", "content": QUESTION}]
+    messages: Any = [{"role": "user", "content": QUESTION}]
     complete = client.chat.completions.create
 
     def stream() -> bool:
-        chunks: Any = complete(model=MODEL, messages=said, max_tokens=24, stream=True)
+        chunks: Any = complete(model=MODEL, messages=messages, max_tokens=24, stream=True)
         return sum(bool(chunk.choices[0].delta.content) for chunk in chunks) > 1
 
     def tool() -> bool:
         tools: Any = [TOOL]
-        answer = complete(model=MODEL, messages=said, max_tokens=TOKENS, tools=tools, tool_choice="required")
+        answer = complete(model=MODEL, messages=messages, max_tokens=TOKENS, tools=tools, tool_choice="required")
         call: Any = (answer.choices[0].message.tool_calls or [])[0]
         return json.loads(call.function.arguments)["city"] in ("paris", "rome")
 
     def structured() -> bool:
         form = create_model("place", days=(bool, ...))
-        answer = client.chat.completions.parse(model=MODEL, messages=said, max_tokens=TOKENS, response_format=form)
+        answer = client.chat.completions.parse(model=MODEL, messages=messages, max_tokens=TOKENS, response_format=form)
         return isinstance(answer.choices[0].message.parsed, form)
 
-    chat = complete(model=MODEL, messages=said, max_tokens=24).choices[0].message
+    chat = complete(model=MODEL, messages=messages, max_tokens=24).choices[0].message
     return {"chat": lambda: bool(chat.content), "stream": stream, "tool": tool, "structured": structured}
 
 
@@ -118,13 +118,13 @@ def llama_index(url: str) -> dict[str, Callable[[], bool]]:
         return str(days)
 
     def tool() -> bool:
-        chosen = long.chat_with_tools([FunctionTool.from_defaults(weather)], QUESTION, tool_required=True)
-        return bool(long.get_tool_calls_from_response(chosen))
+        response = long.chat_with_tools([FunctionTool.from_defaults(weather)], QUESTION, tool_required=True)
+        return bool(long.get_tool_calls_from_response(response))
 
-    said = [ChatMessage(role="user", content=QUESTION)]
+    messages = [ChatMessage(role="user", content=QUESTION)]
     return {
-        "chat": lambda: bool(short.chat(said).message.content),
-        "stream": lambda: sum(bool(chunk.delta) for chunk in short.stream_chat(said)) > 1,
+        "chat": lambda: bool(short.chat(messages).message.content),
+        "stream": lambda: sum(bool(chunk.delta) for chunk in short.stream_chat(messages)) > 1,
         "tool": tool,
     }
 
@@ -168,8 +168,8 @@ def instructor(url: str) -> dict[str, Callable[[], bool]]:
 
     def by(mode: Any) -> bool:
         client = package.from_openai(OpenAI(base_url=f"{url}/v1", api_key=KEY), mode=mode)
-        said: Any = [{"role": "user", "content": QUESTION}]
-        return isinstance(client.create(model=MODEL, messages=said, max_tokens=TOKENS, response_model=form), form)
+        messages: Any = [{"role": "user", "content": QUESTION}]
+        return isinstance(client.create(model=MODEL, messages=messages, max_tokens=TOKENS, response_model=form), form)
 
     return {"tool": lambda: by(package.Mode.TOOLS), "structured": lambda: by(package.Mode.JSON_SCHEMA)}
 
@@ -248,8 +248,8 @@ def run_ai_sdk(folder: Path, url: str) -> dict[str, str]:
     script.write_text(AI_SDK)
     done = subprocess.run(["node", script.name, url], cwd=folder, capture_output=True, text=True, timeout=120)
     version = json.loads((folder / "node_modules" / "ai" / "package.json").read_text())["version"]
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"chat": done.stderr[-300:]}
-    return {"package": "ai", "version": version, **found}
+    outcomes: dict[str, str] = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"chat": done.stderr[-300:]}
+    return {"package": "ai", "version": version, **outcomes}
 
 
 def serve(folder: Path) -> subprocess.Popen[str]:

@@ -381,10 +381,10 @@ def failing(path: Path, tests: tuple[str, ...]) -> str:
         return "a test does not end"
     if done.returncode <= 0:
         return f"ended by signal {-done.returncode}" if done.returncode else ""
-    found = re.search(r"^FAILED \S+?::(\S+)", done.stdout, re.MULTILINE)
-    if not found:  # not a failure of the kernels
+    match = re.search(r"^FAILED \S+?::(\S+)", done.stdout, re.MULTILINE)
+    if not match:  # not a failure of the kernels
         raise RuntimeError((done.stdout + done.stderr)[-2000:])
-    return found[1]
+    return match[1]
 
 
 def on_ptx(mutant: Mutant, folder: Path) -> str:
@@ -408,10 +408,10 @@ def judged(path: Path, base: Path, call: str) -> str:
 def as_they_are() -> dict[str, str]:
     """Return the faults that are reported for the unchanged kernels, by test source or call."""
     host, ptx = make.build("cuda-host"), make.build("cuda-ptx")
-    found = {unit: failing(host, names) for unit, names in TESTS.items()}
-    found |= {call: judged(ptx, ptx, call) for call in CALLS}
-    print("unchanged", found, flush=True)
-    return found
+    failures = {unit: failing(host, names) for unit, names in TESTS.items()}
+    failures |= {call: judged(ptx, ptx, call) for call in CALLS}
+    print("unchanged", failures, flush=True)
+    return failures
 
 
 def main() -> None:
@@ -420,11 +420,11 @@ def main() -> None:
         "--only", nargs="*", metavar="NAME", help="run only mutants whose names begin with it; results of others stay"
     )
     options = parser.parse_args()
-    chosen = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
+    mutants = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
     rows: dict[str, Any] = {}
     unchanged = {} if options.only else as_they_are()
     with tempfile.TemporaryDirectory() as temporary:
-        for i, mutant in enumerate(chosen):
+        for i, mutant in enumerate(mutants):
             folder = Path(temporary, str(i))
             by = on_ptx(mutant, folder) if mutant.call else on_host(mutant, folder)
             rows[mutant.name] = {"file": mutant.file, "run as": "PTX" if mutant.call else "host", "detected by": by}

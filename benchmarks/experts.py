@@ -131,7 +131,7 @@ def session(shape: Shape, side: str, layers: int, threads: int) -> tuple[Any, in
         options.register_custom_ops_library(str(library()))
     graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
-    size = sum(len(part.raw_data) for part in weights) // layers // shape.experts
+    size = sum(len(tensor.raw_data) for tensor in weights) // layers // shape.experts
     weights.clear()
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]), size
 
@@ -159,21 +159,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
-    chosen = parser.parse_args()
-    bandwidth = [read_bandwidth(512, chosen.threads, 1.0)]
+    options = parser.parse_args()
+    bandwidth = [read_bandwidth(512, options.threads, 1.0)]
     results: dict[str, Any] = {}
-    for name in chosen.shapes.split(","):
+    for name in options.shapes.split(","):
         shape = SHAPES[name]
-        runs = {side: session(shape, side, chosen.layers, chosen.threads) for side in chosen.sides}
-        for rows in map(int, chosen.rows.split(",")):
+        runs = {side: session(shape, side, options.layers, options.threads) for side in options.sides}
+        for rows in map(int, options.rows.split(",")):
             seconds: dict[str, list[float]] = {side: [] for side in runs}
-            for turn in range(max(4, chosen.rounds // (1 + rows // 64))):
+            for turn in range(max(4, options.rounds // (1 + rows // 64))):
                 for side, (run, _) in runs.items():
-                    feed = feeds(shape, side, chosen.layers, rows, np.random.default_rng(turn))
+                    feed = feeds(shape, side, options.layers, rows, np.random.default_rng(turn))
                     start = time.perf_counter()
                     run.run(None, feed)
-                    seconds[side].append((time.perf_counter() - start) / chosen.layers)
-            bandwidth.append(read_bandwidth(512, chosen.threads, 1.0))
+                    seconds[side].append((time.perf_counter() - start) / options.layers)
+            bandwidth.append(read_bandwidth(512, options.threads, 1.0))
             best = {side: min(times[1:]) for side, times in seconds.items()}
             for side, (_, size) in runs.items():
                 one = statistics.median(seconds[side][1:])

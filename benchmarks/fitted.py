@@ -39,11 +39,11 @@ def artifact(work: Path, method: str, threads: int) -> Path:
 
     path = work / f"{method}-{threads}"
     if not path.exists():
-        chosen = [f"cache.method={method.removesuffix('+heads')}", f"backend.threads={threads}", "limits.max_batch=1"]
+        settings = [f"cache.method={method.removesuffix('+heads')}", f"backend.threads={threads}", "limits.max_batch=1"]
         if method.endswith("+heads"):
             shares = load_recipe(HEADS).recipe.cache.allocation.shares
-            chosen += ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
-        build(load_recipe("smollm2-135m-base", chosen).recipe, path)
+            settings += ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
+        build(load_recipe("smollm2-135m-base", settings).recipe, path)
     return path
 
 

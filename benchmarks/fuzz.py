@@ -81,17 +81,17 @@ def main() -> None:
     kind = "small" if arguments.small else ""
     name = " ".join(filter(None, [arguments.sanitizers, kind]))
     before = kept.get(name, {"cases": 0, "calls": 0, "seconds": 0, "runs": 0, "failures": {}})
-    part = run(program(arguments.sanitizers), kind, before.get("next seed", FIRST_SEED), arguments.minutes)
+    figures = run(program(arguments.sanitizers), kind, before.get("next seed", FIRST_SEED), arguments.minutes)
     kept[name] = {
-        "isa": part["isa"],
-        **{count: before[count] + part[count] for count in ("cases", "calls", "seconds")},
+        "isa": figures["isa"],
+        **{count: before[count] + figures[count] for count in ("cases", "calls", "seconds")},
         "runs": before["runs"] + 1,
-        "next seed": part["next seed"],
-        "failures": {**before["failures"], **part["failures"]},
+        "next seed": figures["next seed"],
+        "failures": {**before["failures"], **figures["failures"]},
     }
     print(json.dumps(kept[name], indent=1))
     save("fuzz", {"sanitizers": kept})
-    sys.exit(bool(part["failures"]))
+    sys.exit(bool(figures["failures"]))
 
 
 if __name__ == "__main__":

@@ -85,13 +85,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--tokenizer", type=Path, default=SMALL)
     parser.add_argument("--save", action="store_true", help="write results/grammars.json")
-    chosen = parser.parse_args()
-    tokenizer = Tokenizer.from_folder(chosen.tokenizer)
+    options = parser.parse_args()
+    tokenizer = Tokenizer.from_folder(options.tokenizer)
     eos = tuple(i for name in ("<eos>", "<|im_end|>") if (i := tokenizer.token_id(name)) is not None)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    figures: dict[str, Any] = {"count": chosen.count, "vocabulary": tokenizer.vocab_size, "valid": 0, "cut": 0}
+    figures: dict[str, Any] = {"count": options.count, "vocabulary": tokenizer.vocab_size, "valid": 0, "cut": 0}
     compile_seconds, mask_seconds, accept_seconds, tokens = [], [], 0.0, 0
-    for seed in range(chosen.count):
+    for seed in range(options.count):
         schema = random_schema(np.random.default_rng(seed))
         start = time.perf_counter()
         constraint = grammars.start(Grammar.json_schema(schema), eos)
@@ -117,7 +117,7 @@ def main() -> None:
     figures["accept_us"] = round(accept_seconds / max(tokens, 1) * 1e6, 1)
     figures["compile_ms"] = round(float(np.median(compile_seconds)) * 1e3, 1)
     print(json.dumps(figures, indent=1))
-    if chosen.save:
+    if options.save:
         save("grammars", figures)
 
 

@@ -95,12 +95,12 @@ class Heads:
         self.budgets = torch.from_numpy(budgets)
         share = torch.tensor(recent, dtype=torch.float64)[:, None]
         for i, layer in enumerate(self.geometry):
-            given = self.budgets[:, i]
-            most = int(given.max() * room)
+            budgets = self.budgets[:, i]
+            most = int(budgets.max() * room)
             state = empty(self.lanes, layer, most + CHUNK, len(self.method.statistics))
-            self.state.append(filled(state, most - given))
+            self.state.append(filled(state, most - budgets))
             self.most.append(most)
-            self.recent.append((share * given).to(torch.int32)[..., None])
+            self.recent.append((share * budgets).to(torch.int32)[..., None])
 
     def append(self, i: int, query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> Tensor:
         """Append tokens to the cache of layer i and return their attention output [B, Hq, T, D]."""
@@ -120,11 +120,11 @@ class Heads:
         if int((state[2] > 0).sum(-1).max()) <= self.most[i]:
             return
         if any(by_prompt):
-            given = self._chosen(i)
-            given = torch.where(torch.tensor(by_prompt)[:, None], given, self.budgets[:, i])
+            budgets = self._chosen(i)
+            budgets = torch.where(torch.tensor(by_prompt)[:, None], budgets, self.budgets[:, i])
             wider = [torch.nn.functional.pad(x, (0, 0, 0, self.most[i])) for x in state[:2]]
             rest = [torch.nn.functional.pad(x, (0, self.most[i])) for x in state[2:]]
-            state = filled((*wider, *rest), self.most[i] - given)
+            state = filled((*wider, *rest), self.most[i] - budgets)
         merged = merge_cache(*state, attributes=attributes, recent=self.recent[i])
         self.state[i] = tuple(x.narrow(axis, 0, capacity) for x, axis in zip(merged, (2, 2, 2, 3, 2), strict=True))
 
@@ -134,13 +134,13 @@ class Heads:
         real = (votes > 0) & (position >= 0)
         now = position.amax(-1, keepdim=True)
         protected = real & ((position < SINKS) | (position > now - self.recent[i]))
-        given = self.budgets[:, i]
+        budgets = self.budgets[:, i]
         mean = mean_per_observation(Slots(key, value, votes, score, position, now))
         mean = torch.where(real & ~protected, mean, -torch.inf)
-        least = (FLOOR * given.float().mean(-1)).to(torch.int64)[:, None, None]
+        least = (FLOOR * budgets.float().mean(-1)).to(torch.int64)[:, None, None]
         rank = mean.argsort(-1, descending=True).argsort(-1)
         mean = torch.where((rank < least) & torch.isfinite(mean), torch.inf, mean)
-        free = given.sum(-1) - protected.sum((-1, -2))
+        free = budgets.sum(-1) - protected.sum((-1, -2))
         order = mean.flatten(1).argsort(-1, descending=True).argsort(-1)
         taken = (order < free[:, None]).reshape(mean.shape) & (mean > -torch.inf)
         return torch.minimum((taken | protected).sum(-1), torch.tensor(self.most[i]))
@@ -242,8 +242,8 @@ def checkpoint() -> Path:
 
 def recall_texts(numbers: Sequence[int]) -> list[Sample]:
     """Return passages of `unjudged` with six facts, followed by a question and answer about each."""
-    given = fact_passages(checkpoint(), unjudged(), FACTS_LENGTH, max(numbers) + 1, 17)
-    return [asked_and_answered(given[n]) for n in numbers]
+    passages = fact_passages(checkpoint(), unjudged(), FACTS_LENGTH, max(numbers) + 1, 17)
+    return [asked_and_answered(passages[n]) for n in numbers]
 
 
 def costs(model: Model, ids: Ids, counted: Sequence[int] = range(LENGTH // 2, LENGTH)) -> NDArray[np.float64]:
@@ -319,9 +319,9 @@ def both_costs() -> NDArray[np.float64]:
     return np.sum([x / x[..., 1].sum() for x in (mean_cost(), mean_cost("recall"))], 0)
 
 
-def keep(found: dict[str, Any]) -> None:
+def keep(figures: dict[str, Any]) -> None:
     """Write the results, without the description of an earlier run."""
-    kept = {key: found[key] for key in ("costs", "recall", "kl")}
+    kept = {key: figures[key] for key in ("costs", "recall", "kl")}
     save(NAME, {"recipe": RECIPE, "length": LENGTH, "grid": GRID, **kept})
 
 
@@ -350,19 +350,19 @@ def main() -> None:
         for n, (ids, counted) in zip(numbers, answers or texts, strict=True):
             cost = costs(model, ids, counted)
             print(n, np.array2string(cost.sum((0, 1)), precision=4), flush=True)
-            found = stored()
-            found["recall" if arguments.recall else "costs"][str(n)] = cost.round(7).tolist()
-            keep(found)
+            figures = stored()
+            figures["recall" if arguments.recall else "costs"][str(n)] = cost.round(7).tolist()
+            keep(figures)
         return
     judged = judged_texts(model.tokenizer) if arguments.judged else []
     texts = [judged[n] for n in numbers] if judged else other_texts(model.tokenizer, numbers)
     for slots in map(int, arguments.slots.split(",")):
         for variant, kl in compare(model, texts, slots, arguments.variants.split(",")).items():
-            found = stored()
-            rows = found["kl"].setdefault("judged" if arguments.judged else "other", {})
+            figures = stored()
+            rows = figures["kl"].setdefault("judged" if arguments.judged else "other", {})
             row = rows.setdefault(f"{slots} slots, {variant}", {})
             row |= {str(n): round(x, 5) for n, x in zip(numbers, kl, strict=True)}
-            keep(found)
+            keep(figures)
             print(slots, variant, f"{np.mean(kl):.4f}", [f"{x:.4f}" for x in kl], flush=True)
 
 

@@ -112,9 +112,9 @@ class Model:
                 len(request.ids) - len(request.start.sampler["generated"] if request.start else ()),
             )
             rows = self.logits(ids[:-1])[start - 1 :] + noise.rows[start : len(ids)]
-            chosen = np.take_along_axis(rows, ids[start:, None], 1)[:, 0]
+            logits = np.take_along_axis(rows, ids[start:, None], 1)[:, 0]
             tokens += len(ids) - start
-            different += int((rows.max(1) - chosen > 1e-5 * np.abs(rows).max()).sum())
+            different += int((rows.max(1) - logits > 1e-5 * np.abs(rows).max()).sum())
         return {"tokens": tokens, "different": different}
 
 
@@ -191,14 +191,14 @@ def logits(model: Model) -> dict[str, float]:
         pieces = [ids[start : start + n] for ids, start, n in zip(sequences, read, counts, strict=True)]
         if not any(map(len, pieces)):
             continue
-        found = lanes.append(pieces, prefill=True)
+        appended = lanes.append(pieces, prefill=True)
         for i, piece in enumerate(pieces):
-            rows[i].append(found[i, : len(piece)].copy())
+            rows[i].append(appended[i, : len(piece)].copy())
             read[i] += len(piece)
     error = 0.0
-    for ids, found in zip(sequences, rows, strict=True):
+    for ids, appended in zip(sequences, rows, strict=True):
         right = model.logits(ids)
-        error = max(error, float(np.abs(np.concatenate(found) - right).max() / np.abs(right).max()))
+        error = max(error, float(np.abs(np.concatenate(appended) - right).max() / np.abs(right).max()))
     return {"error": error}
 
 
@@ -223,14 +223,14 @@ def main() -> None:
     )
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--work", type=Path)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        work = chosen.work or Path(folder)
+        work = options.work or Path(folder)
         path = RESULTS / "hybrids.json"
-        results = json.loads(path.read_text())["types"] if chosen.types and path.exists() else {}
-        for name in chosen.types or TYPES:
-            results[name] = measure(name, chosen.length, work)
-            save("hybrids", {"length": chosen.length, "types": results})
+        results = json.loads(path.read_text())["types"] if options.types and path.exists() else {}
+        for name in options.types or TYPES:
+            results[name] = measure(name, options.length, work)
+            save("hybrids", {"length": options.length, "types": results})
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def joined(text: str) -> list[str]:
     return re.sub(r"\\\n\s*", "", kept).splitlines()
 
 
-def replay(lines: list[str], out: Path, given: dict[str, str]) -> float:
+def replay(lines: list[str], out: Path, build_arguments: dict[str, str]) -> float:
     """Run the COPY and RUN lines of the stage `build` below `out`, up to files of another stage; return the seconds."""
     source, seconds = out / "source", 0.0
     source.mkdir(parents=True)
@@ -63,7 +63,7 @@ def replay(lines: list[str], out: Path, given: dict[str, str]) -> float:
         name, rest = line.split(" ", 1)
         if name == "ARG":
             key, _, value = rest.partition("=")
-            arguments[key] = given.get(key, value.strip('"'))
+            arguments[key] = build_arguments.get(key, value.strip('"'))
         elif name == "COPY" and rest.startswith("--from"):
             break
         elif name == "COPY":

@@ -174,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="run only mutants whose names begin with it")
     options = parser.parse_args()
-    chosen = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
+    mutants = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         program = Library(Path(temporary), list(ISA_FLAGS), FUZZ)
@@ -183,7 +183,7 @@ def main() -> None:
             for seed, cases in (*OTHERS, (SEED, CASES)):
                 unchanged[isa] += failures(program.path, isa, linear=isa != ISA, seed=seed, cases=cases)
         print("unchanged", unchanged, flush=True)
-        for mutant in chosen:
+        for mutant in mutants:
             program.change(mutant)
             gave_away = failures(program.path, mutant.isa, linear=mutant.file.startswith("cpu/linear"))
             results[mutant.name] = {"file": mutant.file, "isa": mutant.isa, "detected": gave_away}
@@ -193,7 +193,7 @@ def main() -> None:
     if options.only:
         keep(results)
     else:
-        count = f"{len(chosen) - len(missed)} of {len(chosen)}"
+        count = f"{len(mutants) - len(missed)} of {len(mutants)}"
         save(NAME, {"seed": SEED, "cases": CASES, "unchanged": unchanged, "mutants": results, "detected": count})
     if missed or any(unchanged.values()):
         sys.exit(f"missed: {missed}; unchanged and yet found: {unchanged}")

@@ -128,8 +128,8 @@ def read_through(engine: Engine, ids: np.ndarray) -> np.ndarray:
     """Return the loss in nats of every token but the first, all read as one sequence."""
     lanes, losses = engine.lanes(1), []
     for start in range(0, len(ids) - 1, CHUNK):
-        part = ids[start : min(start + CHUNK, len(ids) - 1)]
-        losses.append(loss_of(lanes.append([part], prefill=True)[0], ids[start + 1 : start + 1 + len(part)]))
+        chunk = ids[start : min(start + CHUNK, len(ids) - 1)]
+        losses.append(loss_of(lanes.append([chunk], prefill=True)[0], ids[start + 1 : start + 1 + len(chunk)]))
         if start % BLOCK == BLOCK - CHUNK:
             print(f"{start + CHUNK} tokens: {np.concatenate(losses)[-BLOCK:].mean():.3f}", file=sys.stderr, flush=True)
     return np.concatenate(losses)
@@ -156,10 +156,10 @@ def windows(engine: Engine, ids: np.ndarray) -> list[np.ndarray]:
         lanes.clear()
         tokens = ids[at.start + 1 - SLOTS : at.stop]
         for start in range(0, len(tokens), CHUNK):
-            part = tokens[start : start + CHUNK]
-            logits = lanes.append([part], prefill=True)[0]
-            if start + len(part) >= SLOTS:
-                position = at.start + 1 - SLOTS + start + np.arange(len(part))  # loss i belongs to token i + 1
+            chunk = tokens[start : start + CHUNK]
+            logits = lanes.append([chunk], prefill=True)[0]
+            if start + len(chunk) >= SLOTS:
+                position = at.start + 1 - SLOTS + start + np.arange(len(chunk))  # loss i belongs to token i + 1
                 keep = (position >= at.start) & (position < at.stop)
                 results.append(loss_of(logits[keep], ids[position[keep] + 1]))
     return joined(results)

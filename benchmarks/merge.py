@@ -105,10 +105,10 @@ def main() -> None:
     results: dict[str, Any] = {}
     for method, budget, dtype in SIDES:
         sides = {name: merging(path, options.threads, method, budget, dtype) for name, path in libraries.items()}
-        found = interleave(sides, options.rounds)
-        row = {f"{name}_milliseconds": statistics.median(times) for name, times in found.items()}
-        if "before" in found:
-            row["ratio"] = ratio(found["now"], found["before"])
+        figures = interleave(sides, options.rounds)
+        row = {f"{name}_milliseconds": statistics.median(times) for name, times in figures.items()}
+        if "before" in figures:
+            row["ratio"] = ratio(figures["now"], figures["before"])
         results[f"{method}-{budget}-{dtype}"] = row
         print(method, budget, dtype, row, flush=True)
     print(save("merge", results))

@@ -89,29 +89,29 @@ def counted(caller: PtxCaller, method: str, batch: int) -> list[tuple[float, flo
     """
     heads = 2
     caller.set_order(0, late=False, multiprocessors=max(1, round(MULTIPROCESSORS * heads / (HEADS * batch))))
-    rng, made, shape = np.random.default_rng(5), all_methods()[method](), (1, heads, CAPACITY)
+    rng, method_object, shape = np.random.default_rng(5), all_methods()[method](), (1, heads, CAPACITY)
     state: dict[str, Any] = {name: rng.normal(size=(*shape, SIZE)).astype(np.float16) for name in ("key", "value")}
     state["key"][:, :, 1:USED:2] = state["key"][:, :, 0:USED:2]  # so that all evicted entries merge
     state["votes"] = np.broadcast_to((np.arange(CAPACITY) < USED).astype(np.float32), shape).copy()
-    state["score"] = rng.gamma(1.0, size=(1, heads, len(made.statistics), CAPACITY)).astype(np.float32)
+    state["score"] = rng.gamma(1.0, size=(1, heads, len(method_object.statistics), CAPACITY)).astype(np.float32)
     order = np.stack([rng.permutation(USED) for _ in range(heads)])[None] * 50
     state["position"] = np.concatenate([order, np.zeros((1, heads, CAPACITY - USED))], -1).astype(np.int32)
     launches = launches_of(method)
     programs = [f"kv::cuda::{launch.program}" for launch in launches]
     for program in programs:
         caller.instructions(program, 1), caller.instructions(program, 2)
-    caller.merge_cache(state, MergeCacheAttributes(made, BUDGET, 4, RECENT))
+    caller.merge_cache(state, MergeCacheAttributes(method_object, BUDGET, 4, RECENT))
     counts = {x: (caller.instructions(x, 1) / heads, caller.instructions(x, 2)) for x in dict.fromkeys(programs)}
-    found = []
+    rows = []
     for launch in launches:
         issued, longest = counts[f"kv::cuda::{launch.program}"]
         same = [other.flop for other in launches if other.program == launch.program]
-        found.append(
+        rows.append(
             (issued * launch.flop / sum(same), longest * launch.flop / max(same))
             if len(same) > 1
             else (issued, longest)
         )
-    return found
+    return rows
 
 
 def blocks_of(program: str, batch: int) -> int:

@@ -226,10 +226,10 @@ class Library:
         self.folder, self.made = folder / "plugins", made
         shutil.copytree(PLUGINS, self.folder)
         dispatch = self.folder / DISPATCH
-        text, found = re.subn(
+        text, count = re.subn(
             r"^Kernels choose\(\) \{.*?^\}\n", _choice(linears), dispatch.read_text(), flags=re.DOTALL | re.MULTILINE
         )
-        assert found == 1, "dispatch.cpp has no function that chooses"
+        assert count == 1, "dispatch.cpp has no function that chooses"
         dispatch.write_text(f"#include <string>\n{text}")
         headers = next((ROOT / "build-cache" / "headers").rglob("onnxruntime_cxx_api.h")).parent
         self.flags = [*FLAGS, f"-isystem{headers}"]
@@ -339,13 +339,13 @@ def _verdict(library: Path, artifact: Path, examined: int) -> dict[str, Any]:
 
     merges.MOST_EXAMINED = examined
     os.environ |= {"KVEXPORT_OPERATORS": str(library), "OMP_NUM_THREADS": "1"}
-    found = validate_artifact(artifact, length=220)
+    result = validate_artifact(artifact, length=220)
     return {
-        "passed": found.passed,
-        "differences": found.mismatched,
-        "flips": len(found.flips),
-        "head_merges": found.head_merges,
-        "problems": [problem[:300] for problem in found.problems[:1]],
+        "passed": result.passed,
+        "differences": result.mismatched,
+        "flips": len(result.flips),
+        "head_merges": result.head_merges,
+        "problems": [problem[:300] for problem in result.problems[:1]],
     }
 
 
@@ -353,16 +353,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="run only mutants whose names begin with it")
     options = parser.parse_args()
-    chosen = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
+    mutants = [m for m in MUTANTS if not options.only or any(m.name.startswith(name) for name in options.only)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         library = Library(folder)
-        engines = build_engines(sorted({m.engine for m in chosen}), folder)
+        engines = build_engines(sorted({m.engine for m in mutants}), folder)
         figures: dict[str, Any] = {"unchanged": {}, "mutants": {}}
         for name, artifact in engines.items():
             figures["unchanged"][name] = verdict(library.path, artifact)
             print("unchanged", name, figures["unchanged"][name], flush=True)
-        for mutant in chosen:
+        for mutant in mutants:
             begin = time.perf_counter()
             library.change(mutant)
             verdict_of = verdict(library.path, engines[mutant.engine])
@@ -375,7 +375,7 @@ def main() -> None:
             )
     missed = [name for name, verdict_of in figures["mutants"].items() if verdict_of["passed"]]
     failed = [name for name, verdict_of in figures["unchanged"].items() if not verdict_of["passed"]]
-    figures["detected"] = f"{len(chosen) - len(missed)} of {len(chosen)}"
+    figures["detected"] = f"{len(mutants) - len(missed)} of {len(mutants)}"
     if not options.only:
         save("mutants", figures)
     if missed or failed:

@@ -129,14 +129,14 @@ def following(engine: kvexport.Engine, saved: Saved, ids: NDArray[np.int64]) -> 
     return log_softmax(logits)
 
 
-def asked(engine: kvexport.Engine, saved: Saved, given: recall.Passage) -> list[list[float]]:
+def asked(engine: kvexport.Engine, saved: Saved, passage: recall.Passage) -> list[list[float]]:
     """Return [exact, digits, nll] of every question."""
-    lanes = engine.lanes(len(given.questions))
+    lanes = engine.lanes(len(passage.questions))
     for lane in range(lanes.count):
         lanes.restore(lane, saved)
-    found = recall.continued(lanes, given.questions)
+    answers = recall.continued(lanes, passage.questions)
     assert lanes.merges == 0
-    return [[int(a.exact), round(a.digits, 4), round(a.nll, 4)] for a in found]
+    return [[int(a.exact), round(a.digits, 4), round(a.nll, 4)] for a in answers]
 
 
 def text_of(tokenizer: Tokenizer, number: int) -> list[int]:
@@ -170,8 +170,8 @@ class Measure:
         saved = compressed(engine, self._saved(engine))
         if self.task == "codes":
             return asked(engine, saved, self._passage)
-        found = following(engine, saved, self._following)
-        return round(float((np.exp(self._right) * (self._right - found)).sum(-1).mean()), 6)
+        rows = following(engine, saved, self._following)
+        return round(float((np.exp(self._right) * (self._right - rows)).sum(-1).mean()), 6)
 
 
 def figures(task: str, each: list[Any]) -> dict[str, Any]:
@@ -212,10 +212,10 @@ def main() -> None:
                 continue
             measure = measure or Measure(task, number, full)
             engine = full if method == "full" else engine_of(options.work, method, divisor, options.threads)
-            row["each"].append(found := measure.of(engine))
+            row["each"].append(figure := measure.of(engine))
             row |= figures(task, row["each"])
             save(NAME, {"length": LENGTH, "following": FOLLOWING, "rows": [r for r in rows if r["each"]]})
-            print(f"{task} {number} 1/{divisor} {method}: {found}", flush=True)
+            print(f"{task} {number} 1/{divisor} {method}: {figure}", flush=True)
 
 
 if __name__ == "__main__":

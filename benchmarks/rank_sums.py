@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sums", type=int, default=6000)
     options = parser.parse_args()
-    began, found = time.monotonic(), {}
+    began, faults = time.monotonic(), {}
     with tempfile.TemporaryDirectory() as folder:
         sound = compiled(Bug("as it is", []), Path(folder))
         for count in (2, 3, 4):
@@ -82,11 +82,11 @@ def main() -> None:
             assert not fault, f"the unchanged kernel: {fault}"
         for bug in (SOUND, *BUGS):
             library = compiled(bug, Path(folder))
-            found[bug.name] = given_away(library, 3, FEW)
-            print(bug.name, "|", found[bug.name], flush=True)
-    assert not found.pop(SOUND.name), "the unchanged kernel in two shots"
-    missed = [name for name, fault in found.items() if not fault]
-    figures = {"sums": options.sums // 3 * 3, "ranks": [2, 3, 4], "wrong": 0, "bugs": found, "not found": missed}
+            faults[bug.name] = given_away(library, 3, FEW)
+            print(bug.name, "|", faults[bug.name], flush=True)
+    assert not faults.pop(SOUND.name), "the unchanged kernel in two shots"
+    missed = [name for name, fault in faults.items() if not fault]
+    figures = {"sums": options.sums // 3 * 3, "ranks": [2, 3, 4], "wrong": 0, "bugs": faults, "not found": missed}
     save("rank-sums", {**figures, "seconds": round(time.monotonic() - began)})
 
 

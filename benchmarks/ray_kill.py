@@ -127,14 +127,14 @@ def _code(text: str) -> str:
 
 def replicas(server: psutil.Process) -> list[psutil.Process]:
     """Return the processes of replicas, whose engines may still be loading."""
-    found = []
+    times = []
     for process in server.children(recursive=True):
         try:
             if TITLE in " ".join(process.cmdline()):
-                found.append(process)
+                times.append(process)
         except psutil.Error:
             continue
-    return found
+    return times
 
 
 def check(engine: Engine, clients: list[Client]) -> Counter[str]:
@@ -142,7 +142,7 @@ def check(engine: Engine, clients: list[Client]) -> Counter[str]:
 
     `kept` counts answers that did not arrive although the replica had kept their turn.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     settings = engine.settings(max_new_tokens=ANSWER, do_sample=False, ignore_eos=True)
 
     def answer(ids: list[int], start: Snapshot | None) -> tuple[str, Snapshot | None]:
@@ -159,13 +159,13 @@ def check(engine: Engine, clients: list[Client]) -> Counter[str]:
                 break
             text, after = answer(turn.sent, state)
             if text == turn.text:
-                found["right"] += 1
+                counts["right"] += 1
             else:
                 unheard = answer(turn.sent, state)[1]
                 text, after = answer(turn.sent, unheard)
-                found["kept" if turn.failed and text == turn.text else "wrong"] += 1
+                counts["kept" if turn.failed and text == turn.text else "wrong"] += 1
             state = after
-    return found
+    return counts
 
 
 def back_after(clients: list[Client], kill: float) -> float:
@@ -185,46 +185,46 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--every", type=float, default=20.0)
     parser.add_argument("--save", action="store_true")
-    chosen = parser.parse_args()
-    engine = kvexport.load(chosen.artifact, threads=1)
+    options = parser.parse_args()
+    engine = kvexport.load(options.artifact, threads=1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "kvexport", "deploy", "ray", str(chosen.artifact), "--port", str(port)]
-        command += ["--replicas", str(chosen.replicas), "--session-folder", folder]
+        command = [sys.executable, "-m", "kvexport", "deploy", "ray", str(options.artifact), "--port", str(port)]
+        command += ["--replicas", str(options.replicas), "--session-folder", folder]
         start = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         try:
             assert process.stdout is not None
             url = next(line for line in process.stdout if line.startswith("http")).strip()
             ready = time.monotonic() - start
-            figures = under_load(url, psutil.Process(process.pid), engine, chosen)
+            figures = under_load(url, psutil.Process(process.pid), engine, options)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(120)
-    figures = {"replicas": chosen.replicas, "clients": chosen.clients, "seconds_until_ready": ready, **figures}
+    figures = {"replicas": options.replicas, "clients": options.clients, "seconds_until_ready": ready, **figures}
     print(json.dumps(figures, indent=1))
-    if chosen.save:
+    if options.save:
         save("ray_kill", figures)
 
 
-def under_load(url: str, server: psutil.Process, engine: Engine, chosen: argparse.Namespace) -> dict[str, Any]:
+def under_load(url: str, server: psutil.Process, engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """Run clients, kill replicas, and return the figures."""
-    clients = [Client(number, streams=number % 2 == 0) for number in range(chosen.clients)]
+    clients = [Client(number, streams=number % 2 == 0) for number in range(options.clients)]
     end = threading.Event()
     threads = [threading.Thread(target=talk, args=(client, url, engine.vocabulary, end)) for client in clients]
     for thread in threads:
         thread.start()
     kills, replaced = list[float](), list[float]()
-    for number in range(chosen.kills):
-        time.sleep(chosen.every / 2)
+    for number in range(options.kills):
+        time.sleep(options.every / 2)
         there = replicas(server)
         victim = random.Random(number).choice(there)
         os.kill(victim.pid, signal.SIGKILL)
         kills.append(time.monotonic())
         known = {process.pid for process in there}
-        while time.monotonic() < kills[-1] + chosen.every:
+        while time.monotonic() < kills[-1] + options.every:
             if len(replaced) <= number and {process.pid for process in replicas(server)} - known:
                 replaced.append(time.monotonic() - kills[-1])
             time.sleep(0.2)

@@ -35,9 +35,9 @@ def measure(engine: kvexport.Engine, length: int, facts: int, prompts: int) -> i
     language, rng, hits = tiny_language(), np.random.default_rng(facts), 0
     cases = [language.make_prompt(rng, length, facts) for _ in range(prompts)]
     for start in range(0, prompts, BATCH):
-        part = cases[start : start + BATCH]
-        logits = engine.lanes(len(part)).prefill([np.array(ids) for ids, _ in part])
-        hits += int((logits.argmax(1) == [answer for _, answer in part]).sum())
+        batch = cases[start : start + BATCH]
+        logits = engine.lanes(len(batch)).prefill([np.array(ids) for ids, _ in batch])
+        hits += int((logits.argmax(1) == [answer for _, answer in batch]).sum())
     return hits
 
 
@@ -49,10 +49,10 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, overrides in METHODS.items():
-            for part in (8, 4, 2):
-                if name == "full" and part != 8:
+            for divisor in (8, 4, 2):
+                if name == "full" and divisor != 8:
                     continue
-                budget = options.length // part
+                budget = options.length // divisor
                 settings = [
                     f"cache.method={name.split()[0]}",
                     f"cache.budget={budget}",

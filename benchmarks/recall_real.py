@@ -80,8 +80,8 @@ def sentences(task: str, rng: random.Random, length: int) -> list[str]:
         return [line for line in sources[start].splitlines() if line.strip()]
     texts = [(LICENCES / name).read_text(encoding="utf-8") for name in ("GPL-3", "GFDL-1.3", "LGPL-2.1", "MPL-2.0")]
     text = rng.choice([text for text in texts if len(text) > 5 * length])
-    found = re.split(r"(?<=[.:;]) ", " ".join(text.split()))
-    return found[rng.randrange(20) :]
+    sentences = re.split(r"(?<=[.:;]) ", " ".join(text.split()))
+    return sentences[rng.randrange(20) :]
 
 
 def facts(task: str, rng: random.Random) -> list[tuple[str, str, str]]:
@@ -97,11 +97,11 @@ def facts(task: str, rng: random.Random) -> list[tuple[str, str, str]]:
             (f"{n} lives in {c}.", f"{n} lives in", c) for n, c in live
         ]
     stems = [f"The secret number of {city} is" for city in rng.sample(CITIES, QUESTIONS)]
-    told = [(f"{s} {n}.", s, n) for s, n in zip(stems, numbers, strict=True)]
+    facts = [(f"{s} {n}.", s, n) for s, n in zip(stems, numbers, strict=True)]
     if task != "turns":
-        return told
+        return facts
     turn = "{}?" + ANSWER + "{}"
-    return [(whole, turn.format(s.replace("The", "What is the").removesuffix(" is"), s), n) for whole, s, n in told]
+    return [(whole, turn.format(s.replace("The", "What is the").removesuffix(" is"), s), n) for whole, s, n in facts]
 
 
 def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> list[recall.Passage]:
@@ -118,9 +118,9 @@ def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> lis
     drawn = []
     for i in range(count):
         rng = random.Random(f"{task}/{i}")
-        text, told = sentences(task, rng, length), facts(task, rng)
+        text, stated = sentences(task, rng, length), facts(task, rng)
         places = np.random.default_rng([i, length])
-        drawn.append(recall.passage(encode, text, told, length, places, frames.get(task, (USER, "\n\n"))))
+        drawn.append(recall.passage(encode, text, stated, length, places, frames.get(task, (USER, "\n\n"))))
     return drawn
 
 
@@ -188,13 +188,13 @@ def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The best method has the most exact answers, then the most right digits.
     """
-    found = []
+    differences = []
     for r in rows:
         place = {k: r[k] for k in ("task", "divisor", "length", "known")}
         others = [o for o in rows if o["method"] in PUBLISHED and all(o[k] == v for k, v in place.items())]
         if others and r["method"] not in PUBLISHED:
             best = max(others, key=lambda o: (o["exact"][0], o["digits"]["value"]))
-            found.append(
+            differences.append(
                 {
                     **place,
                     "method": r["method"],
@@ -203,7 +203,7 @@ def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "digits": vars(_difference(r, best, "digits_each")),
                 }
             )
-    return found
+    return differences
 
 
 class Results:
@@ -249,9 +249,9 @@ def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
                 if len(each) >= options.passages * QUESTIONS:
                     continue
                 engine = engine or engine_of(folder, label, options.threads)
-                for given in passages(engine, task, options.passages, options.length)[len(each) // QUESTIONS :]:
-                    found = recall.answers(engine, given, known=known)
-                    each += [[int(a.exact), round(a.digits, 4)] for a in found]
+                for passage in passages(engine, task, options.passages, options.length)[len(each) // QUESTIONS :]:
+                    answers = recall.answers(engine, passage, known=known)
+                    each += [[int(a.exact), round(a.digits, 4)] for a in answers]
                     r = results.put(label, each)
                 print(
                     f"{task:7} {method:16} 1/{divisor}{' known' if known else ''}: exact "
@@ -263,22 +263,24 @@ def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
 
 def measure_layers(options: argparse.Namespace, _: Path, results: Results) -> None:
     """Measure the cost of compressing each layer in answers, as `kvexport calibrate` does."""
-    found = calibrate(RECALL, options.set, length=options.length, passages=options.passages, progress=show)
-    save(results.name, {**results.read(), "layers": {"provenance": head(), **found.to_json()}})
-    print(render_text(found.sections()))
+    calibration = calibrate(RECALL, options.set, length=options.length, passages=options.passages, progress=show)
+    save(results.name, {**results.read(), "layers": {"provenance": head(), **calibration.to_json()}})
+    print(render_text(calibration.sections()))
 
 
 def measure_text(options: argparse.Namespace, folder: Path, results: Results) -> None:
     """Measure the KL of Python's manual to the full cache at equal bytes, over the second half of 1,024-token texts."""
     labels = [f"{m}{whole}" for m in ("h2o", "keepkv") for whole in ("", f":cache.allocation.whole={list(WHOLE)}")]
-    asked = Options(
+    settings = Options(
         tuple(labels), (1 / 4, 1 / 3), ("text",), options.passages, 1024, batch=1, source=manual(), timed=False
     )
-    found = evaluate("smollm2-135m-base", [f"backend.threads={options.threads}"], asked, folder / "text", tell=print)
+    evaluation = evaluate(
+        "smollm2-135m-base", [f"backend.threads={options.threads}"], settings, folder / "text", tell=print
+    )
     rows = [
         {"method": r.label.split(":")[0] + ("+whole" if ":" in r.label else ""), "budget": r.budget, "slots": r.slots}
         | {"kl": vars(r.scores["text"].kl), "samples": list(map(float, r.scores["text"].samples["kl"]))}
-        for r in found.results
+        for r in evaluation.results
     ]
     save(results.name, {**results.read(), "text": {"provenance": head(), "length": 1024, "rows": rows}})
 

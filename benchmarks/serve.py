@@ -97,24 +97,24 @@ def gguf_model(work: Path, packages: str) -> Path:
     return out
 
 
-def commands(chosen: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
+def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
     """Return for each side the command that starts its server, and its PYTHONPATH."""
-    work, own = chosen.work, [sys.executable, "-m", "kvexport", "serve"]
+    work, own = options.work, [sys.executable, "-m", "kvexport", "serve"]
     peer = [sys.executable, str(Path(__file__).with_name("serve_peers.py"))]
     sizes = ["--lanes", str(LANES), "--context", str(CONTEXT), "--threads", str(THREADS)]
-    found: dict[str, tuple[list[str], str]] = {}
-    for side in chosen.sides.split(","):
+    lines: dict[str, tuple[list[str], str]] = {}
+    for side in options.sides.split(","):
         if side == "kvexport":
             flags = ["--port", "0", "--threads", str(THREADS), "--latency-budget", "0.1"]
-            found[side] = [*own, str(kvexport_model(work)), *flags], ""
+            lines[side] = [*own, str(kvexport_model(work)), *flags], ""
         elif side == "llamacpp":
-            found[side] = [*peer, side, str(gguf_model(work, chosen.llamacpp)), *sizes], chosen.llamacpp
+            lines[side] = [*peer, side, str(gguf_model(work, options.llamacpp)), *sizes], options.llamacpp
         elif side == "genai":
-            model = genai_model(work, chosen.genai)
-            found[side] = [*peer, side, str(model), "--tokenizer", str(checkpoint()), *sizes], chosen.genai
+            model = genai_model(work, options.genai)
+            lines[side] = [*peer, side, str(model), "--tokenizer", str(checkpoint()), *sizes], options.genai
         else:
-            found[side] = [*peer, side, str(checkpoint()), *sizes], ""
-    return found
+            lines[side] = [*peer, side, str(checkpoint()), *sizes], ""
+    return lines
 
 
 @contextmanager
@@ -180,13 +180,13 @@ def ratios(sides: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
     They are tokens per second, the p99 of inter-token latency (below 1: shorter) and the cache's bytes (below 1: less).
     """
-    found = {}
+    ratio_of = {}
     for side in sides.keys() - {"kvexport"}:
         pairs = list(zip(sides["kvexport"], sides[side], strict=True))
         if any(other["failed"] or ours["failed"] for ours, other in pairs):
-            found[side] = {"failed": [[ours["failed"], other["failed"]] for ours, other in pairs]}
+            ratio_of[side] = {"failed": [[ours["failed"], other["failed"]] for ours, other in pairs]}
             continue
-        found[side] = {
+        ratio_of[side] = {
             "throughput": statistics.median(
                 ours["output_tokens_per_second"] / other["output_tokens_per_second"] for ours, other in pairs
             ),
@@ -195,7 +195,7 @@ def ratios(sides: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             ),
             "memory": statistics.median(ours["cache_bytes"] / other["cache_bytes"] for ours, other in pairs),
         }
-    return found
+    return ratio_of
 
 
 def alone(command: tuple[list[str], str], work: Path, long: int) -> dict[str, Any]:
@@ -213,9 +213,9 @@ def alone(command: tuple[list[str], str], work: Path, long: int) -> dict[str, An
         rates = {count: rate(count) for count in (1, LANES, 1, LANES)}
         one = Workload(1, rate=0, words=20, answer=4, ignore_eos=True)
         idle = statistics.median(drive(server, one)[1][0].ttft for _ in range(5))
-        found: list[Answer] = []
+        long_answers: list[Answer] = []
         words = Workload(2, rate=0, words=int(long / TOKENS_PER_WORD), answer=2, ignore_eos=True, seed=5)
-        thread = threading.Thread(target=lambda: found.extend(drive(server, words)[1]))
+        thread = threading.Thread(target=lambda: long_answers.extend(drive(server, words)[1]))
         thread.start()
         time.sleep(1.0)  # so that the long prompts are being read
         busy = []
@@ -225,13 +225,13 @@ def alone(command: tuple[list[str], str], work: Path, long: int) -> dict[str, An
             short = Workload(1, rate=0, words=20, answer=2, ignore_eos=True, seed=100 + seed)
             busy.append(drive(server, short)[1][0].ttft)
         thread.join()
-    tokens = sum(answer.prompt_tokens for answer in found)
-    chunk = max(answer.end for answer in found) / (tokens / CHUNK)
+    tokens = sum(answer.prompt_tokens for answer in long_answers)
+    chunk = max(answer.end for answer in long_answers) / (tokens / CHUNK)
     delay = (statistics.median(busy) - idle) / chunk if busy else None
     worst = (max(busy) - idle) / chunk if busy else None
     lanes = {"one": rates[1], "eight": rates[LANES], "ratio": rates[LANES] / rates[1]}
     first = {"idle": idle, "busy": busy, "chunk": chunk, "delay_in_chunks": delay, "worst_in_chunks": worst}
-    return {"lanes": lanes, "short_prompt": first | {"long_tokens": [answer.prompt_tokens for answer in found]}}
+    return {"lanes": lanes, "short_prompt": first | {"long_tokens": [answer.prompt_tokens for answer in long_answers]}}
 
 
 def main() -> None:
@@ -245,23 +245,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--long", type=int, default=LONG)
     parser.add_argument("--save", action="store_true")
-    chosen = parser.parse_args()
-    chosen.work = chosen.work.absolute()
-    chosen.work.mkdir(parents=True, exist_ok=True)
-    first, words = (int(count / TOKENS_PER_WORD) for count in (chosen.first_tokens, chosen.tokens))
+    options = parser.parse_args()
+    options.work = options.work.absolute()
+    options.work.mkdir(parents=True, exist_ok=True)
+    first, words = (int(count / TOKENS_PER_WORD) for count in (options.first_tokens, options.tokens))
     workload = Workload(
-        chosen.conversations, chosen.turns, 0, max(words, 1), max(first, 1), chosen.answer, ignore_eos=True
+        options.conversations, options.turns, 0, max(words, 1), max(first, 1), options.answer, ignore_eos=True
     )
-    sides = commands(chosen)
-    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    for _ in range(chosen.rounds):
+    sides = commands(options)
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for _ in range(options.rounds):
         for side, command in sides.items():
-            found[side].append(trace(side, command, workload, chosen.work))
-    figures: dict[str, Any] = {"workload": vars(workload), "sides": found, "ratios": {}}
+            runs[side].append(trace(side, command, workload, options.work))
+    figures: dict[str, Any] = {"workload": vars(workload), "sides": runs, "ratios": {}}
     if "kvexport" in sides:
-        figures |= {"ratios": ratios(found), "alone": alone(sides["kvexport"], chosen.work, chosen.long)}
+        figures |= {"ratios": ratios(runs), "alone": alone(sides["kvexport"], options.work, options.long)}
     print(figures["ratios"], figures.get("alone"))
-    if chosen.save:
+    if options.save:
         save("-".join(["serve", *(side for side in sides if side != "kvexport")]), figures)
 
 

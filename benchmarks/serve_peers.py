@@ -104,8 +104,8 @@ class Transformers:
         torch.set_num_threads(threads)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
         config = ContinuousBatchingConfig(max_memory_percent=0.5, num_blocks=lanes * context // 256, block_size=256)
-        chosen = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=64)
-        self.manager = loaded.eval().init_continuous_batching(chosen, continuous_batching_config=config)
+        generation = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=64)
+        self.manager = loaded.eval().init_continuous_batching(generation, continuous_batching_config=config)
         self.manager.start()
         self.sent = 0
 
@@ -182,14 +182,14 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=8)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
-    chosen = parser.parse_args()
-    sizes = chosen.lanes, chosen.context, chosen.threads
-    if chosen.name == "llamacpp":
-        print(llamacpp(chosen.model, *sizes), flush=True)
+    options = parser.parse_args()
+    sizes = options.lanes, options.context, options.threads
+    if options.name == "llamacpp":
+        print(llamacpp(options.model, *sizes), flush=True)
         sys.stdin.read()
         return
-    peer = Genai(chosen.model, *sizes) if chosen.name == "genai" else Transformers(chosen.model, *sizes)
-    serve(peer, chosen.tokenizer or Path(chosen.model))
+    peer = Genai(options.model, *sizes) if options.name == "genai" else Transformers(options.model, *sizes)
+    serve(peer, options.tokenizer or Path(options.model))
 
 
 if __name__ == "__main__":

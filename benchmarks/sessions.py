@@ -48,10 +48,10 @@ def first_token(engine: Engine, request: Request) -> float:
     engine.add(request)
     while not request.tokens:
         engine.step()
-    found = time.perf_counter() - start
+    elapsed = time.perf_counter() - start
     while engine.busy:
         engine.step()
-    return found
+    return elapsed
 
 
 def greedy(engine: Engine, tokens: int) -> Any:
@@ -77,8 +77,8 @@ def save_and_restore(engine: Engine, rounds: int) -> dict[str, Any]:
             np.copyto(target, data)
             hashlib.sha256(target.data).digest()
 
-    found = interleave({"kept": partial(seconds, kept), "copied": partial(seconds, copied)}, rounds)
-    return {"bytes": data.nbytes, "kept_over_copied": ratio(found["kept"], found["copied"]), **found}
+    figures = interleave({"kept": partial(seconds, kept), "copied": partial(seconds, copied)}, rounds)
+    return {"bytes": data.nbytes, "kept_over_copied": ratio(figures["kept"], figures["copied"]), **figures}
 
 
 def fork(engine: Engine, rounds: int) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def fork(engine: Engine, rounds: int) -> dict[str, Any]:
     def steps() -> float:
         return seconds(lambda: [lanes.append([[7]], first=0) for _ in range(32)]) / 32
 
-    found = interleave({"fork": lambda: seconds(lambda: lanes.copy(0, 1)), "step": steps}, rounds)
-    return {"fork_over_step": ratio(found["fork"], found["step"]), **found}
+    figures = interleave({"fork": lambda: seconds(lambda: lanes.copy(0, 1)), "step": steps}, rounds)
+    return {"fork_over_step": ratio(figures["fork"], figures["step"]), **figures}
 
 
 def hit(engine: Engine, rounds: int) -> dict[str, Any]:
@@ -105,13 +105,13 @@ def hit(engine: Engine, rounds: int) -> dict[str, Any]:
         shared = ids(4096)
         first_token(engine, Request([*shared, *ids(20)], greedy(engine, 1)))
         request = Request([*shared, *ids(20)], greedy(engine, 1))
-        found = first_token(engine, request)
+        seconds = first_token(engine, request)
         assert request.cached_tokens == 4096
         engine.prefixes = None
-        return found
+        return seconds
 
-    found = interleave({"hit": warm, "cold": cold}, rounds)
-    return {"hit_over_cold": ratio(found["hit"], found["cold"]), **found}
+    seconds = interleave({"hit": warm, "cold": cold}, rounds)
+    return {"hit_over_cold": ratio(seconds["hit"], seconds["cold"]), **seconds}
 
 
 def turns(engine: Engine, rounds: int) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def turns(engine: Engine, rounds: int) -> dict[str, Any]:
     A turn has 40 new tokens and an answer of 40, after a first message of 1,000 tokens. So the cache is full and every
     turn merges.
     """
-    found: dict[str, list[float]] = {"turn_50": [], "turn_2": []}
+    figures: dict[str, list[float]] = {"turn_50": [], "turn_2": []}
     for _ in range(rounds):
         start: Snapshot | None = None
         times = []
@@ -129,9 +129,9 @@ def turns(engine: Engine, rounds: int) -> dict[str, Any]:
             times.append(first_token(engine, request))
             start = request.snapshot
         # Medians over neighbouring turns, because one turn alone varies much.
-        found["turn_50"].append(statistics.median(times[-5:]))
-        found["turn_2"].append(statistics.median(times[1:6]))
-    return {"turn_50_over_turn_2": ratio(found["turn_50"], found["turn_2"]), **found}
+        figures["turn_50"].append(statistics.median(times[-5:]))
+        figures["turn_2"].append(statistics.median(times[1:6]))
+    return {"turn_50_over_turn_2": ratio(figures["turn_50"], figures["turn_2"]), **figures}
 
 
 def scheduling(engine: Engine, rounds: int) -> dict[str, Any]:
@@ -145,9 +145,9 @@ def scheduling(engine: Engine, rounds: int) -> dict[str, Any]:
     def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             start = time.perf_counter()
-            found = function(*arguments)
+            figures = function(*arguments)
             spent[kind] += time.perf_counter() - start
-            return found
+            return figures
 
         return call
 
@@ -190,18 +190,18 @@ def throughput(engine: Engine, rounds: int) -> dict[str, Any]:
         requests = fill(engine, lanes, 200)
         before = sum(len(request.tokens) for request in requests)
         took = seconds(lambda: [engine.step() for _ in range(64)])
-        made = sum(len(request.tokens) for request in requests) - before
+        generated = sum(len(request.tokens) for request in requests) - before
         for request in requests:
             engine.cancel(request.id)
-        return made / took
+        return generated / took
 
-    found = interleave({"eight": partial(speed, LANES), "one": partial(speed, 1)}, rounds)
-    return {"eight_over_one": ratio(found["eight"], found["one"]), **found}
+    figures = interleave({"eight": partial(speed, LANES), "one": partial(speed, 1)}, rounds)
+    return {"eight_over_one": ratio(figures["eight"], figures["one"]), **figures}
 
 
 def short_beside_long(engine: Engine, rounds: int) -> dict[str, Any]:
     """Count the steps before the first token of a short prompt that joins while prompts of 16,384 tokens are read."""
-    found: dict[str, list[float]] = {"calls_before": [], "seconds": [], "chunk_seconds": []}
+    figures: dict[str, list[float]] = {"calls_before": [], "seconds": [], "chunk_seconds": []}
     for _ in range(rounds):
         long = [Request(ids(16384), greedy(engine, 1)) for _ in range(3)]
         for request in long:
@@ -213,12 +213,12 @@ def short_beside_long(engine: Engine, rounds: int) -> dict[str, Any]:
         while not short.tokens:
             engine.step()
             steps += 1
-        found["calls_before"].append(steps - 1)
-        found["seconds"].append(time.perf_counter() - start)
-        found["chunk_seconds"].append(statistics.median(step))
+        figures["calls_before"].append(steps - 1)
+        figures["seconds"].append(time.perf_counter() - start)
+        figures["chunk_seconds"].append(statistics.median(step))
         for request in long:
             engine.cancel(request.id)
-    return {"median_calls_before": statistics.median(found["calls_before"]), **found}
+    return {"median_calls_before": statistics.median(figures["calls_before"]), **figures}
 
 
 FIGURES = {f.__name__: f for f in (save_and_restore, fork, hit, turns, scheduling, throughput, short_beside_long)}

@@ -69,11 +69,11 @@ def main() -> None:
     known = json.loads((RESULTS / f"{NAME}.json").read_text()) if (RESULTS / f"{NAME}.json").exists() else {}
     figures = {key: value for key, value in known.items() if key.split()[0] in WHAT}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found: dict[str, Any] = {}
-        figures[run_name(options)] = {**head(), "figures": found}
+        results: dict[str, Any] = {}
+        figures[run_name(options)] = {**head(), "figures": results}
         options.save = partial(save, NAME, figures)
         try:
-            WHAT[options.what](options, Path(folder), found)
+            WHAT[options.what](options, Path(folder), results)
         finally:  # also the figures of an interrupted run
             save(NAME, figures)
 
@@ -122,7 +122,7 @@ def m_engine(folder: Path, length: int, options: argparse.Namespace) -> Engine:
     return kvexport.load(kvexport.build(recipe, folder / f"artifact-{length}"), threads=options.threads, verify=False)
 
 
-def costs(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
+def costs(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:
     """Measure, by context, milliseconds of calls and the speedup that follows."""
     for context in options.contexts:
         engine = m_engine(folder, context + 64, options)
@@ -134,12 +134,12 @@ def costs(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> N
         sides |= {f"{rows}": partial(call, full, rows) for rows in range(1, MOST + 2)}
         times = {name: float(np.median(x)) for name, x in interleave(sides, options.rounds).items()}
         step = times["1"]
-        found[str(context)] = {
+        results[str(context)] = {
             "milliseconds": {name: round(1000 * seconds, 3) for name, seconds in times.items()},
             "steps": {name: round(seconds / step, 3) for name, seconds in times.items()},
             "speedup": {str(a): best(times, a) for a in ACCEPTED},
         }
-        print(context, json.dumps(found[str(context)]), flush=True)
+        print(context, json.dumps(results[str(context)]), flush=True)
 
 
 def fill(state: Any, used: int, length: int) -> None:
@@ -172,7 +172,7 @@ def best(times: dict[str, float], accepted: float) -> dict[str, Any]:
     return {"tokens": n, "speedup": round(speed[n], 3)}
 
 
-def text(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
+def text(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:
     """Measure acceptance and speed of every side, by method and kind of text."""
     for method in options.methods:
         changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "speculate.after=0"]
@@ -187,13 +187,13 @@ def text(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> No
                     max_new_tokens=options.new, do_sample=sample, top_k=0, temperature=1.0, seed=1, ignore_eos=True
                 )
                 answer, plain = answered(engine, start, last, settings, None)
-                found[label] = {"plain": plain}
+                results[label] = {"plain": plain}
                 for name, drafter in drafters(engine, options.slots).items():
                     tokens, figures = answered(engine, start, last, settings, drafter)
                     same = next((i for i, (a, b) in enumerate(zip(tokens, answer, strict=True)) if a != b), len(answer))
                     speedup = round(figures["tokens_per_second"] / plain["tokens_per_second"], 3)
-                    found[label][name] = figures | {"speedup": speedup, "same_tokens": same}
-                    print(label, name, json.dumps(found[label][name]), flush=True)
+                    results[label][name] = figures | {"speedup": speedup, "same_tokens": same}
+                    print(label, name, json.dumps(results[label][name]), flush=True)
 
 
 def stretched(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -216,15 +216,15 @@ def stretched(options: argparse.Namespace, folder: Path) -> list[str]:
 def prompt(engine: Engine, kind: str, length: int) -> list[int]:
     assert engine.tokenizer is not None
     prose = manual()[120_000:]
-    given = "\n".join(library_sources(True).values())[40_000:] if kind == "code" else prose
-    ids: list[int] = engine.tokenizer.encode(given[: 12 * length])[:length]
+    source = "\n".join(library_sources(True).values())[40_000:] if kind == "code" else prose
+    ids: list[int] = engine.tokenizer.encode(source[: 12 * length])[:length]
     if kind != "chat":
         return ids
     shown = QUESTION + engine.tokenizer.decode(ids[: length - 200])
     return [int(i) for i in engine.encode_chat([{"role": "user", "content": shown}])]
 
 
-def periodic(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
+def periodic(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:
     """Measure cache.periodic by method and kind of text, slots, tokens between two selections, and delay.
 
     The figures are the tokens per second of the full cache, and for each setting the KL to it, tokens per second, and
@@ -237,24 +237,24 @@ def periodic(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -
         for kind in options.kinds:
             ids = prompt(engine, kind, options.length)
             start, last = read(engine, ids[: -options.new])
-            given = [last, *ids[-options.new : -1]]
+            continuation = [last, *ids[-options.new : -1]]
             limits = engine.manifest.limits
             over = partial(Lanes, plan=engine.plan, lanes=1, prefill_chunk=limits.prefill_chunk, merge_every=1)
-            full, speed = given_rows(over(engine.new_state(1)), start, given)
-            found[f"{method} {kind}, full cache"] = {"tokens_per_second": speed}
+            full, speed = given_rows(over(engine.new_state(1)), start, continuation)
+            results[f"{method} {kind}, full cache"] = {"tokens_per_second": speed}
             for slots in (options.slots, 2 * options.slots):
                 for every, delay in ((8, 0), (64, 0), (64, DELAY), (options.new, 0)):
                     if every + delay >= slots * 3 // 4:
                         continue
                     label = f"{method} {kind}, {slots} slots, every {every}, delay {delay}"
                     settings = {"slots": slots, "every": every, "delay": delay}
-                    found[label] = periods(engine, over, start, given, full, settings)
-                    print(label, json.dumps(found[label]), flush=True)
+                    results[label] = periods(engine, over, start, continuation, full, settings)
+                    print(label, json.dumps(results[label]), flush=True)
                     options.save()
 
 
 def periods(
-    engine: Engine, over: Any, start: Snapshot, given: list[int], full: Any, settings: dict[str, int]
+    engine: Engine, over: Any, start: Snapshot, continuation: list[int], full: Any, settings: dict[str, int]
 ) -> dict[str, Any]:
     """Return the figures of tokens after a snapshot with cache.periodic.
 
@@ -268,7 +268,7 @@ def periods(
     state, spent = new_periodic(manifest, engine.model, 1), dict[str, list[float]]()
     for name in ("_choose", "_prepare", "_place"):
         setattr(state, name, timed(getattr(state, name), spent.setdefault(name[1:], [])))
-    small, speed = given_rows(over(state), start, given)
+    small, speed = given_rows(over(state), start, continuation)
     full, small = log_softmax(full), log_softmax(small)
     divergence = np.sum(np.exp(full) * (full - small), axis=-1)
     return {
@@ -282,23 +282,23 @@ def periods(
 def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     """Return the function, with the seconds of its calls recorded."""
 
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         start = time.perf_counter()
         try:
-            return function(*given, **named)
+            return function(*arguments, **named)
         finally:
             seconds.append(time.perf_counter() - start)
 
     return call
 
 
-def given_rows(lanes: Lanes, start: Snapshot, given: list[int]) -> tuple[Any, float]:
+def given_rows(lanes: Lanes, start: Snapshot, continuation: list[int]) -> tuple[Any, float]:
     """Return the logits after each of the given tokens that follow a snapshot, and tokens per second."""
     lanes.restore(0, start.saved)
     rows, begin = [], time.perf_counter()
-    for token in given:
+    for token in continuation:
         rows.append(lanes.append([[token]])[0, 0].copy())
-    return np.stack(rows), round(len(given) / (time.perf_counter() - begin), 2)
+    return np.stack(rows), round(len(continuation) / (time.perf_counter() - begin), 2)
 
 
 def log_softmax(row: Any) -> Any:
@@ -306,7 +306,7 @@ def log_softmax(row: Any) -> Any:
     return shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
 
 
-def given(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
+def given(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:
     """Measure the speed of every side by context, all in turn."""
     for context in options.contexts:
         engine = m_engine(folder, context + 2 * options.new, options)
@@ -325,11 +325,11 @@ def given(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> N
                 assert tokens == answer, name
                 runs[name].append(figures)
         speed = {name: float(np.median([x["tokens_per_second"] for x in each])) for name, each in runs.items()}
-        found[str(context)] = {
+        results[str(context)] = {
             name: each[0] | {"tokens_per_second": speed[name], "speedup": round(speed[name] / speed["plain"], 3)}
             for name, each in runs.items()
         }
-        print(context, json.dumps(found[str(context)], indent=1), flush=True)
+        print(context, json.dumps(results[str(context)], indent=1), flush=True)
 
 
 class Mistaken:

@@ -226,8 +226,8 @@ def row(device: Device, shape: Shape, weights: str, batch: int) -> dict[str, Any
     figures: dict[str, Any] = {"device": device.name, "model": shape.name, "weights": weights, "batch": batch}
     figures |= {"floor us": floor}
     for name, now in (("before", False), ("now", True)):
-        found = step(device, shape, weights, batch, now=now)
-        figures[name] = found | {"over the floor": [found["early least us"] / floor, found["early most us"] / floor]}
+        times = step(device, shape, weights, batch, now=now)
+        figures[name] = times | {"over the floor": [times["early least us"] / floor, times["early most us"] / floor]}
     return figures
 
 

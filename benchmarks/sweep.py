@@ -138,15 +138,15 @@ class Sweep:
             only: The labels to measure; empty for all.
             text: The name of the texts in the result.
         """
-        asked = {"samples": options.samples, "length": options.length, "tasks": list(options.tasks)}
+        settings = {"samples": options.samples, "length": options.length, "tasks": list(options.tasks)}
         # Older results lack these keys.
         newer_keys = {"settings": self.settings, "text": text}
-        found = self.groups.get(group, {})
-        same = all(found.get(key) == value for key, value in asked.items())
-        same = same and all(found.get(key, value) == value for key, value in newer_keys.items())
+        group_result = self.groups.get(group, {})
+        same = all(group_result.get(key) == value for key, value in settings.items())
+        same = same and all(group_result.get(key, value) == value for key, value in newer_keys.items())
         rows = [
             r
-            for r in (found["rows"] if same else [])
+            for r in (group_result["rows"] if same else [])
             if r["label"] in options.methods and not (self.again and r["label"].startswith(self.again))
         ]
         with ExitStack() as stack:
@@ -156,15 +156,15 @@ class Sweep:
             run = Run(self.recipe, self.settings, options, folder, silent)
             order = {label: i for i, label in enumerate(options.methods)}
             there = {(r["label"], r["budget"]) for r in rows}
-            wanted = [c for c in run.settings if (c.label, c.budget) not in there and (c.label in only or not only)]
-            full = row(run.full(), paired=False) if wanted else found.get("full")
-            for setting in wanted:
+            missing = [c for c in run.settings if (c.label, c.budget) not in there and (c.label in only or not only)]
+            full = row(run.full(), paired=False) if missing else group_result.get("full")
+            for setting in missing:
                 result = run.measure(setting)
                 print(f"{group:12}{result.budget:<6g} {line(result)}", flush=True)
                 rows.append(row(result, paired=Path(self.recipe).stem.startswith(PAIRED)))
                 rows.sort(key=lambda r: (r["budget"], order[r["label"]]))
                 budgets = sorted({r["budget"] for r in rows})
-                self.groups[group] = {"budgets": budgets, **asked, **newer_keys, "full": full, "rows": rows}
+                self.groups[group] = {"budgets": budgets, **settings, **newer_keys, "full": full, "rows": rows}
                 save(self.name, {"recipe": self.recipe, "groups": self.groups})
 
 

@@ -119,8 +119,8 @@ def settings(recipe: str) -> str:
             if row["budget"] == 0.125:
                 scores = row["scores"]
                 text = scores.get("text") or scores.get("decoded")
-                asked = [scores[t] for t in tasks if t in scores and t != "text"]
-                first = (shown(asked[0]["kl"]), shown(asked[0]["accuracy"])) if asked else ("", "")
+                figures = [scores[t] for t in tasks if t in scores and t != "text"]
+                first = (shown(figures[0]["kl"]), shown(figures[0]["accuracy"])) if figures else ("", "")
                 rows.append((f"{name}, {group['samples']} samples", name_of(row["label"]), shown(text["kl"]), *first))
     return table(("group", "setting", "text KL", f"{tasks[1]} KL", f"{tasks[1]}, right"), *rows)
 
@@ -241,14 +241,14 @@ def packed_speed() -> str:
         for bits in (4, 8):
             if not (ROOT / "benchmarks" / "results" / f"quantized-{model}-int{bits}.json").exists():
                 continue
-            for what, found in load(f"quantized-{model}-int{bits}").items():
+            for what, result in load(f"quantized-{model}-int{bits}").items():
                 if not what.startswith(("decode ", "prefill ")):
                     continue
-                speed = found["tokens_per_second"]
-                ratios = (f"{found[f'{side}_to_faster_peer']:.2f}" for side in ("full", "keepkv"))
+                speed = result["tokens_per_second"]
+                ratios = (f"{result[f'{side}_to_faster_peer']:.2f}" for side in ("full", "keepkv"))
                 order = ("full", "keepkv", "genai", "llamacpp")
                 sides = (f"{speed[side]:g}" if side in speed else "" for side in order)
-                share = found.get("read_share", {}).get("full")
+                share = result.get("read_share", {}).get("full")
                 lines.append((name, str(bits), what, *sides, *ratios, f"{share:.2f}" if share else ""))
     header = ("model", "bits", "tokens", "full cache", "512 slots", "genai", "llama.cpp", "full / faster peer")
     return table((*header, "512 slots / faster peer", "of the bandwidth"), *lines)
@@ -256,11 +256,11 @@ def packed_speed() -> str:
 
 def packed_kernel() -> str:
     """Return the table of the kernel of packed weights alone, beside ONNX Runtime's."""
-    found = {what: figures for what, figures in load("packed-kernel").items() if what.endswith(" rows")}
-    rows = sorted({int(what.split()[1]) for what in found})
+    measured = {what: figures for what, figures in load("packed-kernel").items() if what.endswith(" rows")}
+    rows = sorted({int(what.split()[1]) for what in measured})
     lines = []
-    for side in dict.fromkeys(what.split(",")[0] for what in found):
-        of = [found[f"{side}, {count} rows"] for count in rows]
+    for side in dict.fromkeys(what.split(",")[0] for what in measured):
+        of = [measured[f"{side}, {count} rows"] for count in rows]
         lines.append((side, *(f"{x['ms_per_matrix']:.2f}" for x in of), f"{of[0]['read_share']:.2f}"))
     return table(("weights", *(f"{count} rows, ms" for count in rows), "of the bandwidth, 1 row"), *lines)
 
@@ -299,8 +299,8 @@ def tables() -> dict[str, str]:
     """Return every table by its mark."""
     texts = {"methods": methods(), "fields of a recipe": fields()}
     texts |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
-    for asked in ("unknown", "known"):
-        texts[f"recall {asked}"] = recall(2000, known=asked == "known")
+    for question in ("unknown", "known"):
+        texts[f"recall {question}"] = recall(2000, known=question == "known")
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
     texts |= {"packed quality": packed_quality(), "quantized cache": quantized_cache(), "awq": awq()}
     texts |= {"small listed": small_listed(), "head budgets": head_budgets(), **decoder_tables()}
@@ -318,12 +318,12 @@ def tables() -> dict[str, str]:
     return texts
 
 
-def written(text: str, found: dict[str, str]) -> str:
+def written(text: str, current: dict[str, str]) -> str:
     """Return a document with its tables replaced by the current ones.
 
     Args:
         text: The document.
-        found: Every table by its mark.
+        current: Every table by its mark.
 
     Returns:
         The new document.
@@ -333,7 +333,7 @@ def written(text: str, found: dict[str, str]) -> str:
     """
     return re.sub(
         r"<!-- ([\w -]+) -->\n.*?<!-- end -->",
-        lambda m: f"<!-- {m[1]} -->\n{found[m[1]]}\n<!-- end -->",
+        lambda m: f"<!-- {m[1]} -->\n{current[m[1]]}\n<!-- end -->",
         text,
         flags=re.DOTALL,
     )

@@ -153,9 +153,9 @@ def test_the_plan_names_the_gpus_with_too_little_memory(tiny_recipe: Path) -> No
     assert not with_slots(plan_of(tiny_recipe), 19860).advice, "the CPU has no such limit"
     cuda = plan_of(tiny_recipe, "backend.device=cuda")
     assert not with_slots(cuda, 19859).advice
-    told = with_slots(cuda, 19860).advice["merges on a GPU"]
-    assert "cache 0 has 19860 slots, and the kernels take 19859 where a thread block has 99 KiB" in told
-    assert "or less (compute capability 8.6, 8.9, 12.0, 12.1)" in told
+    advice = with_slots(cuda, 19860).advice["merges on a GPU"]
+    assert "cache 0 has 19860 slots, and the kernels take 19859 where a thread block has 99 KiB" in advice
+    assert "or less (compute capability 8.6, 8.9, 12.0, 12.1)" in advice
     plan = plan_of(tiny_recipe, "backend.name=tensorrt")
     assert list(plan.advice) == ["build of the engines on a Jetson"]
     assert "none can be built: cache 0 has" in with_slots(plan, 19860).advice["engines for some GPUs"]

@@ -71,9 +71,9 @@ def audit(folder: Path, lock: Path) -> int:
         return NOT_CHECKED
     checked = [package for package in packages if "vulns" in package]
     for package in checked:
-        for found in package["vulns"]:
-            fixed = ", ".join(found["fix_versions"]) or "no version"
-            print(f"audit: {package['name']} {package['version']} has {found['id']}, which {fixed} mends")
+        for vulnerability in package["vulns"]:
+            fixed = ", ".join(vulnerability["fix_versions"]) or "no version"
+            print(f"audit: {package['name']} {package['version']} has {vulnerability['id']}, which {fixed} mends")
     print(f"audit: {len(checked)} of {len(packages)} packages were checked, the others were not found on the list")
     if any(package["vulns"] for package in checked):
         return 1

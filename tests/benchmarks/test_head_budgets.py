@@ -30,9 +30,9 @@ def test_heads_filled_with_slots_that_count_nothing_are_caches_of_those_budgets(
         for lane, recent in enumerate((0.5, 0.3)):
             for head in range(2):
                 own = (slice(lane, lane + 1), slice(2 * head, 2 * head + 2)), (slice(lane, lane + 1), [head])
-                given: Any = (query[own[0]], key[own[1]], value[own[1]], position[:1], torch.tensor([[chunk]]))
+                inputs: Any = (query[own[0]], key[own[1]], value[own[1]], position[:1], torch.tensor([[chunk]]))
                 expected, *held = vote_attention(
-                    *given, *state[lane][head], attributes=layer_attributes(Ballot(), layer)
+                    *inputs, *state[lane][head], attributes=layer_attributes(Ballot(), layer)
                 )
                 torch.testing.assert_close(output[own[0]], expected, rtol=1e-4, atol=1e-5)
                 budget = int(budgets[lane, 0, head])

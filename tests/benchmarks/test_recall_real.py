@@ -31,13 +31,13 @@ def test_a_method_names_its_whole_layers(method: str, layers: list[int]) -> None
 
 
 def test_differences_are_over_the_questions_of_both_methods() -> None:
-    def asked(method: str, each: list[list[float]]) -> dict[str, Any]:
+    def row(method: str, each: list[list[float]]) -> dict[str, Any]:
         label = {"task": "codes", "method": method, "divisor": 3, "length": 2000, "known": False, "set": []}
         return recall_real.row(label, each)
 
-    more = asked("keepkv+whole", [[1, 1.0], [1, 1.0], [0, 0.5]])
-    fewer = asked("streaming", [[0, 0.25], [1, 1.0]])
-    rows = recall_real.differences([more, fewer, asked("h2o", [[0, 0.0], [0, 0.0]])])
+    more = row("keepkv+whole", [[1, 1.0], [1, 1.0], [0, 0.5]])
+    fewer = row("streaming", [[0, 0.25], [1, 1.0]])
+    rows = recall_real.differences([more, fewer, row("h2o", [[0, 0.0], [0, 0.0]])])
     assert [(d["method"], d["best_published"]) for d in rows] == [("keepkv+whole", "streaming")]
     assert rows[0]["exact"]["value"] == pytest.approx(0.5)
     assert rows[0]["exact"]["count"] == 2

@@ -104,8 +104,8 @@ def drive_fake(monkeypatch: pytest.MonkeyPatch, app: Starlette, workload: Worklo
 
     whole = httpx2.AsyncClient
 
-    def client(**given: Any) -> Any:
-        return whole(transport=httpx2.ASGITransport(app), headers=given["headers"])
+    def client(**options: Any) -> Any:
+        return whole(transport=httpx2.ASGITransport(app), headers=options["headers"])
 
     monkeypatch.setattr(httpx2, "AsyncClient", client)
     return drive(Server("http://fake/v1/"), workload)[1]

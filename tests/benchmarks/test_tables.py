@@ -12,12 +12,12 @@ from tests.support.paths import ROOT
 
 
 def test_documents_hold_the_tables_that_are_written_for_them() -> None:
-    found, shown = tables.tables(), set()
+    current, shown = tables.tables(), set()
     for path in tables.PAGES:
         text = path.read_text(encoding="utf-8")
         shown |= set(re.findall(r"<!-- ([\w -]+) -->\n\|", text))
-        assert text == tables.written(text, found), f"{path.name} is old: python benchmarks/tables.py"
-    assert shown == set(found)
+        assert text == tables.written(text, current), f"{path.name} is old: python benchmarks/tables.py"
+    assert shown == set(current)
 
 
 def test_the_figure_of_lengths_is_drawn_from_the_results() -> None:

@@ -47,9 +47,9 @@ def test_answers_count_beside_texts() -> None:
 
 
 def test_an_answer_is_judged_where_the_token_before_it_stands() -> None:
-    given = Passage([1, 2, 3], [Question([4, 5], [6, 7], 2), Question([8], [9], 1)])
-    sample = asked_and_answered(given)
-    assert [sample.ids[p + 1] for p in sample.counted] == [6, 7, 9] and sample.ids[:3] == given.ids
+    passage = Passage([1, 2, 3], [Question([4, 5], [6, 7], 2), Question([8], [9], 1)])
+    sample = asked_and_answered(passage)
+    assert [sample.ids[p + 1] for p in sample.counted] == [6, 7, 9] and sample.ids[:3] == passage.ids
 
 
 @pytest.mark.parametrize("of", ["heads", "text"])
@@ -72,8 +72,8 @@ def test_budgets_are_shrunk_where_kinds_of_text_disagree() -> None:
     one, other = (np.stack([weight / slots for weight in weights]) for weights in ((1, 1, 1, 64), (64, 1, 1, 1)))
     agreed, none = robust_budgets({"a": one, "b": one}, sizes, 100, 12, 1024)
     assert none == 0 and agreed.sum() == 400 and agreed[3] > 3 * agreed[0]
-    chosen, shrink = robust_budgets({"a": one, "b": one, "c": other}, sizes, 100, 12, 1024)
-    assert shrink == 0.75 and chosen.sum() == 400 and max(chosen) - min(chosen) < 100
+    budgets, shrink = robust_budgets({"a": one, "b": one, "c": other}, sizes, 100, 12, 1024)
+    assert shrink == 0.75 and budgets.sum() == 400 and max(budgets) - min(budgets) < 100
     assert shrunk(agreed, 100, 1.0).tolist() == [100] * 4
 
 

@@ -338,13 +338,13 @@ class CaM(Rule):
     def merge(self, head: Head, leaving: list[Slot], stays: list[Slot]) -> None:
         receivers = [slot for slot in stays if slot.position >= head.sinks]
         mean_mass = sum(slot.score[-1] for slot in stays) / len(stays) if stays else 0.0
-        given = [(r, np.zeros_like(r.value)) for r in receivers]
+        means = [(r, np.zeros_like(r.value)) for r in receivers]
         for slot in leaving:
             m = min(max(slot.score[-1] / mean_mass, 0.0), 1.0)
-            following = [add for r, add in given if r.position > slot.position]
+            following = [add for r, add in means if r.position > slot.position]
             for add in following[: head.method.receivers]:
                 add += m * slot.value / head.method.receivers
-        for receiver, add in given:
+        for receiver, add in means:
             receiver.value = receiver.value + add
 
 

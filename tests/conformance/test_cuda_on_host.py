@@ -397,10 +397,10 @@ def test_a_budget_of_16384_slots(caller: Caller, method: str, backwards: bool) -
     ].astype(np.float32)
     if backwards:
         flipped = {name: x[:, :, :, ::-1] if name == "score" else x[:, :, ::-1] for name, x in state.items()}
-        given = {name: np.ascontiguousarray(x) for name, x in flipped.items()}
+        inputs = {name: np.ascontiguousarray(x) for name, x in flipped.items()}
     else:
-        given = state
-    actual = caller.merge_cache(given, MergeCacheAttributes(method_object, budget, 4, 1000))
+        inputs = state
+    actual = caller.merge_cache(inputs, MergeCacheAttributes(method_object, budget, 4, 1000))
     position = np.sort(actual["present_position"][0, 0, :budget])
     assert (np.diff(position) > 0).all()
     assert (actual["present_votes"][0, 0] > 0).sum() == budget

@@ -48,21 +48,21 @@ ROUTES = [(1, 6, 2), (5, 6, 3), (61, 4, 2), (150, 3, 2), (7, 1, 1), (0, 4, 2)]
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-def draw(form: ExpertsForm, tokens: int, count: int, chosen: int, *, hidden: int = 192, inner: int = 96) -> Arrays:
+def draw(form: ExpertsForm, tokens: int, count: int, top_k: int, *, hidden: int = 192, inner: int = 96) -> Arrays:
     """Return random tensors of a call, in float64.
 
     The last of several experts is rarely chosen, and two indices belong to no expert.
     """
     rng = np.random.default_rng(tokens + count)
-    picked = [rng.permutation(count)[:chosen] for _ in range(tokens)]
-    indices = np.array(picked, np.int64).reshape(tokens, chosen)
+    picked = [rng.permutation(count)[:top_k] for _ in range(tokens)]
+    indices = np.array(picked, np.int64).reshape(tokens, top_k)
     if tokens > 2:
         indices[1, 0], indices[2, -1] = -1, count
     rows = inner * (1 + form.gate)
     tensors = {
         "input": rng.standard_normal((tokens, hidden)),
         "indices": indices,
-        "weights": rng.random((tokens, chosen)),
+        "weights": rng.random((tokens, top_k)),
         "first": rng.standard_normal((count, rows, hidden)) * 0.1,
         "down": rng.standard_normal((count, hidden, inner)) * 0.1,
     }
@@ -162,23 +162,23 @@ def difference(
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("runs", ["native", "function", "pytorch"])
 def test_experts_of_floats_are_the_oracles(form: ExpertsForm, dtype: str, runs: str) -> None:
-    for tokens, count, chosen in ROUTES:
-        tensors = in_type(draw(form, tokens, count, chosen), dtype)
+    for tokens, count, top_k in ROUTES:
+        tensors = in_type(draw(form, tokens, count, top_k), dtype)
         if runs == "pytorch":
             floats = {name: torch.from_numpy(x) for name, x in tensors.items()}
             named = {name: x if x.dtype == torch.int64 else x.to(getattr(torch, dtype)) for name, x in floats.items()}
             actual = experts(**{"first_bias": None, "down_bias": None, **named}, form=form).numpy()  # type: ignore[arg-type]
         else:
             actual = run(model_of(form, tensors, [], dtype), tensors, dtype, native=runs == "native")
-        assert difference(actual, form, tensors) < (5e-3 if dtype == "float16" else 3e-6), (tokens, count, chosen)
+        assert difference(actual, form, tensors) < (5e-3 if dtype == "float16" else 3e-6), (tokens, count, top_k)
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4], FORMS[6]], ids=lambda form: form.overload)
 @pytest.mark.parametrize("runs", ["native", "native, float input", "function"])
 def test_packed_experts_are_the_oracles(packing: Any, form: ExpertsForm, runs: str) -> None:
-    for tokens, count, chosen in ROUTES:
-        taken, tensors, weights = packed(form, in_type(draw(form, tokens, count, chosen), "float32"), packing)
+    for tokens, count, top_k in ROUTES:
+        taken, tensors, weights = packed(form, in_type(draw(form, tokens, count, top_k), "float32"), packing)
         taken = replace(taken, float_input=int(runs == "native, float input"))
         model = model_of(taken, tensors, weights, "float32")
         actual = run(model, tensors, "float32", native=runs != "function")
@@ -186,7 +186,7 @@ def test_packed_experts_are_the_oracles(packing: Any, form: ExpertsForm, runs: s
         allowed = 3e-4 if runs == "native" else 1e-4 if "minimum" in PACKED[packing[1]] else 5e-6
         first, down = (next((block for block in (32, 16, 8) if group % block == 0), 0) for group in packing[3:])
         rounding = (first, down) if runs == "native" and first and down else None  # without panels nothing is rounded
-        assert difference(actual, taken, tensors, rounding) < allowed, (tokens, count, chosen)
+        assert difference(actual, taken, tensors, rounding) < allowed, (tokens, count, top_k)
 
 
 @pytest.mark.parametrize("packing", PACKINGS[:2], ids=str)

@@ -128,7 +128,7 @@ def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(
         set_host(caller.library, order, late)
         results.append([x.tobytes() for x in one.run(caller)])
     set_host(caller.library)
-    assert all(found == results[0] for found in results[1:])
+    assert all(result == results[0] for result in results[1:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -30,8 +30,8 @@ def test_the_generated_server_command_is_valid(tiny_artifact: Path) -> None:
     pod = manifests["Deployment"]["spec"]["template"]["spec"]
     container = pod["containers"][0]
     verb, *words = container["args"]
-    given = typer.main.get_command(app).commands[verb].make_context(verb, words).params  # type: ignore[attr-defined]
-    assert {name: given[name] for name in ("host", "port", "name", "lanes", "threads", "drain", "session_disk")} == {
+    values = typer.main.get_command(app).commands[verb].make_context(verb, words).params  # type: ignore[attr-defined]
+    assert {name: values[name] for name in ("host", "port", "name", "lanes", "threads", "drain", "session_disk")} == {
         "host": "0.0.0.0",
         "port": container["ports"][0]["containerPort"],
         "name": ["tiny"],
@@ -40,9 +40,9 @@ def test_the_generated_server_command_is_valid(tiny_artifact: Path) -> None:
         "drain": 7,
         "session_disk": str(1 << 30),
     }
-    assert pod["terminationGracePeriodSeconds"] > given["drain"]
+    assert pod["terminationGracePeriodSeconds"] > values["drain"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts["artifact"] == given["source"] and mounts["sessions"] == str(given["session_folder"].parent)
+    assert mounts["artifact"] == values["source"] and mounts["sessions"] == str(values["session_folder"].parent)
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
     assert claims == ["tiny-artifact", manifests["PersistentVolumeClaim"]["metadata"]["name"]]
@@ -90,15 +90,15 @@ def test_values_for_helm_are_yaml_and_fit_together() -> None:
 def test_memory_is_the_sum_of_the_artifact_and_the_options(tiny_artifact: Path) -> None:
     manifest = load_manifest(tiny_artifact)
 
-    def asked(*options: object) -> int:
+    def memory(*options: object) -> int:
         pod = objects(tiny_artifact, *options)["Deployment"]["spec"]["template"]["spec"]
         resources = pod["containers"][0]["resources"]
         assert resources["limits"]["memory"] == resources["requests"]["memory"]
         return int(resources["limits"]["memory"].removesuffix("Mi")) << 20
 
     least = 2 * manifest.bytes + manifest.cache.bytes(4) + (512 << 20)
-    assert 0 <= asked("--prefix-memory", "0", "--session-memory", "0") - least < 1 << 20
-    assert asked("--prefix-memory", "3GiB") - asked("--prefix-memory", "1GiB") == 2 << 30
+    assert 0 <= memory("--prefix-memory", "0", "--session-memory", "0") - least < 1 << 20
+    assert memory("--prefix-memory", "3GiB") - memory("--prefix-memory", "1GiB") == 2 << 30
 
 
 @pytest.mark.parametrize(

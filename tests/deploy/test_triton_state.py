@@ -78,24 +78,24 @@ def test_sequences_that_come_at_random_get_the_engine_s_tokens(model: Path, arti
     answers = [int(n) for n in rng.integers(1, 60, size=12)]
     expected = [engine.generate([p], max_new_tokens=n)[0].token_ids for p, n in zip(prompts, answers, strict=True)]
     assert max(len(p) + n for p, n in zip(prompts, answers, strict=True)) > 3 * 32  # far beyond the budget
-    given: list[list[int]] = [[] for _ in prompts]
+    generated: list[list[int]] = [[] for _ in prompts]
     unread, waiting, running, batches = [list(p) for p in prompts], list(range(12)), [], set()
     while waiting or running:
         while waiting and len(running) < batcher.sequences and (not running or rng.random() < 0.3):
             running.append(waiting.pop(0))
         reading = rng.random() < 0.5  # a batch has one shape: chunks of prompts, or single tokens
         ready = [s for s in running if bool(unread[s]) == reading and rng.random() < 0.8][: batcher.most]
-        calls = {s: unread[s][:16] if reading else given[s][-1:] for s in ready}
+        calls = {s: unread[s][:16] if reading else generated[s][-1:] for s in ready}
         if not calls:
             continue
         batches.add((reading, len(calls)))
         for sequence, logits in batcher.call(calls, 16 if reading else 1).items():
             unread[sequence] = unread[sequence][16:]
             if not unread[sequence]:
-                given[sequence].append(int(logits.argmax()))
-            if len(given[sequence]) == answers[sequence]:
+                generated[sequence].append(int(logits.argmax()))
+            if len(generated[sequence]) == answers[sequence]:
                 running.remove(sequence)
-    assert given == expected
+    assert generated == expected
     assert {(True, 2), (False, 1), (False, 3)} <= batches
 
 

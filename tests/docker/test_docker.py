@@ -218,7 +218,7 @@ def test_files_that_a_build_does_not_read_stay_outside() -> None:
 def test_the_files_named_in_docker_are_those_of_the_checkout() -> None:
     scripts = [re.findall(r"python3? (\S+\.py)", path.read_text()) for path in FILES if path.stem != "cpu"]
     assert all(scripts)
-    assert all((ROOT / script).is_file() for found in scripts for script in found)
+    assert all((ROOT / script).is_file() for named in scripts for script in named)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)

@@ -214,9 +214,9 @@ def test_more_adapters_and_ranks_than_the_recipe_allows_are_refused(
         (adapted_artifact, {"large": large}, "has rank 5, and the artifact takes ranks up to 4"),
         (adapted_artifact, {"none": tmp_path}, "is no folder with adapter_config.json"),
     ]
-    for path, given, words in cases:
+    for path, settings, words in cases:
         with pytest.raises(UsageError, match=words):
-            kvexport.load(path, threads=1, adapters=given)
+            kvexport.load(path, threads=1, adapters=settings)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from kvexport.language.settings import GenerationSettings
 from kvexport.planning import plan_memory
 from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
 from tests.support.schedules import Alone, Schedule
-from tests.support.speculation import NEW, SETTINGS, prompts, recipe_of, told
+from tests.support.speculation import NEW, SETTINGS, generated, prompts, recipe_of
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 
 BUDGET, REBUILD, TOKENS, SINKS, RECENT = 20, 12, 5, 2, 8
@@ -107,9 +107,9 @@ class Watched:
 
 def test_the_drafter_reads_entries_of_the_full_cache(engine: Engine) -> None:
     batch = prompts(4, 64)
-    expected = told(engine, batch, None, max_new_tokens=90)
+    expected = generated(engine, batch, None, max_new_tokens=90)
     watched = Watched(load(engine.path))
-    actual = told(watched.engine, batch, watched, max_new_tokens=90)
+    actual = generated(watched.engine, batch, watched, max_new_tokens=90)
     assert [[token.id for token in answer] for answer in actual] == [[token.id for token in a] for a in expected]
     timing = watched.engine.timing
     assert 0 < timing.accepted_tokens < timing.drafted_tokens
@@ -128,10 +128,10 @@ def test_scores_select_entries_between_the_first_and_the_latest(scored: Path) ->
         scores.append(view["past_key_values.0.score"][0, 0, : lanes.length[0]].copy())
         return watched(requests, lanes)
 
-    told(engine, prompts(4, 64)[:1], noted, max_new_tokens=60)
-    chosen = [(held, score) for held, score in zip(watched.held, scores, strict=False) if len(held) == BUDGET]
-    assert len(chosen) > 2
-    for held, score in chosen:
+    generated(engine, prompts(4, 64)[:1], noted, max_new_tokens=60)
+    selected = [(held, score) for held, score in zip(watched.held, scores, strict=False) if len(held) == BUDGET]
+    assert len(selected) > 2
+    for held, score in selected:
         between = np.arange(SINKS, len(score) - RECENT)
         best = between[np.argsort(-score[between], kind="stable")[: BUDGET - SINKS - RECENT]]
         assert held == sorted([*range(SINKS), *best.tolist(), *range(len(score) - RECENT, len(score))])
@@ -142,8 +142,8 @@ def test_scores_select_entries_between_the_first_and_the_latest(scored: Path) ->
 def test_answers_are_those_without_drafts(engine: Engine, settings: dict[str, Any]) -> None:
     drafter = engine.drafter
     for seed in range(2):
-        batch, chosen = prompts(seed, 64), {"seed": seed, "logprobs": 2, **settings}
-        expected, actual = (told(engine, batch, each, **chosen) for each in (None, drafter))
+        batch, generation = prompts(seed, 64), {"seed": seed, "logprobs": 2, **settings}
+        expected, actual = (generated(engine, batch, each, **generation) for each in (None, drafter))
         assert [[t[:4] for t in answer] for answer in actual] == [[t[:4] for t in answer] for answer in expected]
 
 
@@ -151,8 +151,10 @@ def test_a_copy_of_a_sampler_draws_the_same_tokens() -> None:
     """A twin of a sampler draws the tokens that the sampler will draw, so that equal distributions draft them."""
     rows = np.random.default_rng(0).normal(size=(12, 64)).astype(np.float32) * 3
     for settings in SETTINGS.values():
-        chosen = GenerationSettings(**{"seed": 3, "logprobs": 1, "max_new_tokens": NEW, **settings, "grammar": None})
-        one, other = (Sampler(chosen, [1, 2], 64) for _ in range(2))
+        generation = GenerationSettings(
+            **{"seed": 3, "logprobs": 1, "max_new_tokens": NEW, **settings, "grammar": None}
+        )
+        one, other = (Sampler(generation, [1, 2], 64) for _ in range(2))
         for row in rows[:5]:
             assert one.next(row) == other.next(row)
         twin = one.twin()
@@ -184,14 +186,14 @@ def test_drafts_are_made_only_where_they_pay(plain: Path, monkeypatch: pytest.Mo
             drafted += [lanes.length[0]] if any(drafts) else []
             return drafts
 
-        told(engine, [ids.tolist() for ids in random_ids(0, *lengths, vocabulary=64)], noted, max_new_tokens=36)
+        generated(engine, [ids.tolist() for ids in random_ids(0, *lengths, vocabulary=64)], noted, max_new_tokens=36)
         assert min(drafted, default=0) == expected
 
 
 def test_the_functions_take_both_caches(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
     engine = load(plain)
-    expected, actual = (told(engine, prompts(2, 64), each, max_new_tokens=20) for each in (None, engine.drafter))
+    expected, actual = (generated(engine, prompts(2, 64), each, max_new_tokens=20) for each in (None, engine.drafter))
     assert [[t.id for t in answer] for answer in actual] == [[t.id for t in answer] for answer in expected]
     assert engine.timing.accepted_tokens > 0
 
@@ -199,12 +201,12 @@ def test_the_functions_take_both_caches(plain: Path, monkeypatch: pytest.MonkeyP
 def test_invalid_logits_draft_no_tokens(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(plain)
     drafter: Any = engine.drafter
-    expected = told(engine, prompts(2, 64), None, max_new_tokens=20)
+    expected = generated(engine, prompts(2, 64), None, max_new_tokens=20)
     drafter._selected.extend(3)
     monkeypatch.setattr(
         drafter._selected.state, "decode", lambda ids, _: np.full((len(ids), 1, 64), np.nan, np.float32)
     )
-    actual = told(engine, prompts(2, 64), drafter, max_new_tokens=20)
+    actual = generated(engine, prompts(2, 64), drafter, max_new_tokens=20)
     assert [[t.id for t in answer] for answer in actual] == [[t.id for t in answer] for answer in expected]
     assert engine.timing.drafted_tokens == 0
 

@@ -82,10 +82,10 @@ def check_random_schedule(engine: Engine, solo: Callable[..., list[int]], seed: 
     most, cancelled = 0, 0
     for _ in range(250):
         if rng.random() < 0.18:
-            ids, chosen = prompts[rng.integers(len(prompts))], choices[rng.integers(len(choices))]
-            request = Request(ids, engine.settings(**chosen))
+            ids, settings = prompts[rng.integers(len(prompts))], choices[rng.integers(len(choices))]
+            request = Request(ids, engine.settings(**settings))
             assert engine.add(request) == request.id
-            added.append((request, ids, chosen))
+            added.append((request, ids, settings))
         if rng.random() < 0.03:
             batch = [prompts[i] for i in rng.integers(len(prompts), size=2)]
             streams.append((engine.stream(batch, max_new_tokens=11), batch, [[], []]))
@@ -103,8 +103,8 @@ def check_random_schedule(engine: Engine, solo: Callable[..., list[int]], seed: 
         for token in stream:
             actual[token.sequence].append(token.id)
     assert most == LANES and cancelled > 0 and len(streams) > 2, "every event happened"
-    for request, ids, chosen in added:
-        expected = solo(ids, **chosen)
+    for request, ids, settings in added:
+        expected = solo(ids, **settings)
         if request.finish_reason == "cancelled":
             assert answer_of(request) == expected[: len(request.tokens)]
         else:

@@ -117,8 +117,8 @@ def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_ot
     # The snapshot in its older form: all rows, in the format's first version.
     old = dataclasses.replace(snapshot, state=with_whole_rings(engine.plan, snapshot.state)).to_bytes()
     for blob in (data, old[:8] + (1).to_bytes(4, "little") + old[12:]):
-        given = Snapshot.from_bytes(blob, engine.manifest)
-        rest, at_last = answered(engine, Request((), start=given, keep=True))
+        read_back = Snapshot.from_bytes(blob, engine.manifest)
+        rest, at_last = answered(engine, Request((), start=read_back, keep=True))
         assert whole == whole[:tokens] + rest
         assert all((at_last.state[name] == x).all() for name, x in last.state.items()), "to the bit"
 
@@ -135,9 +135,9 @@ def test_a_snapshot_after_a_prompt_has_the_bytes_of_the_plan(engine: Engine) -> 
     assert plan.to_json()["snapshot_bytes_after_prompt"] == plan.snapshot_bytes < plan.settled_bytes
 
 
-@pytest.mark.parametrize(("seen", "rows", "found"), [(0, 5, "[2, 5, 16]"), (7, 7, "[2, 7, 16]"), (2, 0, "[2, 0, 16]")])
+@pytest.mark.parametrize(("seen", "rows", "shape"), [(0, 5, "[2, 5, 16]"), (7, 7, "[2, 7, 16]"), (2, 0, "[2, 0, 16]")])
 def test_a_snapshot_with_other_queries_than_a_ring_can_have_is_damaged(
-    engine: Engine, seen: int, rows: int, found: str
+    engine: Engine, seen: int, rows: int, shape: str
 ) -> None:
     one = engine.settings(max_new_tokens=1)
     _, snapshot = answered(engine, Request(models.random_ids(9, 20)[0].tolist(), one, keep=True))
@@ -149,7 +149,7 @@ def test_a_snapshot_with_other_queries_than_a_ring_can_have_is_damaged(
     changed = dataclasses.replace(snapshot, state={**snapshot.state, **rings})
     with pytest.raises(SnapshotError, match="damaged") as caught:
         Snapshot.from_bytes(changed.to_bytes(), engine.manifest)
-    assert f"{layer}.query is float32 {found}" in caught.value.problem
+    assert f"{layer}.query is float32 {shape}" in caught.value.problem
 
 
 def test_cached_prefixes_are_uncompressed_and_change_no_answer(engine: Engine) -> None:

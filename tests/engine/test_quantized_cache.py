@@ -182,13 +182,13 @@ def test_a_part_of_a_cache_has_its_scales() -> None:
         for name in (*shapes, "votes", "position", *(tensor.name for tensor in SCALES))
     }
     own = {name: np.zeros_like(x) for name, x in full.items()}
-    chosen = np.array([[1, 4], [0, 7]])
+    rows = np.array([[1, 4], [0, 7]])
     part = object.__new__(SelectedCache)
     part.plan = cast(Any, SimpleNamespace(caches=[SimpleNamespace(state=(*STATE, *SCALES))]))
-    part.copy(0, full, own, chosen, 3)
+    part.copy(0, full, own, rows, 3)
     for scale in SCALES:
         name = scale.past(0)
-        assert own[name][:, 3:5].tolist() == np.take_along_axis(full[name], chosen, 1).tolist()
+        assert own[name][:, 3:5].tolist() == np.take_along_axis(full[name], rows, 1).tolist()
 
 
 def test_a_type_that_is_none_is_a_mistake_of_the_recipe(tiny_checkpoint: Path) -> None:

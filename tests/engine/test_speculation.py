@@ -23,7 +23,7 @@ from kvexport.errors import UsageError
 from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
 from tests.support.on_device import onto_device
 from tests.support.schedules import Alone, Schedule
-from tests.support.speculation import SETTINGS, prompts, recipe_of, told
+from tests.support.speculation import SETTINGS, generated, prompts, recipe_of
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 
 ROUNDING = 1e-4  # tolerance of logits: a call with more rows adds them in another order
@@ -66,10 +66,10 @@ class Guessing:
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_answers_are_those_without_drafts(engine: Engine, settings: dict[str, Any]) -> None:
     for seed in range(6):
-        batch, chosen = prompts(seed, 64), {"seed": seed, "logprobs": 2, **settings}
-        expected = told(engine, batch, None, **chosen)
+        batch, generation = prompts(seed, 64), {"seed": seed, "logprobs": 2, **settings}
+        expected = generated(engine, batch, None, **generation)
         plain = [Completion(0, [token.id for token in answer]) for answer in expected]
-        actual = told(engine, batch, Guessing(plain, 64, seed), **chosen)
+        actual = generated(engine, batch, Guessing(plain, 64, seed), **generation)
         for one, other in zip(actual, expected, strict=True):
             assert [token[:4] for token in one] == [token[:4] for token in other]  # ids, text, reason to finish
             for here, there in zip(one, other, strict=True):
@@ -86,7 +86,7 @@ def test_every_number_of_drafted_tokens_is_accepted_at_times(engine: Engine) -> 
             lengths[request.sequence].append(len(request.tokens))
         return guess(requests, lanes)
 
-    answers = told(engine, batch, noted, max_new_tokens=200)
+    answers = generated(engine, batch, noted, max_new_tokens=200)
     assert [[token.id for token in answer] for answer in answers] == [answer.token_ids for answer in plain]
     timing = engine.timing
     assert timing.generated_tokens == 600 and timing.steps < 150
@@ -97,10 +97,10 @@ def test_every_number_of_drafted_tokens_is_accepted_at_times(engine: Engine) -> 
 def test_a_sliding_window_drops_entries_only_after_verification(windowed: Engine) -> None:
     """A sliding window drops only accepted tokens: layers merge after a draft is verified."""
     batch = prompts(1, windowed.vocabulary)
-    expected = told(windowed, batch, None, max_new_tokens=120)
+    expected = generated(windowed, batch, None, max_new_tokens=120)
     plain = [Completion(0, [token.id for token in answer]) for answer in expected]
     for seed in range(3):
-        actual = told(windowed, batch, Guessing(plain, windowed.vocabulary, seed), max_new_tokens=120)
+        actual = generated(windowed, batch, Guessing(plain, windowed.vocabulary, seed), max_new_tokens=120)
         assert [[token.id for token in answer] for answer in actual] == [answer.token_ids for answer in plain]
     assert windowed._pool.lanes.merges > 30
 
@@ -242,7 +242,7 @@ def test_drafts_stay_within_the_answer_and_the_artifact(engine: Engine) -> None:
         seen.append((len(requests[0].seen), len(drafts[0])))
         return drafts
 
-    answer = told(engine, [[5, 6] * 230], noted, max_new_tokens=500, do_sample=False)[0]
+    answer = generated(engine, [[5, 6] * 230], noted, max_new_tokens=500, do_sample=False)[0]
     assert len(answer) == 512 - 460 and answer[-1].finish_reason == "length"
     assert max(length + count for length, count in seen) < 512 and max(count for _, count in seen) == 5
 

@@ -49,18 +49,18 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told() -> list[str]:
+def reported() -> list[str]:
     """The lines that `evaluate` printed while `evaluation` was made."""
     return []
 
 
 @pytest.fixture(scope="module")
-def evaluation(work: Path, told: list[str]) -> Evaluation:
+def evaluation(work: Path, reported: list[str]) -> Evaluation:
     """The evaluation of the tiny trained model with streaming.
 
     The budgets are a sixth of the prompt, and more slots than it has tokens.
     """
-    return evaluate("tiny-base", SETTINGS, OPTIONS, work, tell=told.append)
+    return evaluate("tiny-base", SETTINGS, OPTIONS, work, tell=reported.append)
 
 
 def test_the_full_cache_recalls(evaluation: Evaluation) -> None:
@@ -123,8 +123,8 @@ def test_telemetry_covers_the_caches_that_merge(evaluation: Evaluation) -> None:
     assert "Theorem 5" not in page
 
 
-def test_every_result_is_reported_when_it_is_measured(evaluation: Evaluation, told: list[str]) -> None:
-    full, small, roomy, stability = told
+def test_every_result_is_reported_when_it_is_measured(evaluation: Evaluation, reported: list[str]) -> None:
+    full, small, roomy, stability = reported
     rest = r"to go and 1 over 1280 tokens, about \d+ s"
     assert re.fullmatch(rf"full: needle 1 right, .*; 2 of 2 {rest}", full)
     assert re.fullmatch(rf"streaming, 32 slots: needle .* right KL .* \[.*\], .*; 1 of 2 {rest}", small)

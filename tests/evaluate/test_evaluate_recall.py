@@ -41,29 +41,29 @@ def text(engine: Engine) -> Passage:
 
 
 def test_a_passage_has_each_fact_once_and_the_requested_length(full: Engine) -> None:
-    given = text(full)
+    passage = text(full)
     assert full.tokenizer is not None
-    words = full.tokenizer.decode(given.ids)
+    words = full.tokenizer.decode(passage.ids)
     assert all(words.count(fact.removesuffix(" .")) == 1 for fact, _, _ in FACTS)
-    assert LENGTH - 6 < len(given.ids) <= LENGTH
-    assert [full.tokenizer.decode(q.answer).strip() for q in given.questions] == [answer for _, _, answer in FACTS]
-    assert all(q.digits == len(q.answer) for q in given.questions)
+    assert LENGTH - 6 < len(passage.ids) <= LENGTH
+    assert [full.tokenizer.decode(q.answer).strip() for q in passage.questions] == [answer for _, _, answer in FACTS]
+    assert all(q.digits == len(q.answer) for q in passage.questions)
 
 
 def test_the_full_cache_answers_known_and_unknown_questions_alike(full: Engine) -> None:
-    given = text(full)
-    unknown, known = answers(full, given), answers(full, given, known=True)
+    passage = text(full)
+    unknown, known = answers(full, passage), answers(full, passage, known=True)
     assert all(a.exact and a.digits == 1.0 for a in unknown)
     np.testing.assert_allclose([a.nll for a in known], [a.nll for a in unknown], atol=1e-4)
 
 
 def test_a_large_budget_equals_the_full_cache_and_a_small_one_does_not(full: Engine, tmp_path: Path) -> None:
-    given = text(full)
-    expected = [a.nll for a in answers(full, given)]
+    passage = text(full)
+    expected = [a.nll for a in answers(full, passage)]
     roomy = engine_of(tmp_path / "roomy", "tiny-base", "cache.method=h2o", "cache.budget=200")
-    np.testing.assert_allclose([a.nll for a in answers(roomy, given)], expected, atol=1e-5)
+    np.testing.assert_allclose([a.nll for a in answers(roomy, passage)], expected, atol=1e-5)
     small = engine_of(tmp_path / "small", "tiny-base", "cache.method=streaming", "cache.budget=24")
-    assert np.mean([a.nll for a in answers(small, given)]) > np.mean(expected) + 0.5
+    assert np.mean([a.nll for a in answers(small, passage)]) > np.mean(expected) + 0.5
 
 
 @pytest.mark.parametrize("method", ["snapkv", "h2o"])
@@ -74,23 +74,23 @@ def test_a_known_question_is_answered_as_after_one_chunk_of_passage_and_question
 
     Scores with a window count a call's last queries, so they equal those of one call.
     """
-    given = text(full)
+    passage = text(full)
     engine = engine_of(
         tmp_path / "one", "tiny-base", f"cache.method={method}", "cache.budget=40", "export.prefill_chunk=240"
     )
-    for question, answer in zip(given.questions, answers(engine, given, known=True), strict=True):
+    for question, answer in zip(passage.questions, answers(engine, passage, known=True), strict=True):
         lanes = engine.lanes(1)
-        row = lanes.prefill([np.array(given.ids + question.ids)])[0].astype(np.float64)
+        row = lanes.prefill([np.array(passage.ids + question.ids)])[0].astype(np.float64)
         nll = np.log(np.exp(row - row.max()).sum()) + row.max() - row[question.answer[0]]
         assert len(question.answer) == 1
         assert answer.nll == pytest.approx(nll, abs=1e-3)
 
 
 def test_layers_that_recall_depends_on_cost_most_and_restore_answers_when_whole(full: Engine, tmp_path: Path) -> None:
-    given = text(full)
-    layers, costs = retrieval_layers(full, [given], kept=0.05)
+    passage = text(full)
+    layers, costs = retrieval_layers(full, [passage], kept=0.05)
     assert costs.shape == (len(FACTS), len(full.plan.caches))
-    np.testing.assert_allclose([a.nll for a in layers], [a.nll for a in answers(full, given)], atol=1e-6)
+    np.testing.assert_allclose([a.nll for a in layers], [a.nll for a in answers(full, passage)], atol=1e-6)
     cost = costs.mean(0)
     assert cost.max() > 0.2
     most = int(cost.argmax())
@@ -107,7 +107,7 @@ def test_layers_that_recall_depends_on_cost_most_and_restore_answers_when_whole(
     others = [layer.budget for i, layer in enumerate(whole.plan.caches) if i != most]
     assert others == [24]
     small = engine_of(tmp_path / "small", "tiny-base", "cache.method=streaming", "cache.budget=24")
-    with_whole, without = ([a.nll for a in answers(e, given)] for e in (whole, small))
+    with_whole, without = ([a.nll for a in answers(e, passage)] for e in (whole, small))
     assert np.mean(with_whole) < np.mean(without)
 
 
@@ -120,6 +120,6 @@ def test_a_layer_with_a_sliding_window_costs_nothing(tmp_path: Path) -> None:
         build_shared(make_recipe(checkpoint, cache={"method": "full"}, limits=limits), tmp_path / "a")
     )
     ids = random_ids(0, 200)[0].tolist()
-    given = Passage(ids, [Question(ids[5:8], ids[8:10], 2), Question(ids[50:53], ids[53:55], 2)])
-    found_layers, costs = retrieval_layers(engine, [given])
+    passage = Passage(ids, [Question(ids[5:8], ids[8:10], 2), Question(ids[50:53], ids[53:55], 2)])
+    found_layers, costs = retrieval_layers(engine, [passage])
     assert len(found_layers) == 2 and (costs[:, 0] == 0).all() and (np.abs(costs[:, 1]) > 1e-3).all()

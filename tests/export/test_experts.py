@@ -158,15 +158,15 @@ def test_scales_that_do_not_fit_mxfp4_experts_are_refused(tmp_path: Path) -> Non
 
 def test_the_plan_shows_the_bytes_of_all_experts_and_of_those_that_a_token_reads(tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["qwen3_moe"]())
-    hidden, inner, experts, chosen, layers = models.SIZES["hidden_size"], 48, 6, 2, 2
+    hidden, inner, experts, top_k, layers = models.SIZES["hidden_size"], 48, 6, 2, 2
     numbers = layers * experts * 3 * hidden * inner
     plan = plan_memory(models.make_recipe(checkpoint, limits={"max_length": 160}))
-    assert (plan.expert_bytes, plan.expert_read_bytes) == (4 * numbers, 4 * numbers * chosen // experts)
+    assert (plan.expert_bytes, plan.expert_read_bytes) == (4 * numbers, 4 * numbers * top_k // experts)
     rounded = models.make_recipe(checkpoint, limits={"max_length": 160}, weights={"bits": 4, "group": 32})
     scales = layers * experts * (2 * inner * hidden // 32 + hidden * inner // 16)  # 48 inputs have groups of 16
     small = plan_memory(rounded)
     assert small.expert_bytes == numbers // 2 + 2 * scales
-    assert small.expert_read_bytes == small.expert_bytes * chosen // experts
+    assert small.expert_read_bytes == small.expert_bytes * top_k // experts
     summary = small.sections()[0].mapping
     assert summary["experts"].endswith(f"of which a token reads {format_bytes(small.expert_read_bytes)}")
 
@@ -174,9 +174,9 @@ def test_the_plan_shows_the_bytes_of_all_experts_and_of_those_that_a_token_reads
 def test_tensorrt_refuses_experts_by_name(tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["gpt_oss"]())
     recipe = models.make_recipe(checkpoint, limits={"max_length": 160})
-    chosen = recipe.model_copy(update={"backend": recipe.backend.model_copy(update={"name": "tensorrt"})})
+    with_tensorrt = recipe.model_copy(update={"backend": recipe.backend.model_copy(update={"name": "tensorrt"})})
     with pytest.raises(UsageError, match=r"GptOssExperts \('model.layers.0.mlp.experts'\) is a mixture of experts"):
-        read_model(chosen)
+        read_model(with_tensorrt)
 
 
 def test_a_missing_expert_is_named_before_a_weight_is_read(tmp_path: Path) -> None:

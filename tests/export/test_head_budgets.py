@@ -72,13 +72,13 @@ def test_sink_logits_go_to_the_cache_of_their_heads() -> None:
     read = helper.make_node("Identity", ["output"], ["read"])
     named = {x.past(0): x for x in STATE} | {x.present(0): x for x in STATE}
     shapes = {name: ["batch", *whole.caches[0].shapes(1)[x.name][1:]] for name, x in named.items()}
-    given, made = (
+    expected, actual = (
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name)) for name in names]
         for names in (inputs, outputs)
     )
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
     model = ir.from_proto(
-        helper.make_model(helper.make_graph([node, read], "layer", given, made), opset_imports=opsets)
+        helper.make_model(helper.make_graph([node, read], "layer", expected, actual), opset_imports=opsets)
     )
     split_heads(model.graph, geometry, plan)
     splits = {value.name: node for node in model.graph if node.op_type == "Split" for value in node.outputs}

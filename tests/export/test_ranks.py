@@ -70,13 +70,13 @@ class Whole:
     def stored(self) -> dict[str, Any]:
         rng, (n, k) = np.random.default_rng(0), self.shape
         low = self.packing.lowest
-        found = {
+        problems = {
             "weight": rng.integers(low, low + (1 << self.packing.bits), (n, k)),
             "scale": rng.uniform(0.1, 1, (n, k // self.packing.group)).astype(np.float16),
         }
         if self.packing.offset == "zero":
-            found["zero"] = rng.integers(0, 1 << self.packing.bits, found["scale"].shape).astype(np.uint8)
-        return found
+            problems["zero"] = rng.integers(0, 1 << self.packing.bits, problems["scale"].shape).astype(np.uint8)
+        return problems
 
     def blocks(self) -> Any:
         held = self.stored()

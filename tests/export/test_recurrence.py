@@ -224,10 +224,10 @@ def _session(rule: UpdateRule, sizes: dict[str, int], inputs: dict[str, Any], ki
         OPERATOR, [name if x is not None else "" for name, x in inputs.items()], list(OUTPUTS), domain=DOMAIN,
         heads=sizes["heads"], key_heads=sizes["key_heads"], update_rule=rule, scale=0.4,
     )  # fmt: skip
-    given = {name: x.numpy() for name, x in inputs.items() if x is not None}
+    feed = {name: x.numpy() for name, x in inputs.items() if x is not None}
     info = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
-        for name, x in given.items()
+        for name, x in feed.items()
     ]
     results = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in OUTPUTS]
     versions = [helper.make_opsetid("", 23), *(helper.make_opsetid(x.domain, 1) for x in functions)]

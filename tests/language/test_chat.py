@@ -75,10 +75,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 def by_transformers(source: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
     """Return the text that transformers' `apply_chat_template` renders, or None if the template raises."""
-    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
     options = {"add_generation_prompt": True, **options}
     try:
-        rendered: str = render_jinja_template(conversations=[given], chat_template=source, **TOKENS, **options)[0][0]
+        rendered: str = render_jinja_template(conversations=[present], chat_template=source, **TOKENS, **options)[0][0]
     except Exception:  # jinja2's own errors, and TypeError from sums within a template
         return None
     return rendered

@@ -41,8 +41,8 @@ def test_answers_under_a_schema_are_valid(grammars: Grammars, tokenizer: Tokeniz
     schema = random_schema(np.random.default_rng(seed))
     for i in range(5):
         constraint = grammars.start(Grammar.json_schema(schema), EOS)
-        chosen = {"do_sample": bool(i % 2), "top_k": 0, "repetition_penalty": 1.1 if i > 2 else 1.0}
-        _, text, reason = draw(constraint, tokenizer, grammars.vocabulary, EOS, 100 * seed + i, **chosen)
+        options = {"do_sample": bool(i % 2), "top_k": 0, "repetition_penalty": 1.1 if i > 2 else 1.0}
+        _, text, reason = draw(constraint, tokenizer, grammars.vocabulary, EOS, 100 * seed + i, **options)
         assert reason == "stop"
         jsonschema.validate(json.loads(text), schema)
 
@@ -99,10 +99,10 @@ def test_no_token_beyond_the_tokenizer_is_allowed(grammars: Grammars) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 64, 1000])
-@pytest.mark.parametrize("chosen", [{}, {"do_sample": True, "top_k": 0, "top_p": 0.5, "seed": 0}])
-def test_the_largest_logits_settle_the_same_tokens(grammars: Grammars, chosen: Any, count: int) -> None:
-    chosen_settings, grammar = GenerationSettings(**chosen), Grammar("regex", "([a-z]{1,9} ){4,9}")
-    row, narrow = (Sampler(chosen_settings, [1], grammars.vocabulary, grammars.start(grammar, EOS)) for _ in range(2))
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0, "top_p": 0.5, "seed": 0}])
+def test_the_largest_logits_settle_the_same_tokens(grammars: Grammars, options: Any, count: int) -> None:
+    settings, grammar = GenerationSettings(**options), Grammar("regex", "([a-z]{1,9} ){4,9}")
+    row, narrow = (Sampler(settings, [1], grammars.vocabulary, grammars.start(grammar, EOS)) for _ in range(2))
     random, settled = np.random.default_rng(0), 0
     while row.finish_reason is None:
         logits = (random.standard_normal(grammars.vocabulary) * 4).astype(np.float32)

@@ -27,23 +27,23 @@ class _Model(GenerationMixin):
 
 
 def reference_scores(
-    chosen: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray
+    generation: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray
 ) -> np.ndarray:
     sampling: dict[str, Any] = {}
-    if chosen.do_sample:
+    if generation.do_sample:
         sampling = {
-            "temperature": float(chosen.temperature),
-            "top_k": chosen.top_k,
-            "top_p": chosen.top_p,
-            "min_p": chosen.min_p or None,
+            "temperature": float(generation.temperature),
+            "top_k": generation.top_k,
+            "top_p": generation.top_p,
+            "min_p": generation.min_p or None,
         }
     config = GenerationConfig(
-        do_sample=chosen.do_sample,
-        min_new_tokens=chosen.min_new_tokens,
-        repetition_penalty=float(chosen.repetition_penalty),
+        do_sample=generation.do_sample,
+        min_new_tokens=generation.min_new_tokens,
+        repetition_penalty=float(generation.repetition_penalty),
         **sampling,
     )
-    config._eos_token_tensor = torch.tensor(chosen.eos_token_ids) if chosen.eos_token_ids else None
+    config._eos_token_tensor = torch.tensor(generation.eos_token_ids) if generation.eos_token_ids else None
     processors = _Model()._get_logits_processor(config, input_ids_seq_length=len(prompt), device="cpu")
     return processors(torch.tensor([prompt + generated]), torch.from_numpy(logits.copy())[None])[0].numpy()
 
@@ -53,18 +53,18 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def is_borderline(chosen: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray) -> bool:
+def is_borderline(generation: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray) -> bool:
     """Return whether rounding decides if a token stays.
 
     This is so if a cumulative sum or a ratio of probabilities is within 1e-5 of its bound.
     """
     before = reference_scores(
-        GenerationSettings(**{**chosen.__dict__, "top_p": 1.0, "min_p": 0.0}), prompt, generated, logits
+        GenerationSettings(**{**generation.__dict__, "top_p": 1.0, "min_p": 0.0}), prompt, generated, logits
     )  # penalty, eos, temperature and top_k do not round
     probabilities = softmax(before)
     cumulative = np.cumsum(np.sort(probabilities))
-    near_top_p = chosen.top_p < 1 and np.abs(cumulative - (1 - chosen.top_p)).min() < 1e-5
-    near_min_p = np.abs(probabilities / probabilities.max() - chosen.min_p).min() < 1e-5
+    near_top_p = generation.top_p < 1 and np.abs(cumulative - (1 - generation.top_p)).min() < 1e-5
+    near_min_p = np.abs(probabilities / probabilities.max() - generation.min_p).min() < 1e-5
     return bool(near_top_p or near_min_p)
 
 
@@ -97,7 +97,7 @@ def cases(draw: st.DrawFn) -> tuple[GenerationSettings, list[int], list[int], np
         logits[random.integers(size)] = 1.0
     ids = st.lists(st.integers(0, size + 3), min_size=1, max_size=20)
     prompt, generated = draw(ids), draw(st.lists(st.integers(0, size - 1), max_size=5))
-    chosen = GenerationSettings(
+    generation = GenerationSettings(
         do_sample=draw(st.booleans()),
         min_new_tokens=draw(st.integers(0, 6)),
         temperature=draw(st.sampled_from([1.0, 1, 0.3, 0.7, 1.7, 10.0])),
@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn) -> tuple[GenerationSettings, list[int], list[int], np
         seed=0,
         eos_token_ids=tuple(draw(st.lists(st.integers(0, size // 2), max_size=2))),
     )
-    return chosen, prompt, generated, logits
+    return generation, prompt, generated, logits
 
 
 def openai_settings(size: int) -> st.SearchStrategy[dict[str, Any]]:
@@ -118,8 +118,8 @@ def openai_settings(size: int) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"presence_penalty": penalty, "frequency_penalty": penalty, "logit_bias": bias})
 
 
-def sampler_after(chosen: GenerationSettings, prompt: list[int], generated: list[int], size: int) -> Sampler:
-    sampler = Sampler(chosen, prompt, size)
+def sampler_after(generation: GenerationSettings, prompt: list[int], generated: list[int], size: int) -> Sampler:
+    sampler = Sampler(generation, prompt, size)
     for token in generated:
         forced = np.full(size, -np.inf, dtype=np.float32)
         forced[token] = 50.0
@@ -132,19 +132,19 @@ def sampler_after(chosen: GenerationSettings, prompt: list[int], generated: list
 def test_kept_tokens_and_probabilities_are_those_of_transformers(
     case: tuple[GenerationSettings, list[int], list[int], np.ndarray],
 ) -> None:
-    chosen, prompt, generated, logits = case
-    generated = [token for token in generated if token not in chosen.eos_token_ids]
-    assume((reference_scores(chosen, prompt, generated, logits) > -np.inf).any())
-    sampler = sampler_after(chosen, prompt, generated, logits.size)
+    generation, prompt, generated, logits = case
+    generated = [token for token in generated if token not in generation.eos_token_ids]
+    assume((reference_scores(generation, prompt, generated, logits) > -np.inf).any())
+    sampler = sampler_after(generation, prompt, generated, logits.size)
     assert sampler.generated == generated
     before = logits.copy()
-    if chosen.do_sample:
-        assume(not is_borderline(chosen, prompt, generated, logits))
+    if generation.do_sample:
+        assume(not is_borderline(generation, prompt, generated, logits))
         assert_same_distribution(sampler, prompt, logits)
         possible = sampler.distribution(logits)[0]
         assert sampler.next(logits) in possible
     else:
-        expected = torch.from_numpy(reference_scores(chosen, prompt, generated, logits)).argmax().item()
+        expected = torch.from_numpy(reference_scores(generation, prompt, generated, logits)).argmax().item()
         assert sampler.distribution(logits)[0].tolist() == [expected]
         assert sampler.next(logits) == expected
     np.testing.assert_array_equal(logits, before)
@@ -152,7 +152,7 @@ def test_kept_tokens_and_probabilities_are_those_of_transformers(
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
 @pytest.mark.parametrize(
-    "chosen",
+    "options",
     [
         {"top_k": 50},
         {"top_k": 0, "top_p": 0.9},
@@ -161,15 +161,15 @@ def test_kept_tokens_and_probabilities_are_those_of_transformers(
     ],
     ids=str,
 )
-def test_a_large_vocabulary_keeps_the_same_tokens(chosen: dict[str, Any], spread: float) -> None:
+def test_a_large_vocabulary_keeps_the_same_tokens(options: dict[str, Any], spread: float) -> None:
     logits = (np.random.default_rng(3).standard_normal(150_001) * spread).astype(np.float32)
     logits[[5, 77_777, 150_000]] = logits.max() - 1.0
-    sampler = Sampler(GenerationSettings(do_sample=True, **chosen), [1], logits.size)
+    sampler = Sampler(GenerationSettings(do_sample=True, **options), [1], logits.size)
     expected = np.flatnonzero(reference_scores(sampler.settings, [1], [], logits) > -np.inf)
     ids, _ = sampler.distribution(logits)
     # float32 sums over 150 001 tokens differ in the last bits between torch and numpy, so a flat top_p may move by a
     # few tokens.
-    tolerated = 0 if "top_p" not in chosen else 1e-5 * logits.size
+    tolerated = 0 if "top_p" not in options else 1e-5 * logits.size
     assert np.setxor1d(ids, expected).size <= tolerated
     assert ids.size > 1
 
@@ -198,9 +198,9 @@ def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
 
 def test_half_precision_logits_are_widened() -> None:
     logits = np.linspace(-3, 3, 40).astype(np.float16)
-    chosen = GenerationSettings(do_sample=True, top_k=5, temperature=0.7)
-    ids, probabilities = Sampler(chosen, [], 40).distribution(logits)
-    expected = softmax(reference_scores(chosen, [0], [], logits.astype(np.float32)))
+    generation = GenerationSettings(do_sample=True, top_k=5, temperature=0.7)
+    ids, probabilities = Sampler(generation, [], 40).distribution(logits)
+    expected = softmax(reference_scores(generation, [0], [], logits.astype(np.float32)))
     np.testing.assert_allclose(probabilities, expected[ids], atol=1e-6)
 
 
@@ -209,10 +209,10 @@ def rows(count: int, size: int = 64) -> list[np.ndarray]:
 
 
 def test_a_seed_fixes_the_draws_beside_any_requests() -> None:
-    chosen = GenerationSettings(do_sample=True, seed=7, top_k=0)
-    alone = Sampler(chosen, [1, 2], 64)
+    generation = GenerationSettings(do_sample=True, seed=7, top_k=0)
+    alone = Sampler(generation, [1, 2], 64)
     tokens = [alone.next(row) for row in rows(40)]
-    again, neighbour = Sampler(chosen, [1, 2], 64), Sampler(GenerationSettings(do_sample=True, seed=8), [3], 64)
+    again, neighbour = Sampler(generation, [1, 2], 64), Sampler(GenerationSettings(do_sample=True, seed=8), [3], 64)
     beside = []
     for row in rows(40):
         neighbour.next(row)
@@ -231,8 +231,8 @@ def test_without_a_seed_two_sequences_differ() -> None:
 
 def test_drawn_frequencies_follow_the_probabilities() -> None:
     logits = np.array([2.0, -math.inf, 1.0, 0.0, 1.5, -1.0, -4.0, 0.5], dtype=np.float32)
-    chosen = GenerationSettings(do_sample=True, seed=1, temperature=0.8, top_p=0.97, max_new_tokens=10**5)
-    sampler, draws = Sampler(chosen, [], logits.size), 10_000
+    generation = GenerationSettings(do_sample=True, seed=1, temperature=0.8, top_p=0.97, max_new_tokens=10**5)
+    sampler, draws = Sampler(generation, [], logits.size), 10_000
     ids, probabilities = sampler.distribution(logits)
     counts = np.bincount([sampler.next(logits) for _ in range(draws)], minlength=logits.size)
     assert counts.sum() == counts[ids].sum() == draws
@@ -289,18 +289,18 @@ def test_wrong_shapes_and_ids_are_refused() -> None:
 def test_penalties_and_bias_are_those_of_openai(
     case: tuple[GenerationSettings, list[int], list[int], np.ndarray], data: st.DataObject
 ) -> None:
-    chosen, prompt, generated, logits = case
+    generation, prompt, generated, logits = case
     more = data.draw(openai_settings(logits.size))
-    generated = [token for token in generated if token not in chosen.eos_token_ids]
-    chosen = replace(chosen, do_sample=True, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0, **more)
+    generated = [token for token in generated if token not in generation.eos_token_ids]
+    generation = replace(generation, do_sample=True, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0, **more)
     expected = logits.copy()
-    for token, value in chosen.logit_bias.items():
+    for token, value in generation.logit_bias.items():
         expected[token] += np.float32(value)
-    expected = reference_scores(chosen, prompt, generated, expected).astype(np.float64)
+    expected = reference_scores(generation, prompt, generated, expected).astype(np.float64)
     for token in set(generated):
-        expected[token] -= chosen.frequency_penalty * generated.count(token) + chosen.presence_penalty
+        expected[token] -= generation.frequency_penalty * generated.count(token) + generation.presence_penalty
     assume((expected > -np.inf).any())
-    ids, probabilities = sampler_after(chosen, prompt, generated, logits.size).distribution(logits)
+    ids, probabilities = sampler_after(generation, prompt, generated, logits.size).distribution(logits)
     assert ids.tolist() == np.flatnonzero(expected > -np.inf).tolist()
     np.testing.assert_allclose(probabilities, softmax(expected)[ids], rtol=2e-4, atol=1e-30)
 
@@ -326,10 +326,10 @@ def test_an_ignored_eos_is_a_token_like_any_other() -> None:
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
 @pytest.mark.parametrize("vocabulary", [3, 20, 30000])
 def test_logprobs_are_those_of_the_unchanged_logits(vocabulary: int, count: int) -> None:
-    chosen = GenerationSettings(
+    generation = GenerationSettings(
         do_sample=True, temperature=0.5, top_k=2, presence_penalty=1.0, logit_bias={2: 3.0}, logprobs=count, seed=0
     )
-    sampler = Sampler(chosen, [1], vocabulary)
+    sampler = Sampler(generation, [1], vocabulary)
     random = np.random.default_rng(vocabulary)
     for _ in range(5):
         row = np.round(random.normal(0, 3, vocabulary) * 4).astype(np.float32) / 4  # with ties
@@ -340,16 +340,16 @@ def test_logprobs_are_those_of_the_unchanged_logits(vocabulary: int, count: int)
         expected = sorted(range(vocabulary), key=lambda i: (-row[i], i))[:count]
         assert [i for i, _ in sampler.logprobs.top] == expected
         np.testing.assert_allclose([value for _, value in sampler.logprobs.top], exact[expected], atol=1e-5)
-    plain = Sampler(replace(chosen, logprobs=None), [1], vocabulary)
+    plain = Sampler(replace(generation, logprobs=None), [1], vocabulary)
     plain.next(row)
     assert plain.logprobs is None
 
 
 @pytest.mark.parametrize("seed", [0, None])
 @pytest.mark.parametrize("at", [0, 1, 17])
-@pytest.mark.parametrize("chosen", [{}, {"do_sample": True, "top_k": 0, "temperature": 1.5}])
-def test_a_sampler_continues_from_its_state_as_text(chosen: dict[str, Any], at: int, seed: int | None) -> None:
-    merged_settings = GenerationSettings(repetition_penalty=1.3, frequency_penalty=0.7, seed=seed, **chosen)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0, "temperature": 1.5}])
+def test_a_sampler_continues_from_its_state_as_text(options: dict[str, Any], at: int, seed: int | None) -> None:
+    merged_settings = GenerationSettings(repetition_penalty=1.3, frequency_penalty=0.7, seed=seed, **options)
     rows = np.random.default_rng(1).normal(0, 1, (40, 64)).astype(np.float32)
     whole = Sampler(merged_settings, [3, 4], 64)
     for row in rows[:at]:

@@ -45,11 +45,11 @@ def top_of(logits: np.ndarray, count: int, error: float = 0.0) -> TopLogits:
 def test_tokens_from_the_largest_logits_equal_those_from_the_row(
     case: Any, count: int, error: float, more: bool, data: st.DataObject
 ) -> None:
-    chosen, prompt, generated, logits = case
+    generation, prompt, generated, logits = case
     if more:
-        chosen = replace(chosen, **data.draw(openai_settings(logits.size)))
-    generated = [token for token in generated if token not in chosen.eos_token_ids]
-    row, narrow = (sampler_after(chosen, prompt, generated, logits.size) for _ in range(2))
+        generation = replace(generation, **data.draw(openai_settings(logits.size)))
+    generated = [token for token in generated if token not in generation.eos_token_ids]
+    row, narrow = (sampler_after(generation, prompt, generated, logits.size) for _ in range(2))
     top = top_of(logits, count, error * MASS_ERROR)
     before = top.values.copy()
     try:
@@ -64,7 +64,7 @@ def test_tokens_from_the_largest_logits_equal_those_from_the_row(
         assert narrow.generated == generated[: len(narrow.generated)]
         settled = narrow.next(logits)
     else:
-        assert may_settle(chosen, count, logits.size)
+        assert may_settle(generation, count, logits.size)
     assert settled == expected
     # Both generators are at the same draw.
     assert narrow.next(logits) == row.next(logits)
@@ -90,10 +90,10 @@ SETTLED = {
 
 @pytest.mark.parametrize("name", SETTLED)
 def test_the_largest_logits_are_nearly_always_enough(name: str) -> None:
-    chosen, least = SETTLED[name]
+    generation, least = SETTLED[name]
     random = np.random.default_rng(0)
     settled = 0
-    row, narrow = (Sampler(chosen, [1, 2, 3], 32000) for _ in range(2))
+    row, narrow = (Sampler(generation, [1, 2, 3], 32000) for _ in range(2))
     for _ in range(50):
         logits = (random.standard_normal(32000) * 1.5).astype(np.float32)
         logits[random.integers(0, 32000, 20)] += np.linspace(
@@ -104,7 +104,7 @@ def test_the_largest_logits_are_nearly_always_enough(name: str) -> None:
         settled += actual is not None
         assert (narrow.next(logits) if actual is None else actual) == expected
     assert settled / 50 >= least
-    assert may_settle(chosen, COUNT, 32000)
+    assert may_settle(generation, COUNT, 32000)
 
 
 def test_settings_that_need_the_whole_row_are_known_in_advance() -> None:
@@ -171,8 +171,8 @@ def on_device(path: Path) -> Engine:
     return engine
 
 
-def tokens(engine: Engine, **chosen: Any) -> list[list[int]]:
-    return [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=40, **chosen)]
+def tokens(engine: Engine, **options: Any) -> list[list[int]]:
+    return [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=40, **options)]
 
 
 @pytest.mark.parametrize("name", MODES)

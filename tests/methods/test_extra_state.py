@@ -102,10 +102,10 @@ def test_an_artifact_has_the_extra_state_and_every_step_equals_pytorch(artifact:
     )
     for graph in ("decoder", "merge"):
         model = onnx.load(artifact / f"{graph}.onnx", load_external_data=False)
-        given, outputs = ({x.name: x for x in values} for values in (model.graph.input, model.graph.output))
-        assert {"past_key_values.0.latest_query", "past_key_values.1.calls"} <= given.keys(), graph
+        inputs, outputs = ({x.name: x for x in values} for values in (model.graph.input, model.graph.output))
+        assert {"past_key_values.0.latest_query", "past_key_values.1.calls"} <= inputs.keys(), graph
         assert {"present.0.latest_query", "present.1.calls"} <= outputs.keys(), graph
-        assert given["past_key_values.0.calls"].type.tensor_type.elem_type == onnx.TensorProto.INT32
+        assert inputs["past_key_values.0.calls"].type.tensor_type.elem_type == onnx.TensorProto.INT32
     result = validate_artifact(artifact, length=150)
     assert result.passed, result.problem
     assert {"latest_query", "calls"} <= {kind for step in result.steps for kind in step["largest"]}

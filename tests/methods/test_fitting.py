@@ -67,10 +67,10 @@ def test_the_ring_has_the_latest_queries_of_every_head_after_any_calls(backend: 
             query[b, :, length:] = 99.0
         key = rng.normal(size=(batch, heads, tokens, size)).astype(np.float32)
         position = seen[:, None] + np.arange(tokens)
-        given = {"query": query, "key": key, "value": key, "position": position}
-        given |= {"query_length": np.array(lengths)[:, None]}
+        feed = {"query": query, "key": key, "value": key, "position": position}
+        feed |= {"query_length": np.array(lengths)[:, None]}
         before = state
-        state = state_of(backend.vote_attention(given | {f"past_{n}": x for n, x in state.items()}, attributes))
+        state = state_of(backend.vote_attention(feed | {f"past_{n}": x for n, x in state.items()}, attributes))
         same = all((state[name][1] == before[name][1]).all() for name in ("query", "query_seen"))
         assert same or lengths[1], "an idle lane changed"
         seen += lengths

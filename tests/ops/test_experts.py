@@ -50,10 +50,10 @@ def in_type(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 def meaning(form: ExpertsForm, tensors: Tensors) -> torch.Tensor:
     """Return the output as a plain sum, token by token, in float64."""
     result = torch.zeros_like(tensors["input"])
-    for row, (x, chosen, factors) in enumerate(
+    for row, (x, numbers, factors) in enumerate(
         zip(tensors["input"], tensors["indices"].tolist(), tensors["weights"], strict=True)
     ):
-        for e, factor in zip(chosen, factors, strict=True):
+        for e, factor in zip(numbers, factors, strict=True):
             first = tensors["first"][e] @ x + (tensors["first_bias"][e] if form.bias else 0)
             down = tensors["down"][e] @ form.inner(first) + (tensors["down_bias"][e] if form.bias else 0)
             result[row] += factor * down

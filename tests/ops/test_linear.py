@@ -267,10 +267,10 @@ def test_weights_give_the_same_bits_at_any_address(dtype: str, monkeypatch: pyte
     shapes = {"norm": [130], "weight0": [70, 130], "bias0": [70], "gate": [70, 130]}
     constants = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     feeds = {"input": rng.standard_normal((2, 3, 130)).astype(dtype)}
-    given = model_of(form, dtype, ["B", "T", 130], [70, 130], False)
-    (expected,) = session(given, True).run(None, feeds | constants)
+    model = model_of(form, dtype, ["B", "T", 130], [70, 130], False)
+    (expected,) = session(model, True).run(None, feeds | constants)
     held = onnx.ModelProto()
-    held.CopyFrom(given)
+    held.CopyFrom(model)
     del held.graph.input[1:]
     held.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
     for setting in ("", "off"):

@@ -126,7 +126,7 @@ def test_the_fast_path_of_pointwise_operators_changes_no_graph(monkeypatch: pyte
 
     taken = []
     result = pointwise._result
-    monkeypatch.setattr(pointwise, "_result", lambda *given: taken.append(result(*given)) or taken[-1])
+    monkeypatch.setattr(pointwise, "_result", lambda *arguments: taken.append(result(*arguments)) or taken[-1])
     fast = traced()
     assert 0 < sum(x is not None for x in taken) < len(taken)
     monkeypatch.setattr(pointwise, "_result", lambda *_: None)

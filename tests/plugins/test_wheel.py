@@ -135,8 +135,8 @@ def test_the_wheel_runs_an_artifact_natively_in_an_environment_of_its_own(
         capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    imported, found, isa, count = json.loads(done.stdout)
-    assert imported.startswith(str(packages)) and found.startswith(str(packages))
+    imported, path, isa, count = json.loads(done.stdout)
+    assert imported.startswith(str(packages)) and path.startswith(str(packages))
     assert isa and count == 3
 
 

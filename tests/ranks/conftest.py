@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def artifact(tiny_checkpoint: Path, tmp_path_factory: Any) -> Path:
-    from tests.ranks.test_ranks import made, recipe
+    from tests.ranks.test_ranks import built, recipe
 
-    return made(recipe(tiny_checkpoint, 2), tmp_path_factory.mktemp("ranks") / "two")
+    return built(recipe(tiny_checkpoint, 2), tmp_path_factory.mktemp("ranks") / "two")

@@ -46,7 +46,7 @@ def recipe(checkpoint: Path, ranks: int, method: str = "keepkv") -> Recipe:
     return Recipe.model_validate({**RECIPE, "model": {"path": str(checkpoint)}, "cache": cache, "backend": backend})
 
 
-def made(recipe: Recipe, out: Path) -> Path:
+def built(recipe: Recipe, out: Path) -> Path:
     with native_alone():
         return build_shared(recipe, out)
 
@@ -55,7 +55,7 @@ def made(recipe: Recipe, out: Path) -> Path:
 def pair(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: Any) -> Iterator[tuple[Engine, ...]]:
     """Engines of the same recipe with one process and with two."""
     folder = tmp_path_factory.mktemp("ranks")
-    yield tuple(kvexport.load(made(recipe(tiny_checkpoint, n, request.param), folder / str(n))) for n in (1, 2))
+    yield tuple(kvexport.load(built(recipe(tiny_checkpoint, n, request.param), folder / str(n))) for n in (1, 2))
 
 
 def test_tokens_are_those_of_one_process(pair: tuple[Engine, Engine]) -> None:

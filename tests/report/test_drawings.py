@@ -21,7 +21,7 @@ def with_class(drawing: ElementTree.Element, name: str) -> list[ElementTree.Elem
 
 
 def numbers(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"-?\d+\.?\d*", text)]
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*", text)]
 
 
 def place(element: ElementTree.Element) -> tuple[float, float]:

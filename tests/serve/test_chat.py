@@ -29,8 +29,8 @@ def alone(engine: Engine, server: Running) -> str:
 
 def engine_answer(engine: Engine, server: Running, messages: list[Any], **settings: Any) -> str:
     """Return the answer of the engine itself, called in the worker's thread."""
-    given = {"max_new_tokens": 40, "top_k": 0, **settings}
-    return str(server.on_engine(lambda: engine.generate(prompt(messages), **given)[0].text))
+    fields = {"max_new_tokens": 40, "top_k": 0, **settings}
+    return str(server.on_engine(lambda: engine.generate(prompt(messages), **fields)[0].text))
 
 
 def test_models_are_listed_under_their_name(client: openai.OpenAI, engine: Engine) -> None:

@@ -78,16 +78,16 @@ def test_without_keys_only_this_machine_s_names_and_pages_are_answered(server: R
 def test_keys_and_origins(engine: Engine) -> None:
     with running(engine, api_keys=("first", "second"), origins=("https://page.example",)) as server:
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "first"}, {"x-api-key": "firs"}):
-            status, given, body = server.ask("/v1/models", headers=headers)
+            status, received, body = server.ask("/v1/models", headers=headers)
             assert (status, body["error"]["type"]) == (401, "authentication_error")
-            assert given["www-authenticate"] == "Bearer"
+            assert received["www-authenticate"] == "Bearer"
         assert server.ask("/metrics")[0] == 401
         assert server.ask("/health")[0] == 200
         assert server.ask("/v1/messages", b"{}")[2]["type"] == "error"  # in the format of the requested API
         for headers in ({"Authorization": "Bearer first"}, {"x-api-key": "first"}):
             assert server.ask("/v1/models", headers=headers)[0] == 200
-            status, given, _ = server.ask("/v1/models", headers={**headers, "Origin": "https://page.example"})
-            assert (status, given["access-control-allow-origin"]) == (200, "https://page.example")
+            status, received, _ = server.ask("/v1/models", headers={**headers, "Origin": "https://page.example"})
+            assert (status, received["access-control-allow-origin"]) == (200, "https://page.example")
             assert server.ask("/v1/models", headers={**headers, "Host": "any.example"})[0] == 200
         # The key is checked before any other part of the request is used.
         assert server.ask("/v1/models", headers={"Authorization": "Bearer first", "Origin": "http://["})[0] == 403

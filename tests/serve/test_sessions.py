@@ -45,12 +45,12 @@ def test_a_turn_reads_only_the_new_tokens(engine: Engine, server: Running) -> No
     assert (tokens, cached) == (len(prompt(messages)), before)
 
     def alone() -> str:
-        given = engine.settings(max_new_tokens=24, top_k=0)
-        first = kvexport.Request(prompt(ASKED), given, keep=True)
+        generation = engine.settings(max_new_tokens=24, top_k=0)
+        first = kvexport.Request(prompt(ASKED), generation, keep=True)
         engine.add(first)
         while engine.busy:
             engine.step()
-        second = kvexport.Request(". user who. say ", given, start=first.snapshot)
+        second = kvexport.Request(". user who. say ", generation, start=first.snapshot)
         engine.add(second)
         while engine.busy:
             engine.step()

@@ -126,7 +126,7 @@ def test_a_step_reads_the_selected_entries_and_the_tokens_since(opened: Any, met
     lanes.state._selected.scored = method != "unscored"  # as for a method that keeps no scores
     prompt, tokens = random_ids(3, 50, 150, vocabulary=64)
     lanes.prefill([prompt])
-    chosen, budget = [], SLOTS - EVERY - delay
+    selections, budget = [], SLOTS - EVERY - delay
     for token in tokens:
         length = lanes.length[0]
         lanes.append([[int(token)]])
@@ -142,14 +142,14 @@ def test_a_step_reads_the_selected_entries_and_the_tokens_since(opened: Any, met
                 at = held(own, 1, head)
                 np.testing.assert_array_equal(copy[head, : len(at)], whole[head, at])
         since = length - state._contents[0].start + 1
-        chosen.append(tuple(of_selected[: len(of_selected) - since]))
-        assert len(chosen[-1]) == budget and 1 <= since <= EVERY + delay
+        selections.append(tuple(of_selected[: len(of_selected) - since]))
+        assert len(selections[-1]) == budget and 1 <= since <= EVERY + delay
     view = lanes.view(0)
     assert view is not None
     for layer in range(2):  # the full cache keeps every token
         assert (view[f"past_key_values.{layer}.position"][:, :200] == np.arange(200)).all()
         assert (view[f"past_key_values.{layer}.votes"][:, :200] == 1).all()
-    assert len(set(chosen)) > 15
+    assert len(set(selections)) > 15
 
 
 def test_the_highest_scores_are_chosen(waiting: Engine) -> None:
@@ -240,9 +240,9 @@ class Submits:
     def __init__(self, slow: bool) -> None:
         self.slow, self.made = slow, 0
 
-    def submit(self, function: Any, *given: Any) -> Future[Any]:
+    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
         self.made += 1
-        future = Late(partial(function, *given))
+        future = Late(partial(function, *arguments))
         if not self.slow:
             future.result()
         return future

@@ -54,12 +54,14 @@ def through_bytes(engine: Engine, snapshot: Snapshot) -> Snapshot:
     return Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest)
 
 
-@pytest.mark.parametrize("chosen", CHOICES)
+@pytest.mark.parametrize("options", CHOICES)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 39])
-def test_a_preempted_request_continues_with_its_own_tokens(engine: Engine, chosen: dict[str, Any], tokens: int) -> None:
-    expected = answer(engine, Request(LONG, engine.settings(**chosen)))
+def test_a_preempted_request_continues_with_its_own_tokens(
+    engine: Engine, options: dict[str, Any], tokens: int
+) -> None:
+    expected = answer(engine, Request(LONG, engine.settings(**options)))
     text = engine.tokenizer.decode(expected) if engine.tokenizer else ""
-    first = Request(LONG, engine.settings(**chosen))
+    first = Request(LONG, engine.settings(**options))
     engine.add(first)
     run(engine, lambda: len(first.tokens) == tokens and (tokens > 0 or first.done == 32))
     snapshot = engine.preempt(first.id)

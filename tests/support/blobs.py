@@ -75,10 +75,10 @@ def _change(header: dict[str, Any], rng: np.random.Generator) -> None:
 def _with_other_numbers(header: dict[str, Any], payload: bytes, rng: np.random.Generator) -> bytes:
     """Change up to 4 bytes of a random tensor, and recompute all digests."""
     changed, at = bytearray(payload), 0
-    chosen = int(rng.integers(len(header["tensors"])))
+    number = int(rng.integers(len(header["tensors"])))
     for i, entry in enumerate(header["tensors"]):
         size = int(np.dtype(entry["dtype"]).itemsize * np.prod(entry["shape"], dtype=int))
-        if i == chosen and size:
+        if i == number and size:
             for place in rng.integers(size, size=4):
                 changed[at + int(place)] = int(rng.integers(256))
             entry["sha256"] = hashlib.sha256(changed[at : at + size]).hexdigest()

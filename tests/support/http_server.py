@@ -104,9 +104,9 @@ class Running:
             The body is parsed if it is JSON.
         """
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        given = {"Content-Type": "application/json", **headers}
+        all_headers = {"Content-Type": "application/json", **headers}
         request = urllib.request.Request(
-            self.url + path, data, given, method=method or ("GET" if data is None else "POST")
+            self.url + path, data, all_headers, method=method or ("GET" if data is None else "POST")
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:

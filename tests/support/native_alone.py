@@ -32,8 +32,8 @@ def native_alone() -> Iterator[None]:
 
 def _hands_on(operator: Any, first: Sequence[str]) -> onnx.FunctionProto:
     inputs, outputs = list(operator.input_names), list(operator.output_names)
-    given = [*first, *(name.replace("present_", "past_") for name in outputs[len(first) :])]
-    given = [name if name in inputs else name.removeprefix("past_") for name in given]
-    nodes = [helper.make_node("Identity", [x], [y]) for x, y in zip(given, outputs, strict=True)]
+    names = [*first, *(name.replace("present_", "past_") for name in outputs[len(first) :])]
+    names = [name if name in inputs else name.removeprefix("past_") for name in names]
+    nodes = [helper.make_node("Identity", [x], [y]) for x, y in zip(names, outputs, strict=True)]
     opset = helper.make_opsetid("", 23)
     return helper.make_function("kvexport", operator.name, inputs, outputs, nodes, [opset], overload="native_alone")

@@ -82,18 +82,18 @@ def tensors(rng: random.Random, session: Any) -> dict[str, np.ndarray]:
     sizes = {"B": rng.choice([0, 1, 3]), "T": rng.choice([0, 1, 5]), "C": rng.choice([0, 1, 16, 40])}
     dtypes: dict[str, Any] = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
     feed = {}
-    for given in session.get_inputs():
-        known = given.shape or [sizes["B"], H, sizes["C"], D]
+    for tensor in session.get_inputs():
+        known = tensor.shape or [sizes["B"], H, sizes["C"], D]
         shape = [size if isinstance(size, int) else sizes.get(size, 2) for size in known]
         if rng.random() < 0.03 and shape:
             shape[rng.randrange(len(shape))] = rng.choice([0, 1, 5])
-        dtype = dtypes[given.type]
+        dtype = dtypes[tensor.type]
         if dtype is np.float32:
             array = numbers.normal(size=shape) * rng.choice([1.0, 1.0, 1e30])
             array[numbers.random(shape) < 0.1] = rng.choice([0.0, np.nan, np.inf, -1.0])
         else:
             array = numbers.integers(*rng.choice([(0, 6), (0, 1000), (-5, 5), (-(2**31), 2**31 - 1)]), size=shape)
-        feed[given.name] = np.asarray(array, dtype=dtype)
+        feed[tensor.name] = np.asarray(array, dtype=dtype)
     return feed
 
 

@@ -34,12 +34,14 @@ def shared_traces(folder: Path) -> Iterator[Path]:
 
 
 def _shared(folder: Path, trace: Callable[..., onnx.FunctionProto]) -> Callable[..., onnx.FunctionProto]:
-    def function(*given: Any, **named: Any) -> onnx.FunctionProto:
-        meaning = repr((trace.__name__, given, sorted(named.items()), [_code(x.method) for x in given if _has_one(x)]))
+    def function(*arguments: Any, **named: Any) -> onnx.FunctionProto:
+        meaning = repr(
+            (trace.__name__, arguments, sorted(named.items()), [_code(x.method) for x in arguments if _has_one(x)])
+        )
         path = folder / hashlib.sha256(meaning.encode()).hexdigest()
         if not path.exists():
             partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_bytes(trace(*given, **named).SerializeToString())
+            partial.write_bytes(trace(*arguments, **named).SerializeToString())
             partial.replace(path)
         return onnx.FunctionProto.FromString(path.read_bytes())
 

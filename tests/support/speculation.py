@@ -30,7 +30,7 @@ def prompts(seed: int, vocabulary: int) -> list[list[int]]:
     return [ids.tolist() for ids in random_ids(seed, 40, 3, 17, vocabulary=vocabulary)]
 
 
-def told(engine: Engine, batch: list[list[int]], drafter: Drafter | None, **settings: Any) -> list[list[Token]]:
+def generated(engine: Engine, batch: list[list[int]], drafter: Drafter | None, **settings: Any) -> list[list[Token]]:
     """Return the tokens of each answer, generated with this drafter."""
     engine.drafter = drafter
     answers: list[list[Token]] = [[] for _ in batch]

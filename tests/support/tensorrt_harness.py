@@ -150,16 +150,16 @@ class Plugin:
     def aliased(self, output: int) -> int:
         return int(self._call("aliased", output))
 
-    def asked(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None, *more: Any) -> Any:
+    def call(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None, *more: Any) -> Any:
         """Return the answer of a method that takes input and output tensors."""
         self._outputs = (Tensor * self.outputs)(*(outputs or [Tensor.of(FLOAT, ())] * self.outputs))
         return self._call(name, (Tensor * len(inputs))(*inputs), len(inputs), self._outputs, self.outputs, *more)
 
     def output_shapes(self, inputs: Sequence[Tensor]) -> list[list[int]] | None:
-        return None if self.asked("output_shapes", inputs) else [tensor.shape for tensor in self._outputs]
+        return None if self.call("output_shapes", inputs) else [tensor.shape for tensor in self._outputs]
 
     def output_types(self, inputs: Sequence[Tensor]) -> list[int] | None:
-        return None if self.asked("output_types", inputs) else [tensor.type for tensor in self._outputs]
+        return None if self.call("output_types", inputs) else [tensor.type for tensor in self._outputs]
 
     def supports(self, at: int, tensors: Sequence[Tensor]) -> bool:
         return bool(
@@ -178,20 +178,20 @@ class Caller:
         self.harness, self.memory = harness, memory or HostMemory()
 
     def vote_attention(self, inputs: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
-        given = {name: inputs[name] for name in INPUTS if name in inputs}
+        feed = {name: inputs[name] for name in INPUTS if name in inputs}
         names = ("output", *(f"present_{name}" for name in STATE))
-        return self._run("VoteAttention", vote_attention_node_attributes(attributes), given, names, "past_", in_place)
+        return self._run("VoteAttention", vote_attention_node_attributes(attributes), feed, names, "past_", in_place)
 
     def prepared_attention(self, inputs: Arrays, attributes: Any) -> tuple[Callable[[], None], dict[str, Any]]:
         """Return a function that enqueues one in-place call, and the call's outputs in the kernels' memory."""
-        given = {name: inputs[name] for name in INPUTS if name in inputs}
+        feed = {name: inputs[name] for name in INPUTS if name in inputs}
         names = ("output", *(f"present_{name}" for name in STATE))
-        return self._prepared("VoteAttention", vote_attention_node_attributes(attributes), given, names, "past_", True)
+        return self._prepared("VoteAttention", vote_attention_node_attributes(attributes), feed, names, "past_", True)
 
     def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
-        given = {name: state[name] for name in STATE}
+        feed = {name: state[name] for name in STATE}
         names = tuple(f"present_{name}" for name in STATE)
-        return self._run("MergeCache", merge_cache_node_attributes(attributes), given, names, "", in_place)
+        return self._run("MergeCache", merge_cache_node_attributes(attributes), feed, names, "", in_place)
 
     def _run(self, *call: Any) -> Arrays:
         enqueue, outputs = self._prepared(*call)
@@ -199,15 +199,15 @@ class Caller:
         return {name: self.memory.get(x) for name, x in outputs.items()}
 
     def _prepared(
-        self, op: str, attributes: dict[str, Any], given: Arrays, names: Sequence[str], past: str, in_place: bool
+        self, op: str, attributes: dict[str, Any], feed: Arrays, names: Sequence[str], past: str, in_place: bool
     ) -> tuple[Callable[[], None], dict[str, Any]]:
         created = self.harness.create(op, parsed(attributes))
         if created is None:
             raise RuntimeError(self.harness.log())
         plugin = created.another("again").another("attach")
-        held = {name: self.memory.put(x) for name, x in given.items()}
+        held = {name: self.memory.put(x) for name, x in feed.items()}
         tensors = [
-            Tensor.of(TYPES[x.dtype.name], x.shape, data=self.memory.address(held[name])) for name, x in given.items()
+            Tensor.of(TYPES[x.dtype.name], x.shape, data=self.memory.address(held[name])) for name, x in feed.items()
         ]
         shapes, types = plugin.output_shapes(tensors), plugin.output_types(tensors)
         assert shapes is not None and types is not None, self.harness.log()
@@ -223,9 +223,9 @@ class Caller:
         addresses = [self.memory.address(held_outputs[name]) for name in names]
         outputs = [Tensor.of(t, shape, data=data) for t, shape, data in zip(types, shapes, addresses, strict=True)]
         assert all(plugin.supports(i, [*tensors, *outputs]) for i in range(len(tensors) + len(outputs)))
-        assert plugin.asked("configure", tensors, outputs) == 0, self.harness.log()
-        workspace = self.memory.bytes(plugin.asked("workspace", tensors, outputs), 0)[1:]  # not aligned
-        assert plugin.asked("shape_change", tensors, outputs) == 0, self.harness.log()
+        assert plugin.call("configure", tensors, outputs) == 0, self.harness.log()
+        workspace = self.memory.bytes(plugin.call("workspace", tensors, outputs), 0)[1:]  # not aligned
+        assert plugin.call("shape_change", tensors, outputs) == 0, self.harness.log()
         input_array, output_array, scratch = (
             (Tensor * len(tensors))(*tensors),
             (Tensor * len(outputs))(*outputs),

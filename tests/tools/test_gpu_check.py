@@ -81,7 +81,9 @@ def test_figures_are_compared_with_their_goals() -> None:
         },
         "repeat": {"runs": 3},
     }
-    parts = {name: {"status": "passed", "seconds": 1.0, "figures": found} for name, found in figures.items()}
+    parts = {
+        name: {"status": "passed", "seconds": 1.0, "figures": part_figures} for name, part_figures in figures.items()
+    }
     goals = gpu_goals.goals(parts)
     met = {row["figure"]: row["met"] for row in goals}
     assert [figure for figure, yes in met.items() if yes is False] == [

@@ -30,9 +30,9 @@ def test_the_build_requirement_has_the_pinned_version() -> None:
     assert f'requires = ["hatchling=={version}"]' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize(("given", "checked"), [([], True), (["LOCK=off"], False)])
-def test_setup_checks_hashes_by_default(given: list[str], checked: bool) -> None:
-    command = ["make", "--dry-run", "--always-make", "setup", *given]
+@pytest.mark.parametrize(("variables", "checked"), [([], True), (["LOCK=off"], False)])
+def test_setup_checks_hashes_by_default(variables: list[str], checked: bool) -> None:
+    command = ["make", "--dry-run", "--always-make", "setup", *variables]
     commands = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert ("--require-hashes" in commands) is checked
     assert "--no-build-isolation" in commands  # the build uses the packages that the line before installed

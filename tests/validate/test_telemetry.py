@@ -136,9 +136,9 @@ def one_merge(
     The scores are the logits of the first query, each with an error of up to `error`, and all of them too large by
     `shift`. The second query is near the first and has its own token, whose key contains the query `loud` times.
     """
-    chosen = all_methods()[method](**parameters)
-    layer = LayerCache(1, SIZE, SIZE, len(chosen.statistics), BUDGET, SLOTS, 2, 3, 0, True, "float32")
-    telemetry = Telemetry(CachePlan((layer,)), [LayerGeometry(1, 1, SIZE, SIZE)], chosen)
+    method_object = all_methods()[method](**parameters)
+    layer = LayerCache(1, SIZE, SIZE, len(method_object.statistics), BUDGET, SLOTS, 2, 3, 0, True, "float32")
+    telemetry = Telemetry(CachePlan((layer,)), [LayerGeometry(1, 1, SIZE, SIZE)], method_object)
     rng = np.random.default_rng(seed)
     query = rng.normal(size=SIZE) / SIZE**0.5
     key, value = 2.0 + 0.3 * rng.normal(size=(SLOTS + 1, SIZE)), 0.1 * rng.normal(size=(SLOTS + 1, SIZE))
@@ -146,14 +146,14 @@ def one_merge(
     logit = key[:SLOTS] @ query + np.log1p(error * rng.uniform(-1.0, 1.0, SLOTS)) + shift
     score = [
         np.log1p(-(s.decay ** np.arange(SLOTS, 0, -1))) + logit if s.kind == "log_ema" else rng.random(SLOTS)
-        for s in chosen.statistics
+        for s in method_object.statistics
     ]
     votes = np.exp(0.5 * rng.normal(size=SLOTS))
     arrays = (key[:SLOTS], value[:SLOTS], votes, np.stack(score), np.arange(SLOTS, dtype=np.int32))
     state = [torch.from_numpy(x if x.dtype == np.int32 else x.astype(np.float32))[None, None] for x in arrays]
     state[3] = state[3][:, 0, None]
     assert state[3].shape == (1, 1, len(score), SLOTS)
-    after = merge_cache(*state, attributes=merge_attributes(layer, chosen))
+    after = merge_cache(*state, attributes=merge_attributes(layer, method_object))
 
     def see(start: int, stop: int, vector: np.ndarray) -> None:
         tokens = (torch.from_numpy(x[start:stop].astype(np.float32))[None, None] for x in (key, value))

@@ -78,9 +78,11 @@ def test_malformed_nodes_are_refused_as_on_the_cpu_and_in_place_has_the_same_bit
         "no:cacheprovider",
         "tests/backends/onnxruntime/test_operators_nodes.py",
     ]
-    chosen = ["-k", "not float16 and not random_nodes"]
+    selection = ["-k", "not float16 and not random_nodes"]
     environment = {**os.environ, native.VARIABLE: str(ON_HOST)}
-    done = subprocess.run([*command, *chosen], capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    done = subprocess.run(
+        [*command, *selection], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert "skipped" not in done.stdout
 
@@ -416,9 +418,9 @@ def test_a_step_makes_one_copy_in_each_direction(tiny_artifact: Path, monkeypatc
     for kind in ("write", "read"):
         whole = getattr(DeviceArray, kind)
 
-        def watched(array: DeviceArray, *given: Any, kind: str = kind, whole: Any = whole) -> Any:
+        def watched(array: DeviceArray, *arguments: Any, kind: str = kind, whole: Any = whole) -> Any:
             copies.append(kind)
-            return whole(array, *given)
+            return whole(array, *arguments)
 
         monkeypatch.setattr(DeviceArray, kind, watched)
     rows = lanes.append_by(lanes.state.step, [[4], [5], [6]])

@@ -253,9 +253,9 @@ def test_with_the_wrong_headers(tmp_path: Path) -> None:
 def module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("fetch", [False, True])

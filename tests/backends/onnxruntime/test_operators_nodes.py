@@ -44,13 +44,13 @@ pytestmark = pytest.mark.skipif(
 
 
 def attention(changes: dict[str, Any] | None = None, shapes: dict[str, Any] | None = None, **options: Any) -> Any:
-    given = {**VOTE_ATTENTION, **(changes or {})}
-    attributes = {name: value for name, value in given.items() if value is not None}
+    with_changes = {**VOTE_ATTENTION, **(changes or {})}
+    attributes = {name: value for name, value in with_changes.items() if value is not None}
     return session(model("VoteAttention", attributes, {**vote_attention_shapes(), **(shapes or {})}, **options))
 
 
-def merging(given: dict[str, Any], shapes: dict[str, Any] | None = None, **options: Any) -> Any:
-    attributes = {name: value for name, value in given.items() if value is not None}
+def merging(all_attributes: dict[str, Any], shapes: dict[str, Any] | None = None, **options: Any) -> Any:
+    attributes = {name: value for name, value in all_attributes.items() if value is not None}
     return session(model("MergeCache", attributes, {**merge_shapes(), **(shapes or {})}, **options))
 
 

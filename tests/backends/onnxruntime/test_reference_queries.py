@@ -48,8 +48,8 @@ def one_node(op: str, attributes: dict[str, Any], rows: Any = "W", half: bool = 
 
 
 def feed_of(op: str, rng: np.random.Generator, half: bool = False) -> dict[str, Any]:
-    given = vote_attention_inputs(rng, 2, T, 6, half=half) if op == "VoteAttention" else state(rng, 2, C, half=half)
-    return given | ring(rng, op, 2, ROWS, C)
+    inputs = vote_attention_inputs(rng, 2, T, 6, half=half) if op == "VoteAttention" else state(rng, 2, C, half=half)
+    return inputs | ring(rng, op, 2, ROWS, C)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def feed_of(op: str, rng: np.random.Generator, half: bool = False) -> dict[str, 
     ],
 )
 def test_a_node_that_cannot_be(op: str, changes: dict[str, Any], message: str) -> None:
-    given = {**(KEEPING if op == "VoteAttention" else MATCHING), **changes}
+    attributes = {**(KEEPING if op == "VoteAttention" else MATCHING), **changes}
     with pytest.raises(Exception, match=f"kvexport: {op}: {message}"):
-        one_node(op, {name: value for name, value in given.items() if value is not None})
+        one_node(op, {name: value for name, value in attributes.items() if value is not None})
 
 
 @pytest.mark.parametrize(("op", "attributes"), [("VoteAttention", KEEPING), ("MergeCache", GRKV_5)])

@@ -134,21 +134,23 @@ def test_a_graph_of_other_lanes_is_freed(tiny_artifact: Path, tmp_path: Path, pl
 
 
 @pytest.mark.parametrize(
-    "chosen",
+    "options",
     [{"do_sample": False}, {"do_sample": True, "seed": 1, "top_k": 5}, {"do_sample": True, "seed": 1, "top_k": 0}],
 )
 def test_logits_stay_on_the_gpu_if_the_largest_determine_the_token(
-    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, chosen: dict[str, Any]
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, options: dict[str, Any]
 ) -> None:
     engine = kvexport.load(engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
     prompts = PROMPTS[:2]  # so that no other copy has the size of the prompts' logits, or of one row
-    engine.generate(prompts, max_new_tokens=2, **chosen)
+    engine.generate(prompts, max_new_tokens=2, **options)
     gpu.log.clear()
-    tokens = [c.token_ids for c in engine.generate(prompts, max_new_tokens=NEW, **chosen)]
-    assert tokens == [c.token_ids for c in kvexport.load(tiny_artifact).generate(prompts, max_new_tokens=NEW, **chosen)]
+    tokens = [c.token_ids for c in engine.generate(prompts, max_new_tokens=NEW, **options)]
+    assert tokens == [
+        c.token_ids for c in kvexport.load(tiny_artifact).generate(prompts, max_new_tokens=NEW, **options)
+    ]
     chunks = -(-len(prompts[0]) // 16)
     copied = [entry[3] for entry in gpu.log if entry[0] == "cudaMemcpyAsync"]
-    settled = chosen.get("top_k") != 0
+    settled = options.get("top_k") != 0
     assert engine.timing.whole_rows == (0 if settled else (NEW - 1) * len(prompts))
     # The second prompt is one chunk, so all later chunks are of the first lane alone.
     assert copied.count(len(prompts) * 64 * 4) == 1 + (0 if settled else NEW - 1)
@@ -159,9 +161,11 @@ def test_one_row_leaves_the_gpu_if_the_largest_logits_do_not_determine_the_token
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
 ) -> None:
     engine = kvexport.load(engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
-    chosen: dict[str, Any] = {"do_sample": True, "seed": 1, "top_k": 0, "top_p": 0.6}
-    tokens = [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, **chosen)]
-    assert tokens == [c.token_ids for c in kvexport.load(tiny_artifact).generate(PROMPTS, max_new_tokens=NEW, **chosen)]
+    settings: dict[str, Any] = {"do_sample": True, "seed": 1, "top_k": 0, "top_p": 0.6}
+    tokens = [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, **settings)]
+    assert tokens == [
+        c.token_ids for c in kvexport.load(tiny_artifact).generate(PROMPTS, max_new_tokens=NEW, **settings)
+    ]
     rows = engine.timing.whole_rows
     assert rows
     assert rows < (NEW - 1) * len(PROMPTS)

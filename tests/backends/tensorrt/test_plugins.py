@@ -267,8 +267,8 @@ def test_calls_without_a_kernel_are_refused_when_the_engine_is_built(
     harness: Harness, tensors: list[Tensor], message: str
 ) -> None:
     plugin = harness.create("VoteAttention", ATTENTION)
-    assert plugin and plugin.asked("configure", attention_tensors()) == 0, harness.log()
-    assert plugin.asked("configure", tensors) != 0
+    assert plugin and plugin.call("configure", attention_tensors()) == 0, harness.log()
+    assert plugin.call("configure", tensors) != 0
     assert message in harness.log()
 
 
@@ -276,9 +276,9 @@ def test_a_cache_that_shared_memory_does_not_hold_is_refused_when_the_engine_is_
     plugin, slots = harness.create("MergeCache", MERGE), 50_000
     shapes = ((B, 2, slots, 16), (B, 2, slots, 24), (B, 2, slots), (B, 2, 1, slots), (B, 2, slots))
     tensors = attention_tensors()[5:10]
-    assert plugin and plugin.asked("configure", changed(tensors, 3, shape=(B, 2, 1, 96))) == 0, harness.log()
+    assert plugin and plugin.call("configure", changed(tensors, 3, shape=(B, 2, 1, 96))) == 0, harness.log()
     large = [Tensor.of(x.type, shape, [4, *shape[1:]]) for x, shape in zip(tensors, shapes, strict=True)]
-    assert plugin.asked("configure", large) != 0
+    assert plugin.call("configure", large) != 0
     assert "MergeCache: the cache has more slots" in harness.log()
 
 
@@ -310,7 +310,7 @@ def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
     assert max(every, key=lambda case: every[case]) not in ((4, 1), (4, 300)), (
         "no smaller problem needs more, so the test shows nothing"
     )
-    assert plugin.asked("workspace", tensors) == max(every.values()) + 256  # for its alignment
+    assert plugin.call("workspace", tensors) == max(every.values()) + 256  # for its alignment
 
 
 # ---- running ----
@@ -401,26 +401,26 @@ def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
     workspace = memory.bytes(1 << 20, 0)
     for step in range(3):
         held["position"] = memory.put(np.full((1, 1), 1000 + step, np.int64))
-        given = {name: held[name] for name in INPUTS if name in held}
-        right = vote_attention(given, attributes)
+        feed = {name: held[name] for name in INPUTS if name in held}
+        right = vote_attention(feed, attributes)
         output = memory.put(np.zeros((1, 4, 1, 24), np.float32))
         types = [t.type for t in attention_tensors(FLOAT)]
         tensors = [
-            Tensor.of(kind, x.shape, data=memory.address(x)) for kind, x in zip(types, given.values(), strict=False)
+            Tensor.of(kind, x.shape, data=memory.address(x)) for kind, x in zip(types, feed.values(), strict=False)
         ]
         outputs = [Tensor.of(FLOAT, output.shape, data=memory.address(output)), *tensors[5:]]
-        assert plugin.asked("workspace", tensors, outputs) <= workspace.nbytes
+        assert plugin.call("workspace", tensors, outputs) <= workspace.nbytes
         workspace[...] = 0xFF
         before = harness.cuda_calls
-        assert plugin.asked("shape_change", tensors, outputs) == 0, harness.log()
-        assert plugin.asked("enqueue", tensors, outputs, ctypes.c_void_p(memory.address(workspace))) == 0, harness.log()
+        assert plugin.call("shape_change", tensors, outputs) == 0, harness.log()
+        assert plugin.call("enqueue", tensors, outputs, ctypes.c_void_p(memory.address(workspace))) == 0, harness.log()
         assert harness.cuda_calls == before, "the plugin copies or allocates memory itself"
         assert_near(output, right["output"], 1e-5, f"step {step}")
     copy = plugin.another("clone")
     del plugin
     workspace[...] = 0xFF
     address = ctypes.c_void_p(memory.address(workspace))
-    assert copy.asked("enqueue", tensors, outputs, address) == 0, "a clone knows the shapes of its original"
+    assert copy.call("enqueue", tensors, outputs, address) == 0, "a clone knows the shapes of its original"
 
 
 def test_making_plugins_calls_nothing_of_cuda_and_attaching_them_does(harness: Harness) -> None:
@@ -444,5 +444,5 @@ def test_making_plugins_calls_nothing_of_cuda_and_attaching_them_does(harness: H
 
 def test_running_before_shapes_are_known_is_refused(harness: Harness) -> None:
     plugin = harness.create("VoteAttention", ATTENTION)
-    assert plugin and plugin.asked("enqueue", attention_tensors(HALF, 1, 1), None, None) != 0
+    assert plugin and plugin.call("enqueue", attention_tensors(HALF, 1, 1), None, None) != 0
     assert "it was run before it learned its shapes" in harness.log()

@@ -162,15 +162,15 @@ def recall_row(
     stated_ids = [data.encode(line + "\n") for line in stated]
     rng.shuffle(questions)  # type: ignore[arg-type]
     room = length - 1 - sum(map(len, stated_ids))
-    asked: list[int] = []
+    queries: list[int] = []
     labels: list[int] = []
     for question, answer in questions:
         q, a = data.encode(question), data.encode(answer + "\n")
-        if asked and len(asked) + len(q) + len(a) > (room if full else room // 2):
+        if queries and len(queries) + len(q) + len(a) > (room if full else room // 2):
             break
-        asked += [*q, *a]
+        queries += [*q, *a]
         labels += [*[IGNORE] * len(q), *[token + VOCABULARY for token in a]]
-    haystack = data.source(rng, max(0, room - len(asked)), lines) if not full and rng.random() > 0.1 else []
+    haystack = data.source(rng, max(0, room - len(queries)), lines) if not full and rng.random() > 0.1 else []
     if haystack:
         haystack[-1] = [*haystack[-1][:-1], *data.encode("\n")]
     ids: list[int] = []
@@ -178,7 +178,7 @@ def recall_row(
         haystack.insert(int(i), stated_ids.pop())
     ids = [BOS, *(token for line in haystack for token in line)]
     story = [IGNORE, *ids[1:]]
-    ids, labels = [*ids, *asked][:length], [*story, *labels][:length]
+    ids, labels = [*ids, *queries][:length], [*story, *labels][:length]
     return ids + [PAD] * (length - len(ids)), labels + [IGNORE] * (length - len(labels))
 
 

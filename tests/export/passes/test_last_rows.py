@@ -287,8 +287,8 @@ def test_logits_are_those_of_the_last_token(
     np.testing.assert_allclose(first, [rows[n - 1] for rows, n in zip(expected, PROMPTS, strict=True)], atol=1e-4)
     for step in range(max(STEPS)):
         # Lanes whose sequence has ended are idle.
-        given = [s[n + step : n + step + 1] for s, n in zip(SEQUENCES, PROMPTS, strict=True)]
-        logits = lanes.append(given)
+        continuations = [s[n + step : n + step + 1] for s, n in zip(SEQUENCES, PROMPTS, strict=True)]
+        logits = lanes.append(continuations)
         for lane, rows in enumerate(expected):
-            if len(given[lane]):
+            if len(continuations[lane]):
                 np.testing.assert_allclose(logits[lane, 0], rows[PROMPTS[lane] + step], atol=1e-4)

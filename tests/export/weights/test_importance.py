@@ -62,8 +62,8 @@ def changed(tiny_checkpoint: Path, text: Path) -> Change:
     """A function that returns the tiny recipe with 4 bits by importance, changed by its arguments."""
 
     def change(**weights: Any) -> Recipe:
-        given = {"bits": 4, "method": "importance", "calibration": str(text), **weights}
-        return Recipe.model_validate({**RECIPE, "model": {"path": str(tiny_checkpoint)}, "weights": given})
+        fields = {"bits": 4, "method": "importance", "calibration": str(text), **weights}
+        return Recipe.model_validate({**RECIPE, "model": {"path": str(tiny_checkpoint)}, "weights": fields})
 
     return change
 

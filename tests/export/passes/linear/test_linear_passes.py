@@ -180,7 +180,7 @@ INDEX = {"i0": 0, "i1": 1, "i2": 2, "i3": 3, "big": 1 << 40}
 
 
 @pytest.mark.parametrize(
-    ("found", "instead"),
+    ("line", "instead"),
     [
         ("", ""),
         ("m1 = Mul (a, ct)", "m1 = Mul (ct, a)"),
@@ -198,7 +198,7 @@ INDEX = {"i0": 0, "i1": 1, "i2": 2, "i3": 3, "big": 1 << 40}
         ("y = Add (m1, m2)", "y = Sub (m1, m2)"),
     ],
 )
-def test_rotary_embedding_that_is_written_out_is_fused_too(found: str, instead: str) -> None:
+def test_rotary_embedding_that_is_written_out_is_fused_too(line: str, instead: str) -> None:
     shapes = SHAPES | {
         "z2": "B,T,4",
         "c1": "B,T,4",
@@ -208,13 +208,13 @@ def test_rotary_embedding_that_is_written_out_is_fused_too(found: str, instead: 
         "s2": "B,T,4",
         "st": "B,1,T,4",
     }
-    text = body(*ROPE).replace(found, instead) if found else body(*ROPE)
-    assert found in body(*ROPE)
+    text = body(*ROPE).replace(line, instead) if line else body(*ROPE)
+    assert line in body(*ROPE)
     weights: dict[str, Any] = {"w": SQUARE["w"]} | {
         name: ("int64", [1], value) for name, value in INDEX.items() if f"{name}" in text
     }
     nodes = fused(text, weights, True, shapes)
-    taken = found in ("", "m1 = Mul (a, ct)") or instead == "y = Add (m2, m1)"
+    taken = line in ("", "m1 = Mul (a, ct)") or instead == "y = Add (m2, m1)"
     if taken:
         assert ("Add",) not in nodes and nodes[-1][0] == "output_heads2_rotated1" and nodes[-1][1:3] == ("x", "w")
         assert nodes[-1][3:] == ("c2.half", "s2.half")
@@ -320,7 +320,7 @@ def test_a_refused_fusion_has_a_reason(name: str, lines: tuple[str, ...], reason
 
 
 @pytest.mark.parametrize(
-    ("found", "instead", "reason"),
+    ("line", "instead", "reason"),
     [
         ("Slice (a, i0, i2, i3, i1)", "Slice (a, i0, i2, i3, i2)", "not (-second half, first half)"),
         ("Concat <axis = -1> (f, f)", "Concat <axis = -1> (f, e)", "the halves of ct may differ"),
@@ -328,9 +328,9 @@ def test_a_refused_fusion_has_a_reason(name: str, lines: tuple[str, ...], reason
         ("y = Add (m1, m2)", "m3 = Add (m1, m2)\n y = Sub (m3, a)", "its heads are read by other nodes too"),
     ],
 )
-def test_a_refused_elementary_rotary_embedding_has_a_reason(found: str, instead: str, reason: str) -> None:
+def test_a_refused_elementary_rotary_embedding_has_a_reason(line: str, instead: str, reason: str) -> None:
     tables = dict.fromkeys(("z2", "c1", "c2", "s1", "s2"), "B,T,4") | {"ct": "B,1,T,4", "st": "B,1,T,4"}
     weights: dict[str, Any] = {"w": SQUARE["w"]} | {name: ("int64", [1], value) for name, value in INDEX.items()}
-    lines = (body(*ROPE).replace(found, instead).strip("{}\n"),)
+    lines = (body(*ROPE).replace(line, instead).strip("{}\n"),)
     report = report_of("written-out rotary embedding", lines, tables, weights)
     assert report.applied == 0 and [why for _, why in report.refused if reason in why], str(report)

@@ -1,7 +1,8 @@
 """A fake of cuda.bindings.runtime on the host.
 
 Device memory is host memory. A stream executes its work when a caller waits for the stream. The fake has only the
-functions that kvexport calls, under their real names; `test_tensorrt_api.py` compares them with the real package.
+functions that kvexport calls, under their real names; `tests/backends/tensorrt/test_api.py` compares them with the real
+package.
 """
 
 from __future__ import annotations

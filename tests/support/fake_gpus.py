@@ -2,7 +2,7 @@
 
 The fake of CUDA's driver has memory in files, which other processes map by a handle. ONNX Runtime's CPU provider stands
 in for its CUDA provider. The driver has only the functions that kvexport calls, under their real names;
-`test_mailboxes.py` compares them with cuda.h.
+`tests/ranks/test_ranks_on_gpus.py` compares them with cuda.h.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A plan is the ONNX graph from which it was parsed, with its weights. ONNX Runtime runs it. A plugin is ONNX Runtime's
 native operator of the same name.
 
-The fake has only the names that kvexport uses, with the real parameters; `test_tensorrt_api.py` compares them with the
-real package. Any other attribute raises an AttributeError, as pybind11's classes do.
+The fake has only the names that kvexport uses, with the real parameters; `tests/backends/tensorrt/test_api.py` compares
+them with the real package. Any other attribute raises an AttributeError, as pybind11's classes do.
 """
 
 from __future__ import annotations

@@ -393,7 +393,6 @@ def main() -> None:
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
         print(f"length 512, 16 facts, depth {depth}: {recall(model, 512, 16, depth=depth)[0]:.3f}")
     print(f"answer followed by <eos>: {ends_with_eos(model):.3f}")
-    (args.out / "train_log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
 
 
 if __name__ == "__main__":

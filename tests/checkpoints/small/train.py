@@ -345,7 +345,6 @@ def main() -> None:
         }
     )
     print(json.dumps(log[-1]))
-    (HERE / "train_log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
     tiny.save(model.to(torch.float16), data.tokenizer, 2 * MAX_LENGTH, HERE)
 
 

@@ -47,18 +47,18 @@ def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[A
     groups = INPUTS // GROUP
     if side == PEER:
         scale = np.full(OUTPUTS * groups, 0.01, np.float32)
-        made = [
+        tensors = [
             helper.make_tensor(name, TensorProto.UINT8, [OUTPUTS, groups, GROUP // 2], numbers.tobytes(), raw=True),
             helper.make_tensor(f"{name}.scale", TensorProto.FLOAT, [OUTPUTS * groups], scale.tobytes(), raw=True),
         ]
-        return made, {"K": INPUTS, "N": OUTPUTS, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
+        return tensors, {"K": INPUTS, "N": OUTPUTS, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
     kind = TensorProto.INT4 if bits == 4 else TensorProto.INT8
     scale = np.full(OUTPUTS * groups, 0.01, np.float16)
-    made = [
+    tensors = [
         helper.make_tensor(name, kind, [OUTPUTS, INPUTS], numbers.tobytes(), raw=True),
         helper.make_tensor(f"{name}.scale", TensorProto.FLOAT16, [OUTPUTS, groups], scale.tobytes(), raw=True),
     ]
-    return made, Form(packed=(1,), group=(GROUP,), float_input=int(side.endswith("float inputs"))).attributes
+    return tensors, Form(packed=(1,), group=(GROUP,), float_input=int(side.endswith("float inputs"))).attributes
 
 
 def session(side: str, threads: int, megabytes: int) -> tuple[Any, int, int]:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import kvexport
+from kvexport.engine.completion import Completion
 from kvexport.engine.turns import Turns
 from kvexport.errors import KvexportError, UsageError
+from kvexport.language.chat import ChatTemplate
 
 PROMPTS = ["abcdefgh", "hgfedcba" * 4, "a", "xyz" * 9]
 
@@ -68,6 +70,18 @@ def test_tasks_share_an_engine(tiny_artifact: Path, alone: list[list[int]]) -> N
             return [answer.token_ids for answer in answers]
 
     assert asyncio.run(main()) == alone
+
+
+def test_a_conversation_is_answered_as_by_chat(tiny_artifact: Path) -> None:
+    messages, engine = [{"role": "user", "content": "abc"}], kvexport.load(tiny_artifact)
+    engine.__dict__["chat_template"] = ChatTemplate({"default": "{{ messages[0].content }}"}, {}, "here")
+    expected = engine.chat(messages, max_tokens=9)
+
+    async def main() -> Completion:
+        async with kvexport.AsyncEngine(engine) as tasks:
+            return await tasks.achat(messages, max_tokens=9)
+
+    assert asyncio.run(main()).token_ids == expected.token_ids
 
 
 def test_a_stream_that_is_left_and_a_task_that_is_cancelled_free_their_lanes(tiny_artifact: Path) -> None:

@@ -115,7 +115,7 @@ class Collectives(Protocol):
     """All-reduce sums over the tensor-parallel ranks of one model: processes that share host memory."""
 
     def bytes(self, ranks: int) -> int:
-        """Return the bytes of shared host memory that all-reduces over `ranks` ranks need; 0 if so many are impossible.
+        """Return the bytes of shared host memory that all-reduces over `ranks` ranks need; 0 if `ranks` is too large.
 
         The memory is zero at first.
         """

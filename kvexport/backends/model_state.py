@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvexport.backends.rows import Rows
     from kvexport.cache import CachePlan
 
-# A function that returns so many bytes of zeros in the host's memory, as an array of uint8. It raises
+# A function that returns a given number of bytes of zeros in the host's memory, as an array of uint8. It raises
 # EnvironmentProblem if the memory is not available.
 Memory = Callable[[int], "NDArray[np.uint8]"]
 

@@ -174,7 +174,7 @@ def chat(
         str | None, typer.Option(metavar="TEXT", help="Begin the conversation with this system message.")
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="End an answer after so many tokens.")
+        int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="End an answer after this many tokens.")
     ] = 1024,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Divide the logits by this; 0 takes the likeliest tokens.")

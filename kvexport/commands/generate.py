@@ -63,7 +63,7 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        sampling_option("--max-new-tokens", "--max-tokens", help="Stop after so many tokens."),
+        sampling_option("--max-new-tokens", "--max-tokens", help="Stop after this many tokens."),
     ] = None,
     stop: Annotated[
         list[str] | None,

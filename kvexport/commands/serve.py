@@ -79,13 +79,13 @@ def serve(
     ] = None,
     drain: Annotated[
         float,
-        server_option(min=0, help="Give running requests so many seconds when the server ends."),
+        server_option(min=0, help="Give running requests this many seconds when the server ends."),
     ] = 30.0,
     lanes: Annotated[
         int | None,
-        request_option(min=1, help="Run at most so many requests at once. [default: the artifact's limits.max_batch]"),
+        request_option(min=1, help="Run at most this many requests. [default: the artifact's limits.max_batch]"),
     ] = None,
-    queue: Annotated[int, request_option(min=0, help="Let at most so many requests wait for a lane.")] = 256,
+    queue: Annotated[int, request_option(min=0, help="Let at most this many requests wait for a lane.")] = 256,
     latency_budget: Annotated[
         float,
         request_option(
@@ -100,15 +100,15 @@ def serve(
         bool,
         request_option(help="Separate <think> ... </think> from the answer."),
     ] = True,
-    max_tokens: Annotated[int | None, request_option(min=1, help="Limit every answer to so many tokens.")] = None,
-    timeout: Annotated[float, request_option(min=1, help="End a request after so many seconds.")] = 1800.0,
+    max_tokens: Annotated[int | None, request_option(min=1, help="Limit every answer to this many tokens.")] = None,
+    timeout: Annotated[float, request_option(min=1, help="End a request after this many seconds.")] = 1800.0,
     prefix_memory: Annotated[
         str,
-        session_option(metavar="BYTES", help="Keep the states of prompt prefixes in so much memory; 0 keeps none."),
+        session_option(metavar="BYTES", help="Keep the states of prompt prefixes in this much memory; 0 keeps none."),
     ] = "1GiB",
     session_memory: Annotated[
         str,
-        session_option(metavar="BYTES", help="Keep the states of sessions in so much memory."),
+        session_option(metavar="BYTES", help="Keep the states of sessions in this much memory."),
     ] = "1GiB",
     session_folder: Annotated[
         Path | None,
@@ -117,7 +117,7 @@ def serve(
         ),
     ] = None,
     session_disk: Annotated[
-        str, session_option(metavar="BYTES", help="Limit the session folder to so much.")
+        str, session_option(metavar="BYTES", help="Limit the session folder to this size.")
     ] = "16GiB",
     session_shared: Annotated[
         bool,
@@ -127,7 +127,7 @@ def serve(
     ] = False,
     threads: Annotated[
         int | None,
-        backend_option(min=0, help="Run the model on so many threads in place of the recipe's."),
+        backend_option(min=0, help="Run the model on this many threads in place of the recipe's."),
     ] = None,
     backend: BackendOption = None,
     device: DeviceOption = None,

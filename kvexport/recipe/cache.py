@@ -114,7 +114,7 @@ class CacheSection(RecipeSection):
     )
     periodic: PeriodicSection = Field(
         PeriodicSection(),
-        description="Decoding over entries selected from a full cache, selected again every so many tokens.",
+        description="Decoding over entries selected from a full cache, selected again at intervals of tokens.",
     )
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="The method's parameters; `kvexport recipes methods` lists them."

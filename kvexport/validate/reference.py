@@ -203,7 +203,7 @@ class TorchReference:
                 handle.remove()
 
     def _used(self, feed: Mapping[str, NDArray[Any]], i: int, tokens: int) -> State:
-        """Return the state tensors of cache number i, with the slots that a call of so many tokens needs."""
+        """Return the state tensors of cache number i, with the slots that a call of `tokens` tokens needs."""
         slots = slots_for(feed[STATE[VOTES].past(i)], tokens)
         arrays = ((feed[tensor.past(i)], tensor.slot_axis) for tensor in self.plan.caches[i].state)
         cut = (x if axis is None else resized(x, axis, slots) for x, axis in arrays)

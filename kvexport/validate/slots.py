@@ -69,7 +69,7 @@ def slots_for(votes: NDArray[Any], tokens: int) -> int:
 
 
 def resized(x: NDArray[Any], axis: int, slots: int) -> NDArray[Any]:
-    """Return a tensor with so many slots along an axis: the last are cut off, or empty ones are added."""
+    """Return a tensor with `slots` slots along an axis: the last slots are cut off, or empty ones are added."""
     if x.shape[axis] == slots:
         return x
     kept = x[(slice(None),) * axis + (slice(0, slots),)]

@@ -32,7 +32,7 @@ class NativeCollectives:
         self._library.kvexport_ranks_bytes.restype = ctypes.c_size_t
 
     def bytes(self, ranks: int) -> int:
-        """Return the bytes of shared host memory that `ranks` CPU ranks need; 0 if so many are impossible."""
+        """Return the bytes of shared host memory that `ranks` CPU ranks need; 0 if `ranks` is too large."""
         return int(self._library.kvexport_ranks_bytes(ranks))
 
     def environment(self, rank: int) -> Mapping[str, str]:

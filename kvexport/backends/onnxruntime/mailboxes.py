@@ -55,7 +55,7 @@ class Mailboxes:
         self._joined: tuple[int, list[int]] | None = None  # device addresses: the status word, the mailboxes
 
     def bytes(self, ranks: int) -> int:
-        """Return the bytes of shared host memory that `ranks` GPU ranks need; 0 if so many are impossible."""
+        """Return the bytes of shared host memory that `ranks` GPU ranks need; 0 if `ranks` is too large."""
         return shared_bytes(ranks) if 1 <= ranks <= MOST else 0
 
     def environment(self, rank: int) -> Mapping[str, str]:

@@ -25,7 +25,7 @@ from kvexport.tensor_files.casting import load_tensor
 from kvexport.tensor_files.entry import TensorEntry
 
 ALPHAS = tuple(i / 10 for i in range(10))
-ROWS, TOKENS = 256, 512  # at most so many outputs of a projection, and tokens, that errors are looked at
+ROWS, TOKENS = 256, 512  # the most outputs of a projection, and the most tokens, whose errors are measured
 LEAST = 1e-4  # of mean |x|
 SUFFIX = ".awq"
 """Of names in the file: of a projection's tensor the scales [inputs] that its inputs have; of a norm's [2, inputs], the

@@ -30,7 +30,7 @@ from kvexport.terminal import Progress, silent
 Importance: TypeAlias = "dict[str, NDArray[np.float32]]"
 FILE = "importance.safetensors"
 OWN_TEXT = (TEXT, Path(__file__).parent / "code_sample.txt")  # prose and Python, about as much of each
-PIECES, LENGTH = 8, 256  # at most so many pieces of a text, of so many tokens each
+PIECES, LENGTH = 8, 256  # the most pieces of a text, and the tokens of each
 LEAST = np.float32(0.01)  # of the mean: an input that this text left alone may matter in another
 
 

@@ -142,7 +142,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
 // instruction set that runs, why there are no kernels for quantized caches ("": there are; older libraries lack the
-// function), why a packed weight with groups and rows of so many inputs is not read in panels ("": it is), and why
+// function), why a packed weight with these groups and rows is not read in panels ("": it is), and why
 // weights are not in huge pages ("": they are).
 extern "C" __attribute__((visibility("default"))) const char* kvexport_schema() { return kv::kSchema; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_isa() { return kv_cpu_isa(); }

@@ -83,8 +83,9 @@ __global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerMultipro
   run_block(block, args);
 }
 
-// Allows a kernel so much shared memory. The limit is an attribute of the kernel. It is equal for every call, since a
-// call in another thread may set it between this line and the launch.
+// Allows a kernel as much shared memory as the device has for a block, if it needs more than the default. The limit is
+// an attribute of the kernel. It is equal for every call, since a call in another thread may set it between this line
+// and the launch.
 template <class Program>
 const char* allow(size_t shared, const Device& device) {
   const int limit = static_cast<int>(device.shared_limit - kOfIsLast);
@@ -95,7 +96,7 @@ const char* allow(size_t shared, const Device& device) {
   return problem;
 }
 
-// Returns how many blocks with so much shared memory a multiprocessor of the device holds: at least 1, and at most as
+// Returns how many blocks with this shared memory a multiprocessor of the device holds: at least 1, and at most as
 // many as the program has registers for. A thread keeps some answers, since CUDA takes microseconds for one.
 template <class Program>
 int blocks_held(size_t shared, const Device& device) {

@@ -105,7 +105,7 @@ def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
     lines: dict[str, tuple[list[str], str]] = {}
     for side in options.sides.split(","):
         if side == "kvexport":
-            flags = ["--port", "0", "--threads", str(THREADS), "--latency-budget", "0.1"]
+            flags = ["--port", "0", "--threads", str(THREADS), "--latency-budget", str(chosen.latency_budget)]
             lines[side] = [*own, str(kvexport_model(work)), *flags], ""
         elif side == "llamacpp":
             lines[side] = [*peer, side, str(gguf_model(work, options.llamacpp)), *sizes], options.llamacpp
@@ -244,6 +244,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--long", type=int, default=LONG)
+    parser.add_argument("--latency-budget", type=float, default=0.1, help="of kvexport's server, in seconds")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     options.work = options.work.absolute()

@@ -105,7 +105,7 @@ def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
     lines: dict[str, tuple[list[str], str]] = {}
     for side in options.sides.split(","):
         if side == "kvexport":
-            flags = ["--port", "0", "--threads", str(THREADS), "--latency-budget", str(chosen.latency_budget)]
+            flags = ["--port", "0", "--threads", str(THREADS), "--latency-budget", str(options.latency_budget)]
             lines[side] = [*own, str(kvexport_model(work)), *flags], ""
         elif side == "llamacpp":
             lines[side] = [*peer, side, str(gguf_model(work, options.llamacpp)), *sizes], options.llamacpp

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from kvexport.errors import UsageError
 from kvexport.export.build import read_model
 from kvexport.export.model.checkpoint import read_checkpoint
+from kvexport.export.model.gguf import read_gguf
+from kvexport.export.model.gguf_model import tensors_of
 from kvexport.export.model.tensors import PackedExperts, dense_values
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
@@ -45,6 +47,28 @@ LFM2 = {
     "self_attn.k_layernorm": "attn_k_norm", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
     "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
 }  # fmt: skip
+HYBRID = {
+    **NAMES, "post_attention_layernorm": "post_attention_norm", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+KEY_HEADS, VALUE_HEADS, KEY_SIZE = 2, 6, 16
+DELTA = {
+    "head_dim": 32, "linear_num_key_heads": KEY_HEADS, "linear_num_value_heads": VALUE_HEADS,
+    "linear_key_head_dim": KEY_SIZE, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+DELTA_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+DELTA_META = {
+    "attention.key_length": 32, "full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": KEY_SIZE,
+    "ssm.group_count": KEY_HEADS, "ssm.time_step_rank": VALUE_HEADS, "rope.dimension_count": 8,
+}  # fmt: skip
+EXPERTS_META = {
+    "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64,
+    "expert_shared_feed_forward_length": 32,
+}  # fmt: skip
+SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 128,
@@ -58,6 +82,29 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] = {
          "norm_topk_prob": True},
         {**NAMES, "mlp.gate": "ffn_gate_inp"},
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64, "attention.key_length": 32},
+    ),
+    "qwen3next": (
+        "Qwen3Next",
+        {**DELTA, **DELTA_EXPERTS, "linear_value_head_dim": 32,
+         "rope_parameters": {**ROTARY, "partial_rotary_factor": 0.25}},
+        HYBRID,
+        {**DELTA_META, **EXPERTS_META, "ssm.inner_size": 32 * VALUE_HEADS},
+    ),
+    "qwen35": (
+        "Qwen3_5",
+        {**DELTA, "linear_value_head_dim": 32,
+         "rope_parameters": {**ROTARY, **SECTIONS, "partial_rotary_factor": 0.25}},
+        HYBRID,
+        {**DELTA_META, "ssm.inner_size": 32 * VALUE_HEADS, "rope.dimension_sections": [2, 1, 1, 0]},
+    ),
+    # Heads of 16 values: a group of 32 columns reaches over two heads. The last layer predicts later tokens.
+    "qwen35moe": (
+        "Qwen3_5Moe",
+        {**DELTA, **DELTA_EXPERTS, "linear_value_head_dim": 16,
+         "rope_parameters": {**ROTARY, **SECTIONS, "partial_rotary_factor": 0.25}},
+        HYBRID,
+        {**DELTA_META, **EXPERTS_META, "ssm.inner_size": 16 * VALUE_HEADS, "nextn_predict_layers": 1,
+         "rope.dimension_sections": [2, 1, 1, 0]},
     ),
     "gpt-oss": (
         "GptOss",
@@ -137,10 +184,52 @@ def experts(stem: str, own: str, weight: NDArray[Any], of_gpt_oss: bool, tensors
     return np.concatenate(held, 1)
 
 
+def apart(rows: NDArray[Any], *, back: bool = False) -> NDArray[Any]:
+    """Return the rows of value heads in llama.cpp's order of qwen35, or `back` in that of transformers."""
+    groups = (KEY_HEADS, VALUE_HEADS // KEY_HEADS)
+    split = rows.reshape(*(groups[::-1] if back else groups), -1, *rows.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(0, 1)).reshape(rows.shape)
+
+
+def linear_attention(kind: str, stem: str, own: str, weight: NDArray[Any], tensors: Tensors) -> NDArray[Any]:
+    """Put a parameter of linear attention into `tensors`, and return its values in an artifact."""
+    own, split = own.removeprefix("linear_attn."), 2 * KEY_HEADS * KEY_SIZE
+    is_apart = kind != "qwen3next"
+
+    def put(name: str, rows: NDArray[Any]) -> NDArray[Any]:
+        data, held = q8_0(rows) if own.endswith("proj") or own.startswith("in_proj") else (rows.tobytes(), rows)
+        tensors[f"{stem}{name}"] = (rows.shape[::-1], F32 if held is rows else Q8_0, data)
+        return held
+
+    if own == "in_proj_qkvz":
+        of_key = (weight.shape[0] - split) // KEY_HEADS // 2
+        groups = weight.reshape(KEY_HEADS, -1, weight.shape[1])
+        parts = np.split(groups, np.cumsum([KEY_SIZE, KEY_SIZE, of_key]), axis=1)
+        queries, keys, values, gates = (part.reshape(-1, weight.shape[1]) for part in parts)
+        held = put("attn_qkv.weight", np.concatenate([queries, keys, values]))
+        pieces = [*np.split(held, [len(queries), split]), put("attn_gate.weight", np.ascontiguousarray(gates))]
+        return np.concatenate([x.reshape(KEY_HEADS, -1, weight.shape[1]) for x in pieces], axis=1).reshape(weight.shape)
+    if own == "A_log":
+        stored = put("ssm_a", -np.exp(apart(weight) if is_apart else weight))
+        return np.log(-(apart(stored, back=True) if is_apart else stored))
+    if own == "out_proj":
+        held = put("ssm_out.weight", np.ascontiguousarray(apart(weight.T).T) if is_apart else weight)
+        return apart(held.T, back=True).T if is_apart else held
+    name = {"in_proj_ba": "ssm_ba.weight", "in_proj_b": "ssm_beta.weight", "in_proj_a": "ssm_alpha.weight",
+            "in_proj_qkv": "attn_qkv.weight", "in_proj_z": "attn_gate.weight", "dt_bias": "ssm_dt.bias",
+            "conv1d": "ssm_conv1d.weight", "norm": "ssm_norm.weight"}[own]  # fmt: skip
+    rows = weight.reshape(weight.shape[0], -1) if weight.ndim == 3 else weight
+    if not is_apart or own in ("norm", "in_proj_ba"):
+        return put(name, rows)
+    first = split if own in ("conv1d", "in_proj_qkv") else 0  # queries and keys stay
+    held = put(name, np.concatenate([rows[:first], apart(rows[first:])]))
+    return np.concatenate([held[:first], apart(held[first:], back=True)])
+
+
 def file_of(kind: str, folder: Path) -> tuple[Path, Any, dict[str, NDArray[Any]]]:
     """Return a GGUF file of a tiny random model, the model's config, and its parameters' values in an artifact."""
     name, changes, names, metadata = CASES[kind]
-    kind_of_config = f"{name}{'Text' if kind == 'gemma3' else ''}Config"
+    kind_of_config = f"{name}{'Text' if kind in ('gemma3', 'qwen35', 'qwen35moe') else ''}Config"
     config = getattr(transformers, kind_of_config)(**{**SIZES, "tie_word_embeddings": False, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -155,13 +244,19 @@ def file_of(kind: str, folder: Path) -> tuple[Path, Any, dict[str, NDArray[Any]]
         if ".experts." in parameter:
             values[parameter] = experts(stem, own, weight, kind == "gpt-oss", tensors)
             continue
+        if own.startswith("linear_attn."):
+            values[parameter] = linear_attention(kind, stem, own, weight, tensors)
+            continue
         values[parameter], shape = weight, weight.shape[::-1]
-        stored = weight + 1 if kind.startswith("gemma") and own.endswith("norm") else weight
+        shifted = own.endswith("norm") and (kind.startswith("gemma") or kind in ("qwen3next", "qwen35", "qwen35moe"))
+        stored = weight + 1 if shifted else weight
         data, of_type = stored.tobytes(), F32
-        if kind.startswith("gemma") and own.endswith("norm"):
+        if shifted:
             values[parameter] = stored - np.float32(1)
         if own == "conv.conv":
             shape = (shape[0], shape[2])
+        elif own == "mlp.shared_expert_gate":
+            shape = shape[:1]
         elif weight.ndim == 2:
             of_type = Q8_0
             data, values[parameter] = q8_0(weight)
@@ -170,9 +265,13 @@ def file_of(kind: str, folder: Path) -> tuple[Path, Any, dict[str, NDArray[Any]]
                 rows = np.frombuffer(data, np.uint8).reshape(heads, 2, weight.shape[0] // heads // 2, -1)
                 data = rows.swapaxes(1, 2).tobytes()
         tensors[f"{stem}{names[own]}.{ending or 'weight'}"] = (shape, of_type, data)
+    drafted = metadata.get("nextn_predict_layers", 0)
+    if drafted:
+        tensors[f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight"] = ((64, 2), F32, bytes(512))
+    dense = {"feed_forward_length": config.intermediate_size} if hasattr(config, "intermediate_size") else {}
     sizes = {
-        "embedding_length": 64, "feed_forward_length": config.intermediate_size, "context_length": 512,
-        "block_count": config.num_hidden_layers, "attention.head_count": 4, "attention.head_count_kv": 2,
+        "embedding_length": 64, **dense, "context_length": 512, "block_count": config.num_hidden_layers + drafted,
+        "attention.head_count": 4, "attention.head_count_kv": 2,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.norm_eps,
     }  # fmt: skip
     texts = {
@@ -211,6 +310,38 @@ def test_a_file_has_the_config_and_the_weights_of_its_model(kind: str, tmp_path:
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             assert isinstance(spec, ComputedSpec) and isinstance(spec.source, PackedExperts)
             assert spec.source.packing is not None and spec.source.packing.bits == 4 and spec.source.packing.table
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: t.pop("blk.0.ssm_a"), "no tensor ssm_a for the layer 'model.layers.0.linear_attn'"),
+        (
+            lambda t: t.update({"blk.0.ssm_dt.bias": ((5,), F32, bytes(20))}),
+            r"'blk.0.ssm_dt.bias' .* has shape \[5\], which does not fit 2 key heads of 16 and 6 value heads of 32",
+        ),
+        (
+            lambda t: t.update({"blk.0.ssm_a": ((6,), F32, bytes(24))}),
+            "'blk.0.ssm_a' .* has values that are not below 0",
+        ),
+        (lambda t: t.update({"blk.0.attn_q": ((6,), F32, bytes(24))}), "has a tensor 'blk.0.attn_q', which no qwen35"),
+    ],
+    ids=["missing", "another count", "no decay", "no ending"],
+)
+def test_linear_attention_that_does_not_fit_is_refused(
+    change: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = gguf
+
+    def changed(entries: Any, tensors: Tensors) -> bytes:
+        change(tensors)
+        return whole(entries, tensors)
+
+    monkeypatch.setattr("tests.export.test_gguf_architectures.gguf", changed)
+    file, _, _ = file_of("qwen35", tmp_path)
+    with pytest.raises(UsageError, match=problem):
+        for source in tensors_of(read_gguf(file))[1].values():
+            dense_values(source)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ BARE = ("self_attn.sinks",)
 """Parameters of transformers without an ending."""
 SQUEEZED = ("conv.conv",)
 """Modules of transformers whose weight [channels, 1, taps] is stored without the dimension of 1."""
+ONE_ROW = ("mlp.shared_expert_gate",)
+"""Modules of transformers whose weight [1, inputs] may be stored without the dimension of 1."""
 
 Meta = Mapping[str, Any]
 """The metadata of a GGUF file whose keys begin with the architecture, without that beginning."""
@@ -52,6 +54,7 @@ class Architecture:
         pairs: Whether the rows of queries and keys are stored as rotary pairs (2i, 2i + 1).
         shifted: Whether the weights of norms are stored plus 1, which transformers' module adds itself.
         partial: Whether the part of a head that is rotated is a setting of the model.
+        linear: The order of the tensors of linear attention (`gguf_linear_attention`); empty without such layers.
         config: Function from the metadata and the rotary settings to entries of config.json beyond those that all
             architectures have, or instead of them.
     """
@@ -62,6 +65,7 @@ class Architecture:
     pairs: bool = False
     shifted: bool = False
     partial: bool = False
+    linear: str = ""
     config: Callable[[Meta, dict[str, Any]], dict[str, Any]] = lambda meta, rope: {}
 
 
@@ -77,6 +81,29 @@ def _qwen3_moe(meta: Meta, _: Any) -> dict[str, Any]:
         "num_experts_per_tok": meta["expert_used_count"],
         "moe_intermediate_size": meta["expert_feed_forward_length"],
         "norm_topk_prob": True,
+    }
+
+
+def _linear_attention(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    layers, every = range(meta["block_count"] - meta.get("nextn_predict_layers", 0)), meta["full_attention_interval"]
+    sections = [size for size in meta.get("rope.dimension_sections", ()) if size]
+    return {
+        "num_hidden_layers": len(layers),
+        "layer_types": ["linear_attention" if (i + 1) % every else "full_attention" for i in layers],
+        "linear_conv_kernel_dim": meta["ssm.conv_kernel"],
+        "linear_key_head_dim": meta["ssm.state_size"],
+        "linear_num_key_heads": meta["ssm.group_count"],
+        "linear_num_value_heads": meta["ssm.time_step_rank"],
+        "linear_value_head_dim": meta["ssm.inner_size"] // meta["ssm.time_step_rank"],
+        "rope_parameters": {**rope, **({"mrope_section": sections, "mrope_interleaved": True} if sections else {})},
+    }
+
+
+def _linear_attention_and_experts(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_linear_attention(meta, rope),
+        **_qwen3_moe(meta, rope),
+        "shared_expert_intermediate_size": meta["expert_shared_feed_forward_length"],
     }
 
 
@@ -144,6 +171,19 @@ def _lfm2(meta: Meta, _: Any) -> dict[str, Any]:
     }
 
 
+_HYBRID_NAMES = {
+    **{name: mine for name, mine in _NAMES.items() if name != "ffn_norm"},
+    **_HEAD_NORMS,
+    "post_attention_norm": "post_attention_layernorm",
+}
+_SHARED_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **dict.fromkeys(EXPERTS, "mlp.experts"),
+}
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", {**_NAMES, **_MLP}, pairs=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {**_NAMES, **_MLP}),
@@ -153,6 +193,33 @@ ARCHITECTURES = {
         "Qwen3MoeForCausalLM",
         {**_NAMES, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **dict.fromkeys(EXPERTS, "mlp.experts")},
         config=_qwen3_moe,
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        {**_HYBRID_NAMES, **_SHARED_EXPERTS},
+        shifted=True,
+        partial=True,
+        linear="qwen3next",
+        config=_linear_attention_and_experts,
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        {**_HYBRID_NAMES, **_MLP},
+        shifted=True,
+        partial=True,
+        linear="qwen35",
+        config=_linear_attention,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        {**_HYBRID_NAMES, **_SHARED_EXPERTS},
+        shifted=True,
+        partial=True,
+        linear="qwen35",
+        config=_linear_attention_and_experts,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",

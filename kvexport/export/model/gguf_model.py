@@ -20,13 +20,22 @@ from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.export.model.cached import cache_folder, write_once
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight
-from kvexport.export.model.gguf_architectures import ARCHITECTURES, BARE, EXPERTS, SQUEEZED, Architecture, shortest
+from kvexport.export.model.gguf_architectures import (
+    ARCHITECTURES,
+    BARE,
+    EXPERTS,
+    ONE_ROW,
+    SQUEEZED,
+    Architecture,
+    shortest,
+)
+from kvexport.export.model.gguf_linear_attention import PROJECTIONS, TENSORS, LinearHeads, linear_attention_of
 from kvexport.export.model.gguf_sources import SmallTensor, experts_of
 from kvexport.export.model.tensors import Source
 from kvexport.tensor_files.casting import read_blocks
 from kvexport.tensor_files.entry import TensorEntry
 
-_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)")
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?")
 _PAIRED_BIASES = ("_q.bias", "_k.bias")
 _ROPE_FACTORS = "rope_freqs.weight"
 # The settings of Llama 3.1 and 3.2. A file has only the factors that follow from them (transformers' _compute_llama3).
@@ -51,12 +60,19 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
     plain: dict[str, TensorEntry] = {}
     computed: dict[str, Source] = {}
     experts: dict[str, dict[tuple[str, str], TensorEntry]] = {}
+    linear: dict[str, dict[str, TensorEntry]] = {}
     kind, architecture = _architecture(gguf)
+    of_linear = (*TENSORS, *PROJECTIONS.get(architecture.linear, ())) if architecture.linear else ()
+    drafted = _drafted_layer(gguf, kind)
     for stored, entry in gguf.tensors.items():
-        if stored == _ROPE_FACTORS:
-            continue
         match = _TENSOR.fullmatch(stored)
-        if not match or match[2] not in architecture.names or (architecture.pairs and stored.endswith(_PAIRED_BIASES)):
+        if stored == _ROPE_FACTORS or (match and match[1] is not None and match[1] == drafted):
+            continue
+        if match and (part := stored.removeprefix(f"blk.{match[1]}.").removesuffix(".weight")) in of_linear:
+            linear.setdefault(f"model.layers.{match[1]}.linear_attn", {})[part] = entry
+            continue
+        known = match and match[3] and match[2] in architecture.names
+        if not match or not known or (architecture.pairs and stored.endswith(_PAIRED_BIASES)):
             raise UsageError(
                 f"{gguf.file} has a tensor {stored[:80]!r}, which no {kind} that is read here has",
                 "set model.path to the checkpoint that the file was made of",
@@ -80,13 +96,41 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
             raise UsageError(f"tensor {stored!r} of {gguf.file} is {entry.dtype} of shape {list(entry.shape)}")
         elif architecture.shifted and own.endswith("norm"):
             computed[name] = SmallTensor(name, (entry,), -1.0)
+        elif own in ONE_ROW and len(entry.shape) == 1:
+            plain[name] = replace(entry, shape=(1, *entry.shape))
         elif own in SQUEEZED:
             plain[name] = replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))
         else:
             plain[name] = entry
     for prefix, parts in experts.items():
         computed |= experts_of(prefix, parts)
+    for prefix, entries in linear.items():
+        computed |= linear_attention_of(prefix, architecture.linear, _linear_heads(gguf, kind), entries)
     return plain, computed
+
+
+def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
+    """Return the number of the layer that predicts tokens after the next one, which is not read; None without it."""
+    drafted, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
+    return str(layers - 1) if drafted == 1 and type(layers) is int else None
+
+
+def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:
+    """Return the heads of linear attention that a GGUF file's metadata describes.
+
+    Raises:
+        UsageError: A number is missing, or does not fit the others.
+    """
+    names = ("group_count", "time_step_rank", "state_size", "inner_size")
+    numbers: list[Any] = [gguf.metadata.get(f"{kind}.ssm.{name}") for name in names]
+    if not all(type(x) is int and x > 0 for x in numbers) or numbers[1] % numbers[0] or numbers[3] % numbers[1]:
+        described = ", ".join(f"{name} {str(x)[:20]}" for name, x in zip(names, numbers, strict=True))
+        raise UsageError(
+            f"{gguf.file} describes linear attention by {described}, which do not fit each other",
+            f"download {gguf.file.name} again",
+        )
+    keys, values, size, inner = numbers
+    return LinearHeads(keys, values, size, inner // values)
 
 
 def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, entry: TensorEntry) -> int:
@@ -182,7 +226,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "dtype": "float32",
         "hidden_act": "silu",
         "hidden_size": meta["embedding_length"],
-        "intermediate_size": meta["feed_forward_length"],
+        **_inner_size(meta),
         "max_position_embeddings": meta["context_length"],
         "num_attention_heads": heads,
         "num_hidden_layers": meta["block_count"],
@@ -194,6 +238,13 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         **({"head_dim": size} if size else {}),
     }
     return {**config, **architecture.config(meta, rope)}
+
+
+def _inner_size(meta: Mapping[str, Any]) -> dict[str, int]:
+    """Return the inner size of dense layers; a file without such layers may not have it."""
+    if "expert_feed_forward_length" in meta and "feed_forward_length" not in meta:
+        return {}
+    return {"intermediate_size": meta["feed_forward_length"]}
 
 
 def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, Any]:

@@ -1,0 +1,257 @@
+"""Layers with linear attention in GGUF files (qwen3next, qwen35, qwen35moe), in the order of transformers.
+
+llama.cpp splits and orders their tensors in its own way:
+
+- `ssm_a` is -exp(A_log), and `ssm_conv1d` lacks a dimension of 1.
+- qwen3next: `attn_qkv` and `attn_gate` have all queries, all keys, all values and all gates, one kind after another.
+  transformers has one matrix, in which the rows of a key head and of its value heads are neighbours.
+- qwen35: the value heads of a key head are apart. Value head r of key head k is number r * (key heads) + k in a file,
+  and number k * (value heads of a key head) + r in transformers. This order is that of rows, and of columns of
+  `ssm_out`.
+
+Sources: llama.cpp's convert_hf_to_gguf.py, and transformers' integrations/gguf/gguf_conversion_mapping.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.export.model.gguf import GgufWeight
+from kvexport.export.model.tensors import Array, Dense, Source
+from kvexport.ops.packed import PackedFormat
+from kvexport.tensor_files.casting import load_tensor
+from kvexport.tensor_files.entry import TensorEntry
+
+Indices = NDArray[np.int64]
+Entries = Mapping[str, TensorEntry]
+"""The tensors of a layer's linear attention, by llama.cpp's name without the layer and `.weight`."""
+TENSORS = ("attn_qkv", "attn_gate", "ssm_a", "ssm_dt.bias", "ssm_conv1d", "ssm_norm", "ssm_out")
+PROJECTIONS = {"qwen3next": ("ssm_ba",), "qwen35": ("ssm_beta", "ssm_alpha")}
+"""The projections of beta and of the decay: one matrix, or two."""
+
+
+@dataclass(frozen=True)
+class LinearHeads:
+    """The heads of linear attention.
+
+    Attributes:
+        keys: The number of key heads.
+        values: The number of value heads.
+        key_size: The size of a key.
+        value_size: The size of a value.
+    """
+
+    keys: int
+    values: int
+    key_size: int
+    value_size: int
+
+    @property
+    def query_key_rows(self) -> int:
+        """The rows of all queries and keys."""
+        return 2 * self.keys * self.key_size
+
+    @property
+    def value_rows(self) -> int:
+        """The rows of all values."""
+        return self.values * self.value_size
+
+    def apart(self) -> Indices:
+        """Return for each value head of transformers its number in a file of qwen35."""
+        head = np.arange(self.values)
+        of_key = self.values // self.keys
+        return head % of_key * self.keys + head // of_key
+
+    def split(self) -> Indices:
+        """Return for each row of transformers' matrix of qwen3next its row in `attn_qkv` and then `attn_gate`."""
+        size, of_key = self.key_size, self.values // self.keys * self.value_size
+        queries = np.arange(self.keys * size).reshape(self.keys, size)
+        values = self.query_key_rows + np.arange(self.value_rows).reshape(self.keys, of_key)
+        each = (queries, queries + self.keys * size, values, values + self.value_rows)
+        return np.concatenate(each, axis=1).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Rearranged:
+    """A weight matrix that is made of matrices of a file, with rows or columns in another order.
+
+    Attributes:
+        name: The parameter.
+        parts: The matrices, whose rows follow each other. All have one packed format, or all are floats.
+        rows: For each row its number in the parts; empty for the same order.
+        columns: For each of equally many columns its number in the parts, such as heads; empty for the same order.
+    """
+
+    name: str
+    parts: tuple[Source, ...]
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape [outputs, inputs] of the weight."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def packing(self) -> PackedFormat | None:
+        """The packed format of every part; None for floats."""
+        return self.parts[0].packing
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        """Yield the whole weight."""
+        blocks = [block for part in self.parts for block in part.blocks()]
+        yield {name: self._ordered([block[name] for block in blocks]) for name in blocks[0]}
+
+    def _ordered(self, pieces: list[Array]) -> Array:
+        outputs, width = self.shape[0], sum(piece.size for piece in pieces) // self.shape[0]
+        whole = np.concatenate([piece.reshape(-1, width) for piece in pieces])
+        if self.rows:
+            whole = whole[list(self.rows)]
+        if self.columns:
+            whole = whole.reshape(outputs, len(self.columns), -1)[:, list(self.columns)]
+        return np.ascontiguousarray(whole.reshape(outputs, width))
+
+    def order(self) -> Indices:
+        """Raise NotImplementedError: the columns are in the order of the input features."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A small float tensor whose first dimension has another order.
+
+    Attributes:
+        name: The parameter.
+        entry: The tensor of the file.
+        full_shape: The shape of the parameter.
+        first: For each number of the first dimension its number in the file; empty for the same order.
+        logarithm: Whether the parameter is the logarithm of minus the stored values.
+    """
+
+    name: str
+    entry: TensorEntry
+    full_shape: tuple[int, ...]
+    first: tuple[int, ...] = ()
+    logarithm: bool = False
+    packing: None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape [rows, columns] of the parameter as a matrix."""
+        return math.prod(self.full_shape[:-1]), self.full_shape[-1]
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        """Yield the whole parameter in float32.
+
+        Raises:
+            UsageError: A logarithm is of a number that is not negative in the file.
+        """
+        values = load_tensor(self.entry, "float32").reshape(self.full_shape[0], -1)
+        if self.first:
+            values = values[list(self.first)]
+        if self.logarithm:
+            if not (values < 0).all():
+                raise UsageError(
+                    f"tensor {self.entry.name!r} of {self.entry.file} has values that are not below 0",
+                    f"download {self.entry.file.name} again",
+                )
+            values = np.log(-values)
+        yield {"weight": values.reshape(self.shape)}
+
+    def order(self) -> Indices:
+        """Raise NotImplementedError: small tensors have no columns of input features."""
+        raise NotImplementedError
+
+
+def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Entries) -> dict[str, Source]:
+    """Return the parameters of a layer's linear attention by name.
+
+    Args:
+        prefix: The name of the layer's module `linear_attn`.
+        kind: `qwen3next`, or `qwen35` also for qwen35moe.
+        heads: The heads.
+        entries: The tensors.
+
+    Raises:
+        UsageError: A tensor is missing, or does not fit the heads.
+    """
+    _check(prefix, kind, heads, entries)
+    apart = kind == "qwen35"
+    head = heads.apart() if apart else np.arange(heads.values)
+    value = _rows_of_heads(head, heads.value_size)
+    channel = np.concatenate([np.arange(heads.query_key_rows), heads.query_key_rows + value])
+    channels, taps = entries["ssm_conv1d"].shape
+    sources: list[Source] = [
+        Ordered(f"{prefix}.A_log", entries["ssm_a"], (heads.values,), _tuple(head), logarithm=True),
+        Ordered(f"{prefix}.dt_bias", entries["ssm_dt.bias"], (heads.values,), _tuple(head)),
+        Ordered(f"{prefix}.conv1d.weight", entries["ssm_conv1d"], (channels, 1, taps), _tuple(channel)),
+        Ordered(f"{prefix}.norm.weight", entries["ssm_norm"], (heads.value_size,)),
+    ]
+    projected = {
+        "in_proj_qkvz": (("attn_qkv", "attn_gate"), heads.split()),
+        "in_proj_ba": (("ssm_ba",), ()),
+        "in_proj_qkv": (("attn_qkv",), channel),
+        "in_proj_z": (("attn_gate",), value),
+        "in_proj_b": (("ssm_beta",), head),
+        "in_proj_a": (("ssm_alpha",), head),
+    }
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a") if apart else ("in_proj_qkvz", "in_proj_ba")
+    for name in names:
+        stored, rows = projected[name]
+        sources.append(_matrix(f"{prefix}.{name}.weight", [entries[x] for x in stored], rows=_tuple(rows)))
+    columns = head if apart else ()
+    sources.append(_matrix(f"{prefix}.out_proj.weight", [entries["ssm_out"]], columns=_tuple(columns)))
+    return {source.name: source for source in sources}
+
+
+def _rows_of_heads(heads: Indices, size: int) -> Indices:
+    """Return the rows of heads of `size` rows each, head by head."""
+    return (heads[:, None] * size + np.arange(size)).reshape(-1)
+
+
+def _tuple(indices: Indices | tuple[()]) -> tuple[int, ...]:
+    return tuple(int(i) for i in indices)
+
+
+def _matrix(
+    name: str, stored: list[TensorEntry], *, rows: tuple[int, ...] = (), columns: tuple[int, ...] = ()
+) -> Rearranged:
+    parts: list[Source] = [GgufWeight(entry) for entry in stored]
+    packings = {part.packing for part in parts}
+    # A group of numbers with one scale may not reach over two heads.
+    whole = all(p is None or not columns or parts[0].shape[1] // len(columns) % p.group == 0 for p in packings)
+    if len(packings) > 1 or not whole:
+        parts = [part if part.packing is None else Dense(part) for part in parts]
+    return Rearranged(name, tuple(parts), rows, columns)
+
+
+def _check(prefix: str, kind: str, heads: LinearHeads, entries: Entries) -> None:
+    count, values = heads.values, heads.value_rows
+    shapes = {
+        "attn_qkv": (heads.query_key_rows + values, -1), "attn_gate": (values, -1), "ssm_a": (count,),
+        "ssm_dt.bias": (count,), "ssm_conv1d": (heads.query_key_rows + values, -1), "ssm_norm": (heads.value_size,),
+        "ssm_out": (-1, values), "ssm_ba": (2 * count, -1), "ssm_beta": (count, -1), "ssm_alpha": (count, -1),
+    }  # fmt: skip
+    for name in (*TENSORS, *PROJECTIONS[kind]):
+        if name not in entries:
+            held = ", ".join(sorted(repr(entry.name) for entry in entries.values()))
+            raise UsageError(
+                f"the file has no tensor {name} for the layer '{prefix}', of which it has {held}",
+                "download the file again",
+            )
+        entry, expected = entries[name], shapes[name]
+        fits = len(entry.shape) == len(expected) and all(
+            size in (-1, actual) for size, actual in zip(expected, entry.shape, strict=True)
+        )
+        if not fits:
+            raise UsageError(
+                f"tensor {entry.name!r} of {entry.file} has shape {list(entry.shape)}, which does not fit {heads.keys} "
+                f"key heads of {heads.key_size} and {count} value heads of {heads.value_size} numbers",
+                f"download {entry.file.name} again",
+            )

@@ -83,7 +83,7 @@ def serve(
     ] = 30.0,
     lanes: Annotated[
         int | None,
-        request_option(min=1, help="Run at most this many requests. [default: the artifact's limits.max_batch]"),
+        request_option(min=1, help="Run up to this many requests at once. [default: the artifact's limits.max_batch]"),
     ] = None,
     queue: Annotated[int, request_option(min=0, help="Let at most this many requests wait for a lane.")] = 256,
     latency_budget: Annotated[

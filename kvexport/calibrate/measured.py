@@ -167,7 +167,7 @@ def _digest(sample: Sample) -> str:
 
 
 def _read(file: Path, shape: ModelShape) -> NDArray[np.float64] | None:
-    """Return the costs in a file of the cache folder; None if there is no whole file of this model's shape."""
+    """Return the costs in a file of the cache folder; None if the file is missing, damaged, or of another model."""
     try:
         cost = np.array(json.loads(file.read_text(encoding="utf-8"))["costs"], np.float64)
     except (OSError, ValueError, KeyError, TypeError):

@@ -91,7 +91,7 @@ class ModelCalls:
         for request, draft in zip(requests, drafts, strict=True):
             rows, accepted = HostRows(logits[request.lane]), 0
             self.choose(request, rows, 0)
-            while accepted < len(draft) and request.goes_on_with(draft[accepted]):
+            while accepted < len(draft) and request.continues_with(draft[accepted]):
                 accepted += 1
                 self.choose(request, rows, accepted)
             lanes.settle(request.lane, len(draft) - accepted)

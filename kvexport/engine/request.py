@@ -234,7 +234,7 @@ class Request:
         left = self.sampler.settings.max_new_tokens - len(self.sampler.generated)
         return min(left, max_length - len(self.ids) - len(self.tokens))
 
-    def goes_on_with(self, token: int) -> bool:
+    def continues_with(self, token: int) -> bool:
         """Return whether the answer goes on and its last token equals the drafted (guessed) token `token`."""
         return self.state is DECODING and self.tokens[-1].id == token
 

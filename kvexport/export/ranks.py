@@ -161,15 +161,15 @@ def rank_specs(specs: Sequence[Spec], splits: Mapping[str, int], ranks: int) -> 
     ]
 
 
-def together(specs: Sequence[Sequence[Spec]]) -> list[Spec]:
+def joined_specs(specs: Sequence[Sequence[Spec]]) -> list[Spec]:
     """Return the weight specs of all tensor-parallel ranks as one list.
 
-    Each name begins with the number of its rank, which `apart` removes.
+    Each name begins with the number of its rank, which `locations_of_rank` removes.
     """
     return [replace(spec, name=f"{rank}/{spec.name}") for rank, own in enumerate(specs) for spec in own]
 
 
-def apart(locations: Mapping[str, Location], rank: int) -> dict[str, Location]:
+def locations_of_rank(locations: Mapping[str, Location], rank: int) -> dict[str, Location]:
     """Return where the files hold one tensor-parallel rank's weights, by initializer, from the list of all ranks."""
     start = f"{rank}/"
     return {name.removeprefix(start): at for name, at in locations.items() if name.startswith(start)}

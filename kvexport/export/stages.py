@@ -35,7 +35,7 @@ from kvexport.export.graph.top_logits import COUNT, top_logits_model
 from kvexport.export.model.hf_model import length_notes, text_part_notes
 from kvexport.export.model.shape import ModelShape
 from kvexport.export.passes import GRAPH_CHECKS
-from kvexport.export.ranks import apart, rank_specs, split_model, together
+from kvexport.export.ranks import joined_specs, locations_of_rank, rank_specs, split_model
 from kvexport.export.weights.importance import save as save_importance
 from kvexport.export.weights.importance import weigh
 from kvexport.export.weights.specs import packed_formats, packings, weight_notes, weight_specs
@@ -124,7 +124,7 @@ def share_out(shape: ModelShape, specs: list[Spec], count: int) -> Ranks:
         return Ranks(shape, [specs], specs)
     rank_shape, splits = split_model(shape, count)
     specs_of = rank_specs(specs, splits, count)
-    return Ranks(rank_shape, specs_of, together(specs_of))
+    return Ranks(rank_shape, specs_of, joined_specs(specs_of))
 
 
 def trace_and_write(
@@ -172,7 +172,7 @@ def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> 
     decoders = [
         finish_decoder(
             traced.decoder.clone() if rank + 1 < count else traced.decoder,
-            traced.written.locations if count == 1 else apart(traced.written.locations, rank),
+            traced.written.locations if count == 1 else locations_of_rank(traced.written.locations, rank),
             folder,
             recipe.cache.build_method(),
             shape.geometry,

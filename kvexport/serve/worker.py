@@ -96,17 +96,17 @@ class Job:
         loop, quiet = asyncio.get_running_loop(), False
         timer: asyncio.TimerHandle
 
-        def wind() -> None:
+        def start_timer() -> None:
             nonlocal timer
-            timer = loop.call_later(every, ring)
+            timer = loop.call_later(every, expire)
 
-        def ring() -> None:
+        def expire() -> None:
             nonlocal quiet
             quiet = True
             self._ready.set()
-            wind()
+            start_timer()
 
-        wind()
+        start_timer()
         try:
             while self._updates or self.open or self._error:
                 if self._error:

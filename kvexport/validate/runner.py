@@ -27,7 +27,7 @@ from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.perturbation import NO_TELEMETRY
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.slots import used_plan
-from kvexport.validate.tokens import Ids, goes_on, later_calls, schedule, sequences
+from kvexport.validate.tokens import Ids, continued_prompts, later_calls, schedule, sequences
 
 if TYPE_CHECKING:
     from kvexport.validate.reference import TorchReference
@@ -129,7 +129,7 @@ def validate_artifact(
     about = _estimate(reference, calls, len(whole))
     with progress(f"comparing {len(calls)} calls, {about}", len(calls)) as bar:
         for i, (call_tokens, prefill) in enumerate(calls):
-            comparison.step(call_tokens, prefill=prefill, unread=goes_on(calls[i + 1 :]), whole=i in whole)
+            comparison.step(call_tokens, prefill=prefill, unread=continued_prompts(calls[i + 1 :]), whole=i in whole)
             bar.advance(1)
     comparison.finish()
     if watching:

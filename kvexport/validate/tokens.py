@@ -131,7 +131,7 @@ def schedule(tokens: list[Ids], chunk: int, later: Sequence[int] | None = None) 
         yield call, width > 1
 
 
-def goes_on(later: Sequence[tuple[list[Ids], bool]]) -> list[int]:
+def continued_prompts(later: Sequence[tuple[list[Ids], bool]]) -> list[int]:
     """Return the numbers of the sequences whose prompts the next decoder call continues.
 
     Args:

@@ -13,7 +13,7 @@ from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.perturbation import Perturbation
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.telemetry import Telemetry
-from kvexport.validate.tokens import goes_on, schedule
+from kvexport.validate.tokens import continued_prompts, schedule
 
 
 def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int64]]) -> list[Perturbation]:
@@ -28,5 +28,5 @@ def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int
     shared: dict[str, Any] = {"merge_every": cache.merge_every, "merge_prompts": cache.merge_prompts}
     lanes = Lanes(backend, plan, len(tokens), prefill_chunk=chunk, **shared)
     for i, (call_tokens, prefill) in enumerate(calls):
-        lanes.append(call_tokens, prefill=prefill, unread=goes_on(calls[i + 1 :]))
+        lanes.append(call_tokens, prefill=prefill, unread=continued_prompts(calls[i + 1 :]))
     return telemetry.rows()

@@ -24,7 +24,7 @@ from kvexport.state.snapshot import Snapshot
 from kvexport.validate import comparison
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.runner import validate_artifact
-from kvexport.validate.tokens import goes_on, schedule
+from kvexport.validate.tokens import continued_prompts, schedule
 from tests.support import models
 
 BUDGET, CHUNK, EVERY, LENGTH = 16, 8, 12, 128
@@ -203,7 +203,7 @@ def test_validate_needs_only_the_slots_that_its_sequences_use(engine: Engine, mo
 def test_validate_knows_where_the_prompts_of_its_sequences_end() -> None:
     calls = list(schedule(models.random_ids(8, 36, 15), CHUNK, [1]))
     assert [[len(part) for part in parts] for parts, _ in calls] == [[8, 8], [8, 6], [8, 0], [8, 0], [3, 0], [1, 1]]
-    assert [goes_on(calls[i + 1 :]) for i in range(len(calls))] == [[0, 1], [0], [0], [0], [], []]
+    assert [continued_prompts(calls[i + 1 :]) for i in range(len(calls))] == [[0, 1], [0], [0], [0], [], []]
 
 
 def test_the_plan_has_room_for_the_longest_prompt_and_shows_the_slots_used_afterwards(engine: Engine) -> None:

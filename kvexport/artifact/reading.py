@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from kvexport.artifact.publish import acquire, beside, identity, is_artifact, pl
 from kvexport.errors import ArtifactError, UsageError
 
 
-def load_manifest(path: Path, *, verify: bool = True) -> Manifest:
+def load_manifest(path: Path, *, verify: bool = True, later: Collection[str] = ()) -> Manifest:
     """Return the manifest of the artifact at `path` after a check of it and of every file that it lists.
 
     Args:
         path: The directory of the artifact.
         verify: See `load_checked`.
+        later: See `load_checked`.
 
     Raises:
         UsageError: If there is nothing at `path`.
@@ -26,10 +28,10 @@ def load_manifest(path: Path, *, verify: bool = True) -> Manifest:
             file that is not part of the artifact.
     """
     path = Path(path)
-    return parse_manifest(path, load_checked(path, verify=verify))
+    return parse_manifest(path, load_checked(path, verify=verify, later=later))
 
 
-def load_checked(path: Path, *, verify: bool = True) -> dict[str, Any]:
+def load_checked(path: Path, *, verify: bool = True, later: Collection[str] = ()) -> dict[str, Any]:
     """Return the manifest of the artifact at `path` as plain JSON values, after a check of every file that it lists.
 
     An artifact that is replaced during the check is checked again. `path` may be a link to an artifact.
@@ -42,6 +44,7 @@ def load_checked(path: Path, *, verify: bool = True) -> dict[str, Any]:
         path: The directory of the artifact.
         verify: False skips the SHA-256 of the files. The manifest's own digest, names, sizes, unlisted files and links
             are always checked.
+        later: Files whose SHA-256 is not compared here, because their reader does it (`read_verified`).
 
     Raises:
         UsageError: If there is nothing at `path`.
@@ -53,7 +56,7 @@ def load_checked(path: Path, *, verify: bool = True) -> dict[str, Any]:
         problem = f"the path {os.fsencode(path)!r} is not UTF-8, and ONNX Runtime opens no file below it"
         raise UsageError(problem, "mv the artifact to a folder whose path is UTF-8") from error
     for _ in range(10):
-        if (manifest := _checked_unless_replaced(_existing(Path(path)), verify)) is not None:
+        if (manifest := _checked_unless_replaced(_existing(Path(path)), verify, later)) is not None:
             return manifest
     raise ArtifactError(
         f"{path} was replaced ten times while it was being checked", "wait until the builds that write it have ended"
@@ -107,7 +110,7 @@ def _comes_back(target: Path) -> bool:
         release(target, lock)
 
 
-def _checked_unless_replaced(root: Path, verify: bool) -> dict[str, Any] | None:
+def _checked_unless_replaced(root: Path, verify: bool, later: Collection[str]) -> dict[str, Any] | None:
     """Return an artifact's manifest after all checks, or None if another artifact replaced it during the check."""
     try:
         # The open descriptor keeps the inode number from being given to the artifact that replaces this one.
@@ -117,7 +120,7 @@ def _checked_unless_replaced(root: Path, verify: bool) -> dict[str, Any] | None:
     except OSError as error:
         raise damaged(root, f"it cannot be read: {error.strerror}") from error
     try:
-        manifest = check_artifact(root, verify)
+        manifest = check_artifact(root, verify, later)
         return manifest if identity(descriptor) == identity(root) else None
     except ArtifactError:
         if identity(descriptor) == identity(root):

@@ -156,6 +156,7 @@ class Backend(ABC):
         packages: The packages that it needs.
         devices: The devices that a call can choose; (None,) without a choice.
         prepared: The files that `preparation` may add to an artifact; empty if the ONNX graphs are enough.
+        verified: The files whose digests `load` compares itself, when it reads them.
         positive_scales: Whether packed weights must have scales above 0.
         runs_experts: Whether the backend runs Experts nodes, by a kernel or by their ONNX function.
         runs_adapters: Whether the backend runs decoders that take LoRA adapters.
@@ -165,6 +166,7 @@ class Backend(ABC):
     packages: ClassVar[tuple[Package, ...]] = ()
     devices: ClassVar[tuple[str | None, ...]] = (None,)
     prepared: ClassVar[frozenset[str]] = frozenset()
+    verified: ClassVar[frozenset[str]] = frozenset()
     positive_scales: ClassVar[bool] = False
     runs_experts: ClassVar[bool] = True
     runs_adapters: ClassVar[bool] = False

@@ -43,7 +43,8 @@ def load(
         device: "cpu" or "cuda", for backends that have the choice; None takes the recipe's.
         cuda_graph: Whether decode steps are recorded as CUDA graphs, for backends that can; None takes the recipe's.
         verify: False skips the sha256 of every file, but not the files' sizes and names, and not the digests of plans,
-            which are code. Use it only for files that you have just verified.
+            which are code and are always verified, once, when they are opened. Use it only for files that you have just
+            verified.
         float_input: Whether packed weights are multiplied with their inputs as they are. Kernels otherwise round the
             inputs (docs/reference/contract.md). True needs the package onnx.
         lanes: The most sequences that run at once, as in `EngineOptions`.
@@ -62,7 +63,8 @@ def load(
     path, options = Path(path), options or EngineOptions()
     if lanes is not None:
         options = replace(options, lanes=lanes)
-    manifest = load_manifest(path, verify=verify)
+    later = {name for one in backends.all_backends() for name in one.verified}
+    manifest = load_manifest(path, verify=verify, later=later)
     runtime = backends.get(manifest.recipe.backend.name if backend is None else backend)
     if (device or runtime.device(manifest.recipe)) == "cpu" and manifest.recipe.cache.periodic.store is None:
         fix = "an artifact of a smaller limits.max_length or cache.budget (kvexport plan says what a recipe takes)"

@@ -95,6 +95,10 @@ class ICudaEngine:
         )
 
     @property
+    def num_optimization_profiles(self) -> int:
+        return len(self._profiles)
+
+    @property
     def num_io_tensors(self) -> int:
         return len(self._inputs) + len(self._outputs)
 

@@ -29,7 +29,8 @@ class TensorRT(Backend):
             "cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines", needs_gpu=True
         ),
     )
-    prepared = frozenset({"decoder.plan", "merge.plan", "top_logits.plan", "tensorrt.log"})
+    verified = frozenset({"decoder.plan", "merge.plan", "top_logits.plan"})
+    prepared = verified | {"tensorrt.log"}
     positive_scales = True
     runs_experts = False
 

@@ -50,8 +50,9 @@ class Profile:
 def profiles(kind: str, limits: Limits) -> list[Profile]:
     """Return the TensorRT optimization profiles (ranges of input shapes) of an ONNX graph.
 
-    The decoder has DECODE and, if a call may have more than one token, PREFILL. The merge has one, which is tuned for a
-    single sequence. The top logits have one like DECODE.
+    The decoder has DECODE and, if a call may have more than one token, PREFILL, and last, if a call may have more than
+    one sequence, one for a token of a single sequence. The merge has one, which is tuned for a single sequence. The top
+    logits have one like DECODE.
 
     Args:
         kind: The graph: decoder, merge or top_logits.
@@ -61,7 +62,20 @@ def profiles(kind: str, limits: Limits) -> list[Profile]:
     if kind == "merge":
         return [Profile((1, 1, most))]
     decode = Profile((1, most, most))
-    return [decode] if chunk == 1 or kind == "top_logits" else [decode, Profile((1, most, most), (1, chunk, chunk))]
+    if kind == "top_logits":
+        return [decode]
+    prefill = [Profile((1, most, most), (1, chunk, chunk))] if chunk > 1 else []
+    return [decode, *prefill, *([Profile((1, 1, 1))] if most > 1 else [])]
+
+
+def single_profile(limits: Limits, count: int) -> int:
+    """Return the number of the decoder's optimization profile for one token of a single sequence.
+
+    Args:
+        limits: The largest batch and prefill chunk.
+        count: The number of the engine's profiles. Engines of older versions have none for a single sequence.
+    """
+    return count - 1 if limits.max_batch > 1 and count == len(profiles("decoder", limits)) else DECODE
 
 
 class EngineBuilder:

@@ -50,10 +50,8 @@ class TensorRTState(ModelState):
         self._tensors = tensors
         self._phases: dict[bool, _Phase] = {}
         self._merges: dict[tuple[int, int] | None, _Merge] = {}
-        # Merges run one after another in the stream, so their contexts share one piece of memory.
-        self.merge_memory = (
-            Arena(self.cuda, {"memory": ((engines.merge.device_memory_size_v2,), np.uint8)}) if engines.merge else None
-        )
+        # Engines run one after another in the stream, so all execution contexts share one piece of scratch memory.
+        self.scratch = Arena(self.cuda, {"memory": ((engines.memory_size,), np.uint8)})
         # Memory for present tensors that must not overwrite past, and for lanes whose address is not aligned.
         self.spare = None if all(engines.in_place.values()) else Arena(self.cuda, tensors)
         unaligned = any(self.state.size(name) // lanes % ALIGNMENT for name, _ in self.names)
@@ -216,10 +214,9 @@ class TensorRTState(ModelState):
 
 
 class _Phase:
-    """The decoder engine, set up for calls of one token (decode) or of up to `tokens` tokens (prefill).
+    """The decoder's calls of one token (decode) or of up to `tokens` tokens (prefill), and their staging memory.
 
-    It has an execution context, and staging memory that is page-locked. Decode is one CUDA graph of its copies and
-    engine runs, those for the largest logits included. Whole rows of logits are fetched one by one (`Rows`).
+    The staging memory is page-locked. Whole rows of logits are fetched one by one (`Rows`).
     """
 
     def __init__(self, backend: TensorRTState, tokens: int) -> None:
@@ -235,23 +232,12 @@ class _Phase:
         )
         self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
         self.length = Arena(self.cuda, {"present_length": per_lane})  # unused: the host counts lengths
-        self.context = engines.context(engines.decoder, DECODE if tokens == 1 else PREFILL, self.stream)
         self.largest: Arena | None = None
         if tokens == 1 and engines.top_logits is not None:
-            self._find_top_logits(engines, lanes)
-        self._bound = (0, 0, 0)  # tokens, first lane, lanes
-        self._before: list[Copy] = []
-        self._after: list[Copy] = []
-        self._replay = engines.replay(self.stream, "decode")
-
-    def _find_top_logits(self, engines: LoadedModel, lanes: int) -> None:
-        """Let the engine that finds the largest logits of each row run after the decoder, on the same logits."""
-        shape = (lanes, 1, engines.top_count)
-        tensors = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
-        self.largest = Arena(self.cuda, tensors, pinned=True)
-        self.finder = engines.context(engines.top_logits, 0, self.stream)
-        for name in tensors:
-            bind(self.finder, name, self.largest.pointer(name))
+            shape = (lanes, 1, engines.top_count)
+            tensors = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
+            self.largest = Arena(self.cuda, tensors, pinned=True)
+        self._calls: dict[tuple[int, int] | None, _Call] = {}
 
     def top_logits(self, lane: int) -> TopLogits | None:
         """Return the largest logits of a lane with their token ids; see `Rows.top_logits`."""
@@ -291,28 +277,64 @@ class _Phase:
             first: The first lane.
         """
         count, width = input_ids.shape
-        if (width, first, count) != self._bound:
-            self._bind(width, first, count)
+        # The shapes of prompts change, and streamed weights are copied outside of the stream.
+        repeats = self.tokens == 1 and not self.backend.engines.streams_weights and is_captured(first, first + count)
+        key = (first, count) if repeats else None
+        if key not in self._calls:
+            single = self.tokens == 1 and key is not None and count == 1
+            profile = self.backend.engines.single if single else DECODE if self.tokens == 1 else PREFILL
+            self._calls[key] = _Call(self, profile)
         for name, array in (("input_ids", input_ids), ("query_length", query_length), ("past_length", past_length)):
             self.inputs.array(name, array.shape)[...] = array
-        # The shapes of prompts change, and streamed weights are copied outside of the stream.
-        if self.tokens > 1 or self.backend.engines.streams_weights:
-            self._enqueue()
-        else:
+        self._calls[key].run(width, first, count, replayed=repeats)
+
+
+class _Call:
+    """The execution contexts of a decoder call, and their bindings to some batch lanes.
+
+    A call for lanes whose decode is repeated is one CUDA graph of its copies and engine runs, those for the largest
+    logits included. It has contexts of its own, because a CUDA graph has the shapes that its contexts had. So a change
+    of the number of lanes captures nothing again.
+    """
+
+    def __init__(self, phase: _Phase, profile: int) -> None:
+        self.phase, self.backend = phase, phase.backend
+        engines, scratch = self.backend.engines, self.backend.scratch.device
+        self.context = engines.context(engines.decoder, profile, phase.stream, scratch)
+        if phase.largest is not None:
+            self.finder = engines.context(engines.top_logits, 0, phase.stream, scratch)
+            for name in ("values", "ids", "mass"):
+                bind(self.finder, name, phase.largest.pointer(name))
+        self._bound = (0, 0, 0)  # tokens, first lane, lanes
+        self._before: list[Copy] = []
+        self._after: list[Copy] = []
+        self._replay = engines.replay(phase.stream, "decode")
+
+    def run(self, width: int, first: int, count: int, *, replayed: bool) -> None:
+        """Enqueue the call for `count` lanes from `first` on, of `width` tokens each.
+
+        Args:
+            width: The tokens of each lane.
+            first: The first lane.
+            count: The number of lanes.
+            replayed: Whether the call becomes a CUDA graph. Then all its runs are of the same lanes and width.
+        """
+        if (width, first, count) != self._bound:
+            self._bind(width, first, count)
+        if replayed:
             self._replay(self._enqueue)
+        else:
+            self._enqueue()
 
     def _bind(self, width: int, first: int, count: int) -> None:
-        """Bind all inputs and outputs of a decoder call for `count` lanes from `first` on.
-
-        A CUDA graph that was captured for other lanes is discarded.
-        """
-        backend = self.backend
+        """Bind all inputs and outputs of a decoder call for `count` lanes from `first` on."""
+        backend, phase = self.backend, self.phase
         for name in ("input_ids", "query_length", "past_length"):
-            bind(self.context, name, self.inputs.pointer(name), input_shape(backend.plan, name, count, width))
-        bind(self.context, "logits", self.outputs.pointer("logits"))
-        if self.largest is not None:
-            bind(self.finder, "logits", self.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
-        bind(self.context, "present_length", self.length.pointer("present_length"))
+            bind(self.context, name, phase.inputs.pointer(name), input_shape(backend.plan, name, count, width))
+        bind(self.context, "logits", phase.outputs.pointer("logits"))
+        if phase.largest is not None:
+            bind(self.finder, "logits", phase.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
+        bind(self.context, "present_length", phase.length.pointer("present_length"))
         in_place = backend.engines.in_place["decoder"]
         self._before, self._after = backend.bind_lanes(
             self.context, backend.names, first, count, width=width, in_place=in_place
@@ -320,16 +342,15 @@ class _Phase:
         if backend.spare is not None and not in_place and count == backend.lanes:
             self._after = [(backend.state.device, backend.spare.device, backend.state.nbytes)]
         self._bound = (width, first, count)
-        self._replay = backend.engines.replay(self.stream, "decode")
 
     def _enqueue(self) -> None:
-        self.inputs.upload(self.stream)
+        self.phase.inputs.upload(self.phase.stream)
         self.backend.enqueue(self._before)
-        self.backend.engines.enqueue(self.context, self.stream)
+        self.backend.engines.enqueue(self.context, self.phase.stream)
         self.backend.enqueue(self._after)
-        if self.largest is not None:
-            self.backend.engines.enqueue(self.finder, self.stream)
-            self.largest.download(self.stream)
+        if self.phase.largest is not None:
+            self.backend.engines.enqueue(self.finder, self.phase.stream)
+            self.phase.largest.download(self.phase.stream)
 
 
 class _Merge:
@@ -341,8 +362,7 @@ class _Merge:
 
     def __init__(self, backend: TensorRTState) -> None:
         self.backend, engines = backend, backend.engines
-        assert backend.merge_memory is not None
-        self.context = engines.context(engines.merge, 0, backend.stream, backend.merge_memory.device)
+        self.context = engines.context(engines.merge, 0, backend.stream, backend.scratch.device)
         merged = set(names(engines.merge))
         self._names = [pair for pair in backend.names if pair[0] in merged]
         self._bound = (0, 0)

@@ -8,6 +8,7 @@ from typing import Any
 from kvexport.artifact.digests import read_verified
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.tensorrt.cuda import Cuda, Replay
+from kvexport.backends.tensorrt.engines import single_profile
 from kvexport.backends.tensorrt.environment import REBUILD, import_runtime, require_gpu
 from kvexport.backends.tensorrt.log import make_log
 from kvexport.backends.tensorrt.plugin import register
@@ -56,25 +57,28 @@ class Plans:
             self.decoder.weight_streaming_budget_v2 = min(
                 options.weight_streaming, self.decoder.streamable_weights_size
             )
+        self.single = single_profile(manifest.limits, self.decoder.num_optimization_profiles)
         self.vocabulary = manifest.model.vocabulary
         self.all_logits = manifest.recipe.all_logits
         self.prefill_chunk = manifest.limits.prefill_chunk
 
-    def context(self, engine: Any, profile: int, stream: Any, memory: int | None = None) -> Any:
+    @property
+    def memory_size(self) -> int:
+        """The bytes of scratch memory that one run of any of the engines needs."""
+        opened = [engine for engine in (self.decoder, self.merge, self.top_logits) if engine is not None]
+        return max(int(engine.device_memory_size_v2) for engine in opened)
+
+    def context(self, engine: Any, profile: int, stream: Any, memory: int) -> Any:
         """Return a new execution context of a TensorRT engine.
 
         Args:
             engine: The engine.
             profile: The optimization profile.
             stream: The stream of its runs.
-            memory: An address of `device_memory_size_v2` bytes, for contexts that run one after another; None to
-                allocate memory for this profile.
+            memory: An address of `memory_size` bytes. Contexts that run one after another may share it.
         """
-        allocated = self.trt.ExecutionContextAllocationStrategy
-        context = engine.create_execution_context(
-            allocated.ON_PROFILE_CHANGE if memory is None else allocated.USER_MANAGED
-        )
-        if context is not None and memory is not None:
+        context = engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is not None:
             context.set_device_memory(memory, engine.device_memory_size_v2)
         if context is None or not context.set_optimization_profile_async(profile, int(stream)):
             raise EnvironmentProblem(

@@ -53,7 +53,8 @@ def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Pat
     assert [(feature.name, on) for feature, on in merge._previews.items()] == [("ALIASED_PLUGIN_IO_10_03", True)]
     shapes = profiles_in(artifact / "merge.plan")
     assert [p["past_key_values.1.votes"] for p in shapes] == [[[1, 2, 48], [1, 2, 48], [4, 2, 48]]]
-    decode, prefill = profiles_in(artifact / "decoder.plan")
+    decode, prefill, single = profiles_in(artifact / "decoder.plan")
+    assert single["input_ids"] == [[1, 1]] * 3
     assert decode["input_ids"] == [[1, 1], [4, 1], [4, 1]]
     assert prefill["input_ids"] == [[1, 1], [4, 16], [4, 16]]
     assert profiles_in(artifact / "top_logits.plan") == [{"logits": [[1, 1, 64], [4, 1, 64], [4, 1, 64]]}]

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 import kvexport
 from kvexport import memory, paths
+from kvexport.artifact import digests
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends import gpu_limits
 from kvexport.backends.tensorrt import engines, environment, plugin
 from kvexport.backends.tensorrt.environment import Gpu, version_of
@@ -281,6 +283,23 @@ def test_a_plan_is_opened_only_after_its_digest_is_checked(
     assert not fake_tensorrt.Runtime.opened
     ran = CliRunner().invoke(app, ["generate", str(artifact), "abc"])
     assert ran.exit_code == 5
+
+
+def test_a_plan_is_hashed_once(tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading hashes each plan as it is opened, and not also with the other files: a plan may have gigabytes."""
+    artifact = rebuild(tiny_artifact, tmp_path / "a", TENSORRT)
+    hashed, file_digests = [], digests.file_digests
+
+    def recorded(root: Path, names: Any) -> Any:
+        hashed.extend(names)
+        return file_digests(root, names)
+
+    monkeypatch.setattr(digests, "file_digests", recorded)
+    kvexport.load(artifact)
+    files = set(load_manifest(artifact, verify=False).files)
+    assert len(hashed) == len(set(hashed))
+    assert set(hashed) == files - {"decoder.plan", "merge.plan", "top_logits.plan"}
+    assert "decoder.plan" in files
 
 
 def test_a_plan_that_tensorrt_does_not_open(

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: fuzz audit sbom demo test lint docs setup native native-here wheel native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
+.PHONY: fuzz audit sbom demo test lint docs setup native native-here wheel release native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ native: setup
 # The source distribution and the wheel of this machine, in dist. REPOSITORY=URL gives the metadata their addresses.
 wheel: native
 	KVEXPORT_REPOSITORY=$(REPOSITORY) $(BIN)/python -m hatchling build --directory dist
+
+# Everything of a release, in build-cache/release: built twice, for each processor that there is a compiler for.
+release: native
+	KVEXPORT_REPOSITORY=$(REPOSITORY) $(BIN)/python -m tools.release
 
 # The same for ONNX Runtime's CUDA provider; takes nvcc. CUDA="80 90" names compute capabilities, otherwise they are
 # this machine's.

@@ -24,6 +24,7 @@ import pytest
 from kvexport.backends.onnxruntime.operators import library
 from kvexport.version import __version__
 from tests.support.paths import ROOT
+from tools import release
 
 needs_library = pytest.mark.skipif(
     library() is None, reason="not reached: the native operators are not built (make native)"
@@ -107,37 +108,59 @@ def test_the_metadata_has_addresses_and_links_that_work_on_an_index(wheel: Path)
 
 
 @needs_library
-def test_the_wheel_runs_an_artifact_natively_in_an_environment_of_its_own(
-    wheel: Path, tiny_artifact: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "index",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                os.environ.get("CI") != "true", reason="not reached: packages are installed from the index (CI=true)"
+            ),
+        ),
+    ],
+    ids=["packages of this environment", "packages of the index"],
+)
+def test_the_wheel_runs_an_artifact_natively_in_an_empty_environment(
+    index: bool, wheel: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:
-    """The wheel runs an artifact natively in a separate environment.
+    """pip installs the wheel into an empty environment, where an engine runs with the wheel's native operators.
 
-    The environment has the packages of this one by a path, and kvexport only from the wheel.
+    pip takes the run-time packages from the index, in the pinned versions, or the environment reads those of this one
+    by a path.
     """
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    (packages,) = folder.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(packages)
-    # Not a .pth file, which would also bring the finder of an editable kvexport.
-    dependencies = Path(numpy.__file__).parent.parent
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{packages}:{dependencies}"}
+    python, program = (folder / "bin" / name for name in ("python", "kvexport"))
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile", str(wheel)]
+    install += ["--constraint", str(ROOT / "constraints.txt")] if index else ["--no-index", "--no-deps"]
+    subprocess.run(install, check=True, capture_output=True, text=True, cwd=tmp_path)
+    environment = {"PATH": os.environ["PATH"]}
+    if not index:  # not a .pth file, which would also bring the finder of an editable kvexport
+        environment["PYTHONPATH"] = str(Path(numpy.__file__).parent.parent)
     code = (
         "import kvexport, sys, json\n"
         "from kvexport.backends.onnxruntime.operators import instruction_set, library\n"
         "engine = kvexport.load(sys.argv[1])\n"
         "print(json.dumps([kvexport.__file__, str(library()), instruction_set(library()),"
-        " len(engine.generate('abc', max_new_tokens=3)[0].token_ids)]))\n"
+        " engine.generate('abc', max_new_tokens=3)[0].token_ids]))\n"
     )
-    done = subprocess.run(
-        [python, "-c", code, str(tiny_artifact)],
-        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    imported, path, isa, count = json.loads(done.stdout)
-    assert imported.startswith(str(packages)) and path.startswith(str(packages))
-    assert isa and count == 3
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    imported, path, isa, ids = json.loads(run(python, "-c", code, str(tiny_artifact)))
+    assert imported.startswith(str(folder)) and path.startswith(str(folder)) and isa
+    printed = run(program, "generate", str(tiny_artifact), "abc", "--no-chat", "--max-new-tokens", "3", "--json")
+    assert json.loads(printed)["token_ids"] == ids and len(ids) == 3
+
+
+@needs_library
+def test_auditwheel_finds_no_newer_system_than_the_name_of_the_wheel_promises(wheel: Path) -> None:
+    pytest.importorskip("auditwheel", reason="not reached: auditwheel is not installed")
+    release.audit(wheel)
 
 
 @needs_library

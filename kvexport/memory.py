@@ -23,17 +23,19 @@ class ServerMemory:
         state: The KV caches of all lanes.
         prefixes: The limit of the states of prompt prefixes.
         sessions: The limit of the sessions in memory.
+        adapters: The matrices of all LoRA adapters.
     """
 
     weights: int
     state: int
     prefixes: int = KEPT_BYTES
     sessions: int = KEPT_BYTES
+    adapters: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all uses. Weights count twice, because kernels may keep a reordered copy of them."""
-        return 2 * self.weights + self.state + self.prefixes + self.sessions + PROGRAM_BYTES
+        return 2 * self.weights + self.state + self.prefixes + self.sessions + self.adapters + PROGRAM_BYTES
 
     def __str__(self) -> str:
         """Return the sum and its terms as text."""
@@ -42,6 +44,7 @@ class ServerMemory:
             "caches": self.state,
             "prefixes": self.prefixes,
             "sessions": self.sessions,
+            **({"adapters": self.adapters} if self.adapters else {}),
             "the program": PROGRAM_BYTES,
         }
         return f"up to {format_bytes(self.total)}: " + ", ".join(f"{format_bytes(n)} {use}" for use, n in terms.items())

@@ -1,6 +1,7 @@
 """The memory that a recipe will need, computed from the checkpoint's headers before anything is built.
 
-Weights and caches are counted exactly. Activations, and memory that the backend takes for itself, are not counted.
+Weights, caches and LoRA adapters are counted exactly. Activations, and memory that the backend takes for itself, are
+not counted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvexport import backends
+from kvexport.backends.adapters import largest_bytes
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
 from kvexport.cache_planning import plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
@@ -25,7 +27,7 @@ NOT_COUNTED = "activations and the backend's own buffers are not counted"
 
 @dataclass(frozen=True)
 class Fit:
-    """The number of sequences, and the largest cache budget, that fit a given memory together with the weights.
+    """The number of sequences, and the largest cache budget, that fit a given memory with weights and adapters.
 
     Attributes:
         memory: The memory of every rank, in bytes.
@@ -51,6 +53,7 @@ class MemoryPlan:
         rank_weight_bytes: Bytes of the weights of one of `backend.tensor_parallel` ranks.
         expert_bytes: Bytes of the experts' weights; 0 for a model without experts.
         expert_read_bytes: Bytes of them that a decode step of one sequence reads: those of the chosen experts.
+        adapter_bytes: Bytes of as many LoRA adapters, of the largest rank, as the recipe allows.
     """
 
     name: str
@@ -63,6 +66,7 @@ class MemoryPlan:
     rank_weight_bytes: int
     expert_bytes: int = 0
     expert_read_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def sequence_bytes(self) -> int:
@@ -103,7 +107,7 @@ class MemoryPlan:
     @property
     def server(self) -> ServerMemory:
         """The most memory that `kvexport serve` needs with its default limits for prefixes and sessions."""
-        return ServerMemory(self.weight_bytes, self.batch_bytes)
+        return ServerMemory(self.weight_bytes, self.batch_bytes, adapters=self.adapter_bytes)
 
     @property
     def advice(self) -> Mapping[str, str]:
@@ -131,6 +135,12 @@ class MemoryPlan:
         return f"{at_rest} of the weights, of which a token reads {read}"
 
     @property
+    def _adapters(self) -> str:
+        """Return a text with the bytes of the most adapters that an engine loads."""
+        section = self.recipe.adapters
+        return f"{format_bytes(self.adapter_bytes)} for {section.count} of rank {section.rank}"
+
+    @property
     def _after_prompt(self) -> str:
         """Return a text on the cache bytes in use after a prompt that is merged once, at its end."""
         if self.recipe.cache.merge_prompts == "chunks":
@@ -140,7 +150,7 @@ class MemoryPlan:
 
     def fit(self, memory: int) -> Fit:
         """Return the number of sequences, and the largest budget, that fit into `memory` bytes with the weights."""
-        room = max(0, memory - self.rank_weight_bytes)
+        room = max(0, memory - self.rank_weight_bytes - self.adapter_bytes)
         return Fit(memory, room // _rank_bytes(self.recipe, self.cache), self._largest_budget(room))
 
     def _largest_budget(self, room: int) -> int | None:
@@ -188,6 +198,7 @@ class MemoryPlan:
             "weight_bytes": self.weight_bytes,
             "max_length": shown_length(limits.max_length),
             "max_batch": limits.max_batch,
+            "adapter_bytes": self.adapter_bytes,
             "cache_bytes_per_sequence": self.sequence_bytes,
             "cache_bytes_after_prompt": self.settled_bytes,
             "snapshot_bytes_after_prompt": self.snapshot_bytes,
@@ -209,15 +220,17 @@ class MemoryPlan:
     def sections(self, fit: Fit | None = None) -> list[Section]:
         """Return the report on the memory that a recipe needs; `fit` adds what would fit into a given memory."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
+        total = self.weight_bytes + self.adapter_bytes + self.batch_bytes
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,
             "dtype": recipe.shown_dtype,
             "method": recipe.cache.method,
             "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{self._bits}",
             **({"experts": self._experts} if self.expert_bytes else {}),
+            **({"adapters": self._adapters} if self.adapter_bytes else {}),
             "cache of 1 sequence": format_bytes(self.sequence_bytes) + self._after_prompt,
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
-            "weights and caches": f"{format_bytes(self.weight_bytes + self.batch_bytes)}; {NOT_COUNTED}",
+            f"weights{', adapters' * bool(self.adapter_bytes)} and caches": f"{format_bytes(total)}; {NOT_COUNTED}",
             "kvexport serve": str(self.server),
         }
         if (ranks := recipe.backend.tensor_parallel) > 1:
@@ -277,6 +290,7 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     import numpy as np
 
     from kvexport.export.build import read_model
+    from kvexport.export.graph.adapters import projection_sizes
     from kvexport.export.ranks import rank_weight_bytes
     from kvexport.export.weights.specs import expert_bytes, weight_bytes
 
@@ -291,7 +305,9 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
     rank_bytes = weights if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
-    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, weights, full, rank_bytes, *experts)
+    targets = projection_sizes(shape.model, recipe.adapters.targets) if recipe.adapters.count else {}
+    geometry, adapters = tuple(shape.geometry), largest_bytes(recipe, targets)
+    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, rank_bytes, *experts, adapters)
 
 
 def _rank_bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:

@@ -50,6 +50,18 @@ def test_the_plans_weights_are_those_of_the_build_with_tied_ones_once(tiny_recip
     assert plan_of(tiny_recipe, "model.dtype=float16").weight_bytes == plan.weight_bytes // 2
 
 
+def test_adapters_are_counted_as_an_engine_loads_them(
+    tiny_recipe: Path, adapted_artifact: Path, adapters: dict[str, Path]
+) -> None:
+    plan = plan_of(tiny_recipe, "adapters.count=2", "adapters.rank=4")
+    loaded = kvexport.load(adapted_artifact, threads=1, adapters=adapters).adapters
+    assert plan.adapter_bytes * loaded.rows == loaded.nbytes * 9, "the two adapters have ranks 3 and 4"
+    assert plan.server.total == plan_of(tiny_recipe).server.total + plan.adapter_bytes
+    assert f"{format_bytes(plan.adapter_bytes)} for 2 of rank 4" in str(plan.sections())
+    one = plan_of(tiny_recipe, "adapters.count=1", "adapters.rank=8", "adapters.targets=[v_proj]")
+    assert one.adapter_bytes == 9 * 2 * (32 + 16) * 4
+
+
 def test_the_full_cache_is_keys_and_values_of_the_longest_sequence(tiny_recipe: Path) -> None:
     plan = plan_of(tiny_recipe)
     assert plan.full_bytes == 2 * 512 * 2 * (8 + 8) * 4

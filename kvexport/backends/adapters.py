@@ -23,6 +23,7 @@ from kvexport.tensor_files.shards import some_names
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
+    from kvexport.recipe.fields import Recipe
 
 ROWS = "adapter_rows"
 
@@ -35,6 +36,12 @@ def first_input(module: str) -> str:
 def second_input(module: str) -> str:
     """Return the name of the decoder's input with the matrices B, transposed [rows, outputs], of a projection."""
     return f"adapters.{module}.second"
+
+
+def largest_bytes(recipe: Recipe, targets: Mapping[str, tuple[int, int]]) -> int:
+    """Return the bytes of as many adapters, of the largest rank, as a recipe allows for the projections `targets`."""
+    rows = 1 + recipe.adapters.count * recipe.adapters.rank
+    return rows * sum(map(sum, targets.values())) * np.dtype(recipe.model.dtype).itemsize if targets else 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,11 @@ class Adapters:
     def dtype(self) -> np.dtype[Any]:
         """The type of the matrices."""
         return next(iter(self.tensors.values())).dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the matrices."""
+        return sum(array.nbytes for array in self.tensors.values())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvexport.commands.options import (
+    AdapterOption,
     BackendOption,
     BudgetOption,
     CalibrateOption,
@@ -44,6 +45,7 @@ class Chat:
         messages: The messages so far.
         snapshot: The state after these messages; None if they have to be read again.
         last: The request of the last answer.
+        adapter: The LoRA adapter that answers; None for the model without one.
     """
 
     engine: Engine
@@ -52,6 +54,7 @@ class Chat:
     messages: list[dict[str, Any]] = field(default_factory=list)
     snapshot: Snapshot | None = None
     last: Request | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         """Begin the conversation with the system's message, if there is one."""
@@ -97,8 +100,8 @@ class Chat:
         if self.snapshot is not None:
             ids = next_turn(self.engine, self.snapshot, self.messages)
         if ids is not None:
-            return Request(ids, self.settings, start=self.snapshot, keep=True)
-        return Request(self.engine.encode_chat(self.messages), self.settings, keep=True)
+            return Request(ids, self.settings, start=self.snapshot, keep=True, adapter=self.adapter)
+        return Request(self.engine.encode_chat(self.messages), self.settings, keep=True, adapter=self.adapter)
 
     def command(self, line: str) -> bool:
         """Run a slash command of the user, such as /save; return False if it ends the conversation."""
@@ -170,6 +173,7 @@ def chat(
     max_length: MaxLengthOption = None,
     calibrate: CalibrateOption = None,
     overrides: SetOption = None,
+    adapter: AdapterOption = None,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Begin the conversation with this system message.")
     ] = None,
@@ -193,10 +197,19 @@ def chat(
 
     Example: kvexport chat Qwen/Qwen3-0.6B --budget 1024
     """
-    from kvexport.commands.loading import load_engine
+    from kvexport.commands.loading import adapters_of, load_engine
 
+    adapters = adapters_of([adapter] if adapter is not None else ())
     engine = load_engine(
-        source, budget, max_length, overrides or (), calibrate, backend=backend, device=device, lanes=1
+        source,
+        budget,
+        max_length,
+        overrides or (),
+        calibrate,
+        backend=backend,
+        device=device,
+        lanes=1,
+        adapters=adapters,
     )
     if engine.chat_template is None:
         raise UsageError("the artifact has no chat template", "kvexport generate, or build an instruct model")
@@ -206,7 +219,7 @@ def chat(
     settings = engine.settings(
         max_new_tokens=max_new_tokens, do_sample=sample, temperature=temperature or None, top_p=top_p, seed=seed
     )
-    talk = Chat(engine, settings, system)
+    talk = Chat(engine, settings, system, adapter=next(iter(adapters), None))
     interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive:
         typer.echo("/help shows the commands, /exit ends.", err=True)

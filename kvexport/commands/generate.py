@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvexport.commands.options import (
+    AdapterOption,
     BackendOption,
     BudgetOption,
     CalibrateOption,
@@ -42,6 +43,7 @@ def generate(
     max_length: MaxLengthOption = None,
     calibrate: CalibrateOption = None,
     overrides: SetOption = None,
+    adapter: AdapterOption = None,
     prompt_file: Annotated[
         Path | None,
         prompt_option(metavar="FILE", help="Read the prompt from a file in UTF-8."),
@@ -121,13 +123,16 @@ def generate(
     if sample is None and any(value is not None for value in drawing.values()):
         sample = True
     others = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty, "stop_strings": stop or None}
-    from kvexport.commands.loading import load_engine
+    from kvexport.commands.loading import adapters_of, load_engine
 
-    engine = load_engine(source, budget, max_length, overrides or (), calibrate, backend=backend, device=device)
+    adapters = adapters_of([adapter] if adapter is not None else ())
+    engine = load_engine(
+        source, budget, max_length, overrides or (), calibrate, backend=backend, device=device, adapters=adapters
+    )
     settings = engine.settings(do_sample=sample, **drawing, **others)
     use_chat = chat if chat is not None else True if system is not None else None
     ids = _encode(engine, text, system, use_chat, plain=prompt not in (None, "-"))
-    completion = print_stream(engine, ids, settings, quiet=as_json)
+    completion = print_stream(engine, ids, settings, next(iter(adapters), None), quiet=as_json)
     figures = statistics(engine)
     if as_json:
         print_json({"artifact": str(engine.path), **vars(completion), "settings": vars(settings), "stats": figures})
@@ -190,7 +195,9 @@ def _encode(
     return [int(i) for i in ids]
 
 
-def print_stream(engine: Engine, ids: Sequence[int], settings: GenerationSettings, *, quiet: bool) -> Completion:
+def print_stream(
+    engine: Engine, ids: Sequence[int], settings: GenerationSettings, adapter: str | None = None, *, quiet: bool
+) -> Completion:
     """Generate an answer, print its text as soon as it is final unless `quiet`, and return the completion."""
     from kvexport.engine.completion import Completion
     from kvexport.terminal import show
@@ -204,7 +211,7 @@ def print_stream(engine: Engine, ids: Sequence[int], settings: GenerationSetting
             bar.advance(tokens - done)
             done = tokens
 
-        stream = engine.stream(ids, settings, on_prefill=advance)
+        stream = engine.stream(ids, settings, adapter=adapter, on_prefill=advance)
         token = next(stream)
     while True:
         completion.token_ids.append(token.id)

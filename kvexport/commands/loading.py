@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvexport.errors import UsageError
+
 if TYPE_CHECKING:
     from kvexport.engine.engine import Engine
 
@@ -37,3 +39,19 @@ def load_engine(
     path = find_artifact(source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=show)
     with show(f"loading {path}"):
         return load(path, **options)
+
+
+def adapters_of(options: Sequence[str]) -> dict[str, str]:
+    """Return the folder of each LoRA adapter by its name, from values NAME=FOLDER of the option --adapter.
+
+    Raises:
+        UsageError: A value has no name or no folder, or a name comes twice.
+    """
+    adapters: dict[str, str] = {}
+    for option in options:
+        name, _, folder = option.partition("=")
+        if not name or not folder or name in adapters:
+            problem = f"names {name!r} twice" if name in adapters else f"is {option!r}, expected a name and a folder"
+            raise UsageError(f"--adapter {problem}", "--adapter NAME=FOLDER")
+        adapters[name] = folder
+    return adapters

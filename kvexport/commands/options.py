@@ -100,6 +100,10 @@ DeviceOption = Annotated[
     str | None,
     backend_option("--device", metavar="cpu|cuda", help="Run on this device in place of the recipe's."),
 ]
+AdapterOption = Annotated[
+    str | None,
+    model_option("--adapter", metavar="NAME=FOLDER", help="Answer with this LoRA adapter, in PEFT's format."),
+]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder of an artifact.")]
 SourceArgument = Annotated[
     str,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -140,17 +139,18 @@ def serve(
 
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """
-    keys, adapters = keys_of(host, api_key), adapters_of(adapter or ())
+    keys = keys_of(host, api_key)
     from kvexport.packages import require
 
     require("serve")
-    from kvexport.commands.loading import load_engine
+    from kvexport.commands.loading import adapters_of, load_engine
     from kvexport.models import is_model
     from kvexport.serve.app import create_app
     from kvexport.serve.run import listen, run
     from kvexport.serve.settings import ServeSettings
     from kvexport.terminal import say
 
+    adapters = adapters_of(adapter or ())
     settings = ServeSettings(
         names=tuple(name or (source if is_model(source) else Path(source).resolve().name,)),
         api_keys=keys,
@@ -204,22 +204,6 @@ def keys_of(host: str, api_key: list[str] | None) -> tuple[str, ...]:
             f"--api-key KEY, or {KEY_VARIABLE}=KEY in the environment",
         )
     return keys
-
-
-def adapters_of(options: Sequence[str]) -> dict[str, str]:
-    """Return the folder of each LoRA adapter by its name, from values NAME=FOLDER of the option --adapter.
-
-    Raises:
-        UsageError: A value has no name or no folder, or a name comes twice.
-    """
-    adapters: dict[str, str] = {}
-    for option in options:
-        name, _, folder = option.partition("=")
-        if not name or not folder or name in adapters:
-            problem = f"names {name!r} twice" if name in adapters else f"is {option!r}, expected a name and a folder"
-            raise UsageError(f"--adapter {problem}", "--adapter NAME=FOLDER")
-        adapters[name] = folder
-    return adapters
 
 
 def _is_loopback(host: str) -> bool:

@@ -12,6 +12,7 @@ import yaml
 from kvexport import backends
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
+from kvexport.backends.adapters import largest_bytes
 from kvexport.cache_planning import state_bytes
 from kvexport.errors import UsageError
 from kvexport.memory import ServerMemory
@@ -54,10 +55,11 @@ class Server:
 def memory(manifest: Manifest, server: Server) -> int:
     """Return the memory in bytes that one server of the Kubernetes deployment needs.
 
-    The artifact's files count as weights.
+    The artifact's files count as weights, and the adapters as many and as large as the artifact takes.
     """
     state = state_bytes(manifest.recipe, manifest.cache, server.lanes or manifest.limits.max_batch)
-    return ServerMemory(manifest.bytes, state, server.prefix_memory, server.session_memory).total
+    adapters = largest_bytes(manifest.recipe, manifest.adapters)
+    return ServerMemory(manifest.bytes, state, server.prefix_memory, server.session_memory, adapters).total
 
 
 def manifests(artifact: Path, server: Server) -> str:

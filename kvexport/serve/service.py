@@ -106,6 +106,7 @@ class Service:
             state_bytes(engine.manifest.recipe, engine.plan, engine.max_batch),
             settings.prefix_memory,
             settings.session_memory,
+            engine.adapters.nbytes,
         )
         self.responses = ResponseStore()
         self.tracing = tracing.start(self.model)

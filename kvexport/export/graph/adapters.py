@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 
 import onnx_ir as ir
+import torch
 
 from kvexport.backends.adapters import ROWS, first_input, second_input
 from kvexport.errors import UsageError
@@ -21,7 +22,8 @@ from kvexport.export.passes.nodes import dims, is_op, known_shape, permutes
 from kvexport.tensor_files.shards import some_names
 
 # A weight of a layer. The head and the embeddings, which belong to no layer, take no adapters.
-_WEIGHT = re.compile(r"model\.(?P<module>.+\.\d+\..+)\.weight")
+_MODULE = re.compile(r".+\.\d+\..+")
+_WEIGHT = re.compile(rf"model\.(?P<module>{_MODULE.pattern})\.weight")
 
 
 def put_adapters(graph: ir.Graph, targets: Sequence[str] | None) -> dict[str, tuple[int, int]]:
@@ -50,6 +52,16 @@ def put_adapters(graph: ir.Graph, targets: Sequence[str] | None) -> dict[str, tu
     mask = ir.Value(name=ROWS, shape=ir.Shape([rows[0], 1, ROWS]), type=_data(graph, taken).type)
     graph.inputs.append(mask)
     return {module: _put(graph, module, node, mask) for module, node in taken.items()}
+
+
+def projection_sizes(model: torch.nn.Module, targets: Sequence[str] | None) -> dict[str, tuple[int, int]]:
+    """Return the sizes that `put_adapters` returns, for a model that is not traced yet."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return {
+        name: (module.in_features, module.out_features)
+        for name, module in linears.items()
+        if _MODULE.fullmatch(name) and (targets is None or name.rpartition(".")[2] in targets)
+    }
 
 
 def _projection(node: ir.Node, rows: tuple[int | str, ...]) -> str:

@@ -187,6 +187,7 @@ def has_auditwheel() -> bool:
 
 
 def main() -> None:
+    """Build a release, and print its files and the commands that remain."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build-cache" / "release", help="the folder of the files")
     out = parser.parse_args().out

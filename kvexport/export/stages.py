@@ -34,7 +34,7 @@ from kvexport.export.graph.heads import layers_plan
 from kvexport.export.graph.top_logits import COUNT, top_logits_model
 from kvexport.export.model.hf_model import length_notes, text_part_notes
 from kvexport.export.model.shape import ModelShape
-from kvexport.export.passes import GRAPH_CHECKS
+from kvexport.export.passes import ADAPTERS, DECODER_PASSES, GRAPH_CHECKS
 from kvexport.export.ranks import joined_specs, locations_of_rank, rank_specs, split_model
 from kvexport.export.weights.importance import save as save_importance
 from kvexport.export.weights.importance import weigh
@@ -169,6 +169,9 @@ def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> 
         KvexportError: A check of a finished graph fails.
     """
     shape, count = ranks.shape, len(ranks.specs)
+    # The CUDA kernels take no adapters, and run every Linear beside the nodes of its adapters.
+    on_gpu = backends.get(recipe.backend.name).needs_gpu(recipe)
+    passes = [one for one in DECODER_PASSES if not (on_gpu and one is ADAPTERS)]
     decoders = [
         finish_decoder(
             traced.decoder.clone() if rank + 1 < count else traced.decoder,
@@ -179,6 +182,7 @@ def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> 
             shape.plan,
             traced.functions,
             packings(specs),
+            passes,
             float_input=recipe.weights.inputs == "float",
         )
         for rank, specs in enumerate(ranks.specs)

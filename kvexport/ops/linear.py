@@ -47,6 +47,7 @@ class Form:
         packed: For each weight, the gate's last, an index into `PACKED`; empty if no weight is packed.
         group: For each weight, the number of inputs that share a scale; empty if no weight is packed.
         float_input: Whether kernels multiply packed weights with the input as it is, instead of rounding it to int8.
+        adapted: For each weight, the gate's last, whether it takes LoRA adapters; empty if none does.
     """
 
     input_heads: int = 0
@@ -60,6 +61,12 @@ class Form:
     packed: tuple[int, ...] = ()
     group: tuple[int, ...] = ()
     float_input: int = 0
+    adapted: tuple[int, ...] = ()
+
+    @property
+    def op_type(self) -> str:
+        """The operator of a node of this form; only AdaptedLinear takes adapters, which not every runtime has."""
+        return "AdaptedLinear" if self.adapted else "Linear"
 
     @property
     def count(self) -> int:
@@ -74,10 +81,10 @@ class Form:
     @property
     def inputs(self) -> list[str]:
         """The names of the inputs of a Linear node, in order."""
-        names = ["input", *["norm"] * self.norm]
+        names = ["input", *["norm"] * self.norm, *["adapter_rows"] * any(self.adapted)]
         for i, bias in enumerate(self.bias):
-            names += [*self.weight_inputs(f"weight{i}", i), *[f"bias{i}"] * bias]
-        gate = self.weight_inputs("gate", self.count) if self.gate else []
+            names += [*self.weight_inputs(f"weight{i}", i), *[f"bias{i}"] * bias, *self.adapter_inputs(i)]
+        gate = [*self.weight_inputs("gate", self.count), *self.adapter_inputs(self.count)] if self.gate else []
         return [*names, *gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.rotated)]
 
     def weight_inputs(self, weight: str, i: int) -> list[str]:
@@ -89,10 +96,15 @@ class Form:
         """
         return [weight, *(f"{weight}_{suffix}" for suffix in PACKED[self.packed[i] if self.packed else 0])]
 
+    def adapter_inputs(self, i: int) -> list[str]:
+        """Return the names of the matrices of the adapters of weight number i; none if it takes no adapters."""
+        return [f"adapter_first{i}", f"adapter_second{i}"] if self.adapted and self.adapted[i] else []
+
     @property
     def attributes(self) -> dict[str, Any]:
         """The attributes of a Linear node by name."""
-        values = {name: value for name, value in vars(self).items() if self.packed or name not in PACKED_ATTRIBUTES}
+        left_out = [*(() if self.packed else PACKED_ATTRIBUTES), *(() if self.adapted else ("adapted",))]
+        values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
@@ -124,6 +136,9 @@ def linear_function(form: Form) -> onnx.FunctionProto:
     - residual: [..., outputs], added last.
     - cosine, sine: [B, T, half a head's size], for heads rotated in planes (f, f + half), like RotaryEmbedding.
     - for each product an output: [..., outputs], or [B, output_heads, T, outputs / output_heads].
+    - for a weight that takes LoRA adapters, the matrices of all adapters one below the other: adapter_first [rows,
+      inputs] and adapter_second [rows, outputs]. Its product grows by ((rows x adapter_first^T) adapter_rows) x
+      adapter_second, where adapter_rows [B, 1, rows] is 1 for the rows of a sequence's adapter, and 0 for all others.
 
     Args:
         form: The steps of the node.
@@ -147,7 +162,7 @@ def linear_function(form: Form) -> onnx.FunctionProto:
         lines += product
         outputs.append(output)
     body = "\n".join(lines)
-    signature = f"Linear ({', '.join(form.inputs)}) => ({', '.join(outputs)})"
+    signature = f"{form.op_type} ({', '.join(form.inputs)}) => ({', '.join(outputs)})"
     function = onnx.parser.parse_function(f'<domain: "{DOMAIN}", opset_import: ["": 23]>\n{signature}\n{{\n{body}\n}}')
     function.overload = form.overload
     return function
@@ -157,7 +172,8 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
     """Return the ONNX nodes, as text, of matrix product number i of a Linear, and the name of its output."""
     lines, weight = _dequantized(form, f"weight{i}", i)
     lines += [f"transposed{i} = Transpose <perm = [1, 0]> ({weight})", f"product{i} = MatMul ({rows}, transposed{i})"]
-    last = f"product{i}"
+    changes, last = _adapted(form, i, rows, f"product{i}")
+    lines += changes
     if form.bias[i]:
         lines += [f"biased{i} = Add ({last}, bias{i})"]
         last = f"biased{i}"
@@ -167,8 +183,12 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
             *dequantized,
             f"gate_transposed = Transpose <perm = [1, 0]> ({weight})",
             f"gate_product = MatMul ({rows}, gate_transposed)",
-            "sigmoid = Sigmoid (gate_product)",
-            "silu = Mul (gate_product, sigmoid)",
+        ]
+        changes, gate = _adapted(form, form.count, rows, "gate_product")
+        lines += [
+            *changes,
+            f"sigmoid = Sigmoid ({gate})",
+            f"silu = Mul ({gate}, sigmoid)",
             f"gated = Mul (silu, {last})",
         ]
         last = "gated"
@@ -196,6 +216,19 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
         ]
         last = f"rotated{i}"
     return lines, last
+
+
+def _adapted(form: Form, i: int, rows: str, result: str) -> tuple[list[str], str]:
+    """Return the nodes that add the change by adapters to the product with weight number i, and the sum's name."""
+    if not form.adapter_inputs(i):
+        return [], result
+    return [
+        f"narrow_transposed{i} = Transpose <perm = [1, 0]> (adapter_first{i})",
+        f"narrow{i} = MatMul ({rows}, narrow_transposed{i})",
+        f"selected{i} = Mul (narrow{i}, adapter_rows)",
+        f"change{i} = MatMul (selected{i}, adapter_second{i})",
+        f"adapted{i} = Add ({result}, change{i})",
+    ], f"adapted{i}"
 
 
 def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:

@@ -37,7 +37,7 @@ def name_constants(constants: Iterable[ir.Value], unique: Callable[[str], str]) 
 
 
 def name_by_operators(graph: ir.Graph) -> None:
-    """Name the values of a traced graph by the operators that compute them, but for its inputs and outputs."""
+    """Name nodes and values of a traced graph by the operators that compute them; inputs and outputs keep theirs."""
     kept = {*graph.inputs, *graph.outputs}
     unique = unique_names(str(value.name) for value in kept)
     name_constants([value for value in graph.initializers.values() if value not in kept], unique)
@@ -46,3 +46,4 @@ def name_by_operators(graph: ir.Graph) -> None:
         for value in node.outputs:
             if value not in kept and value not in inner:
                 value.name = unique(node.op_type)
+        node.name = unique(node.op_type) if node.outputs[0] in kept else node.outputs[0].name

@@ -1,7 +1,8 @@
 // The C ABI of the CPU kernels.
 //
 //   at the first call: choose the kernels of the first instruction set that this machine has: amx, avx512vnni, avx512,
-//                      avxvnni, avx2 (x86); i8mm, dotprod, neon (Arm); portable. KVEXPORT_CPU_ISA names another set
+//                      avxvnni, avx2 (x86); i8mm, dotprod, neon (Arm); portable. KVEXPORT_CPU_ISA names another set.
+//                      A library that was compiled for AVX-512 alone has no kernels for other sets.
 //   at each call:      check the sizes, and return the reason if the kernels cannot compute the call;
 //                      return if the batch is empty;
 //                      kernels().operator(call, runner): the runner runs its tasks in parallel
@@ -27,7 +28,7 @@ struct Kernels {
   void (*vote_attention)(const KvVoteAttention&, KvRunner);
   void (*keep_queries)(const KvVoteAttention&, const KvRing&);
   void (*merge_cache)(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner);
-  void (*linear)(const KvLinear&, KvRunner);
+  void (*linear)(const KvLinear&, const KvAdapters*, KvRunner);
   void (*experts)(const KvExperts&, KvRunner);
   void (*linear_attention)(const KvLinearAttention&, KvRunner);
 };
@@ -39,7 +40,8 @@ struct Kernels {
   }
 
 // Returns kernels with the Linear and the Experts of another instruction set.
-[[maybe_unused]] Kernels with_products(Kernels all, const char* name, void (*linear)(const KvLinear&, KvRunner),
+[[maybe_unused]] Kernels with_products(Kernels all, const char* name,
+                                       void (*linear)(const KvLinear&, const KvAdapters*, KvRunner),
                                        void (*experts)(const KvExperts&, KvRunner)) {
   all.name = name, all.linear = linear, all.experts = experts;
   return all;
@@ -107,7 +109,7 @@ Kernels choose() {
   if (allowed("neon")) return KV_KERNELS(neon);
 #endif
 #ifdef KV_AVX512_ALONE
-  return KV_KERNELS(avx512);
+  return {};  // kv_cpu_problem tells why
 #else
   return KV_KERNELS(portable);
 #endif
@@ -155,9 +157,15 @@ const char* ring_problem(const KvRing& ring, int batch) {
 
 extern "C" {
 
-const char* kv_cpu_isa(void) { return kernels().name; }
+const char* kv_cpu_problem(void) {
+  if (kernels().name) return nullptr;
+  return "its kernels were compiled for AVX-512 alone, which this machine does not have, or KVEXPORT_CPU_ISA rules out";
+}
+
+const char* kv_cpu_isa(void) { return kernels().name ? kernels().name : ""; }
 
 const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) {
+  if (const char* problem = kv_cpu_problem()) return problem;
   const KvVoteAttention& a = *call;
   if (const char* problem = cache_problem(a)) return problem;
   if (a.query_type != KV_FLOAT32 && a.query_type != KV_FLOAT16)
@@ -174,12 +182,14 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) 
 }
 
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
+  if (const char* problem = kv_cpu_problem()) return problem;
   if (const char* problem = merge_problem(*call, false)) return problem;
   if (call->batch > 0) kernels().merge_cache(*call, nullptr, nullptr, runner);
   return nullptr;
 }
 
 const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner) {
+  if (const char* problem = kv_cpu_problem()) return problem;
   if (const char* problem = merge_problem(*call, true)) return problem;
   if (const char* problem = ring_problem(*ring, call->batch)) return problem;
   if (call->policy.merge != KV_MERGE_DROP && call->policy.merge != KV_MERGE_ZIP)
@@ -191,6 +201,7 @@ const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, con
 }
 
 const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring) {
+  if (const char* problem = kv_cpu_problem()) return problem;
   if (const char* problem = ring_problem(*ring, call->batch)) return problem;
   kernels().keep_queries(*call, *ring);
   return nullptr;
@@ -214,6 +225,11 @@ static const char* weight_problem(const KvWeight& weight, int64_t inputs) {
 }
 
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner) {
+  return kv_cpu_adapted_linear(call, nullptr, runner);
+}
+
+const char* kv_cpu_adapted_linear(const KvLinear* call, const KvAdapters* adapters, KvRunner runner) {
+  if (const char* problem = kv_cpu_problem()) return problem;
   const KvLinear& a = *call;
   if (a.type != KV_FLOAT32 && a.type != KV_FLOAT16) return "the type of the weight is neither float32 nor float16";
   if (a.batch < 0 || a.tokens < 0 || a.inputs < 1) return "a dimension is zero or negative";
@@ -227,11 +243,13 @@ const char* kv_cpu_linear(const KvLinear* call, KvRunner runner) {
     if (p->rotated && 2 * a.planes != p->outputs / p->heads) return "cosine and sine are not of half a head's size";
   }
   if (const char* problem = weight_problem(a.gate, a.inputs)) return problem;
-  kernels().linear(a, runner);
+  if (adapters && (adapters->rows < 1 || !adapters->mask)) return "adapters have no rows, or no mask";
+  kernels().linear(a, adapters, runner);
   return nullptr;
 }
 
 const char* kv_cpu_experts(const KvExperts* call, KvRunner runner) {
+  if (const char* problem = kv_cpu_problem()) return problem;
   const KvExperts& a = *call;
   const auto known = [](int type) { return type == KV_FLOAT32 || type == KV_FLOAT16; };
   if (!known(a.type) || !known(a.weights_type)) return "a type is neither float32 nor float16";
@@ -246,6 +264,7 @@ const char* kv_cpu_experts(const KvExperts* call, KvRunner runner) {
 }
 
 const char* kv_cpu_linear_attention(const KvLinearAttention* call, KvRunner runner) {
+  if (const char* problem = kv_cpu_problem()) return problem;
   const KvLinearAttention& a = *call;
   if (a.batch < 0 || a.tokens < 0 || a.heads < 1 || a.key_size < 1 || a.value_size < 1)
     return "a dimension is zero or negative";

@@ -40,8 +40,9 @@ size_t kv_cpu_panels_bytes(const KvWeight* weight, int64_t outputs, int64_t inpu
 void kv_cpu_repack(const KvWeight* weight, int64_t outputs, int64_t inputs, void* panels);
 
 // Returns the instruction set that runs: "amx", "avx512vnni", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon" or
-// "portable".
+// "portable"; "" if none does. kv_cpu_problem returns why none runs, as every operator does then; nullptr if one runs.
 const char* kv_cpu_isa(void);
+const char* kv_cpu_problem(void);
 
 #ifdef __cplusplus
 }

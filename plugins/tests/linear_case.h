@@ -15,6 +15,9 @@ struct LinearCase {
   std::vector<Buffer> weights, biases;
   std::vector<PackedWeight> packed;
   std::vector<const PackedWeight*> packed_of;  // by product, the gate's last; nullptr if that weight is not packed
+  KvAdapters adapters{};
+  Buffer mask;
+  std::vector<Buffer> firsts, seconds;  // by product, the gate's last
 
   explicit LinearCase(Random& random) {
     shape.type = call.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
@@ -40,7 +43,28 @@ struct LinearCase {
     call.float_input = random.one_in(3);
     pack(random);
     if (random.one_in(3)) draw_outliers(random);
+    if (random.one_in(3)) draw_adapters(random);
   }
+
+  // Gives most sequences the adapter of a range of rows, and most weights the matrices of all adapters.
+  void draw_adapters(Random& random) {
+    const int rows = random.between(1, 24);
+    adapters.rows = rows, mask = filled(random, call.batch * rows);
+    for (int64_t b = 0; b < call.batch; ++b) {
+      const int from = random.between(0, rows - 1), to = random.one_in(3) ? from : random.between(from, rows);
+      for (int r = 0; r < rows; ++r)
+        if (r < from || r >= to) write(shape, mask.data<void>(), b * rows + r, 0.0f);
+    }
+    adapters.mask = mask.data<void>();
+    for (int i = 0; i < weight_count(); ++i) {
+      firsts.push_back(filled(random, rows * call.inputs));
+      seconds.push_back(filled(random, rows * call.products[i < call.count ? i : 0].outputs));
+      if (random.one_in(4)) continue;
+      adapters.first[i] = firsts[i].data<void>(), adapters.second[i] = seconds[i].data<void>();
+    }
+  }
+
+  int weight_count() const { return call.count + (call.gate.data != nullptr); }
 
   // Makes few inputs so large that their blocks keep low bytes in a prompt.
   void draw_outliers(Random& random) {
@@ -100,7 +124,8 @@ struct LinearCase {
       call.products[i].output = outputs.back().data<void>();
     }
     ++kernel_calls;
-    const char* problem = kv_cpu_linear(&call, runner);
+    const char* problem =
+        adapters.rows ? kv_cpu_adapted_linear(&call, &adapters, runner) : kv_cpu_linear(&call, runner);
     check(!problem, problem ? problem : "");
     for (Buffer& output : outputs) output.check_canaries();
     return outputs;
@@ -197,14 +222,51 @@ struct LinearCase {
     return read(shape, plain.data, column * call.inputs + k);
   }
 
+  // The products of a row with the rows of `first` of a weight, times its mask, and the sums of their terms without
+  // signs.
+  struct Narrow {
+    std::vector<double> value, size;
+  };
+  // A row after the norm, and its products with `first` of one product and of the gate.
+  struct Row {
+    std::vector<double> x;
+    Narrow product, gate;
+  };
+
+  Narrow narrow_of(int w, int64_t row, const std::vector<double>& x) const {
+    Narrow result;
+    for (int64_t r = 0; r < adapters.rows && adapters.first[w]; ++r) {
+      const double factor = read(shape, adapters.mask, row / call.tokens * adapters.rows + r);
+      double sum = 0.0, size = 0.0;
+      for (int64_t k = 0; k < call.inputs && factor != 0.0; ++k) {
+        const double term = factor * x[k] * read(shape, adapters.first[w], r * call.inputs + k);
+        sum += term, size += std::fabs(term);
+      }
+      result.value.push_back(sum), result.size.push_back(size);
+    }
+    return result;
+  }
+
+  // Returns the change of an output by adapters, and adds the sum of its terms without signs to *size.
+  double change(int w, const Narrow& narrow, int64_t outputs, int64_t column, double* size) const {
+    double sum = 0.0;
+    for (size_t r = 0; r < narrow.value.size(); ++r) {
+      const double factor = read(shape, adapters.second[w], static_cast<int64_t>(r) * outputs + column);
+      sum += narrow.value[r] * factor, *size += std::fabs(narrow.size[r] * factor);
+    }
+    return sum;
+  }
+
   // Returns an output before its rotation, and in *size the sum of its terms' absolute values.
-  double expected(const KvProduct& p, int64_t row, int64_t column, const std::vector<double>& x, const Columns& w,
-                  double* size) const {
-    double sum = product(x, w.product, size);
+  double expected(const KvProduct& p, int64_t row, int64_t column, const Row& r, const Columns& w, double* size) const {
+    double sum = product(r.x, w.product, size);
+    sum += change(static_cast<int>(&p - call.products), r.product, p.outputs, column, size);
     if (p.bias) sum += read(shape, p.bias, column);
     if (call.gate.data) {
       double gate_size;
-      const double g = product(x, w.gate, &gate_size), silu = g / (1.0 + std::exp(-g));
+      double g = product(r.x, w.gate, &gate_size);
+      g += change(call.count, r.gate, p.outputs, column, &gate_size);
+      const double silu = g / (1.0 + std::exp(-g));
       // The slope of silu is at most 1.1. Both factors of the product are off.
       const double off = 1.1 * gate_size;
       *size = *size * (std::fabs(silu) + tolerance() * off) + std::fabs(sum) * off, sum *= silu;
@@ -224,15 +286,21 @@ struct LinearCase {
     const std::vector<Buffer> once = run(random, {forwards, nullptr}),
                               again = run(random, any_runner(random, &threads));
     for (int i = 0; i < call.count; ++i) check(once[i].same(again[i]), "the bits depend on the order of the tasks");
-    for (const Buffer* buffer : {&input, &norm, &gate, &residual, &cosine, &sine}) buffer->check_canaries();
+    for (const Buffer* buffer : {&input, &norm, &gate, &residual, &cosine, &sine, &mask}) buffer->check_canaries();
+    for (size_t i = 0; i < firsts.size(); ++i) firsts[i].check_canaries(), seconds[i].check_canaries();
     for (int i = 0; i < call.count; ++i)
       weights[i].check_canaries(), biases[i].check_canaries(), check_product(i, once[i]);
   }
 
   void check_product(int i, const Buffer& output) const {
     const KvProduct& p = call.products[i];
-    std::vector<std::vector<double>> rows(tokens());
-    for (int64_t row = 0; row < tokens(); row += 1 + row % 5) rows[row] = row_of(row);
+    std::vector<Row> rows(tokens());
+    for (int64_t row = 0; row < tokens(); row += 1 + row % 5) {
+      rows[row].x = row_of(row);
+      if (!adapters.rows) continue;
+      rows[row].product = narrow_of(i, row, rows[row].x);
+      if (call.gate.data) rows[row].gate = narrow_of(call.count, row, rows[row].x);
+    }
     for (int64_t column = 0; column < p.outputs; column += 1 + column % 3) {
       const int64_t other = p.rotated ? partner(column) : column, plane = std::min(column, other) % (2 * call.planes);
       const Columns own = columns_of(i, column), crossed = p.rotated ? columns_of(i, other) : Columns();
@@ -268,7 +336,8 @@ struct LinearCase {
            " tokens " + std::to_string(call.tokens) + " inputs " + std::to_string(call.inputs) + " outputs " +
            products() + " input heads " + std::to_string(call.input_heads) + (call.norm ? " norm" : "") +
            (call.gate.data ? " gate" : "") + (call.gate.bits ? packed_of[call.count]->describe() : "") +
-           (call.float_input ? " float input" : "") + (call.residual ? " residual" : "");
+           (call.float_input ? " float input" : "") + (call.residual ? " residual" : "") +
+           (adapters.rows ? " adapters of " + std::to_string(adapters.rows) + " rows" : "");
   }
 };
 

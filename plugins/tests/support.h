@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../cpu/kvexport_cpu.h"
+#include "../cpu/linear/adapters.h"
 
 namespace fuzz {
 

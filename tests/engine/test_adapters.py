@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 import kvexport
+from kvexport.backends.onnxruntime.operators import VARIABLE
 from kvexport.engine.engine import Engine
 from kvexport.engine.options import EngineOptions
 from kvexport.engine.request import Request
@@ -22,9 +24,12 @@ from kvexport.errors import KvexportError, SnapshotError, UsageError
 from kvexport.export.build import read_model
 from kvexport.export.graph.adapters import put_adapters
 from kvexport.export.graph.tracer import trace_decoder
+from kvexport.language.chat import ChatTemplate
 from kvexport.recipe.fields import Recipe
 from kvexport.state.snapshot import Snapshot
 from tests.support.adapters import CONFIG, MODULES, adapter
+from tests.support.command_line import failure, ok
+from tests.support.http_server import TEMPLATE
 from tests.support.tiny_model import PROMPTS, RECIPE
 
 COUNT = 40  # tokens of an answer, which goes far beyond the budget of 32 slots
@@ -73,6 +78,36 @@ def test_an_adapter_answers_as_merged_weights_do(engine: Engine, merged: Engine)
     np.testing.assert_allclose(logits, of_merged, rtol=1e-4, atol=1e-4)
 
 
+def test_every_projection_takes_its_adapters_in_one_node(adapted_artifact: Path) -> None:
+    decoder = onnx.load(adapted_artifact / "decoder.onnx", load_external_data=False)
+    types = [node.op_type for node in decoder.graph.node]
+    # Queries, keys and values; the output; gate and up; down. The logits take no adapters.
+    assert (types.count("AdaptedLinear"), types.count("Linear")) == (4 * types.count("VoteAttention"), 1)
+    assert not {"MatMul", "Sigmoid", "RMSNormalization", "RotaryEmbedding"} & set(types)
+
+
+def test_the_functions_answer_as_the_kernels_do(
+    engine: Engine, adapted_artifact: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are equal, and logits too until a merge may choose otherwise between two slots of nearly equal cost."""
+    monkeypatch.setenv(VARIABLE, "off")
+    functions = kvexport.load(adapted_artifact, threads=1, adapters=adapters)
+    before = 24 * len(PROMPTS)
+    for name in ("two", None):
+        (tokens, logits), (expected, of_kernels) = answers(functions, adapter=name), answers(engine, adapter=name)
+        assert tokens == expected
+        np.testing.assert_allclose(logits[:before], of_kernels[:before], rtol=1e-4, atol=1e-4)
+
+
+def test_a_gpu_runs_adapters_beside_its_linears(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The CUDA kernels of Linear take no adapters."""
+    sections = {"adapters": {"count": 2, "rank": 4}, "backend": {"device": "cuda"}}
+    recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tiny_checkpoint)}, **sections})
+    decoder = onnx.load(kvexport.build(recipe, tmp_path / "artifact") / "decoder.onnx", load_external_data=False)
+    types = [node.op_type for node in decoder.graph.node]
+    assert types.count("Linear") > types.count("AdaptedLinear") == 0
+
+
 def test_without_an_adapter_the_model_answers_as_it_was_built(engine: Engine, tiny_artifact: Path) -> None:
     (tokens, logits), (expected, plain) = answers(engine), answers(kvexport.load(tiny_artifact, threads=1))
     assert tokens == expected
@@ -92,6 +127,21 @@ def test_a_request_that_moves_to_another_lane_takes_its_adapter_along(engine: En
     short.settings = engine.settings(max_new_tokens=4)
     assert run(engine, short, long)[1] == expected
     assert long.lane == 0  # where the short request was
+
+
+def test_the_commands_answer_with_the_adapter_that_the_option_names(
+    engine: Engine, adapted_artifact: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    option = f"--adapter=two={adapters['two']}"
+    ids, expected = "--token-ids=" + ",".join(map(str, PROMPTS[0])), run(engine, request(engine, PROMPTS[0], "two"))[0]
+    printed = ok("generate", adapted_artifact, ids, option, "--max-new-tokens", COUNT, "--greedy", "--json")
+    assert json.loads(printed)["token_ids"] == expected
+    template = ChatTemplate({"default": TEMPLATE}, {}, "the test")
+    monkeypatch.setattr("kvexport.engine.engine.read_chat_template", lambda _: template)
+    settings = ("--temperature", 0, "--max-new-tokens", 8)
+    said = [ok("chat", adapted_artifact, *settings, *more, input="anna\nbob\n") for more in ((), (option,))]
+    assert len(said[0].splitlines()) == len(said[1].splitlines()) == 2 and said[0] != said[1]
+    assert "--adapter is 'two', expected a name and a folder" in failure(2, "chat", adapted_artifact, "--adapter=two")
 
 
 def test_a_fork_has_the_adapter_of_its_prompt(engine: Engine) -> None:

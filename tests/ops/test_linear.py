@@ -34,8 +34,13 @@ FORMS = [
     Form(output_heads=(0, 0), bias=(0, 1), rotated=(0, 0)),
     Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), rotated=(1, 1, 0)),
     Form(output_heads=(2, 2), bias=(0, 0), rotated=(0, 1)),
+    Form(adapted=(1,)),
+    Form(input_heads=2, bias=(1,), gate=1, residual=1, adapted=(1, 1)),
+    Form(gate=1, adapted=(0, 1)),
+    Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), rotated=(1, 1, 0), adapted=(1, 0, 1)),
 ]
-RANKS = {"input": 3, "norm": 1, "bias": 1, "residual": 3, "cosine": 3, "sine": 3}  # all others have 2
+RANKS = {"input": 3, "norm": 1, "bias": 1, "residual": 3, "cosine": 3, "sine": 3, "adapter_rows": 3}  # all others: 2
+ADAPTER_ROWS = 13
 
 
 def model_of(form: Form, dtype: str, shape: list[Any], weight: list[Any], function: bool) -> onnx.ModelProto:
@@ -46,7 +51,7 @@ def model_of(form: Form, dtype: str, shape: list[Any], weight: list[Any], functi
     shapes |= {"input": shape, "weight0": weight}
     outputs = [f"output{i}" for i in range(form.count)]
     node = helper.make_node(
-        "Linear", list(shapes), outputs, domain="kvexport", overload=form.overload, **form.attributes
+        form.op_type, list(shapes), outputs, domain="kvexport", overload=form.overload, **form.attributes
     )
     inputs = [value(name, kind, dims) for name, dims in shapes.items()]
     graph = helper.make_graph([node], "g", inputs, [value(name, kind, None) for name in outputs])
@@ -75,10 +80,16 @@ def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torc
     if form.norm:
         rows = torch.nn.functional.rms_norm(rows, rows.shape[-1:], terms["norm"], form.epsilon)
     outputs = []
+
+    def change(i: int) -> torch.Tensor | int:
+        if not form.adapter_inputs(i):
+            return 0
+        return (rows @ terms[f"adapter_first{i}"].T * terms["adapter_rows"]) @ terms[f"adapter_second{i}"]
+
     for i, (heads, rotated) in enumerate(zip(form.output_heads, form.rotated, strict=True)):
-        x = torch.nn.functional.linear(rows, terms[f"weight{i}"], terms.get(f"bias{i}"))
+        x = torch.nn.functional.linear(rows, terms[f"weight{i}"], terms.get(f"bias{i}")) + change(i)
         if form.gate:
-            x = x * torch.nn.functional.silu(torch.nn.functional.linear(rows, terms["gate"]))
+            x = x * torch.nn.functional.silu(torch.nn.functional.linear(rows, terms["gate"]) + change(form.count))
         if form.residual:
             x = x + terms["residual"]
         if heads:
@@ -133,9 +144,16 @@ def test_the_function_equals_pytorch(form: Form, dtype: str, native: bool) -> No
         shapes |= {f"weight{i}": [size, inputs] for i, size in enumerate(sizes)} | {
             f"bias{i}": [size] for i, size in enumerate(sizes)
         }
+        for i, size in enumerate([*sizes, outputs][: form.weights]):
+            shapes |= {f"adapter_first{i}": [ADAPTER_ROWS, inputs], f"adapter_second{i}": [ADAPTER_ROWS, size]}
+        shapes["adapter_rows"] = [batch, 1, ADAPTER_ROWS]
         feeds = {name: rng.standard_normal(shapes[name]).astype(dtype) for name in (i.name for i in run.get_inputs())}
-        for name in {"weight0", "weight1", "weight2", "gate"} & feeds.keys():
-            feeds[name] /= np.sqrt(inputs).astype(dtype)
+        for name in feeds:
+            if name.startswith(("weight", "gate", "adapter_first")):
+                feeds[name] /= np.sqrt(inputs).astype(dtype)
+        if form.adapted:  # the last sequence has the first adapter, the one before it the second, and others have none
+            feeds["adapter_rows"][:] = 0
+            feeds["adapter_rows"][-1, :, 1:9], feeds["adapter_rows"][-2:-1, :, 9:] = 1, 1
         expected = meaning(form, **{name: torch.from_numpy(x).double() for name, x in feeds.items()})
         for actual, right in zip(run.run(None, feeds), expected, strict=True):
             assert actual.shape == right.shape and actual.dtype == np.dtype(dtype)
@@ -208,6 +226,45 @@ def test_products_of_one_input_that_do_not_fit_are_refused_by_the_run() -> None:
             run.run(None, good | {name: np.zeros(shape, np.float32)})
     with pytest.raises(Exception, match="cosine and sine are not of half a head's size"):
         run.run(None, good | {"cosine": np.zeros((1, 2, 3), np.float32), "sine": np.zeros((1, 2, 3), np.float32)})
+
+
+def test_adapters_that_do_not_fit_are_refused_by_the_run() -> None:
+    needs_library()
+    run = session(model_of(Form(gate=1, adapted=(1, 1)), "float32", ["B", "T", "K"], ["N", "M"], False), True)
+    shapes: dict[str, tuple[int, ...]] = {"input": (2, 3, 8), "weight0": (4, 8), "gate": (4, 8)}
+    shapes |= {"adapter_rows": (2, 1, 5)}
+    shapes |= {f"adapter_first{i}": (5, 8) for i in (0, 1)} | {f"adapter_second{i}": (5, 4) for i in (0, 1)}
+    good = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    run.run(None, good)
+    for name, shape, problem in (
+        ("adapter_rows", (1, 1, 5), "adapter_rows"),
+        ("adapter_first0", (4, 8), "first"),
+        ("adapter_second0", (5, 8), "second"),
+        ("adapter_first1", (5, 4), "first"),
+        ("adapter_second1", (4, 4), "second"),
+    ):
+        with pytest.raises(Exception, match=f"AdaptedLinear: {problem} is"):
+            run.run(None, good | {name: np.zeros(shape, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("adapted", "problem"),
+    [
+        ([1, 1], "adapted has an entry for each of 1 weights, not 2"),
+        ([0], "adapted is 0 or 1, and 1 of at least one weight"),
+        ([3], "adapted is 0 or 1, and 1 of at least one weight"),
+        (None, "the attribute adapted should be a list of integers"),
+    ],
+)
+def test_a_node_that_contradicts_its_adapters_is_refused(adapted: list[int] | None, problem: str) -> None:
+    needs_library()
+    model = model_of(Form(adapted=(1,)), "float32", ["B", "T", 8], [4, 8], False)
+    node = model.graph.node[0]
+    kept = [a for a in node.attribute if a.name != "adapted"]
+    del node.attribute[:]
+    node.attribute.extend([*kept, *([helper.make_attribute("adapted", adapted)] if adapted else [])])
+    with pytest.raises(Exception, match=problem):
+        session(model, True)
 
 
 @pytest.mark.parametrize(

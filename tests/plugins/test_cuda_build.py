@@ -116,7 +116,7 @@ def binding_links(objects: list[Path], architecture: str, library: Path) -> str:
             onnxruntime.InferenceSession(node, options, providers=["CPUExecutionProvider"])
     if driver_problem():
         with pytest.raises(EnvironmentProblem, match=f"{library.name} cannot be used: ") as caught:
-            native.require_runnable(library)
+            native.require_runnable(library, "cuda")
         assert caught.value.fix.startswith("make native-cuda")
     return ""
 

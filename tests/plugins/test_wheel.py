@@ -124,10 +124,10 @@ def test_the_metadata_has_addresses_and_links_that_work_on_an_index(wheel: Path)
 def test_the_wheel_runs_an_artifact_natively_in_an_empty_environment(
     index: bool, wheel: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:
-    """pip installs the wheel into an empty environment, where an engine runs with the wheel's native operators.
+    """An engine runs with the wheel's native operators in an empty environment, into which pip installs the wheel.
 
-    pip takes the run-time packages from the index, in the pinned versions, or the environment reads those of this one
-    by a path.
+    With `index`, pip also installs the pinned run-time packages. Otherwise the environment reads the packages of this
+    environment by a path.
     """
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False)

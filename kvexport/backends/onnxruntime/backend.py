@@ -102,8 +102,8 @@ class OnnxRuntime(Backend):
             raise UsageError(problem, "use the device cpu")
         devices.require_device(device)
         library = native.library(device)
-        if library and device == "cuda":
-            native.require_runnable(library)
+        if library:
+            native.require_runnable(library, device)
         runs = native.implementations(manifest, device)
         adapters = options.adapters or load_adapters(manifest, {})
         model = LoadedModel(
@@ -239,7 +239,7 @@ def _native(device: str) -> Native:
         path = native.library(device)
         if path is None:
             return Native("", *native.why_no_library(device))
-        native.require_runnable(path)
+        native.require_runnable(path, device)
         pages = native.why_small_pages(path) if device == "cpu" else ""
         packed = native.packed_layout(path, 32, 64) if device == "cpu" else ""
         return Native(native.instruction_set(path), small_pages=pages, packed=packed)

@@ -126,15 +126,15 @@ def library_of_ranks(manifest: Manifest, device: str) -> ctypes.CDLL:
     return loaded(path)
 
 
-def require_runnable(path: Path) -> None:
-    """Check that a native operator library for CUDA can run on this machine's GPU.
+def require_runnable(path: Path, device: str) -> None:
+    """Check that the kernels of a native operator library can run on this machine's processor or GPU.
 
     Raises:
         EnvironmentProblem: If it cannot.
     """
     problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""
     if problem:
-        raise EnvironmentProblem(f"{path.name} cannot be used: {problem}", f"{how_to_build('cuda')}, or {VARIABLE}=off")
+        raise EnvironmentProblem(f"{path.name} cannot be used: {problem}", f"{how_to_build(device)}, or {VARIABLE}=off")
 
 
 def why_function(path: Path | None, op: str, method: Method, device: str = "cpu") -> str | None:

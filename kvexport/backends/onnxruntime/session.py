@@ -124,7 +124,7 @@ def _with_float_input(model: bytes) -> bytes | None:
     import onnx
 
     proto = onnx.ModelProto.FromString(model)
-    readers = [node for node in proto.graph.node if node.op_type in ("Linear", "Experts")]
+    readers = [node for node in proto.graph.node if node.op_type in ("Linear", "AdaptedLinear", "Experts")]
     attributes = [attribute for node in readers for attribute in node.attribute if attribute.name == "float_input"]
     for attribute in attributes:
         attribute.i = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from onnx import helper
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
 from kvexport.export.graph.heads import split_heads
+from kvexport.export.graph.names import name_nodes
 from kvexport.export.graph.tracer import layer_attributes
-from kvexport.export.passes import DECODER_PASSES
 from kvexport.export.passes.linear.forms import linear_functions, take_floats
 from kvexport.export.passes.packed import put_packed
-from kvexport.export.passes.report import run_passes
+from kvexport.export.passes.report import Pass, run_passes
 from kvexport.export.weights.write import Location
 from kvexport.methods.base import Method
 from kvexport.ops.experts import experts_function
@@ -72,6 +72,7 @@ def finish_decoder(
     plan: CachePlan,
     functions: list[onnx.FunctionProto],
     packings: Mapping[str, PackedFormat],
+    passes: Sequence[Pass],
     *,
     float_input: bool,
 ) -> onnx.ModelProto:
@@ -89,6 +90,7 @@ def finish_decoder(
         plan: The cache plan.
         functions: The VoteAttention function of each cache.
         packings: The formats of packed weights, by initializer.
+        passes: The rewrites of the graph.
         float_input: Whether packed weights are multiplied with inputs that are not rounded.
 
     Returns:
@@ -110,10 +112,11 @@ def finish_decoder(
                 name=name,
                 base_dir=folder,
             )
-    run_passes(model, DECODER_PASSES)
+    run_passes(model, passes)
     split_heads(model.graph, geometry, plan)
     if float_input:
         take_floats(model.graph)
+    name_nodes(model.graph)
     proto, layer_geometry = ir.to_proto(model), cache_geometry(geometry, len(plan.caches))
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):

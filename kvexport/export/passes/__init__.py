@@ -18,6 +18,7 @@ import onnx
 
 from kvexport.export.passes.in_place import check_in_place
 from kvexport.export.passes.last_rows import LAST_ROWS
+from kvexport.export.passes.linear.adapters import ADAPTERS
 from kvexport.export.passes.linear.bias import BIAS
 from kvexport.export.passes.linear.gate import GATE
 from kvexport.export.passes.linear.heads import INPUT_HEADS, OUTPUT_HEADS
@@ -36,6 +37,7 @@ DECODER_PASSES: tuple[Pass, ...] = (
     # Every product becomes a Linear, with what follows it.
     PRODUCT,
     BIAS,
+    ADAPTERS,
     GATE,
     RESIDUAL,
     OUTPUT_HEADS,

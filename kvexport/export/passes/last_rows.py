@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from kvexport.export.passes.linear.forms import OP_TYPES, form_of, is_linear
 from kvexport.export.passes.nodes import Dims, dims, is_op, show
 from kvexport.export.passes.report import Rewrite
 from kvexport.ops.onnx_function import DOMAIN
 
-PRODUCTS = {"Linear", "MatMul"}
+PRODUCTS = {*OP_TYPES, "MatMul"}
 # These compute each row of their first input by itself, along the last axis.
 ALONG_ROWS = {"RMSNormalization", "LayerNormalization", "Split"}
 ELEMENTWISE = {
@@ -115,8 +116,8 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
     if not inputs or not all(_has_rows(value, rows) for value in node.outputs):
         return []
     first, others = inputs[0], inputs[1:]
-    if is_op(node, "Linear", DOMAIN):
-        return _linear_row_inputs(node, rows, first, others)
+    if is_linear(node):
+        return _linear_row_inputs(node, rows)
     if is_op(node, "AllReduce", DOMAIN):
         return [first] if _has_rows(first, rows) else []
     if node.domain:
@@ -132,15 +133,21 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
     return [first] if alone and _has_rows(first, rows) else []
 
 
-def _linear_row_inputs(node: ir.Node, rows: Dims, data: ir.Value, others: list[ir.Value]) -> list[ir.Value]:
+def _linear_row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
     """Return the inputs that a Linear node with one product reads row by row: its data and its residual.
 
-    The data may have a dimension of heads. The result is empty if the shapes leave a doubt.
+    The data may have a dimension of heads. All rows of a sequence share its adapter. The result is empty if the shapes
+    leave a doubt.
     """
-    heads = node.attributes.get_int("input_heads", 0)
-    residual = [others.pop()] if node.attributes.get_int("residual", 0) else []
-    static = all(value.shape is not None and value.shape.is_static() for value in others)
-    shape = dims(data)
+    form = form_of(node)
+    if len(form.inputs) != len(node.inputs):
+        return []
+    inputs = {name: value for name, value in zip(form.inputs, node.inputs, strict=True) if value is not None}
+    data, residual = inputs.pop("input"), [inputs.pop("residual")] if form.residual else []
+    of_adapters = {"adapter_rows", *(name for i in range(form.weights) for name in form.adapter_inputs(i))}
+    weights = [value for name, value in inputs.items() if name not in of_adapters]
+    static = all(value.shape is not None and value.shape.is_static() for value in weights)
+    heads, shape = form.input_heads, dims(data)
     of_heads = len(shape) == 4 and shape[:3] == (rows[0], heads, rows[1]) and isinstance(shape[3], int)
     right = (of_heads if heads else _has_rows(data, rows)) and all(_has_rows(value, rows) for value in residual)
     return [data, *residual] if static and right and len(node.outputs) == 1 else []

@@ -68,6 +68,21 @@ struct LinearKernel : kv::LinearNode {
   }
 };
 
+struct AdaptedLinearKernel : kv::LinearNode {
+  static constexpr const char* kProvider = nullptr;
+  AdaptedLinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
+      : LinearNode(Ort::ConstKernelInfo(info), cache.type, {false, &kPanels}, true) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvLinear call = this->call(context);
+      const KvAdapters adapters = this->adapters(context, call);
+      kv::require_success("AdaptedLinear", kv_cpu_adapted_linear(&call, &adapters, runner(context)));
+    });
+  }
+};
+
 struct ExpertsKernel : kv::ExpertsNode {
   static constexpr const char* kProvider = nullptr;
   ExpertsKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
@@ -124,28 +139,33 @@ struct AllReduceKernel {
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                                                const OrtApiBase* base) {
+  if (const char* problem = kv_cpu_problem()) return base->GetApi(1)->CreateStatus(ORT_FAIL, problem);
   constexpr auto f32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, f16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                  i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>, kv::ExpertsOp<ExpertsKernel>,
-                                kv::LinearAttentionOp<LinearAttentionKernel>, kv::AllReduceOp<AllReduceKernel>>(
-      options, base,
-      {{KV_FLOAT32, f32},
-       {KV_FLOAT16, f16},
-       {KV_INT8, i8, i8, KV_FLOAT32, f32},
-       {KV_INT8, i8, i8, KV_FLOAT16, f16},
-       {KV_INT4, u8, u8, KV_FLOAT32, f32},
-       {KV_INT4, u8, u8, KV_FLOAT16, f16},
-       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-       {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
+                                kv::LinearOp<LinearKernel>, kv::AdaptedLinearOp<AdaptedLinearKernel>,
+                                kv::ExpertsOp<ExpertsKernel>, kv::LinearAttentionOp<LinearAttentionKernel>,
+                                kv::AllReduceOp<AllReduceKernel>>(options, base,
+                                                                  {{KV_FLOAT32, f32},
+                                                                   {KV_FLOAT16, f16},
+                                                                   {KV_INT8, i8, i8, KV_FLOAT32, f32},
+                                                                   {KV_INT8, i8, i8, KV_FLOAT16, f16},
+                                                                   {KV_INT4, u8, u8, KV_FLOAT32, f32},
+                                                                   {KV_INT4, u8, u8, KV_FLOAT16, f16},
+                                                                   {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+                                                                   {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
-// instruction set that runs, why there are no kernels for quantized caches ("": there are; older libraries lack the
-// function), why a packed weight with these groups and rows is not read in panels ("": it is), and why
-// weights are not in huge pages ("": they are).
+// instruction set that runs, why none runs on this machine ("": one does), why there are no kernels for quantized
+// caches ("": there are; older libraries lack the function), why a packed weight with these groups and rows is not read
+// in panels ("": it is), and why weights are not in huge pages ("": they are).
 extern "C" __attribute__((visibility("default"))) const char* kvexport_schema() { return kv::kSchema; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_isa() { return kv_cpu_isa(); }
+extern "C" __attribute__((visibility("default"))) const char* kvexport_device_problem() {
+  const char* const problem = kv_cpu_problem();
+  return problem ? problem : "";
+}
 extern "C" __attribute__((visibility("default"))) const char* kvexport_small_cache() { return ""; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_why_no_panels(int64_t group, int64_t inputs) {
   KvWeight weight{};

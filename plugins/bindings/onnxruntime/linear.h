@@ -1,24 +1,28 @@
-// A node of Linear (docs/reference/contract.md, section 3): products of one input with weights in the layout of
-// checkpoints, the norm before them and the epilogue after them.
+// A node of Linear or AdaptedLinear (docs/reference/contract.md, section 3): products of one input with weights in the
+// layout of checkpoints, the norm before them and the epilogue after them; AdaptedLinear adds LoRA adapters.
 #pragma once
 
+#include "../../cpu/linear/adapters.h"
 #include "weight.h"
 
 namespace kv {
 
 // input_heads, output_heads: if above 0, the tensor is [batch, heads, tokens, size] with this number of heads; if 0, it
-// is [batch, tokens, heads x size]. Lists have an entry for each product; `packed` and `group` have a last entry for
-// the gate, and a node without packed weights omits both.
+// is [batch, tokens, heads x size]. Lists have an entry for each product; `packed`, `group` and `adapted` have a last
+// entry for the gate. A node without packed weights omits `packed` and `group`. Only AdaptedLinear has `adapted`.
 struct LinearNode {
   int type, input_heads, float_input = 0;
   bool norm, gate, residual;
   float epsilon;
-  std::vector<int> output_heads, bias, rotated, packed, group;
+  std::vector<int> output_heads, bias, rotated, packed, group, adapted;
   std::vector<Weight> weights;
   Weight gate_weight;
+  std::vector<size_t> adapter_inputs;  // for each weight, the input `first`, which `second` follows; 0 without adapters
+  size_t last_inputs = 0;              // the first of the inputs residual, cosine and sine
 
-  LinearNode(const Ort::ConstKernelInfo& info, int type, const Keeping& keeping) : type(type) {
-    const Attributes node(info, "Linear");
+  LinearNode(const Ort::ConstKernelInfo& info, int type, const Keeping& keeping, bool takes_adapters = false)
+      : type(type) {
+    const Attributes node(info, takes_adapters ? "AdaptedLinear" : "Linear");
     input_heads = integer_at_least(0, node, "input_heads"), output_heads = node.integers("output_heads");
     bias = node.integers("bias"), rotated = node.integers("rotated");
     norm = node.integer("norm") != 0, epsilon = node.number("epsilon");
@@ -35,8 +39,10 @@ struct LinearNode {
     }
     node.require(count == 1 || !(gate || residual), "a gate or a residual goes with one product, not several");
     read_packing(node, count + gate);
-    size_t expected = 1 + norm + count + gate + residual + 2 * is_rotated();
+    if (takes_adapters) read_adapted(node, count + gate);
+    size_t expected = 1 + norm + takes_adapters + count + gate + residual + 2 * is_rotated();
     for (const int one : bias) expected += one != 0;
+    for (const int one : adapted) expected += one ? 2 : 0;
     for (const int one : packed) expected += one == 0 ? 0 : one == 1 ? 1 : 2;
     node.require(info.GetInputCount() == expected,
                  "there are " + std::to_string(info.GetInputCount()) + " inputs, not " + std::to_string(expected));
@@ -56,11 +62,19 @@ struct LinearNode {
     };
     if (norm) plain(1);
     size_t next = 1 + norm;
+    if (takes_adapters) plain(next++);
+    const auto adapters = [&](size_t i) {
+      const bool takes = takes_adapters && adapted[i];
+      adapter_inputs.push_back(takes ? next : 0);
+      for (int k = 0; takes && k < 2; ++k) plain(next++);
+    };
     for (size_t i = 0; i < count; ++i) {
       weights.push_back(weight(next, i)), next += weights[i].count();
       if (bias[i]) plain(next++);
+      adapters(i);
     }
-    if (gate) gate_weight = weight(next, count), next += gate_weight.count();
+    if (gate) gate_weight = weight(next, count), next += gate_weight.count(), adapters(count);
+    last_inputs = next;
     while (next < expected) plain(next++);
     const Shape input = declared_shape(info, 0);
     for (size_t i = 0; i < count; ++i) {
@@ -82,6 +96,15 @@ struct LinearNode {
       check(node, packed[i] ? group[i] > 0 : group[i] == 0, "group", group[i],
             packed[i] ? "positive of a packed weight" : "0 of a weight that is not packed");
     }
+  }
+
+  void read_adapted(const Attributes& node, size_t count) {
+    adapted = node.integers("adapted");
+    node.require(adapted.size() == count, "adapted has an entry for each of " + std::to_string(count) +
+                                              " weights, not " + std::to_string(adapted.size()));
+    int any = 0;
+    for (const int one : adapted) any |= one;
+    node.require(any == 1, "adapted is 0 or 1, and 1 of at least one weight");
   }
 
   ONNXTensorElementDataType element() const {
@@ -130,11 +153,11 @@ struct LinearNode {
     for (int i = 0; i < call.count; ++i) product(context, shape, rows, i, &call);
     if (norm) call.norm = kv::input<void>(context, 1, "Linear: norm", {call.inputs});
     const int64_t outputs = call.products[0].outputs;
-    size_t next = weights.back().integers.input + weights.back().count() + (bias.back() != 0);
+    size_t next = last_inputs;
     if (gate) {
       const Shape shape = gate_weight.integers.shape_in(context), expected{outputs, call.inputs};
       require(shape == expected, [&] { return "Linear: gate is " + text(shape) + ", not " + text(expected); });
-      call.gate = gate_weight.call(context, shape), next += gate_weight.count();
+      call.gate = gate_weight.call(context, shape);
     }
     if (residual) {
       Shape plain = rows;
@@ -149,6 +172,23 @@ struct LinearNode {
       call.sine = kv::input<void>(context, next + 1, "Linear: sine", expected);
     }
     return call;
+  }
+
+  // Returns the adapters of a call of AdaptedLinear.
+  KvAdapters adapters(const Ort::KernelContext& context, const KvLinear& call) const {
+    const size_t mask = 1 + norm;
+    const Shape shape = context.GetInput(mask).GetTensorTypeAndShapeInfo().GetShape();
+    KvAdapters adapters{};
+    adapters.rows = shape.empty() ? 0 : shape.back();
+    adapters.mask = kv::input<void>(context, mask, "AdaptedLinear: adapter_rows", {call.batch, 1, adapters.rows});
+    for (size_t i = 0; i < adapter_inputs.size(); ++i) {
+      const size_t first = adapter_inputs[i];
+      if (!first) continue;
+      const int64_t outputs = call.products[i < weights.size() ? i : 0].outputs;
+      adapters.first[i] = kv::input<void>(context, first, "AdaptedLinear: first", {adapters.rows, call.inputs});
+      adapters.second[i] = kv::input<void>(context, first + 1, "AdaptedLinear: second", {adapters.rows, outputs});
+    }
+    return adapters;
   }
 
   void product(const Ort::KernelContext& context, const Shape& input, const Shape& rows, int i, KvLinear* call) const {

@@ -92,6 +92,28 @@ struct LinearOp : Operator<LinearOp<TKernel>, TKernel> {
 };
 
 template <class TKernel>
+struct AdaptedLinearOp : Operator<AdaptedLinearOp<TKernel>, TKernel> {
+  using Base = Operator<AdaptedLinearOp<TKernel>, TKernel>;
+  using Base::Base, Base::cache;
+
+  static bool takes(const CacheType& x) { return x.type == x.query_type; }
+  const char* GetName() const { return "AdaptedLinear"; }
+  // Those of Linear, adapter_rows, and two for each product.
+  size_t GetInputTypeCount() const { return 5 + 6 * KV_MAX_PRODUCTS; }
+  ONNXTensorElementDataType GetInputType(size_t i) const {
+    return i == 0 ? cache.element : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  }
+  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
+    return i < 5 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
+  size_t GetOutputTypeCount() const { return KV_MAX_PRODUCTS; }
+  ONNXTensorElementDataType GetOutputType(size_t) const { return cache.element; }
+  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t i) const {
+    return i < 1 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
+};
+
+template <class TKernel>
 struct ExpertsOp : Operator<ExpertsOp<TKernel>, TKernel> {
   using Base = Operator<ExpertsOp<TKernel>, TKernel>;
   using Base::Base, Base::cache;

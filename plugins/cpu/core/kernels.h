@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../kvexport_cpu.h"
+#include "../linear/adapters.h"
 
 namespace kv {
 
@@ -10,29 +11,29 @@ namespace kv {
   void vote_attention(const KvVoteAttention&, KvRunner);                        \
   void keep_queries(const KvVoteAttention&, const KvRing&);                     \
   void merge_cache(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner); \
-  void linear(const KvLinear&, KvRunner);                                       \
+  void linear(const KvLinear&, const KvAdapters*, KvRunner);                    \
   void experts(const KvExperts&, KvRunner);                                     \
   }
 
 #if defined(__x86_64__)
 namespace avx512vnni {
-void linear(const KvLinear&, KvRunner);  // attention and merging run avx512's kernels
-void linear_amx(const KvLinear&, KvRunner);
+void linear(const KvLinear&, const KvAdapters*, KvRunner);  // attention and merging run avx512's kernels
+void linear_amx(const KvLinear&, const KvAdapters*, KvRunner);
 void experts(const KvExperts&, KvRunner);
 }  // namespace avx512vnni
 namespace avxvnni {
-void linear(const KvLinear&, KvRunner);  // attention and merging are avx2's
+void linear(const KvLinear&, const KvAdapters*, KvRunner);  // attention and merging are avx2's
 void experts(const KvExperts&, KvRunner);
 }  // namespace avxvnni
 KV_DECLARE(avx512)
 KV_DECLARE(avx2)
 #elif defined(__aarch64__)
 namespace dotprod {
-void linear(const KvLinear&, KvRunner);  // attention and merging are neon's
+void linear(const KvLinear&, const KvAdapters*, KvRunner);  // attention and merging are neon's
 void experts(const KvExperts&, KvRunner);
 }  // namespace dotprod
 namespace i8mm {
-void linear(const KvLinear&, KvRunner);  // attention and merging are neon's
+void linear(const KvLinear&, const KvAdapters*, KvRunner);  // attention and merging are neon's
 void experts(const KvExperts&, KvRunner);
 }  // namespace i8mm
 KV_DECLARE(neon)

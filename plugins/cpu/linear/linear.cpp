@@ -3,6 +3,7 @@
 //
 //   x = the rows in float32; a norm divides each by its root mean square                    16 rows a task (rows.h)
 //   round x if packed weights are multiplied with rounded rows (rounding.h, amx.h)          16 rows a task
+//   narrow = x first^T if a sequence has a LoRA adapter (low_rank.h)                        16 rows a task
 //   for each share of the columns of all weights, for each range of rows                    one task each
 //     few rows, packed weights:       `few`: 16 columns against every row (panel_products.h, panel_floats.h)
 //     fewer than kRows rows:          `stream`: a column against every row, each weight read once (plain.h)
@@ -10,6 +11,7 @@
 //     many rows:                      `block`: blocks of kBlock columns. Rounded rows are multiplied with panels
 //                                     (panel_products.h, amx.h), and others with columns that are packed as float32,
 //                                     kDepth inputs at a time, in tiles of kTileRows rows (core/tile.h)
+//     y = y + narrow second (low_rank.h)
 //     epilogue: y = (y + bias) silu(gate product) + residual (epilogue.h)
 //   rotate the heads that are rotated                                                       16 rows a task
 //
@@ -20,6 +22,7 @@
 #include "../core/kernels.h"
 #include "amx.h"
 #include "epilogue.h"
+#include "low_rank.h"
 #include "packed.h"
 #include "panel_floats.h"
 #include "plain.h"
@@ -45,6 +48,7 @@ struct Linear {
   const float* input;          // [rows, inputs]
   const RoundedRows* rounded;  // [kBlocks]
   const TiledRows& tiled;      // the rows in AMX tiles; without values if the call does not use tiles
+  const Adapted<T>& adapted;   // the LoRA adapters, and the products of the rows with them
 
   bool many() const { return rows >= (tiled.values ? kManyTiled : kMany); }
   static bool packed(const KvLinear& a) {
@@ -127,6 +131,13 @@ struct Linear {
     }
   }
 
+  // Computes the steps after the products x and g of a row with a weight and with the gate.
+  void finish(const KvProduct& p, int64_t row, int64_t column, int count, float* x, float* g) const {
+    adapted.add(static_cast<int>(&p - a.products), row, p.outputs, column, count, x);
+    if (a.gate.data) adapted.add(a.count, row, p.outputs, column, count, g);
+    epilogue<T>(a, p, row, column, count, x, g);
+  }
+
   // Computes every row of the columns [column, column + 16) that are below `to`.
   void few(const KvProduct& p, int64_t column, int64_t to) const {
     static thread_local Scratch<float> scratch;
@@ -135,7 +146,7 @@ struct Linear {
     few_products(p.weight, column, count, x);
     if (a.gate.data) few_products(a.gate, column, count, g);
     for (int64_t row = 0; row < rows; ++row)
-      epilogue<T>(a, p, row, column, count, x + row * kPanelColumns, g + row * kPanelColumns);
+      finish(p, row, column, count, x + row * kPanelColumns, g + row * kPanelColumns);
   }
 
   // Computes x [rows, 16]: the products of every row with `count` columns.
@@ -163,7 +174,7 @@ struct Linear {
     const int count = static_cast<int>(to - column < W ? to - column : W);
     products(p.weight, column, count, x);
     if (a.gate.data) products(a.gate, column, count, g);
-    for (int64_t row = 0; row < rows; ++row) epilogue<T>(a, p, row, column, count, x[row], g[row]);
+    for (int64_t row = 0; row < rows; ++row) finish(p, row, column, count, x[row], g[row]);
   }
 
   void products(const KvWeight& weight, int64_t column, int count, float (*x)[W]) const {
@@ -178,7 +189,7 @@ struct Linear {
     if (a.gate.data) tile_of(a.gate, row, column, to, g);
     const int count = static_cast<int>(to - column < kColumns ? to - column : kColumns);
     for (int i = 0; i < kRows && row + i < rows; ++i)
-      epilogue<T>(a, p, row + i, column, count, x + i * kColumns, g + i * kColumns);
+      finish(p, row + i, column, count, x + i * kColumns, g + i * kColumns);
   }
 
   // Computes result [kRows, kColumns]. Rows and columns past the end repeat the last one.
@@ -199,7 +210,7 @@ struct Linear {
     block_of(p.weight, first, count, column, columns, block, x);
     if (a.gate.data) block_of(a.gate, first, count, column, columns, block, g);
     for (int64_t row = 0; row < count; ++row)
-      epilogue<T>(a, p, first + row, column, columns, x + row * kBlock, g + row * kBlock);
+      finish(p, first + row, column, columns, x + row * kBlock, g + row * kBlock);
   }
 
   // Computes result [count in whole tiles, kBlock]. block [kDepth, kBlock] is scratch memory.
@@ -286,7 +297,7 @@ TiledRows tile_rows(const KvLinear& a, const float* input, bool amx, KvRunner ru
 }
 
 template <class T>
-void run(const KvLinear& a, KvRunner runner, bool amx) {
+void run(const KvLinear& a, const KvAdapters* adapters, KvRunner runner, bool amx) {
   static thread_local Scratch<float> scratch;
   static thread_local Scratch<uint8_t> memory[kBlocks];
   static thread_local Scratch<uint16_t> tiles;
@@ -294,7 +305,9 @@ void run(const KvLinear& a, KvRunner runner, bool amx) {
   RoundedRows rounded[kBlocks];
   const float* const input = rows_of<T>(a, runner, scratch);
   const TiledRows tiled = tile_rows<T>(a, input, amx, runner, tiles);
-  const Linear<T> call{a, a.batch * a.tokens, input, rounded, tiled};
+  const Adapted<T> adapted(a, adapters, input);
+  adapted.multiply(runner);
+  const Linear<T> call{a, a.batch * a.tokens, input, rounded, tiled, adapted};
   for (int i = 0; i < kBlocks; ++i) rounded[i] = round_rows(call, kMostBlock >> i, runner, memory[i]);
   for_all(runner, call.shares() * call.ranges(), [&](size_t task) { call.run(task); });
   if (rotates(a)) for_rows(runner, call.rows, [&](int64_t row) { rotate<T>(a, row); });
@@ -302,13 +315,13 @@ void run(const KvLinear& a, KvRunner runner, bool amx) {
 
 }  // namespace
 
-void linear(const KvLinear& call, KvRunner runner) {
-  call.type == KV_FLOAT16 ? run<half>(call, runner, false) : run<float>(call, runner, false);
+void linear(const KvLinear& call, const KvAdapters* adapters, KvRunner runner) {
+  call.type == KV_FLOAT16 ? run<half>(call, adapters, runner, false) : run<float>(call, adapters, runner, false);
 }
 
 #if defined(__AMX_BF16__)
-void linear_amx(const KvLinear& call, KvRunner runner) {
-  call.type == KV_FLOAT16 ? run<half>(call, runner, true) : run<float>(call, runner, true);
+void linear_amx(const KvLinear& call, const KvAdapters* adapters, KvRunner runner) {
+  call.type == KV_FLOAT16 ? run<half>(call, adapters, runner, true) : run<float>(call, adapters, runner, true);
 }
 #endif
 

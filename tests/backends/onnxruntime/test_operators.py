@@ -108,6 +108,55 @@ def test_random_calls_under_thread_sanitizer() -> None:
     calls_hold([str(fuzz("native-thread", "-DKV_SANITIZE=thread", *alone))], 30_000, 30)
 
 
+# Kernels of AVX-512 without content, and a program that tells whether they would run.
+EMPTY_KERNELS = """#include <cstdio>
+#include "cpu/core/kernels.h"
+#include "cpu/recurrence/recurrence.h"
+namespace kv {
+namespace avx512vnni {
+void linear(const KvLinear&, const KvAdapters*, KvRunner) {}
+void linear_amx(const KvLinear&, const KvAdapters*, KvRunner) {}
+void experts(const KvExperts&, KvRunner) {}
+}  // namespace avx512vnni
+namespace avx512 {
+void vote_attention(const KvVoteAttention&, KvRunner) {}
+void keep_queries(const KvVoteAttention&, const KvRing&) {}
+void merge_cache(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner) {}
+void linear(const KvLinear&, const KvAdapters*, KvRunner) {}
+void experts(const KvExperts&, KvRunner) {}
+void linear_attention(const KvLinearAttention&, KvRunner) {}
+}  // namespace avx512
+}  // namespace kv
+const char* kv_cpu_why_no_panels(const KvWeight*, int64_t) { return nullptr; }
+int main() {
+  const KvLinear call{};
+  const char* const problem = kv_cpu_linear(&call, {});
+  printf("%s: %s", kv_cpu_isa(), problem ? problem : "");
+}
+"""
+ALONE = "its kernels were compiled for AVX-512 alone"
+
+
+@pytest.mark.skipif(ON_ARM, reason="not reached: AVX-512 is of x86")
+def test_kernels_of_avx512_alone_refuse_machines_without_it(tmp_path: Path) -> None:
+    compiler, source = tool(os.environ.get("CXX", "c++")), tmp_path / "program.cpp"
+    source.write_text(EMPTY_KERNELS)
+
+    def said(supports: int, isa: str) -> str:
+        """Return the answer of the program on a machine that has all instruction sets, or none."""
+        program = tmp_path / f"program{supports}"
+        if not program.exists():
+            flags = ["-std=gnu++17", "-DKV_AVX512_ALONE", f"-D__builtin_cpu_supports(x)={supports}", f"-I{PLUGINS}"]
+            command = [compiler, *flags, str(source), str(PLUGINS / "cpu" / "dispatch.cpp"), "-o", str(program)]
+            subprocess.run(command, check=True)
+        environment = {**os.environ, "KVEXPORT_CPU_ISA": isa}
+        return subprocess.run([program], check=True, capture_output=True, text=True, env=environment).stdout
+
+    assert said(1, "avx512") == "avx512: a dimension is zero or negative"
+    assert said(0, "").startswith(f": {ALONE}")
+    assert said(1, "avx2").startswith(f": {ALONE}")
+
+
 @pytest.mark.parametrize("isa", ["neon", "portable", "dotprod", "i8mm"])
 def test_random_calls_on_arm(isa: str) -> None:
     if platform.machine() in ("aarch64", "arm64"):
@@ -180,6 +229,7 @@ def test_the_library_links_no_onnxruntime_and_exports_only_its_functions() -> No
     assert exported == {
         "RegisterCustomOps",
         "kvexport_isa",
+        "kvexport_device_problem",
         "kvexport_schema",
         "kvexport_huge_pages",
         "kvexport_small_cache",

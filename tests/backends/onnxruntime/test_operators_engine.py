@@ -21,6 +21,7 @@ from kvexport.commands.app import app
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem
+from kvexport.schema.operators import schema_digest
 from tests.support.models import build_shared, given_tokens_logits, make_recipe, random_ids
 from tests.support.tiny_model import RECIPE
 
@@ -166,6 +167,23 @@ def test_a_library_that_cannot_be_loaded_is_a_problem_of_the_environment(
     assert "the native operators cannot be loaded" in doctor()["problem"]
     with pytest.raises(EnvironmentProblem, match="the native operators cannot be loaded"):
         load(tiny_artifact)
+
+
+def test_a_library_of_other_machines_is_refused_before_a_kernel_runs(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not shutil.which("cc"):
+        pytest.skip("not reached: cc was not found")
+    answers = {"schema": schema_digest(), "device_problem": "its kernels were compiled for AVX-512 alone"}
+    lines = [f'const char* kvexport_{name}(void) {{ return "{text}"; }}' for name, text in answers.items()]
+    (tmp_path / "other.c").write_text("\n".join(lines) + "\n")
+    other = tmp_path / "other.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", other, tmp_path / "other.c"], check=True)
+    monkeypatch.setenv(native.VARIABLE, str(other))
+    with pytest.raises(EnvironmentProblem, match=r"other\.so cannot be used: its kernels were compiled for") as caught:
+        load(tiny_artifact)
+    assert caught.value.fix == "make native, or KVEXPORT_OPERATORS=off"
+    assert doctor()["problem"] == caught.value.problem
 
 
 @pytest.mark.parametrize("says", ["", 'const char* kvexport_schema(void) { return "of another version"; }'])

@@ -144,7 +144,7 @@ def test_the_pick_moves_up_through_operators_of_single_rows(lines: list[str], pi
     ("line", "picks"),
     [
         ("m = kvexport.Linear (x, w)", ["x"]),
-        ("m = kvexport.Linear <residual = 1, norm = 1> (x, b, w, b, r)", ["r", "x"]),
+        ("m = kvexport.Linear <residual = 1, norm = 1, bias = [1]> (x, b, w, b, r)", ["r", "x"]),
         ("m = kvexport.Linear <input_heads = 2, residual = 1> (heads, w, r)", ["heads", "r"]),
         ("m = kvexport.Linear <input_heads = 3> (heads, w)", ["m"]),
         ("m = kvexport.Linear <input_heads = 0> (heads, w)", ["m"]),

@@ -14,6 +14,7 @@ from kvexport.export.passes.nodes import is_op, known_shape, producer
 from kvexport.ops.linear import Form, linear_function
 from kvexport.ops.onnx_function import DOMAIN
 
+OP_TYPES = ("Linear", "AdaptedLinear")
 READ_TWICE = "its product is read by other nodes too"
 
 
@@ -33,13 +34,13 @@ def take_floats(graph: ir.Graph) -> None:
 
 
 def is_linear(node: ir.Node) -> bool:
-    """Return whether an ONNX node is a Linear, kvexport's operator of fused matrix products."""
-    return is_op(node, "Linear", DOMAIN)
+    """Return whether an ONNX node is a Linear, kvexport's operator of fused matrix products, perhaps with adapters."""
+    return any(is_op(node, op_type, DOMAIN) for op_type in OP_TYPES)
 
 
 def linear_of(node: ir.Node, i: int) -> ir.Node | None:
     """Return the Linear node that computes input `i` of a node; None if another node does."""
-    return producer(node, i, "Linear", DOMAIN)
+    return next((x for op_type in OP_TYPES if (x := producer(node, i, op_type, DOMAIN)) is not None), None)
 
 
 def form_of(linear: ir.Node) -> Form:
@@ -53,19 +54,26 @@ def form_of(linear: ir.Node) -> Form:
 
 
 def steps_of(linear: ir.Node) -> Form:
-    """Return the form of a Linear node without the packed formats of its weights."""
-    return replace(form_of(linear), packed=(), group=())
+    """Return the form of a Linear node without the packed formats and the adapters of its weights."""
+    return replace(form_of(linear), packed=(), group=(), adapted=())
 
 
 def join(form: Form, linears: Iterable[ir.Node]) -> Form:
-    """Return the form `form` of a fused Linear with the packed formats of the weights of `linears`, in their order."""
+    """Return the form `form` of a fused Linear with the packed formats and adapters of the weights of `linears`."""
     forms = [form_of(linear) for linear in linears]
-    if not any(one.packed for one in forms):
-        return form
-    packed, group = (
-        tuple(x for one in forms for x in getattr(one, name) or (0,) * one.weights) for name in ("packed", "group")
-    )
-    return replace(form, packed=packed, group=group)
+    lists = {
+        name: tuple(x for one in forms for x in getattr(one, name) or (0,) * one.weights)
+        for name in ("packed", "group", "adapted")
+        if any(getattr(one, name) for one in forms)
+    }
+    return replace(form, **lists)
+
+
+def inputs_of(linears: Sequence[ir.Node]) -> list[ir.Value | None]:
+    """Return the inputs of one Linear node that computes the products of several, which have one input and no norm."""
+    adapted = [linear for linear in linears if form_of(linear).adapted]
+    rows = [linear.inputs[1] for linear in adapted[:1]]
+    return [linears[0].inputs[0], *rows, *(x for y in linears for x in y.inputs[1 + (y in adapted) :])]
 
 
 def dtype_of(linear: ir.Node) -> ir.DataType | None:
@@ -76,7 +84,8 @@ def dtype_of(linear: ir.Node) -> ir.DataType | None:
 
 def weight_of(linear: ir.Node) -> ir.Value:
     """Return the weight [outputs, inputs] of the first matrix product of a Linear node."""
-    weight = linear.inputs[1 + form_of(linear).norm]
+    form = form_of(linear)
+    weight = linear.inputs[1 + form.norm + bool(form.adapted)]
     assert weight is not None
     return weight
 
@@ -102,5 +111,5 @@ def put_linear(
 ) -> None:
     """Replace `nodes` of a graph by one Linear node with these inputs and this form (see `nodes.replace`)."""
     attributes = ir.convenience.convert_attributes(form.attributes)
-    linear = ir.Node(DOMAIN, "Linear", list(inputs), attributes, overload=form.overload, num_outputs=form.count)
+    linear = ir.Node(DOMAIN, form.op_type, list(inputs), attributes, overload=form.overload, num_outputs=form.count)
     graph_nodes.replace(nodes, linear, outputs)

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from kvexport.export.passes.linear.forms import (
     READ_TWICE,
     form_of,
+    inputs_of,
     join,
     linear_of,
     operands,
@@ -87,7 +88,7 @@ def rewrite(match: Match) -> None:
     form = join(replace(form_of(match.linear), gate=1), [match.linear, match.gate])
     put_linear(
         [match.linear, match.gate, match.sigmoid, match.silu, match.product],
-        [*match.linear.inputs, *match.gate.inputs[1:]],
+        inputs_of([match.linear, match.gate]),
         form,
     )
 

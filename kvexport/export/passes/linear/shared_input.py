@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import dtype_of, form_of, is_linear, join, put_linear, steps_of
+from kvexport.export.passes.linear.forms import dtype_of, form_of, inputs_of, is_linear, join, put_linear, steps_of
 from kvexport.export.passes.report import Rewrite
 from kvexport.ops.linear import Form
 
@@ -37,8 +37,7 @@ def rewrite(match: Match) -> None:
     forms = [form_of(linear) for linear in match]
     heads, bias = (tuple(getattr(form, name)[0] for form in forms) for name in ("output_heads", "bias"))
     form = join(Form(output_heads=heads, bias=bias, rotated=(0,) * len(forms)), match)
-    inputs = [match[0].inputs[0], *(x for linear in match for x in linear.inputs[1:])]
-    put_linear(match, inputs, form, [linear.outputs[0] for linear in match])
+    put_linear(match, inputs_of(match), form, [linear.outputs[0] for linear in match])
 
 
 def _is_plain(node: ir.Node) -> bool:

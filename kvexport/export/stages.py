@@ -34,7 +34,8 @@ from kvexport.export.graph.heads import layers_plan
 from kvexport.export.graph.top_logits import COUNT, top_logits_model
 from kvexport.export.model.hf_model import length_notes, text_part_notes
 from kvexport.export.model.shape import ModelShape
-from kvexport.export.passes import ADAPTERS, DECODER_PASSES, GRAPH_CHECKS
+from kvexport.export.passes import DECODER_PASSES, GRAPH_CHECKS
+from kvexport.export.passes.linear.adapters import ADAPTERS
 from kvexport.export.ranks import joined_specs, locations_of_rank, rank_specs, split_model
 from kvexport.export.weights.importance import save as save_importance
 from kvexport.export.weights.importance import weigh

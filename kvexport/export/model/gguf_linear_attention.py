@@ -193,7 +193,7 @@ def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Ent
         Ordered(f"{prefix}.conv1d.weight", entries["ssm_conv1d"], (channels, 1, taps), _tuple(channel)),
         Ordered(f"{prefix}.norm.weight", entries["ssm_norm"], (heads.value_size,)),
     ]
-    projected = {
+    projected: dict[str, tuple[tuple[str, ...], Indices | tuple[()]]] = {
         "in_proj_qkvz": (("attn_qkv", "attn_gate"), heads.split()),
         "in_proj_ba": (("ssm_ba",), ()),
         "in_proj_qkv": (("attn_qkv",), channel),

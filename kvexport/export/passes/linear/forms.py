@@ -61,7 +61,7 @@ def steps_of(linear: ir.Node) -> Form:
 def join(form: Form, linears: Iterable[ir.Node]) -> Form:
     """Return the form `form` of a fused Linear with the packed formats and adapters of the weights of `linears`."""
     forms = [form_of(linear) for linear in linears]
-    lists = {
+    lists: dict[str, Any] = {
         name: tuple(x for one in forms for x in getattr(one, name) or (0,) * one.weights)
         for name in ("packed", "group", "adapted")
         if any(getattr(one, name) for one in forms)

@@ -1,6 +1,6 @@
 """Predicted time of a decode step on a GPU, from bytes, instructions, round trips to memory, and launches.
 
-    python benchmarks/step_on_paper.py   prints tables of docs/measurements/cuda.md, writes results/step_on_paper.json
+The script prints the table of docs/measurements/cuda.md and writes results/step_on_paper.json.
 
 No kernel has run on a GPU. The time of a kernel has three parts, one after the other: the round trips before its first
 product, its loop, and the round trips after its last product. The loop takes the longest of four times: its memory, its
@@ -12,6 +12,7 @@ are the nodes of a built decoder.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -149,7 +150,8 @@ def linear_seconds(
     in_chunk = (ceil(own_rows / 4) if many else 1) if now else (own_rows + 1 if many else 2 * own_rows)
     before = (factors if own else norm) + (1 if now else in_chunk)
     instructions = INT4_BEFORE if (weights, rows, now) == ("int4", 1, False) else LINEAR[weights][rows]
-    combined = (ceil(splits / 8) if now else splits) + 3 if splits > 1 else 0  # 3: fence, ticket, fence
+    # A thread adds up the splits' sums one sum after another. 3: fence, ticket, fence.
+    combined = ceil(rows * columns / 128) * (ceil(splits / 8) if now else splits) + 3 if splits > 1 else 0
     after = combined + epilogue * (1 if now else 2) * ceil(rows * columns / 2 / 128)
     panel = 32 if many else 8
     stream = max(
@@ -233,6 +235,7 @@ def row(device: Device, shape: Shape, weights: str, batch: int) -> dict[str, Any
 
 def main() -> None:
     """Print the table and save the figures."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     cases = [(device, shape, "int4") for device in DEVICES for shape in (SHAPES[0], SHAPES[2])]
     cases += [(DEVICES[0], SHAPES[1], weights) for weights in BYTES] + [(DEVICES[0], SHAPES[2], "float16")]
     rows = [row(*case, batch) for case in cases for batch in (1, 8, 32)]

@@ -1,4 +1,4 @@
-"""Tables of docs/measurements/decoder-types.md, from the results of `decoder_types.py`."""
+"""Tables of decoders, from the results of `decoder_types.py` and `decoders.py`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ MEANING = {
     "leaked": "the build ends with an exception of torch or transformers, without a reason of kvexport",
 }
 LONGEST = 200  # characters of a reason
+ISAS = ("amx", "avx512vnni")
 
 
 def decoder_tables() -> dict[str, str]:
@@ -32,7 +33,26 @@ def decoder_tables() -> dict[str, str]:
         "decoder types equal": table(("", "types"), *equal),
         "decoder types refused": table(("type", "reason"), *(_row(name, types[name]) for name in named["refused"])),
         "decoder types of other results": table(("type", "reason"), *(_row(name, types[name]) for name in others)),
+        "decoders": decoders(),
     }
+
+
+def decoders() -> str:
+    """Return the table of mixtures of experts and hybrids beside llama.cpp."""
+    rows = []
+    for isa in ISAS:
+        found = load(f"decoders-{isa}")
+        for what, r in found.items():
+            if not isinstance(r, dict) or "tokens_per_second" not in r:
+                continue
+            name, _, kind = what.partition(", ")
+            speed, goal = r["tokens_per_second"], r.get("goal")
+            ratio = f"{r['over_llamacpp']:.2f}"
+            layers = str(found["layers"][name])
+            sides = (f"{speed[side]:g}" for side in ("kvexport", "llamacpp"))
+            rows.append((name, layers, isa, kind, *sides, ratio, f"{goal:g}" if goal else ""))
+    header = ("layers of", "layers", "instruction set", "tokens", "kvexport", "llama.cpp", "ratio", "goal")
+    return table(header, *rows)
 
 
 def _row(name: str, result: dict[str, Any]) -> tuple[str, str]:

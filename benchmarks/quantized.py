@@ -23,16 +23,14 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import SHAPES, make_checkpoint, read_bandwidth, save
+from workers import BLOCK, Run, Worker, engine_run, genai_run, llamacpp_run, serve
 
 THREADS = 2
-BLOCK = 32  # tokens: one merge interval
 BLOCKS = 3  # blocks of a round
 ROOM = 4096  # tokens after the context: a side decodes BLOCKS of every round, and one block to warm up
 SLOTS = 512  # default of --slots
@@ -180,130 +178,21 @@ def _write_gguf(folder: Path, out: Path, bits: int) -> None:
     writer.close()
 
 
-def runner(kind: str, side: str, context: int, options: argparse.Namespace) -> Callable[[], float]:
+def runner(kind: str, side: str, context: int, options: argparse.Namespace) -> Run:
     """Return a function that returns the seconds of one decoded token, or of one prompt."""
     ids = np.random.default_rng(0).integers(3, shape_of(options.model)["vocab_size"], context)
     if side == "llamacpp":
-        return _llamacpp(kind, ids, options)
+        return llamacpp_run(kind, gguf_model(options), ids, THREADS, options.llamacpp)
     if side == "genai":
-        return _genai(kind, ids, options)
-    import kvexport
-
-    engine = kvexport.load(engine_path(side, context, options), verify=False)
-
-    lanes = engine.lanes(1)  # for all prompts, as an engine keeps them: new memory would be touched for the first time
-
-    def prompt() -> float:
-        lanes.clear()
-        start = time.perf_counter()
-        lanes.prefill([ids])
-        return time.perf_counter() - start
-
-    if kind == "prefill":
-        return prompt
-    lanes.prefill([ids])
-    return lambda: _timed_block(lambda: lanes.append([ids[:1]]))
+        longest = 8192 if options.model == "smollm2" else 131072
+        return genai_run(kind, genai_model(options), ids, min(context + ROOM, longest))
+    return engine_run(kind, engine_path(side, context, options), ids)
 
 
-def _timed_block(step: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    for _ in range(BLOCK):
-        step()
-    return (time.perf_counter() - start) / BLOCK
-
-
-def _genai(kind: str, ids: Any, options: argparse.Namespace) -> Callable[[], float]:
-    import onnxruntime_genai as og
-
-    model = og.Model(str(genai_model(options)))
-    ids = ids[None].astype(np.int32)
-
-    def generator() -> Any:
-        parameters = og.GeneratorParams(model)
-        length = min(ids.shape[1] + ROOM, 8192 if options.model == "smollm2" else 131072)
-        parameters.set_search_options(max_length=length, min_length=length, batch_size=1)
-        return og.Generator(model, parameters)
-
-    def prompt() -> float:
-        generated = generator()
-        start = time.perf_counter()
-        generated.append_tokens(ids)
-        return time.perf_counter() - start
-
-    if kind == "prefill":
-        return prompt
-    generated = generator()
-    generated.append_tokens(ids)
-    return lambda: _timed_block(generated.generate_next_token)
-
-
-def _llamacpp(kind: str, ids: Any, options: argparse.Namespace) -> Callable[[], float]:
-    sys.path.append(options.llamacpp)
-    import xllamacpp
-
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path = str(gguf_model(options))
-    parameters.n_ctx = len(ids) + 2 * BLOCK
-    parameters.n_parallel = 1
-    parameters.n_batch = parameters.n_ubatch = 512
-    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = THREADS
-    parameters.port = 0
-    server = xllamacpp.Server(parameters)
-    body = {"prompt": ids.tolist(), "n_predict": BLOCK, "ignore_eos": True, "temperature": 0.0}
-
-    def ask(**changes: Any) -> Any:
-        answer = server.handle_completions({**body, **changes})
-        return (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
-
-    if kind == "prefill":
-        return lambda: float(ask(n_predict=1, cache_prompt=False)["prompt_ms"]) / 1e3
-    return lambda: float(ask(cache_prompt=True)["predicted_per_token_ms"]) / 1e3
-
-
-def work_on_request(kind: str, side: str, context: int, options: argparse.Namespace) -> None:
-    """Print a line with a figure for every line of input, in a process of its own. A first run warms up."""
-    run = runner(kind, side, context, options)
-    run()
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        print(run(), flush=True)
-
-
-class Worker:
-    """The process of one side."""
-
-    def __init__(self, kind: str, side: str, context: int, options: argparse.Namespace) -> None:
-        self.side = side
-        command = [sys.executable, __file__, *sys.argv[1:], "--run", json.dumps([kind, side, context])]
-        packages = {"genai": options.genai}.get(side, os.environ.get("PYTHONPATH", ""))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": packages}
-        self.log = (options.work / f"{side}.log").open("w+")
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=environment)
-
-    def read(self) -> str:
-        """Return the next line that is an answer, since libraries write on stdout too."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.strip() == "ready" or line.strip().replace(".", "").replace("e-", "").isdigit():
-                return line.strip()
-        self.log.seek(0)
-        raise SystemExit(f"{self.side} failed:\n{self.log.read()[-3000:]}")
-
-    def figure(self) -> float:
-        """Let the process measure once more, and return the seconds that it measured."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        seconds = float(self.read())
-        time.sleep(0.2)  # threads that still spin would slow down the next side
-        return seconds
-
-    def end(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def worker_of(kind: str, side: str, context: int, options: argparse.Namespace) -> Worker:
+    """Return the process of one side."""
+    command = [__file__, *sys.argv[1:], "--run", json.dumps([kind, side, context])]
+    return Worker(side, command, THREADS, options.work, {"genai": options.genai}.get(side))
 
 
 def bytes_read(side: str, context: int, options: argparse.Namespace) -> float:
@@ -327,7 +216,7 @@ def compare(kind: str, context: int, options: argparse.Namespace) -> dict[str, A
         sides.append("genai")
     if options.llamacpp:
         sides.append("llamacpp")
-    workers = [Worker(kind, side, context, options) for side in sides]
+    workers = [worker_of(kind, side, context, options) for side in sides]
     for worker in workers:
         worker.read()
     figures: dict[str, list[float]] = {side: [] for side in sides}
@@ -379,7 +268,7 @@ def main() -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        work_on_request(*json.loads(options.run), options)
+        serve(runner(*json.loads(options.run), options))
         return
     options.work.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}

@@ -1,0 +1,167 @@
+"""Processes that measure one side of a comparison each, and the runs of llama.cpp and onnxruntime-genai.
+
+A script starts a `Worker` for every side. The process of a worker runs the same script with `--run`, and calls `serve`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BLOCK = 32  # tokens: one merge interval
+Run = Callable[[], float]
+
+
+class Worker:
+    """The process of one side.
+
+    Args:
+        side: The side, which names the log.
+        command: The script and its arguments.
+        threads: The threads of OpenMP.
+        log: The folder of the log.
+        packages: The folders of Python packages; None for those of this process.
+    """
+
+    def __init__(self, side: str, command: Sequence[str], threads: int, log: Path, packages: str | None = None) -> None:
+        self.side = side
+        packages = os.environ.get("PYTHONPATH", "") if packages is None else packages
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": packages}
+        self.log = (log / f"{side}.log").open("w+")
+        pipe = subprocess.PIPE
+        command = [sys.executable, *command]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=environment)
+
+    def read(self) -> str:
+        """Return the next line that is an answer, since libraries write on stdout too."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.strip() == "ready" or line.strip().replace(".", "").replace("e-", "").isdigit():
+                return line.strip()
+        self.log.seek(0)
+        raise SystemExit(f"{self.side} failed:\n{self.log.read()[-3000:]}")
+
+    def figure(self) -> float:
+        """Let the process measure once more, and return the seconds that it measured."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        seconds = float(self.read())
+        time.sleep(0.2)  # threads that still spin would slow down the next side
+        return seconds
+
+    def end(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve(run: Run) -> None:
+    """Print a line with a figure for every line of input. A first run warms up."""
+    run()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(run(), flush=True)
+
+
+def timed_block(step: Callable[[], Any]) -> float:
+    """Return the seconds of one of BLOCK steps."""
+    start = time.perf_counter()
+    for _ in range(BLOCK):
+        step()
+    return (time.perf_counter() - start) / BLOCK
+
+
+def engine_run(kind: str, artifact: Path, ids: Any) -> Run:
+    """Return a function that returns the seconds of a decoded token (`decode`) of kvexport, or of a prompt."""
+    import kvexport
+
+    engine = kvexport.load(artifact, verify=False)
+    lanes = engine.lanes(1)  # for all prompts, as an engine keeps them: new memory would be touched for the first time
+
+    def prompt() -> float:
+        lanes.clear()
+        start = time.perf_counter()
+        lanes.prefill([ids])
+        return time.perf_counter() - start
+
+    if kind == "prefill":
+        return prompt
+    lanes.prefill([ids])
+    # Other tokens choose other experts.
+    tokens = itertools.cycle(ids[i : i + 1] for i in range(len(ids)))
+    return lambda: timed_block(lambda: lanes.append([next(tokens)]))
+
+
+def genai_run(kind: str, model: Path, ids: Any, length: int) -> Run:
+    """Return a function that returns the seconds of a decoded token (`decode`) of onnxruntime-genai, or of a prompt.
+
+    Args:
+        kind: `decode` or `prefill`.
+        model: The folder of the model.
+        ids: The prompt.
+        length: The most tokens of a sequence.
+    """
+    import onnxruntime_genai as og
+
+    loaded = og.Model(str(model))
+    ids = ids[None].astype(np.int32)
+
+    def generator() -> Any:
+        parameters = og.GeneratorParams(loaded)
+        parameters.set_search_options(max_length=length, min_length=length, batch_size=1)
+        return og.Generator(loaded, parameters)
+
+    def prompt() -> float:
+        one = generator()
+        start = time.perf_counter()
+        one.append_tokens(ids)
+        return time.perf_counter() - start
+
+    if kind == "prefill":
+        return prompt
+    one = generator()
+    one.append_tokens(ids)
+    return lambda: timed_block(one.generate_next_token)
+
+
+def llamacpp_run(kind: str, model: Path, ids: Any, threads: int, packages: str) -> Run:
+    """Return a function that returns the seconds of a decoded token (`decode`) of llama.cpp, or of a prompt.
+
+    Args:
+        kind: `decode` or `prefill`.
+        model: The GGUF file.
+        ids: The prompt.
+        threads: The number of threads.
+        packages: The folder that has xllamacpp.
+    """
+    sys.path.append(packages)
+    import xllamacpp
+
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(model)
+    parameters.n_ctx = len(ids) + 2 * BLOCK
+    parameters.n_parallel = 1
+    parameters.n_batch = parameters.n_ubatch = 512
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+    parameters.port = 0
+    server = xllamacpp.Server(parameters)
+    given: Mapping[str, Any] = {"prompt": ids.tolist(), "n_predict": BLOCK, "ignore_eos": True, "temperature": 0.0}
+
+    def ask(**changes: Any) -> Any:
+        answer = server.handle_completions({**given, **changes})
+        return (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
+
+    if kind == "prefill":
+        return lambda: float(ask(n_predict=1, cache_prompt=False)["prompt_ms"]) / 1e3
+    return lambda: float(ask(cache_prompt=True)["predicted_per_token_ms"]) / 1e3

@@ -67,6 +67,16 @@ def test_logits_are_transformers_in_chunks_and_token_by_token(name: str, stored:
     assert nodes.count("Experts") == 2
 
 
+def test_sink_logits_are_float32_in_a_float16_model(tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["gpt_oss"]())
+    export = {"logits": "all", "prefill_chunk": 32}
+    recipe = models.make_recipe(checkpoint, dtype="float16", export=export, limits={"max_length": 160})
+    ids = models.random_ids(0, 60)
+    (actual,) = models.given_tokens_logits(load(build(recipe, tmp_path / "artifact")), ids, (50,))
+    (right,) = models.hugging_face_logits(checkpoint, ids)
+    assert np.abs(actual - right).max() <= 2e-2 * np.abs(right).max()
+
+
 ROUNDED = [
     ({"bits": 4, "group": 32}, ["", ".scale"]),
     ({"bits": 8, "group": 64, "symmetric": False, "inputs": "float"}, ["", ".scale", ".zero"]),

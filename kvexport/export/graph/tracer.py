@@ -121,14 +121,14 @@ class _Tracing:
             return read_attention(
                 query, self.position, self.query_length, state, options.get("s_aux"), attributes=self.attributes[cache]
             )
-        layer = self.plan.cache_of(options["layer"])
+        layer, sinks = self.plan.cache_of(options["layer"]), options.get("s_aux")
         inputs = {
             "query": query,
             "key": key,
             "value": value,
             "position": self.position,
             "query_length": self.query_length,
-            "sink_logits": options.get("s_aux"),
+            "sink_logits": None if sinks is None else sinks.float(),
             **self.past[layer],
         }
         result = self.placeholder(*(inputs[name] for name in self.operator.input_names), layer=layer)

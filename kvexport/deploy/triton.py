@@ -62,36 +62,8 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
     if Path(out).resolve().is_relative_to(Path(artifact).resolve()):
         raise UsageError(f"{out} lies in the artifact, which holds nothing but its own files", "choose another --out")
     manifest = load_manifest(artifact)
-    if kind == "state" and manifest.graphs.ranks:
-        raise UsageError(
-            f"the artifact is {manifest.graphs.rank_count} ranks (backend.tensor_parallel), and Triton calls one ONNX "
-            "graph in one process",
-            "--kind python, or kvexport build --recipe NAME --set backend.tensor_parallel=1",
-        )
-    if kind == "state" and manifest.graphs.merge is not None and manifest.recipe.cache.merge_prompts == "end":
-        raise UsageError(
-            "the artifact merges where a prompt ends (cache.merge_prompts), and Triton calls one ONNX graph, which "
-            "does not know where that is: its tokens would not be the engine's",
-            "kvexport build --recipe NAME --set cache.merge_prompts=chunks, or --kind python",
-        )
-    if kind == "state" and manifest.graphs.merge is not None and manifest.limits.merge_every != 1:
-        raise UsageError(
-            f"the artifact merges every {manifest.limits.merge_every} tokens, and Triton calls one ONNX graph, which "
-            "can merge after every call alone: its tokens would not be the engine's",
-            "kvexport build --recipe NAME --set cache.merge_every=1, or --kind python",
-        )
-    if kind == "state" and manifest.recipe.cache.periodic.slots is not None:
-        raise UsageError(
-            "the artifact decodes over selected entries of its cache (cache.periodic.slots), and Triton calls one ONNX "
-            "graph, which reads all of it: its tokens would not be the engine's",
-            "--kind python",
-        )
-    if kind == "state" and manifest.adapters:
-        raise UsageError(
-            "the artifact takes LoRA adapters, whose matrices are inputs of the ONNX graph, and Triton's requests do "
-            "not bring them",
-            "kvexport build --recipe NAME --set adapters.count=0, or --kind python",
-        )
+    if kind == "state":
+        _refuse_state(manifest)
     with replaced(out, "Triton model repository", is_repository) as work:
         folder = work / name / "1"
         folder.mkdir(parents=True)
@@ -99,6 +71,40 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
         text = MARK + protobuf_text({"name": name, **config(Path(artifact), manifest, folder)})
         (work / name / "config.pbtxt").write_text(text, encoding="ascii")
     return name
+
+
+def _refuse_state(manifest: Manifest) -> None:
+    """Raise UsageError if Triton cannot run the artifact's ONNX graphs and keep its state."""
+    if manifest.graphs.ranks:
+        raise UsageError(
+            f"the artifact is {manifest.graphs.rank_count} ranks (backend.tensor_parallel), and Triton calls one ONNX "
+            "graph in one process",
+            "--kind python, or kvexport build --recipe NAME --set backend.tensor_parallel=1",
+        )
+    if manifest.graphs.merge is not None and manifest.recipe.cache.merge_prompts == "end":
+        raise UsageError(
+            "the artifact merges where a prompt ends (cache.merge_prompts), and Triton calls one ONNX graph, which "
+            "does not know where that is: its tokens would not be the engine's",
+            "kvexport build --recipe NAME --set cache.merge_prompts=chunks, or --kind python",
+        )
+    if manifest.graphs.merge is not None and manifest.limits.merge_every != 1:
+        raise UsageError(
+            f"the artifact merges every {manifest.limits.merge_every} tokens, and Triton calls one ONNX graph, which "
+            "can merge after every call alone: its tokens would not be the engine's",
+            "kvexport build --recipe NAME --set cache.merge_every=1, or --kind python",
+        )
+    if manifest.recipe.cache.periodic.slots is not None:
+        raise UsageError(
+            "the artifact decodes over selected entries of its cache (cache.periodic.slots), and Triton calls one ONNX "
+            "graph, which reads all of it: its tokens would not be the engine's",
+            "--kind python",
+        )
+    if manifest.adapters:
+        raise UsageError(
+            "the artifact takes LoRA adapters, whose matrices are inputs of the ONNX graph, and Triton's requests do "
+            "not bring them",
+            "kvexport build --recipe NAME --set adapters.count=0, or --kind python",
+        )
 
 
 def is_repository(path: Path) -> bool:

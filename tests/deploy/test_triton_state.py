@@ -13,7 +13,9 @@ import yaml
 
 import kvexport
 from kvexport.artifact.reading import load_manifest
-from tests.support import command_line
+from kvexport.export.build import build
+from tests.support import command_line, models
+from tests.support.hybrids import CONFIGS as HYBRIDS
 from tests.support.tiny_model import RECIPE
 from tests.support.triton import SequenceBatcher, parsed
 
@@ -72,14 +74,19 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else str(value)
 
 
-def test_sequences_that_come_at_random_get_the_engine_s_tokens(model: Path, artifact: Path) -> None:
+def check_random_sequences(model: Path, artifact: Path, count: int) -> set[tuple[bool, int]]:
+    """Check that sequences which come and go at random get the engine's tokens.
+
+    Returns:
+        For each batch whether it read prompts, and its size.
+    """
     engine, batcher, rng = kvexport.load(artifact), SequenceBatcher(model), np.random.default_rng(0)
-    prompts = [rng.integers(64, size=int(n)).tolist() for n in rng.integers(1, 80, size=12)]
-    answers = [int(n) for n in rng.integers(1, 60, size=12)]
+    prompts = [rng.integers(64, size=int(n)).tolist() for n in rng.integers(1, 80, size=count)]
+    answers = [int(n) for n in rng.integers(1, 60, size=count)]
     expected = [engine.generate([p], max_new_tokens=n)[0].token_ids for p, n in zip(prompts, answers, strict=True)]
     assert max(len(p) + n for p, n in zip(prompts, answers, strict=True)) > 3 * 32  # far beyond the budget
     generated: list[list[int]] = [[] for _ in prompts]
-    unread, waiting, running, batches = [list(p) for p in prompts], list(range(12)), [], set()
+    unread, waiting, running, batches = [list(p) for p in prompts], list(range(count)), [], set()
     while waiting or running:
         while waiting and len(running) < batcher.sequences and (not running or rng.random() < 0.3):
             running.append(waiting.pop(0))
@@ -96,7 +103,25 @@ def test_sequences_that_come_at_random_get_the_engine_s_tokens(model: Path, arti
             if len(generated[sequence]) == answers[sequence]:
                 running.remove(sequence)
     assert generated == expected
-    assert {(True, 2), (False, 1), (False, 3)} <= batches
+    return batches
+
+
+def test_sequences_that_come_at_random_get_the_engine_s_tokens(model: Path, artifact: Path) -> None:
+    assert {(True, 2), (False, 1), (False, 3)} <= check_random_sequences(model, artifact, 12)
+
+
+def test_triton_keeps_recurrent_states(tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", HYBRIDS["qwen3_5_text"]())
+    cache = {"method": "keepkv", "budget": 32, "sinks": 2, "recent": 4, "merge_every": 1}
+    limits = {"max_length": 160, "max_batch": 4}
+    recipe = models.make_recipe(checkpoint, cache=cache, export={"prefill_chunk": 16}, limits=limits)
+    artifact = build(recipe, tmp_path / "artifact")
+    command_line.ok("deploy", "triton", artifact, "--out", tmp_path / "models", "--name", "hybrid")
+    states = parsed((tmp_path / "models" / "hybrid" / "config.pbtxt").read_text())["sequence_batching"][0]["state"]
+    assert {"past_key_values.layer.0.conv_state", "past_key_values.layer.0.recurrent_state"} <= {
+        state["input_name"][0] for state in states
+    }
+    check_random_sequences(tmp_path / "models" / "hybrid", artifact, 6)
 
 
 def test_the_graph_merges_in_the_call_that_fills_it_and_takes_no_more_than_a_chunk(model: Path) -> None:

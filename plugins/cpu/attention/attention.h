@@ -18,11 +18,22 @@ namespace {
 
 constexpr float kLowest = -3e38f;
 
-// The partial results of the splits of every head, which `finish` combines.
+constexpr int kProbes = 15;  // votes that `head` reads at once
+
+// The partial results of the splits of every head, which `finish` combines, and how many splits of every head have not
+// ended. The memory belongs to the calling thread: new memory for every call would be pages that the system clears.
 struct Partials {
-  Scratch<float> data;
+  float* data = nullptr;
+  int* left = nullptr;
   size_t stride = 0;
-  float* of(size_t task) const { return data.get() + task * stride; }
+  void reserve(size_t heads, int splits) {
+    static thread_local Scratch<float> memory;
+    static thread_local Scratch<int> counts;
+    data = memory.reserve(stride * heads * splits), left = counts.reserve(heads, splits);
+  }
+  float* of(size_t task) const { return data + task * stride; }
+  // Returns whether a split of a head that has just ended is the head's last one.
+  bool ends(size_t head) const { return __atomic_sub_fetch(left + head, 1, __ATOMIC_ACQ_REL) == 0; }
 };
 
 // K, V: the types of the keys and values of the cache and of the new tokens. In a quantized cache the new tokens'
@@ -39,7 +50,7 @@ struct Attention {
   Attention(const KvVoteAttention& call, int splits, size_t partial_size)
       : a(call), group(call.query_heads / call.heads), splits(splits) {
     partials.stride = partial_size;
-    if (splits > 1) partials.data.reserve(partial_size * a.batch * a.heads * splits);
+    if (splits > 1) partials.reserve(static_cast<size_t>(a.batch) * a.heads, splits);
   }
 
   // One KV head of one sequence: `used` occupied slots and n new tokens.
@@ -87,14 +98,15 @@ struct Attention {
     // A call that is only timed may bring numbers that are no positions: clamp so that the others fit after the first.
     const int64_t first = t > 0 ? a.position[x.b * t] : 0, most = INT32_MAX - a.capacity;
     x.first = first < 0 ? 0 : first > most ? most : first;
-    // Used slots are a prefix: bisection finds its end without reading all votes.
+    // Used slots are a prefix, whose end is from `low` to `high`. In a decode step no cache of the processor has votes,
+    // so a search that reads kProbes at once waits for three of them, and a bisection for nine.
     int low = 0, high = a.capacity;
     while (low < high) {
-      const int middle = (low + high) / 2;
-      if (x.past_votes[middle] > 0.0f)
-        low = middle + 1;
-      else
-        high = middle;
+      const int apart = (high - low + kProbes) / (kProbes + 1);
+      int used = 0;
+      for (int c = low + apart - 1, i = 0; c < high && i < kProbes; c += apart, ++i) used += x.past_votes[c] > 0.0f;
+      low += used * apart;
+      high = min_of(high, low + apart - 1);
     }
     x.used = low;
     const int64_t length = a.query_length[x.b], room = min_of(a.tokens, a.capacity - x.used);
@@ -210,27 +222,22 @@ struct Attention {
     clear_output(x, x.n);
   }
 
-  // Runs `Kernel::task` (Decode's or Prefill's) for every split of every head and then, if there are several splits,
-  // `Kernel::finish` for every head.
+  // Runs `Kernel::task` (Decode's or Prefill's) for every split of every head. The task that ends last of a head's runs
+  // `Kernel::finish`: threads would wait for each other between these steps, and a wait costs more than a short one.
   template <class Kernel>
   static void run(Kernel& kernel, KvRunner runner) {
-    const size_t heads = static_cast<size_t>(kernel.a.batch) * kernel.a.heads;
     runner.parallel_for(
-        runner.context, heads * kernel.splits,
+        runner.context, static_cast<size_t>(kernel.a.batch) * kernel.a.heads * kernel.splits,
         [](void* data, size_t i) {
           Kernel& kernel = *static_cast<Kernel*>(data);
+          const size_t index = i / kernel.splits;
           kernel.task(i);
-          if (kernel.splits == 1) kernel.append_task(i);
-        },
-        &kernel);
-    if (kernel.splits == 1) return;
-    runner.parallel_for(
-        runner.context, heads,
-        [](void* data, size_t i) {
-          Kernel& kernel = *static_cast<Kernel*>(data);
-          const typename Kernel::Head x = kernel.head(i);
-          if (x.n > 0) kernel.finish(x, i);
-          kernel.append_task(i);
+          if (kernel.splits > 1) {
+            if (!kernel.partials.ends(index)) return;
+            const typename Kernel::Head x = kernel.head(index);
+            if (x.n > 0) kernel.finish(x, index);
+          }
+          kernel.append_task(index);
         },
         &kernel);
   }

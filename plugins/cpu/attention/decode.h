@@ -9,7 +9,8 @@
 //
 // With kTileRows rows or more, the logits of 64 slots at a time come from packed keys (tile.h), which saves the sums
 // over lanes. Then per head: combine_splits in their order, write output / row_sum, update the scores, append the
-// token. Every key and every value is read once; prefetches run 12 KB ahead.
+// token. Every key and every value is read once; prefetches run 12 KB ahead, from the keys of a split into its values,
+// and from these into the keys of the next split.
 #pragma once
 
 #include <type_traits>
@@ -30,6 +31,21 @@ inline bool few_rows(const KvVoteAttention& a) {
     if (a.statistic[k].kind == KV_STATISTIC_LOG_EMA) return false;
   return a.tokens * (a.query_heads / a.heads) <= kFewRows;
 }
+
+// What a split reads up to `end`; after it the split reads `next`.
+struct Stream {
+  uintptr_t end, next;
+  Stream(const void* end, const void* next)
+      : end(reinterpret_cast<uintptr_t>(end)), next(reinterpret_cast<uintptr_t>(next)) {}
+
+  // Prefetches `size` bytes from `from` on into the L2 cache. Hardware prefetching stops at the end of a page;
+  // without this, reads and arithmetic would take turns (71 % of the bandwidth instead of 90 % on an EPYC 9004).
+  void prefetch(const void* from, size_t size) const {
+    uintptr_t p = reinterpret_cast<uintptr_t>(from);
+    if (p >= end) p += next - end;
+    for (size_t i = 0; i < size; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p + i), 0, 2);
+  }
+};
 
 template <class K, class V>
 struct Decode : DecodeScores<K, V> {
@@ -62,12 +78,16 @@ struct Decode : DecodeScores<K, V> {
       const Query* row = static_cast<const Query*>(a.query) + (head * a.tokens + g / group) * d;
       for (int i = 0; i < d; ++i) query[g * d + i] = static_cast<float>(row[i]) * a.scale;
     }
+    const auto key_at = [&](int c) { return at(x.past_key, static_cast<size_t>(c) * d); };
+    const auto value_at = [&](int c) { return at(x.past_value, static_cast<size_t>(c) * dv); };
+    const Stream keys(key_at(to), value_at(from)), values(value_at(to), key_at(to < x.end() ? to : a.capacity));
     int c = from;
     if (all >= kTileRows)
-      for (; c + kBlock <= min_of(to, x.used); c += kBlock) packed_logits(x, c, query, logits);
+      for (; c + kBlock <= min_of(to, x.used); c += kBlock) packed_logits(x, c, query, logits, keys);
     for_each_block(c, to, [&](int c, int end) {
       for_each_rows(all, [&](auto rows, int g) {
-        decode_logits<decltype(rows)::value>(x, c, end, query + g * d, logits + static_cast<size_t>(g) * width, g == 0);
+        decode_logits<decltype(rows)::value>(x, c, end, query + g * d, logits + static_cast<size_t>(g) * width,
+                                             g == 0 ? &keys : nullptr);
       });
     });
     if constexpr (kSmall<K>) {
@@ -110,7 +130,7 @@ struct Decode : DecodeScores<K, V> {
     for_each_block(from, to, [&](int c, int end) {
       for_each_tile(all, [&](auto rows, int g) {
         decode_product<decltype(rows)::value>(x, c, end, value_weights + static_cast<size_t>(g) * width,
-                                              product + g * dv, g == 0);
+                                              product + g * dv, g == 0 ? &values : nullptr);
       });
     });
   }
@@ -167,23 +187,23 @@ struct Decode : DecodeScores<K, V> {
   }
 
   // Computes the logits of all rows for the kBlock slots from `from` on. All of these slots must be past ones.
-  void packed_logits(const Head& x, int from, const float* query, float* logits) const {
+  void packed_logits(const Head& x, int from, const float* query, float* logits, const Stream& keys) const {
     const int d = a.key_size, all = rows_of(x);
     static thread_local Scratch<float> scratch;
-    float *keys = scratch.reserve(static_cast<size_t>(kBlock + W) * d), *wide = keys + kBlock * d;
+    float *packed = scratch.reserve(static_cast<size_t>(kBlock + W) * d), *wide = packed + kBlock * d;
     for (int c = 0; c < kBlock; c += W) {
       if constexpr (std::is_same_v<K, float>) {
-        pack_columns(key_row(x, from + c), d, splat(1.0f), keys + c);
+        pack_columns(key_row(x, from + c), d, splat(1.0f), packed + c);
       } else {
         for (int j = 0; j < W; ++j) widen_row(key_row(x, from + c + j), d, wide + j * d);
-        pack_columns(wide, d, splat(1.0f), keys + c);
+        pack_columns(wide, d, splat(1.0f), packed + c);
       }
     }
     // The next block arrives while this one is multiplied.
     const size_t bytes = bytes_of<K>(kBlock * d), steps = tile_steps(d) * ((all + kTileRows - 1) / kTileRows);
     const char* next = reinterpret_cast<const char*>(key_row(x, from)) + bytes;
-    const auto fetch = [&next, each = bytes / steps] {
-      for (size_t i = 0; i < each; i += 64) __builtin_prefetch(next + i, 0, 2);
+    const auto fetch = [&next, &keys, each = bytes / steps] {
+      keys.prefetch(next, each);
       next += each;
     };
     for_each_tile(all, [&](auto rows, int g) {
@@ -191,7 +211,7 @@ struct Decode : DecodeScores<K, V> {
       const float* row[R];
       float tile[R * kBlock];
       for (int r = 0; r < R; ++r) row[r] = query + (g + r) * d;
-      tile_products<false, R>(row, keys, d, tile, fetch);
+      tile_products<false, R>(row, packed, d, tile, fetch);
       for (int r = 0; r < R; ++r)
         memcpy(logits + static_cast<size_t>(g + r) * width + from, tile + r * kBlock, kBlock * sizeof(float));
     });
@@ -203,25 +223,22 @@ struct Decode : DecodeScores<K, V> {
     for (; i < d; ++i) out[i] = element(row, i);
   }
 
-  // Prefetches `count` elements from 12 KB after `row` into the L2 cache. Hardware prefetching stops at the end of a
-  // page; without this, reads and arithmetic would take turns (71 % of the bandwidth instead of 90 % on an EPYC 9004).
   template <class T>
-  static void prefetch(const T* row, int count) {
-    const char* ahead = reinterpret_cast<const char*>(row) + kAhead;
-    for (size_t i = 0; i < bytes_of<T>(count); i += 64) __builtin_prefetch(ahead + i, 0, 2);
+  static void prefetch(const Stream* stream, const T* row, int count) {
+    if (stream) stream->prefetch(reinterpret_cast<const char*>(row) + kAhead, bytes_of<T>(count));
   }
 
-  // Computes the logits of R rows, S slots at a time, so that their R S sums over lanes are one reduction. first:
-  // whether these rows are the first to read these slots, and prefetch.
+  // Computes the logits of R rows, S slots at a time, so that their R S sums over lanes are one reduction. stream: the
+  // keys of the split if these rows are the first to read these slots, and prefetch; otherwise nullptr.
   template <int R>
-  void decode_logits(const Head& x, int from, int to, const float* query, float* logits, bool first) const {
+  void decode_logits(const Head& x, int from, int to, const float* query, float* logits, const Stream* stream) const {
     constexpr int S = R < W ? W / R : 1, N = R * S / W;
     const int d = a.key_size, whole = d / W * W;
     int c = from;
     for (; c + S <= to; c += S) {
       const K* row[S];
       for (int s = 0; s < S; ++s) row[s] = key_row(x, c + s);
-      if (first) prefetch(row[0], S * d);
+      prefetch(stream, row[0], S * d);
       vf dots[R * S] = {};
       for (int i = 0; i < whole; i += W) {
         vf key[S];
@@ -246,12 +263,12 @@ struct Decode : DecodeScores<K, V> {
 
   // Adds weights x values of slots [from, to) to `out` [R, Dv].
   template <int R>
-  void decode_product(const Head& x, int from, int to, const float* weights, float* out, bool first) const {
+  void decode_product(const Head& x, int from, int to, const float* weights, float* out, const Stream* stream) const {
     const int dv = a.value_size;
     constexpr int N = kTileVectors;  // as many as the registers allow with the sums of four heads
     int i = 0;
-    for (; i + N * W <= dv; i += N * W) decode_columns<R, N>(x, from, to, weights, out, i, first);
-    for (; i + W <= dv; i += W) decode_columns<R, 1>(x, from, to, weights, out, i, first);
+    for (; i + N * W <= dv; i += N * W) decode_columns<R, N>(x, from, to, weights, out, i, stream);
+    for (; i + W <= dv; i += W) decode_columns<R, 1>(x, from, to, weights, out, i, stream);
     for (; i < dv; ++i)
       for (int r = 0; r < R; ++r) {
         float dots = 0.0f;
@@ -262,11 +279,12 @@ struct Decode : DecodeScores<K, V> {
   }
 
   template <int R, int N>
-  void decode_columns(const Head& x, int from, int to, const float* weights, float* out, int column, bool first) const {
+  void decode_columns(const Head& x, int from, int to, const float* weights, float* out, int column,
+                      const Stream* stream) const {
     vf dots[R][N] = {};  // this block's sums: running sums over all blocks would gather rounding errors
     for (int c = from; c < to; ++c) {
       const V* row = at(value_row(x, c), column);
-      if (first) prefetch(row, N * W);
+      prefetch(stream, row, N * W);
       vf value[N];
       for (int j = 0; j < N; ++j) value[j] = load(at(row, j * W));
       for (int r = 0; r < R; ++r) {

@@ -9,11 +9,13 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
+constexpr int kSlotsOfTask = 256;  // fewer take less time than a thread needs to find its next task
+
 // Returns how many splits (tasks) each head has: enough for many cores if there are few heads, and none below a size
 // worth a task. The number depends only on the shapes, so results do not depend on the number of threads.
 int splits_of(const KvVoteAttention& a, bool decode) {
   const int enough = (16 + a.batch * a.heads - 1) / (a.batch * a.heads);
-  const int most = decode ? a.capacity / 1024 : a.tokens * (a.query_heads / a.heads) / 64;
+  const int most = decode ? a.capacity / kSlotsOfTask : a.tokens * (a.query_heads / a.heads) / 64;
   return max_of(1, min_of(enough, most));
 }
 

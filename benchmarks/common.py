@@ -171,10 +171,11 @@ def head() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
     ).stdout.strip()
-    # Absolute paths are private, so DIR replaces them.
-    command = " ".join(
-        ["python", Path(sys.argv[0]).name, *("DIR" if Path(a).is_absolute() else a for a in sys.argv[1:])]
-    )
+    # processor.py sets the variable. Absolute paths are private, so DIR replaces them.
+    processor = os.environ.get("AS_PROCESSOR")
+    outer = ["processor.py", processor] if processor else []
+    arguments = ("DIR" if Path(a).is_absolute() else a for a in sys.argv[1:])
+    command = " ".join(["python", *outer, Path(sys.argv[0]).name, *arguments])
     return {"date": date.today().isoformat(), "command": command, "commit": commit, "machine": machine()}
 
 

@@ -211,7 +211,7 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
         raise UsageError(
             f"cache.positions is cache, which is not supported where {why}", "--set cache.positions=absolute"
         )
-    _require_plain_backend(recipe, why)
+    _require_onnxruntime(recipe, why)
 
 
 def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
@@ -228,20 +228,20 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
         raise UsageError(
             f"speculate.draft is cache, which is not supported where {why}", "--set speculate.draft=ngram, or null"
         )
-    _require_plain_backend(recipe, why)
-
-
-def _require_plain_backend(recipe: Recipe, why: str) -> None:
-    """Raise UsageError unless ONNX Runtime runs the whole model on the CPU; `why` names the layer that needs it."""
-    if recipe.backend.name != default():
-        raise UsageError(
-            f"backend.name is {recipe.backend.name}, which is not supported where {why}",
-            f"--set backend.name={default()}",
-        )
+    _require_onnxruntime(recipe, why)
     if (device := getattr(recipe.backend, "device", "cpu")) != "cpu":
         raise UsageError(
             f"backend.device is {device}, which is not supported where {why}",
             "--set backend.device=cpu",
+        )
+
+
+def _require_onnxruntime(recipe: Recipe, why: str) -> None:
+    """Raise UsageError unless one process runs the model in ONNX Runtime; `why` names the layer that needs it."""
+    if recipe.backend.name != default():
+        raise UsageError(
+            f"backend.name is {recipe.backend.name}, which is not supported where {why}",
+            f"--set backend.name={default()}",
         )
     if recipe.backend.tensor_parallel > 1:
         raise UsageError(

@@ -10,6 +10,7 @@ KERNELS = (
     "cuda/attention/vote_attention_small.cu",
     "cuda/merge/merge_cache.cu",
     "cuda/linear/linear.cu",
+    "cuda/recurrence/linear_attention.cu",
     "cuda/ranks/all_reduce.cu",
 )
 # The files that the kernels, and each of their bindings, include (patterns below plugins/).

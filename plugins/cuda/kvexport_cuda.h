@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../abi/kvexport.h"
+#include "../abi/linear_attention.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -44,6 +45,7 @@ const char* kv_cuda_linear_workspace(const KvLinear* call, size_t* bytes);
 const char* kv_cuda_vote_attention_problem(const KvVoteAttention* call);
 const char* kv_cuda_merge_cache_problem(const KvMergeCache* call);
 const char* kv_cuda_linear_problem(const KvLinear* call);
+const char* kv_cuda_linear_attention_problem(const KvLinearAttention* call);
 
 // All pointers of a call are device pointers, `policy.inverse_frequencies` too. Rows of keys and values are whole
 // 16-byte vectors, at most 256 elements, and their tensors are aligned to 16 bytes; a group has at most 16 query heads.
@@ -52,6 +54,9 @@ const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
 
 // Tensors of a Linear need no alignment; tensors aligned to 16 bytes are read faster.
 const char* kv_cuda_linear(const KvLinear* call, const KvCuda* where);
+
+// Needs no workspace. Tensors need no alignment; rows of whole 16-byte vectors are read faster.
+const char* kv_cuda_linear_attention(const KvLinearAttention* call, const KvCuda* where);
 
 // Returns "device", or "host" if the kernels were compiled for tests on the host (core/block.h).
 const char* kv_cuda_target(void);

@@ -69,6 +69,17 @@ Linear = _structure(
     planes=INT64, cosine=POINTER, sine=POINTER,
 )  # fmt: skip
 
+# plugins/abi/linear_attention.h
+LinearAttention = _structure(
+    "KvLinearAttention", batch=INT64, tokens=INT64, heads=INT, key_heads=INT, key_size=INT, value_size=INT,
+    by_channel=INT, scale=ctypes.c_float, query=POINTER, key=POINTER, value=POINTER, decay=POINTER, beta=POINTER,
+    length=POINTER, past=POINTER, present=POINTER, output=POINTER,
+)  # fmt: skip
+OPERATORS = {
+    "vote_attention": VoteAttention, "merge_cache": MergeCache, "linear": Linear, "linear_attention": LinearAttention,
+}  # fmt: skip
+WITHOUT_WORKSPACE = ("linear_attention",)
+
 
 class Where(ctypes.Structure):
     _fields_ = [
@@ -96,11 +107,14 @@ def names_of(key: np.ndarray) -> tuple[str, ...]:
 @cache
 def load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for operator, call in (("vote_attention", VoteAttention), ("merge_cache", MergeCache), ("linear", Linear)):
-        function, workspace = getattr(library, f"kv_cuda_{operator}"), getattr(library, f"kv_cuda_{operator}_workspace")
-        function.restype = workspace.restype = library.kv_cuda_target.restype = ctypes.c_char_p
-        function.argtypes = [ctypes.POINTER(call), ctypes.POINTER(Where)]
-        workspace.argtypes = [ctypes.POINTER(call), ctypes.POINTER(ctypes.c_size_t)]
+    library.kv_cuda_target.restype = ctypes.c_char_p
+    for operator, call in OPERATORS.items():
+        function = getattr(library, f"kv_cuda_{operator}")
+        function.restype, function.argtypes = ctypes.c_char_p, [ctypes.POINTER(call), ctypes.POINTER(Where)]
+        if operator not in WITHOUT_WORKSPACE:
+            workspace = getattr(library, f"kv_cuda_{operator}_workspace")
+            workspace.restype = ctypes.c_char_p
+            workspace.argtypes = [ctypes.POINTER(call), ctypes.POINTER(ctypes.c_size_t)]
     return library
 
 
@@ -179,7 +193,8 @@ class Caller:
     def prepared(self, operator: str, call: Any) -> Callable[[], None]:
         """Return a function that enqueues the call and raises RuntimeError if the library refuses it."""
         needed = ctypes.c_size_t()
-        self._check(getattr(self.library, f"kv_cuda_{operator}_workspace")(call, needed))
+        if operator not in WITHOUT_WORKSPACE:
+            self._check(getattr(self.library, f"kv_cuda_{operator}_workspace")(call, needed))
         if needed.value > self.size:
             self.workspace, self.size = self.memory.bytes(needed.value, COUNTER_BYTES), needed.value
         where = Where(self.memory.stream, self.memory.address(self.workspace), self.size, None, self.begin)

@@ -21,6 +21,7 @@ from plugins.building import make
 from plugins.building.ptx import library
 from tests.conformance.cuda_library import EARLY, EARLY_WEIGHTS, PtxCaller
 from tests.conformance.cuda_linear import case
+from tests.conformance.cuda_recurrence import Recurrence, recurrence
 from tests.conformance.quantized import small
 
 Arrays = dict[str, np.ndarray]
@@ -116,6 +117,7 @@ CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "Place": lambda caller: merge(caller, "ballot", slots=300, in_order=False),
     "Rank": lambda caller: merge(caller, "h2o"),
     "LinearMma<Half, 4, 1>": linear,
+    "Recurrence<64>": lambda caller: recurrence("gated_delta", Recurrence((19, 0), 2, 1, 24, 36)).run(caller),
 }
 
 

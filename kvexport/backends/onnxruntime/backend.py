@@ -96,15 +96,13 @@ class OnnxRuntime(Backend):
         device = options.device or settings.device
         if device not in devices.PROVIDERS:
             raise _no_device(device)
-        if device != "cpu" and manifest.cache.states:
-            layer = manifest.cache.states[0].layer
-            problem = f"layer {layer} has a recurrent state, which is not supported on {device}"
-            raise UsageError(problem, "use the device cpu")
         devices.require_device(device)
         library = native.library(device)
         if library:
             native.require_runnable(library, device)
         runs = native.implementations(manifest, device)
+        if library and runs["VoteAttention"].native:
+            native.require_recurrences(library, manifest.cache)
         adapters = options.adapters or load_adapters(manifest, {})
         model = LoadedModel(
             path / graphs.decoder,

@@ -85,6 +85,22 @@ struct LinearKernel : kv::LinearNode {
   }
 };
 
+struct LinearAttentionKernel : kv::LinearAttentionNode {
+  static constexpr const char* kProvider = kv::kDeviceProvider;
+
+  LinearAttentionKernel(const OrtKernelInfo* info, const kv::CacheType&)
+      : LinearAttentionNode(Ort::ConstKernelInfo(info)) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvLinearAttention call = this->call(context);
+      const KvCuda where{context.GetGPUComputeStream(), nullptr, 0, nullptr, KV_CUDA_EARLY};
+      kv::require_success("LinearAttention", kv_cuda_linear_attention(&call, &where));
+    });
+  }
+};
+
 // The rank of the kernels that this thread creates from now on.
 thread_local KvCudaRanks current_ranks{};
 
@@ -118,25 +134,25 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
                  bf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
                  u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>, kv::AllReduceOp<AllReduceKernel>>(
-      options, base,
-      {{KV_FLOAT32, f32},
-       {KV_FLOAT16, f16},
-       {KV_BFLOAT16, bf16},
-       {KV_INT8, i8, i8, KV_FLOAT32, f32},
-       {KV_INT8, i8, i8, KV_FLOAT16, f16},
-       {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
-       {KV_INT4, u8, u8, KV_FLOAT32, f32},
-       {KV_INT4, u8, u8, KV_FLOAT16, f16},
-       {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
-       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-       {KV_K8V4, i8, u8, KV_FLOAT16, f16},
-       {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}});
+                                kv::LinearOp<LinearKernel>, kv::LinearAttentionOp<LinearAttentionKernel>,
+                                kv::AllReduceOp<AllReduceKernel>>(options, base,
+                                                                  {{KV_FLOAT32, f32},
+                                                                   {KV_FLOAT16, f16},
+                                                                   {KV_BFLOAT16, bf16},
+                                                                   {KV_INT8, i8, i8, KV_FLOAT32, f32},
+                                                                   {KV_INT8, i8, i8, KV_FLOAT16, f16},
+                                                                   {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
+                                                                   {KV_INT4, u8, u8, KV_FLOAT32, f32},
+                                                                   {KV_INT4, u8, u8, KV_FLOAT16, f16},
+                                                                   {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
+                                                                   {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+                                                                   {KV_K8V4, i8, u8, KV_FLOAT16, f16},
+                                                                   {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}});
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
 // devices that the kernels are compiled for, why they cannot run on this machine, and why no kernel computes
-// VoteAttention or MergeCache of a layer of these sizes ("" if they can, and if there is a kernel).
+// VoteAttention, MergeCache or LinearAttention of a layer of these sizes ("" if they can, and if there is a kernel).
 KV_EXPORT const char* kvexport_schema() { return kv::kSchema; }
 KV_EXPORT const char* kvexport_isa() {
   static const std::string text = kv::compiled_for();
@@ -166,6 +182,14 @@ KV_EXPORT const char* kvexport_merge_problem(int type, int heads, int capacity, 
   call.policy.merge = KV_MERGE_ZIP, call.policy.order = KV_ORDER_LEAST_ERROR;
   call.policy.measure = KV_MEASURE_DISTANCE, call.policy.votes_max = 1.0f;
   const char* problem = kv_cuda_merge_cache_problem(&call);
+  return problem ? problem : "";
+}
+
+KV_EXPORT const char* kvexport_recurrence_problem(int heads, int key_size, int value_size) {
+  KvLinearAttention call{};
+  call.batch = call.tokens = 1, call.heads = heads, call.key_heads = 1;
+  call.key_size = key_size, call.value_size = value_size;
+  const char* problem = kv_cuda_linear_attention_problem(&call);
   return problem ? problem : "";
 }
 

@@ -7,6 +7,7 @@
 
 #include "../../cpu/kvexport_cpu.h"
 #include "../../cpu/ranks/ranks.h"
+#include "../../cpu/recurrence/recurrence.h"
 #include "operators.h"
 
 namespace {

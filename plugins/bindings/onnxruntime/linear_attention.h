@@ -3,7 +3,7 @@
 
 #include <tuple>
 
-#include "../../cpu/recurrence/recurrence.h"
+#include "../../abi/linear_attention.h"
 #include "node.h"
 
 namespace kv {

@@ -21,8 +21,8 @@ enum { KV_EXPERTS_SILU = 0, KV_EXPERTS_GELU, KV_EXPERTS_GELU_TANH, KV_EXPERTS_RE
 // A packed weight has the rows of all experts, one after another. In panels (KV_PANELS) each of its matrices has panels
 // of its own, one matrix after another: for each expert [inner, hidden] of the gate and of the ups, or [hidden, inner].
 typedef struct KvExperts {
-  int type;          // float32 or float16: input, output, biases, and weights that are not packed
-  int weights_type;  // float32 or float16: the factors of the chosen experts
+  int type;          // input, output, biases, and weights that are not packed: float32, float16 or, on CUDA, bfloat16
+  int weights_type;  // the factors of the chosen experts, likewise
   int float_input;   // as in KvLinear
   int activation, gate;
   float slope, limit, up_offset;  // silu(x) = x sigmoid(slope x); limit 0: nothing is clamped

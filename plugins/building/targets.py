@@ -10,6 +10,7 @@ KERNELS = (
     "cuda/attention/vote_attention_small.cu",
     "cuda/merge/merge_cache.cu",
     "cuda/linear/linear.cu",
+    "cuda/experts/experts.cu",
     "cuda/recurrence/linear_attention.cu",
     "cuda/ranks/all_reduce.cu",
 )

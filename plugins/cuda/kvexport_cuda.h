@@ -39,6 +39,7 @@ enum { KV_CUDA_COUNTER_BYTES = 1 << 18, KV_CUDA_MAX_HEADS = 1 << 16 };
 const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* call, size_t* bytes);
 const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes);
 const char* kv_cuda_linear_workspace(const KvLinear* call, size_t* bytes);
+const char* kv_cuda_experts_workspace(const KvExperts* call, size_t* bytes);
 
 // Return why this device or the kernels have no room for calls of these sizes, before any call runs; nullptr if they
 // have room, or if there is no device. They read only the sizes and attributes of the call.
@@ -54,6 +55,10 @@ const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
 
 // Tensors of a Linear need no alignment; tensors aligned to 16 bytes are read faster.
 const char* kv_cuda_linear(const KvLinear* call, const KvCuda* where);
+
+// Packed weights are at rest, and their tables on the device; inputs are multiplied unrounded. Tensors need no
+// alignment; weights whose rows and groups are whole 16-byte vectors are read faster.
+const char* kv_cuda_experts(const KvExperts* call, const KvCuda* where);
 
 // Needs no workspace. Tensors need no alignment; rows of whole 16-byte vectors are read faster.
 const char* kv_cuda_linear_attention(const KvLinearAttention* call, const KvCuda* where);

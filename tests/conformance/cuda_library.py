@@ -69,6 +69,14 @@ Linear = _structure(
     planes=INT64, cosine=POINTER, sine=POINTER,
 )  # fmt: skip
 
+# plugins/abi/experts.h
+Experts = _structure(
+    "KvExperts", type=INT, weights_type=INT, float_input=INT, activation=INT, gate=INT, slope=ctypes.c_float,
+    limit=ctypes.c_float, up_offset=ctypes.c_float, tokens=INT64, hidden=INT64, inner=INT64, experts=INT64,
+    chosen=INT64, input=POINTER, indices=POINTER, weights=POINTER, first=LinearWeight, first_bias=POINTER,
+    down=LinearWeight, down_bias=POINTER, output=POINTER,
+)  # fmt: skip
+
 # plugins/abi/linear_attention.h
 LinearAttention = _structure(
     "KvLinearAttention", batch=INT64, tokens=INT64, heads=INT, key_heads=INT, key_size=INT, value_size=INT,
@@ -76,7 +84,8 @@ LinearAttention = _structure(
     length=POINTER, past=POINTER, present=POINTER, output=POINTER,
 )  # fmt: skip
 OPERATORS = {
-    "vote_attention": VoteAttention, "merge_cache": MergeCache, "linear": Linear, "linear_attention": LinearAttention,
+    "vote_attention": VoteAttention, "merge_cache": MergeCache, "linear": Linear, "experts": Experts,
+    "linear_attention": LinearAttention,
 }  # fmt: skip
 WITHOUT_WORKSPACE = ("linear_attention",)
 

@@ -85,6 +85,26 @@ struct LinearKernel : kv::LinearNode {
   }
 };
 
+struct ExpertsKernel : kv::ExpertsNode {
+  static constexpr const char* kProvider = kv::kDeviceProvider;
+  kv::Streams streams;
+
+  ExpertsKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
+      : ExpertsNode(Ort::ConstKernelInfo(info), cache.type, {true, nullptr, true}),
+        streams(std::make_shared<kv::Memory>(info)) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvExperts call = this->call(context);
+      size_t bytes = 0;
+      kv::require_success("Experts", kv_cuda_experts_workspace(&call, &bytes));
+      streams.run(context, bytes,
+                  [&](const KvCuda& where) { kv::require_success("Experts", kv_cuda_experts(&call, &where)); });
+    });
+  }
+};
+
 struct LinearAttentionKernel : kv::LinearAttentionNode {
   static constexpr const char* kProvider = kv::kDeviceProvider;
 
@@ -134,20 +154,21 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
                  bf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
                  u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>, kv::LinearAttentionOp<LinearAttentionKernel>,
-                                kv::AllReduceOp<AllReduceKernel>>(options, base,
-                                                                  {{KV_FLOAT32, f32},
-                                                                   {KV_FLOAT16, f16},
-                                                                   {KV_BFLOAT16, bf16},
-                                                                   {KV_INT8, i8, i8, KV_FLOAT32, f32},
-                                                                   {KV_INT8, i8, i8, KV_FLOAT16, f16},
-                                                                   {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
-                                                                   {KV_INT4, u8, u8, KV_FLOAT32, f32},
-                                                                   {KV_INT4, u8, u8, KV_FLOAT16, f16},
-                                                                   {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
-                                                                   {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-                                                                   {KV_K8V4, i8, u8, KV_FLOAT16, f16},
-                                                                   {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}});
+                                kv::LinearOp<LinearKernel>, kv::ExpertsOp<ExpertsKernel>,
+                                kv::LinearAttentionOp<LinearAttentionKernel>, kv::AllReduceOp<AllReduceKernel>>(
+      options, base,
+      {{KV_FLOAT32, f32},
+       {KV_FLOAT16, f16},
+       {KV_BFLOAT16, bf16},
+       {KV_INT8, i8, i8, KV_FLOAT32, f32},
+       {KV_INT8, i8, i8, KV_FLOAT16, f16},
+       {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
+       {KV_INT4, u8, u8, KV_FLOAT32, f32},
+       {KV_INT4, u8, u8, KV_FLOAT16, f16},
+       {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
+       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+       {KV_K8V4, i8, u8, KV_FLOAT16, f16},
+       {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}});
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the

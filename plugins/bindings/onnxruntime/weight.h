@@ -33,10 +33,12 @@ struct PanelFunctions {
   void (*repack)(const KvWeight* weight, int64_t outputs, int64_t inputs, void* panels);
 };
 
-// How a provider stores weights. panels: nullptr if it reads packed weights in the layout of artifacts.
+// How a provider stores weights. panels: nullptr if it reads packed weights in the layout of artifacts. device_tables:
+// whether its kernels read the table of a weight, which is in the device's memory.
 struct Keeping {
   bool on_device;
   const PanelFunctions* panels;
+  bool device_tables = false;
 };
 
 // A tensor that every step reads. If no run changes it and it is in the process's memory, it is copied, when the
@@ -83,15 +85,17 @@ struct Weight {
   std::string op;
   Streamed integers, scale, offset;
   std::array<int8_t, 16> table{};      // the numbers at the indices of a weight with a table
+  bool table_on_device = false;        // then `offset` is the table
   std::shared_ptr<const void> panels;  // integers, scale and offset of a packed weight that is read in panels
 
   Weight() = default;
   Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group,
          const Keeping& keeping, int parts = 0)
       : packed(packed), group(group), parts(parts), op(node.op()), integers(info, input, keeping.on_device) {
-    node.require(!has_table() || keeping.panels, "input " + std::to_string(input) +
-                                                     " is a weight with a table of numbers, which only the kernels of "
-                                                     "the CPU read");
+    node.require(!has_table() || keeping.panels || keeping.device_tables,
+                 "input " + std::to_string(input) +
+                     " is a weight with a table of numbers, which only the kernels of "
+                     "the CPU read");
     read_parts(info, input, node, keeping.on_device);
     if (packed && keeping.panels) repack(*keeping.panels);
     for (Streamed* part : {&integers, &scale, &offset})
@@ -108,7 +112,7 @@ struct Weight {
                    "input " + std::to_string(input + 1) + " is an exponent, and not uint8");
     else
       require_float(node, scale);
-    if (has_table()) return read_table(info, input, node);
+    if (has_table()) return read_table(info, input, node, on_device);
     if (packed != kScaled) offset = Streamed(info, input + 2, on_device);
     if (packed == kWithMinimum) require_float(node, offset);
     if (packed == kWithZero)
@@ -119,7 +123,7 @@ struct Weight {
       if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
   }
 
-  void read_table(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node) {
+  void read_table(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, bool on_device) {
     const std::string name = "input " + std::to_string(input + 2) + ", the table of a weight, ";
     node.require(integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4,
                  "input " + std::to_string(input) + " is a weight with a table, and not uint4");
@@ -130,7 +134,11 @@ struct Weight {
     node.require(
         shape.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 && shape.GetElementCount() == table.size(),
         name + "has not 16 numbers of int8");
-    memcpy(table.data(), value.GetTensorRawData(), table.size());
+    table_on_device = on_device;
+    if (on_device)
+      offset = Streamed(info, input + 2, on_device);
+    else
+      memcpy(table.data(), value.GetTensorRawData(), table.size());
     const Shape weight = declared_shape(info, input), groups = declared_shape(info, input + 1);
     if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
   }
@@ -191,7 +199,8 @@ struct Weight {
     }
     require_groups(shape, scale.shape_in(context));
     if (has_offset()) require_groups(shape, offset.shape_in(context));
-    return view(integers.data(context), scale.data(context), has_offset() ? offset.data(context) : nullptr);
+    const void* const third = has_offset() || table_on_device ? offset.data(context) : nullptr;
+    return view(integers.data(context), scale.data(context), third);
   }
 
  private:
@@ -202,7 +211,7 @@ struct Weight {
     call.is_signed =
         integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4 || integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
     call.scale_type = packed == kExponents ? KV_EXPONENTS : kernel_type(scale), call.scale = scales;
-    if (has_table()) call.table = table.data();
+    if (has_table()) call.table = table_on_device ? static_cast<const int8_t*>(offsets) : table.data();
     if (packed == kWithZero) call.zero = offsets;
     if (packed == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = offsets;
     return call;

@@ -71,6 +71,7 @@ class ExpertsCase:
         t = self.tensors
         tokens, hidden = t["input"].shape
         call = Experts(type=TYPES[self.dtype], weights_type=TYPES[self.dtype], gate=self.form.gate, tokens=tokens)
+        call.float_input = self.form.float_input
         call.activation = EXPERTS_ACTIVATIONS.index(self.form.activation)
         call.slope, call.limit, call.up_offset = self.form.slope, self.form.limit, self.form.up_offset
         call.hidden, call.inner, call.experts = hidden, t["down"].shape[2], len(t["down"])

@@ -110,6 +110,6 @@ needs_ptx = pytest.mark.skipif(CudaPtx().available() is not None, reason=f"not r
 @needs_ptx
 @pytest.mark.parametrize("rule", ["gated_delta", "linear"])
 def test_nvccs_ptx_of_it_is_what_pytorch_computes(rule: UpdateRule) -> None:
-    for sizes in (Recurrence((11, 0), 2, 1, 40, 36, by_channel=True), Recurrence((1, 1), 2, 2, 7, 5)):
+    for sizes in (Recurrence((11, 0), 2, 1, 100, 36, by_channel=True), Recurrence((1, 1), 2, 2, 70, 5)):
         one = recurrence(rule, sizes)
         check(one, one.run(CudaPtx().caller))

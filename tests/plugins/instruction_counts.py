@@ -18,6 +18,7 @@ import numpy as np
 
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
+from kvexport.ops.experts import ExpertsForm
 from kvexport.ops.linear import Form
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.packed import PackedFormat
@@ -25,9 +26,12 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make, resources
 from plugins.building.ptx import library, trips
 from plugins.building.ptx.read import Kernel
+from tests.conformance.cuda_experts import ExpertsCase
 from tests.conformance.cuda_library import PtxCaller
 from tests.conformance.cuda_linear import case
+from tests.conformance.cuda_recurrence import Recurrence, recurrence
 from tests.conformance.quantized import BITS, small
+from tests.conformance.test_experts import draw, packed
 from tests.support.paths import ROOT
 
 RECORD = ROOT / "plugins" / "cuda" / "instructions.json"
@@ -41,6 +45,8 @@ DECODE = (
 )
 LOG_EMA = (Statistic("log_ema", 0.9),)
 COLUMNS, INPUTS = 320, (512, 1024)
+EXPERT_INPUTS, OUTPUTS = 1024, (256, 512)  # inputs of the first product, and its outputs
+STATE = 128 * 32  # numbers of a block's share of a head's state
 LINEAR = (
     ("int4", "float16", PackedFormat(4, True, 32), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
     ("int4, groups of 128", "float16", PackedFormat(4, True, 128), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
@@ -79,6 +85,17 @@ def measured(caller: PtxCaller) -> dict[str, float]:
             COLUMNS * (INPUTS[1] - INPUTS[0]) // WARP,
             INPUTS,
         )
+    for tokens, rows in ((1, 1), (8, 8)):
+        figures[f"experts, int4, rows {rows}, per weight"] = _difference(
+            caller,
+            f"ExpertsProduct<kv::cuda::Packed<4, 32>, {rows}>",
+            lambda outputs, t=tokens: _experts(caller, t, outputs),
+            2 * EXPERT_INPUTS * (OUTPUTS[1] - OUTPUTS[0]) // WARP,
+            OUTPUTS,
+        )
+    figures["linear attention, per token and number of the state"] = _difference(
+        caller, "Recurrence<128>", lambda tokens: _recurrence(caller, tokens), STATE * 8 // WARP, (8, 16)
+    )
     figures["key and value moved, per evicted slot"] = _difference(
         caller, "Place", lambda count: _merge(caller, "h2o", SLOTS[0], count, "float16"), 32, (32, 64)
     )
@@ -98,6 +115,19 @@ def measured_trips(caller: PtxCaller) -> dict[str, int]:
         _linear(caller, "float16", PackedFormat(4, True, 32), run[0], run[1], Form(norm=1, packed=(1,), group=(32,)))
         figures[name] = _trips(caller, kernels, program)
     return figures
+
+
+def _experts(caller: PtxCaller, tokens: int, inner: int) -> None:
+    """Run tokens that all choose the only expert, which has no gate and weights in int4."""
+    form = ExpertsForm(gate=0)
+    tensors = draw(form, tokens, 1, 1, hidden=EXPERT_INPUTS, inner=inner)
+    tensors["indices"][:] = 0
+    taken, values, weights = packed(form, tensors, ("int4", 1, "float16", 32, 32))
+    ExpertsCase(taken, values, "float16", weights).run(caller)
+
+
+def _recurrence(caller: PtxCaller, tokens: int) -> None:
+    recurrence("gated_delta", Recurrence((tokens,), 1, 1, 128, 32)).run(caller)
 
 
 def _trips(caller: PtxCaller, kernels: dict[str, Kernel], program: str) -> int:

@@ -1,14 +1,17 @@
 // The entry points of Experts: check the call, divide the workspace, and for each range of tokens launch
 //
-//   Route              with several tokens: rows in the order of experts, and tiles of them
-//   ExpertsProduct     the first product and the activation, then the second product
-//   Combine            the sum of a token's rows
+//   Route                            with several tokens: rows in the order of experts, and tiles of them
+//   ExpertsMma, or ExpertsProduct    the first product and the activation, then the second product
+//   Combine                          the sum of a token's rows
 //
 // The number of blocks depends on the sizes of the call alone, so that a CUDA graph can replay it: blocks beyond the
 // tiles that Route counted end at once.
+#include <type_traits>
+
 #include "../core/launch.h"
 #include "combine.h"
-#include "products.h"
+#include "product_cores.h"
+#include "product_mma.h"
 #include "route.h"
 
 namespace kv {
@@ -53,8 +56,23 @@ int64_t range_of(const KvExperts& a) {
   return a.tokens < most ? a.tokens : most;
 }
 
-size_t most_tiles(const KvExperts& a, int64_t rows) {
-  return static_cast<size_t>(rows < a.experts ? rows : a.experts) + rows / kTileRows;
+size_t most_tiles(const KvExperts& a, int64_t rows, int tile_rows) {
+  return static_cast<size_t>(rows < a.experts ? rows : a.experts) + rows / tile_rows;
+}
+
+// Returns whether tensor cores can compute a product. A unit of inputs has to be in one group.
+bool fits_tensor_cores(const KvExperts& a, const KvWeight& weight, int64_t inputs) {
+  if (a.type == KV_FLOAT32 && (!weight.bits || a.float_input)) return false;
+  const int64_t unit = weight.bits == 4 ? 32 : 16;
+  return is_aligned(weight.data) && is_aligned(a.input) && !weight.minimum && inputs % unit == 0 &&
+         (!weight.bits || weight.group % unit == 0);
+}
+
+// Returns the most rows of a tile: many if tensor cores compute both products, and experts have at least four rows
+// each.
+int tile_rows_of(const KvExperts& a) {
+  const bool fits = fits_tensor_cores(a, a.first, a.hidden) && fits_tensor_cores(a, a.down, a.inner);
+  return fits && a.tokens > 1 && a.tokens * a.chosen >= 4 * a.experts ? kTallRows : kFewRows;
 }
 
 // Divides the workspace among the arrays of a range of tokens; returns the bytes that it uses.
@@ -67,7 +85,7 @@ size_t plan(const KvExperts& a, void* workspace, ExpertsArgs* args) {
   if (a.tokens <= 1) return space.size();
   args->begin = space.take<int>(a.experts), args->count = space.take<int>(a.experts);
   args->row_of = space.take<int>(rows), args->number = space.take<int>(rows);
-  args->tile = space.take<Tile>(most_tiles(a, rows)), args->tiles = space.take<int>(1);
+  args->tile = space.take<Tile>(most_tiles(a, rows, kFewRows)), args->tiles = space.take<int>(1);
   return space.size();
 }
 
@@ -81,15 +99,31 @@ bool reads_vectors(const KvWeight& weight, int64_t inputs) {
 template <class W>
 const char* run_weight(const ProductArgs& args, size_t tiles, const Device& device, Stream stream) {
   if (args.all.tile) {
-    using Program = ExpertsProduct<W, kTileRows>;
+    using Program = ExpertsProduct<W, kFewRows>;
     return launch<Program>(args, tiles * args.strips, Program::shared_size(), device, stream);
   }
   using Program = ExpertsProduct<W, 1>;
   return launch<Program>(args, tiles * args.strips, Program::shared_size(), device, stream);
 }
 
+template <class T>
+const char* run_mma(ProductArgs args, size_t tiles, const Device& device, Stream stream) {
+  const auto run = [&](auto* program) {
+    using Program = std::remove_pointer_t<decltype(program)>;
+    const int columns = args.gated() ? Program::kStrip / 2 : Program::kStrip;
+    args.strips = (args.outputs() + columns - 1) / columns;
+    return launch<Program>(args, tiles * args.strips, Program::shared_size(), device, stream);
+  };
+  const int bits = args.weight().bits;
+  if (bits == 4) return run(static_cast<ExpertsMma<T, 4>*>(nullptr));
+  return bits == 8 ? run(static_cast<ExpertsMma<T, 8>*>(nullptr)) : run(static_cast<ExpertsMma<T, 0>*>(nullptr));
+}
+
 const char* run_product(const ExpertsArgs& all, bool second, size_t tiles, const Device& device, Stream stream) {
   ProductArgs args{all, second, 0, false};
+  if (all.tile_rows == kTallRows)
+    return all.call.type == KV_FLOAT16 ? run_mma<Half>(args, tiles, device, stream)
+                                       : run_mma<BFloat>(args, tiles, device, stream);
   const int columns = args.gated() ? 8 : 16;
   args.strips = (args.outputs() + columns - 1) / columns;
   const int64_t inputs = args.inputs();
@@ -113,7 +147,7 @@ const char* run_product(const ExpertsArgs& all, bool second, size_t tiles, const
 // Computes a range of tokens.
 const char* run(const ExpertsArgs& args, const Device& device, Stream stream) {
   const KvExperts& a = args.call;
-  const size_t tiles = args.tile ? most_tiles(a, args.rows) : static_cast<size_t>(args.rows);
+  const size_t tiles = args.tile ? most_tiles(a, args.rows, args.tile_rows) : static_cast<size_t>(args.rows);
   if (args.tile && args.rows > 0)
     if (const char* problem = launch<Route>(args, a.experts, Route::shared_size(), device, stream)) return problem;
   if (const char* problem = run_product(args, false, tiles, device, stream)) return problem;
@@ -155,6 +189,7 @@ extern "C" const char* kv_cuda_experts(const KvExperts* call, const KvCuda* wher
   if (const char* problem = this_device(&device, where->begin)) return problem;
   if (const char* problem = check_workspace(*where, plan(*call, where->workspace, &args))) return problem;
   if (where->counters) args.counter = static_cast<int*>(where->counters);
+  args.tile_rows = tile_rows_of(*call);
   const int64_t range = range_of(*call);
   for (int64_t first = 0; first < call->tokens; first += range) {
     const int64_t left = call->tokens - first;

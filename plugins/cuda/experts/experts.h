@@ -2,7 +2,7 @@
 // two products.
 //
 // A row is one expert of one token. Rows are in the order of experts, those of an expert in the order of tokens; with a
-// single token they are in the order of `indices`. A tile is up to kRows rows of one expert.
+// single token they are in the order of `indices`. A tile is up to `tile_rows` rows of one expert.
 //
 // Letters in this folder: a the arguments of the call, e an expert, r a row of a tile, c a column of a warp, k an
 // input, i a number in `indices`.
@@ -13,7 +13,7 @@
 namespace kv {
 namespace cuda {
 
-constexpr int kTileRows = 8;
+constexpr int kFewRows = 8, kTallRows = 32;  // the most rows of a tile: on CUDA cores, and on tensor cores
 
 struct Tile {
   int expert, first, count;  // count 0: the tile is empty
@@ -23,6 +23,7 @@ struct Tile {
 struct ExpertsArgs {
   KvExperts call;
   int rows;       // tokens x chosen
+  int tile_rows;  // the most rows of a tile
   int* counter;   // of the blocks of Route
   int* begin;     // [experts]: the first row of each expert
   int* count;     // [experts]: its rows

@@ -56,14 +56,14 @@ struct Route {
     const int experts = static_cast<int>(args.call.experts);
     const int tiles = scan(block, sums, [&](int t, Registers&) {
       int own = 0;
-      each_of(experts, t, [&](int e) { own += (args.count[e] + kTileRows - 1) / kTileRows; });
+      each_of(experts, t, [&](int e) { own += (args.count[e] + args.tile_rows - 1) / args.tile_rows; });
       return own;
     });
     block.each_alone([&](int t, Registers& r) {
       int tile = r.scanned;
       each_of(experts, t, [&](int e) {
-        for (int row = 0; row < args.count[e]; row += kTileRows)
-          args.tile[tile++] = Tile{e, args.begin[e] + row, min_of(args.count[e] - row, kTileRows)};
+        for (int row = 0; row < args.count[e]; row += args.tile_rows)
+          args.tile[tile++] = Tile{e, args.begin[e] + row, min_of(args.count[e] - row, args.tile_rows)};
       });
       if (t == 0) *args.tiles = tiles;
     });

@@ -15,7 +15,7 @@
 // lanes have all rows of a column, and add up their sums over rows in a fixed order. Rows beyond the state's are zeros.
 //
 // Letters: a the arguments of the call, s the arrays of a token in shared memory, g a lane's number among its 8, j four
-// rows of a thread, l one of them, w a column of a thread, i a token of a chunk.
+// rows of a thread, l one of them, c a column of a thread, i a token of a chunk.
 #pragma once
 
 #include "../../abi/linear_attention.h"
@@ -128,7 +128,7 @@ struct Recurrence {
     block.each_alone([&](int t, Registers& r) {
       const int g = t % kDown;
 #pragma unroll
-      for (int w = 0; w < kWide; ++w) r.known[w] = r.out[w] = 0.0f;
+      for (int c = 0; c < kWide; ++c) r.known[c] = r.out[c] = 0.0f;
       if (!a.decay && !a.beta) return;
 #pragma unroll
       for (int j = 0; j < kFours; ++j) {
@@ -142,20 +142,20 @@ struct Recurrence {
 #pragma unroll
         for (int l = 0; l < 4; ++l)
 #pragma unroll
-          for (int w = 0; w < kWide; ++w) r.known[w] += key[l] * (r.state[j][l][w] *= factor[l]);
+          for (int c = 0; c < kWide; ++c) r.known[c] += key[l] * (r.state[j][l][c] *= factor[l]);
       }
     });
     if (a.beta)
 #pragma unroll
-      for (int w = 0; w < kWide; ++w)
-        block.template warp_sum<kDown>([&](Registers& r) -> float& { return r.known[w]; });
+      for (int c = 0; c < kWide; ++c)
+        block.template warp_sum<kDown>([&](Registers& r) -> float& { return r.known[c]; });
     block.each_alone([&](int t, Registers& r) {
       const int g = t % kDown;
       float row[kWide];
 #pragma unroll
-      for (int w = 0; w < kWide; ++w) {
-        row[w] = s.value[t / kDown * kWide + w];
-        if (a.beta) row[w] = s.beta[0] * (row[w] - r.known[w]);
+      for (int c = 0; c < kWide; ++c) {
+        row[c] = s.value[t / kDown * kWide + c];
+        if (a.beta) row[c] = s.beta[0] * (row[c] - r.known[c]);
       }
 #pragma unroll
       for (int j = 0; j < kFours; ++j) {
@@ -165,15 +165,15 @@ struct Recurrence {
 #pragma unroll
         for (int l = 0; l < 4; ++l)
 #pragma unroll
-          for (int w = 0; w < kWide; ++w) r.out[w] += query[l] * (r.state[j][l][w] += key[l] * row[w]);
+          for (int c = 0; c < kWide; ++c) r.out[c] += query[l] * (r.state[j][l][c] += key[l] * row[c]);
       }
     });
 #pragma unroll
-    for (int w = 0; w < kWide; ++w) block.template warp_sum<kDown>([&](Registers& r) -> float& { return r.out[w]; });
+    for (int c = 0; c < kWide; ++c) block.template warp_sum<kDown>([&](Registers& r) -> float& { return r.out[c]; });
     block.each_alone([&](int t, Registers& r) {
       if (t % kDown) return;
 #pragma unroll
-      for (int w = 0; w < kWide; ++w) r.out[w] *= a.scale;
+      for (int c = 0; c < kWide; ++c) r.out[c] *= a.scale;
       store_row(args, w, a.output + w.of_value(token), t / kDown * kWide, r.out);
     });
   }

@@ -13,8 +13,7 @@
 // bytes become floats by the addition of 2^23, so that one exact subtraction gives integer - zero.
 #pragma once
 
-#include "../core/small.h"
-#include "experts.h"
+#include "product.h"
 
 namespace kv {
 namespace cuda {
@@ -50,45 +49,6 @@ constexpr int number_bits() {
     return 8 * sizeof(W);
 }
 
-// A product of all rows of a call.
-struct ProductArgs {
-  ExpertsArgs all;
-  bool second;   // which product
-  int strips;    // of 16 rows of an expert's weight
-  bool aligned;  // whether rows of the inputs are whole 16-byte vectors at aligned addresses
-
-  KV_HD const KvWeight& weight() const { return second ? all.call.down : all.call.first; }
-  KV_HD bool gated() const { return !second && all.call.gate; }
-  KV_HD int inputs() const { return static_cast<int>(second ? all.call.inner : all.call.hidden); }
-  KV_HD int outputs() const { return static_cast<int>(second ? all.call.hidden : all.call.inner); }
-};
-
-// Returns a weight's number as its inputs are multiplied with it. row: counted over all experts.
-KV_DEVICE float scale_at(const KvWeight& w, size_t group) {
-  if (w.scale_type == KV_EXPONENTS) {
-    const uint32_t exponent = static_cast<const uint8_t*>(w.scale)[group];
-    return bits_as<float>((exponent < 2 ? 0 : exponent - 1) << 23);  // 2^(exponent - 128)
-  }
-  return element_at(w.scale_type, w.scale, group);
-}
-KV_DEVICE int byte_of(const KvWeight& w, const void* integers, size_t i) {  // as an unsigned integer
-  const uint8_t* const bytes = static_cast<const uint8_t*>(integers);
-  const int excess = w.is_signed ? 1 << (w.bits - 1) : 0;
-  return (w.bits == 4 ? bytes[i / 2] >> (i % 2 * 4) & 15 : bytes[i]) ^ excess;
-}
-KV_DEVICE int zero_of(const KvWeight& w, size_t group) {
-  return w.zero ? byte_of(w, w.zero, group) : w.is_signed ? 1 << (w.bits - 1) : 0;
-}
-KV_DEVICE float weight_at(const KvWeight& w, int type, size_t row, int inputs, int k) {
-  const size_t at = row * inputs + k;
-  if (!w.bits) return element_at(type, w.data, at);
-  const int in_group = static_cast<int>(w.group);
-  const size_t group = row * (inputs / in_group) + k / in_group;
-  const int q = byte_of(w, w.data, at);
-  const float x = static_cast<float>(w.table ? w.table[q] : q - zero_of(w, group)) * scale_at(w, group);
-  return w.minimum ? x + element_at(w.minimum_type, w.minimum, group) : x;
-}
-
 template <class W, int kRows>
 struct ExpertsProduct {
   using Args = ProductArgs;
@@ -110,6 +70,7 @@ struct ExpertsProduct {
     Vector own[kOwn];
     float scale[kOwn], less[kOwn], minimum[kOwn];
     uint32_t table[4];
+    float mine[kOwn];  // the sums of the row that this lane finishes
   };
   static constexpr size_t shared_size() { return kRows * kStride * sizeof(float); }
 
@@ -148,8 +109,8 @@ struct ExpertsProduct {
     block.each_alone([&](int t, Registers& r) {
 #pragma unroll
       for (int i = 0; i < kRows * kOwn; ++i) r.sum[i / kOwn][i % kOwn] = 0.0f;
-      start(r, w);
-      load(r, w, 0, t);
+      if constexpr (kBits == 4) read_table(w.weight, r.table);
+      if constexpr (kWhole) load(r, w, 0, t);
     });
     for (int from = 0; from < w.inputs; from += kChunk) {
       block.each([&](int t, Registers&) { store_inputs(w, x, from, t); });
@@ -167,34 +128,21 @@ struct ExpertsProduct {
       if (kRows > 1 && r >= count) break;
 #pragma unroll
       for (int c = 0; c < kOwn; ++c) block.warp_sum([&](Registers& own) -> float& { return own.sum[r][c]; });
-      block.each_alone([&](int t, Registers& own) {
-        if (t % kWarp == r) finish(w, w.tile.first + r, own.sum[r], t);
+      block.each_alone([&](int t, Registers& own) {  // lane r keeps the sums of row r
+        if (t % kWarp == r)
+#pragma unroll
+          for (int c = 0; c < kOwn; ++c) own.mine[c] = own.sum[r][c];
       });
     }
-  }
-
-  static KV_DEVICE void start(Registers& r, const Work& w) {
-    if constexpr (kBits == 4) {
-      // Bytes are 128 more than the numbers that the integers 0 to 15 stand for, or of two's complement.
-      const uint32_t plain[4] = {0x83828180u, 0x87868584u, w.weight.is_signed ? 0x7b7a7978u : 0x8b8a8988u,
-                                 w.weight.is_signed ? 0x7f7e7d7cu : 0x8f8e8d8cu};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        r.table[i] = plain[i];
-        if (!w.weight.table) continue;
-        uint32_t four = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          four |= static_cast<uint32_t>(static_cast<uint8_t>(w.weight.table[4 * i + j])) << 8 * j;
-        r.table[i] = four ^ kSigns;
-      }
-    }
+    block.each_alone([&](int t, Registers& own) {
+      if (t % kWarp < count) finish(w, w.tile.first + t % kWarp, own.mine, t);
+    });
   }
 
   // Within a phase: loads a lane's share of its warp's rows of the weight in a chunk, and the scales of its groups.
   static KV_DEVICE void load(Registers& r, const Work& w, int from, int t) {
     const int k = from + t % kWarp * kInputs;
-    if (!kWhole || k >= w.inputs) return;
+    if (k >= w.inputs) return;
 #pragma unroll
     for (int c = 0; c < kOwn; ++c) {
       const size_t at = w.row(t, c) * w.inputs + k;
@@ -221,19 +169,15 @@ struct ExpertsProduct {
 
   // Within a phase: stores thread t's share of a chunk of the tile's rows; zeros beyond the last input.
   static KV_DEVICE void store_inputs(const Work& w, float* x, int from, int t) {
-    const ExpertsArgs& all = w.args.all;
-    const int type = w.args.second ? int{KV_FLOAT32} : all.call.type, count = w.tile.count;
-    const void* const data = w.args.second ? all.inner : all.call.input;
-    const auto row_of = [&](int r) {
-      const int row = w.tile.first + min_of(r, count - 1);
-      return w.args.second ? row : all.tile ? all.number[row] / static_cast<int>(all.call.chosen) : 0;
-    };
-    with_elements(type, data, [&](auto* elements) {
+    const int count = w.tile.count;
+    with_inputs(w.args, [&](auto* elements) {
       for (int first = 0; first < count; first += kRowsAhead) {
         float four[kRowsAhead][kLoads][4];
 #pragma unroll
         for (int r = 0; r < kRowsAhead; ++r) {
-          const auto* const row = elements + static_cast<size_t>(row_of(first + r)) * w.inputs + from;
+          const auto* const row =
+              elements +
+              static_cast<size_t>(input_row(w.args, w.tile.first + min_of(first + r, count - 1))) * w.inputs + from;
 #pragma unroll
           for (int i = 0; i < kLoads; ++i) {
             const int k = 4 * t + i * kStep, left = w.inputs - from - k;
@@ -320,12 +264,7 @@ struct ExpertsProduct {
     } else {
       uint32_t bytes[2];
       if constexpr (kBits == 4) {
-        const uint32_t codes = r.own[c].word[u], place = codes & 0x77777777,
-                       half = (codes >> 1 & 0x44444444) | 0x32103210;
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          bytes[i] = bytes_of(bytes_of(r.table[0], r.table[1], place >> 16 * i),
-                              bytes_of(r.table[2], r.table[3], place >> 16 * i), half >> 16 * i);
+        look_up(r.table, r.own[c].word[u], bytes);
       } else {
         const uint32_t flip = w.weight.is_signed ? kSigns : 0;
         bytes[0] = r.own[c].word[2 * u] ^ flip, bytes[1] = r.own[c].word[2 * u + 1] ^ flip;
@@ -338,28 +277,18 @@ struct ExpertsProduct {
 
   // Within a phase: finishes a row's columns of the warp of thread t.
   static KV_DEVICE void finish(const Work& w, int row, const float (&sum)[kOwn], int t) {
-    const ExpertsArgs& all = w.args.all;
-    const KvExperts& a = all.call;
+    const KvExperts& a = w.args.all.call;
     const void* const bias = w.args.second ? a.down_bias : a.first_bias;
     float x[kOwn];
 #pragma unroll
     for (int c = 0; c < kOwn; ++c) x[c] = bias ? sum[c] + element_at(a.type, bias, w.row(t, c)) : sum[c];
     if (w.args.gated()) {
 #pragma unroll
-      for (int c = 0; c < kOwn / 2; ++c)
-        if (w.column(t, c) < w.args.outputs())
-          all.inner[static_cast<size_t>(row) * a.inner + w.column(t, c)] = inner_of(a, x[c], x[c + kOwn / 2]);
+      for (int c = 0; c < kOwn / 2; ++c) write_output(w.args, row, w.column(t, c), inner_of(a, x[c], x[c + kOwn / 2]));
       return;
     }
-    const float factor = w.args.second ? element_at(a.weights_type, a.weights, all.tile ? all.number[row] : row) : 1.0f;
 #pragma unroll
-    for (int c = 0; c < kOwn; ++c) {
-      if (w.column(t, c) >= w.args.outputs()) continue;
-      if (w.args.second)
-        all.result[static_cast<size_t>(row) * a.hidden + w.column(t, c)] = factor * x[c];
-      else
-        all.inner[static_cast<size_t>(row) * a.inner + w.column(t, c)] = activated(a, x[c]);
-    }
+    for (int c = 0; c < kOwn; ++c) write_output(w.args, row, w.column(t, c), w.args.second ? x[c] : activated(a, x[c]));
   }
 };
 

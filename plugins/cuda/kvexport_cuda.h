@@ -56,8 +56,8 @@ const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
 // Tensors of a Linear need no alignment; tensors aligned to 16 bytes are read faster.
 const char* kv_cuda_linear(const KvLinear* call, const KvCuda* where);
 
-// Packed weights are at rest, and their tables on the device; inputs are multiplied unrounded. Tensors need no
-// alignment; weights whose rows and groups are whole 16-byte vectors are read faster.
+// Packed weights are at rest, and their tables on the device. Tensors need no alignment; weights whose rows and groups
+// are whole 16-byte vectors are read faster.
 const char* kv_cuda_experts(const KvExperts* call, const KvCuda* where);
 
 // Needs no workspace. Tensors need no alignment; rows of whole 16-byte vectors are read faster.

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from kvexport.backends.onnxruntime.operators import VARIABLE
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build, read_model
@@ -28,6 +29,7 @@ from kvexport.ops.experts import ExpertsForm
 from kvexport.planning import plan_memory
 from kvexport.units import format_bytes
 from kvexport.validate.weights import load_model
+from plugins.building import make
 from tests.support import models
 
 WINDOW = 24
@@ -136,7 +138,8 @@ def in_mxfp4(checkpoint: Path, packed: Path) -> None:
     (packed / "config.json").write_text(json.dumps(config))
 
 
-def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
+def test_experts_of_mxfp4_stay_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MXFP4 experts stay in 4 bits, and the kernels of the CPU, and of CUDA on the host, compute with them."""
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["gpt_oss"]())
     packed = Path(shutil.copytree(checkpoint, tmp_path / "packed"))
     in_mxfp4(checkpoint, packed)
@@ -145,8 +148,13 @@ def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
     artifact = build(recipe, tmp_path / "artifact")
     ids = models.random_ids(0, 90, 60)
     right = models.hugging_face_logits(checkpoint, ids)
-    for actual, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
-        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
+    engines = [load(artifact)]
+    if make.is_current("onnxruntime-cuda-host"):
+        monkeypatch.setenv(VARIABLE, str(make.host_output("onnxruntime-cuda-host")))
+        engines.append(load(artifact))
+    for engine in engines:
+        for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
+            assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
     graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
     stored = {x.name: x.data_type for x in graph.initializer if x.name.endswith("_proj") and "experts" in x.name}
     assert len(stored) == 4 and set(stored.values()) == {onnx.TensorProto.UINT4}

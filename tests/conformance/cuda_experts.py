@@ -45,7 +45,8 @@ class ExpertsCase:
 
         def put(x: np.ndarray) -> Any:
             flat = np.ascontiguousarray(x).reshape(-1)
-            kept.append(memory.bytes(flat.nbytes + self.offset, 0)[self.offset :][: flat.nbytes].view(flat.dtype))
+            offset = 0 if flat.dtype == np.int64 else self.offset  # integers of 64 bits are always aligned
+            kept.append(memory.bytes(flat.nbytes + offset, 0)[offset:][: flat.nbytes].view(flat.dtype))
             kept[-1][...] = flat
             return kept[-1]
 

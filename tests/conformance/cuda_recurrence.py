@@ -46,7 +46,8 @@ class RecurrenceCase:
         memory, kept = caller.memory, []
 
         def put(x: np.ndarray) -> Any:
-            kept.append(memory.bytes(x.nbytes + self.offset, 0)[self.offset :][: x.nbytes].view(x.dtype))
+            offset = 0 if x.dtype == np.int64 else self.offset  # integers of 64 bits are always aligned
+            kept.append(memory.bytes(x.nbytes + offset, 0)[offset:][: x.nbytes].view(x.dtype))
             kept[-1][...] = x.reshape(-1)
             return kept[-1]
 

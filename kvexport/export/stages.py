@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from kvexport import backends
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
-from kvexport.cache import CachePlan, cache_geometry
+from kvexport.cache import CachePlan, LayerGeometry, cache_geometry
 from kvexport.cache_planning import cache_notes, selected_plan
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
@@ -147,7 +147,7 @@ def trace_and_write(
     else:
         write = partial(write_and_digest, ranks.stored, folder, recipe.export.weights)
     with (
-        forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
+        forked(partial(_merge_bytes, shape.plan, method, shape.geometry)) as merge_bytes,  # before there are threads
         progress("tracing the model, writing its weights", total_bytes(ranks.stored)) as bar,
         in_background(write, bar.advance) as writing,
     ):
@@ -281,9 +281,9 @@ def write_and_digest(
     return written
 
 
-def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
+def _merge_bytes(plan: CachePlan, method: Any, geometry: Sequence[LayerGeometry]) -> bytes:
     """Return the merge graph (merge.onnx) as bytes; no bytes if no layer merges."""
-    model = merge_model(plan, method)
+    model = merge_model(plan, method, geometry)
     return b"" if model is None else model.SerializeToString()
 
 

@@ -64,6 +64,15 @@ def structs() -> dict[str, list[Field]]:
             Field("KvReferenceQueries", "past", "only read; may be the same buffers in `present`"),
             Field("KvReferenceQueries", "present"),
         ],
+        # Calls over caches of single KV heads pass a table of these structs separately.
+        "KvHeadCache": [
+            Field("int", "capacity", "C of this KV head"),
+            Field("int", "budget", "slots that MergeCache keeps"),
+            Field("int", "recent", "the number of latest positions that MergeCache never evicts"),
+            *_STATES,
+            *_SCALES,
+            Field("KvRing", "ring", "the reference queries; 0 rows: none"),
+        ],
         "KvVoteAttention": [
             Field("int", "cache_type", "the type of the state's keys and values"),
             *_sizes(VOTE_ATTENTION),

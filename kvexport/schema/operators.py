@@ -186,6 +186,38 @@ MERGE_CACHE = Operator(
         ),
     ),
 )
+RAGGED = "Ragged"  # the prefix of an operator's name if its KV heads have caches of their own
+_BY_CACHE = ("budget", "recent")  # attributes of which each cache has its own
+
+
+def ragged(operator: Operator, caches: int, extra: Iterable[StateTensor] = ()) -> Operator:
+    """Return VoteAttention or MergeCache over caches of single KV heads, which may have different capacities.
+
+    The state tensors follow all other inputs and outputs, those of one cache after those of another. The names of the
+    state tensors end with the number of the cache.
+
+    Args:
+        operator: VoteAttention or MergeCache.
+        caches: The number of KV heads.
+        extra: The state tensors of a cache after the contract's five.
+    """
+    tensors = [*STATE, *extra]
+    state = [{x.name for x in operands} for operands in _past_and_present(operator.name, tensors)]
+    whole = operator.with_state(extra)
+
+    def by_cache(operands: tuple[Operand, ...], state: set[str]) -> tuple[Operand, ...]:
+        own = [x for x in operands if x.name in state]
+        shared = [x for x in operands if x.name not in state]
+        return (*shared, *(replace(x, name=f"{x.name}.{i}") for i in range(caches) for x in own))
+
+    attributes = tuple(
+        replace(a, kind="ints", meaning=f"for each cache, {a.meaning}", default=None) if a.name in _BY_CACHE else a
+        for a in operator.attributes
+    )
+    inputs, outputs = (by_cache(x, own) for x, own in zip((whole.inputs, whole.outputs), state, strict=True))
+    return Operator(RAGGED + operator.name, inputs, outputs, attributes)
+
+
 LINEAR_ATTRIBUTES = (
     Attribute("input_heads", "int", "n: input is [B, n, T, inputs / n]; 0: it is [..., inputs]", 0, least=0),
     Attribute("norm", "bool", "whether rows are normalised first; the input norm follows", False),

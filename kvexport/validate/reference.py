@@ -22,6 +22,7 @@ from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import merge_cache
+from kvexport.ops.ragged import heads_of
 from kvexport.ops.vote_attention import read_attention, vote_attention
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES, scales_of
@@ -59,11 +60,9 @@ class _Eager:
         if options["reads"] is not None:
             return self._read(self.plan.cache_of(options["reads"]), query, options.get("s_aux"))
         layer = self.plan.cache_of(options["layer"])
-        caches, sink_logits = self.caches[layer], options.get("s_aux")
-        count = len(caches)
-        heads = [x.chunk(count, 1) for x in (query, key, value)]
-        logits = [None] * count if sink_logits is None else sink_logits.chunk(count)
-        return torch.cat([self._attend(*inputs) for inputs in zip(caches, *heads, logits, strict=True)], 1)
+        caches = self.caches[layer]
+        heads = heads_of(query, key, value, options.get("s_aux"), len(caches))
+        return torch.cat([self._attend(cache, *inputs) for cache, inputs in zip(caches, heads, strict=True)], 1)
 
     def _attend(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor | None) -> Tensor:
         if self.telemetry:

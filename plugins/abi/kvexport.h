@@ -99,6 +99,17 @@ typedef struct KvRing {
   KvReferenceQueries present;
 } KvRing;
 
+typedef struct KvHeadCache {
+  int capacity;  // C of this KV head
+  int budget;  // slots that MergeCache keeps
+  int recent;  // the number of latest positions that MergeCache never evicts
+  KvState past;  // read only; a tensor may be the same buffer in `present`, and is then updated in place
+  KvState present;
+  KvScales past_scales;  // the scales of a quantized cache's keys and values; buffers like the state's
+  KvScales present_scales;
+  KvRing ring;  // the reference queries; 0 rows: none
+} KvHeadCache;
+
 typedef struct KvVoteAttention {
   int cache_type;  // the type of the state's keys and values
   int batch;  // B

@@ -82,14 +82,23 @@ struct AnyFit {
       }
   }
 
-  const char* compute(const KvMergeCache* call, KvRunner runner, bool in_place) const {
-    if (!rows) return kv_cpu_merge_cache(call, runner);
+  // caches: nullptr, or the KV heads of a call of one sequence as caches of their own.
+  const char* compute(const KvMergeCache* call, std::vector<KvHeadCache>* caches, KvRunner runner,
+                      bool in_place) const {
+    if (!rows) return kv_cpu_merge_cache(call, caches ? caches->data() : nullptr, runner);
     std::vector<float> past_query(query), present_query(query.size(), -7.0f);
     std::vector<int32_t> past_seen(seen), present_seen(seen.size(), -7);
     if (in_place) present_query = query, present_seen = seen;
     KvRing ring{rows, {past_query.data(), past_seen.data()}, {present_query.data(), present_seen.data()}};
     if (in_place) ring.past = ring.present;
-    const char* problem = kv_cpu_merge_and_fit(call, &fit, &ring, runner);
+    for (size_t h = 0; caches && h < caches->size(); ++h) {
+      const size_t first = h * rows;
+      const auto of_head = [&](const KvReferenceQueries& x) {
+        return KvReferenceQueries{x.query + first * call->key_size, x.seen + first};
+      };
+      (*caches)[h].ring = {rows, of_head(ring.past), of_head(ring.present)};
+    }
+    const char* problem = kv_cpu_merge_and_fit(call, &fit, &ring, caches ? caches->data() : nullptr, runner);
     check(present_seen == seen, "what reference queries have seen changed");
     const bool turns = call->cache_positions && call->rotary_planes;
     check(turns || query.empty() || memcmp(present_query.data(), query.data(), query.size() * sizeof(float)) == 0,
@@ -168,7 +177,10 @@ struct MergeCase {
     bool ring_in_place = false;
     const auto compute = [&](const KvMergeCache* one, KvRunner runner) {
       ring_in_place = !ring_in_place;
-      return fit.compute(one, runner, ring_in_place);
+      std::vector<KvHeadCache> caches;
+      if (call.batch == 1 && random.one_in(2)) caches = caches_of_heads(*one, *past);
+      for (KvHeadCache& own : caches) own.budget = call.budget, own.recent = call.recent;
+      return fit.compute(one, caches.empty() ? nullptr : &caches, runner, ring_in_place);
     };
     const Cache once = run(random, call, *past, 0, {forwards, nullptr}, compute);
     for (unsigned in_place : {kAllInPlace, 0u, static_cast<unsigned>(random.between(1, kAllInPlace - 1))}) {

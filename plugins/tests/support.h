@@ -312,6 +312,35 @@ inline KvRunner any_runner(Random& random, int* threads) {
   return {random.one_of<KvParallelFor>({backwards, threaded, threaded}), threads};
 }
 
+// Returns the KV heads of a call of one sequence over `cache`, or over a copy of it, as caches of their own.
+template <class Arguments>
+std::vector<KvHeadCache> caches_of_heads(const Arguments& call, const Cache& cache) {
+  std::vector<KvHeadCache> caches(call.heads);
+  for (int h = 0; h < call.heads; ++h) {
+    const auto of_head = [&](auto* data, int tensor) {
+      using Data = decltype(data);
+      if (!data) return data;
+      return reinterpret_cast<Data>(reinterpret_cast<char*>(data) + h * cache.width(tensor) * cache.element(tensor));
+    };
+    const auto state = [&](const KvState& x) {
+      return KvState{of_head(x.key, kKey), of_head(x.value, kValue), of_head(x.votes, kVotes), of_head(x.score, kScore),
+                     of_head(x.position, kPosition)};
+    };
+    const auto scales = [&](const KvScales& x) {
+      return KvScales{of_head(x.key, kKeyScale), of_head(x.value, kValueScale)};
+    };
+    caches[h] = {call.capacity,
+                 1,
+                 0,
+                 state(call.past),
+                 state(call.present),
+                 scales(call.past_scales),
+                 scales(call.present_scales),
+                 {}};
+  }
+  return caches;
+}
+
 // Runs `call` on `past` and returns the present cache. Tensor i is updated in place if bit i of `in_place` is set.
 // Checks that tensors that are only read do not change.
 template <class Arguments, class Kernel>

@@ -108,7 +108,10 @@ struct AttentionCase {
     output = Buffer(random, static_cast<size_t>(call.batch) * call.query_heads * call.tokens * call.value_size,
                     shape.element());
     call.output = output.data<void>();
-    Cache present = run(random, call, *past, in_place, runner, kv_cpu_vote_attention);
+    const bool apart = call.batch == 1 && random.one_in(2);  // each KV head as a cache of its own
+    Cache present = run(random, call, *past, in_place, runner, [&](const KvVoteAttention* one, KvRunner runner) {
+      return kv_cpu_vote_attention(one, apart ? caches_of_heads(*one, *past).data() : nullptr, runner);
+    });
     for (const Buffer* buffer : {&query, &key, &value, &position, &query_length, &sink_logits, &output})
       buffer->check_canaries();
     return present;

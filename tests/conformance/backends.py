@@ -261,7 +261,7 @@ def _vote_attention_session(
         for name, shape in shapes.items()
     }
     node = vote_attention_node_attributes(attributes)
-    return _session("VoteAttention", function or native, node, inputs, list(_outputs(tuple(state))), infos)
+    return node_session("VoteAttention", function or native, node, inputs, list(_outputs(tuple(state))), infos)
 
 
 @cache
@@ -300,7 +300,7 @@ def _merge_cache_session(
             symbols = SYMBOLIC.get(f"past_{name}", {0: "B"})
             infos[full_name] = (types[name], [symbols.get(i, d) for i, d in enumerate(shape)])
     outputs = list(_outputs(tuple(state))[1:])
-    return _session(
+    return node_session(
         "MergeCache", function or native, merge_cache_node_attributes(attributes), list(state), outputs, infos
     )
 
@@ -333,35 +333,39 @@ def _state_types(cache_type: str) -> dict[str, np.dtype[Any]]:
     }
 
 
-def _session(
+def node_session(
     op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]
 ) -> Any:
-    """Return a session of a model of one node, whose meaning is a function or the native library at a path."""
+    """Return a session of a model of one node.
+
+    The node's meaning is a function, a list of its function and those of the function's nodes, or the native library at
+    a path.
+    """
     import onnx
     import onnxruntime
     from onnx import helper
 
     from kvexport.ops.onnx_function import DOMAIN, OPSET, VERSION
 
-    function = None if isinstance(meaning, Path) else meaning
+    functions = [] if isinstance(meaning, Path) else meaning if isinstance(meaning, list) else [meaning]
 
     def info(name: str) -> Any:
         dtype, shape = infos[name]
         return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(dtype), shape)
 
     node = helper.make_node(
-        op, inputs, outputs, domain=DOMAIN, overload=function.overload if function else "", **attributes
+        op, inputs, outputs, domain=DOMAIN, overload=functions[0].overload if functions else "", **attributes
     )
     model = helper.make_model(
         helper.make_graph(
             [node], "one_node", [info(name) for name in inputs if name], [info(name) for name in outputs]
         ),
-        functions=[function] if function else [],
+        functions=functions,
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
         ir_version=11,
     )
     options = onnxruntime.SessionOptions()
-    if function:
+    if functions:
         onnx.checker.check_model(model, full_check=True)
     else:
         options.register_custom_ops_library(str(meaning))

@@ -96,9 +96,9 @@ SCENARIOS = [
     # Kernels take slots in blocks of 64 or fewer, and have a separate path for whole blocks.
     Scenario("several-blocks", 200, 11, ((189, 11), (70, 11), (128, 5))),
     Scenario("several-blocks-logits-of-200", 200, 11, ((189, 11), (70, 11), (128, 5)), peak=200.0),
-    # Kernels split the slots of a large cache. The fourth lane has 16 slots in one split and 4 in the next, which the
+    # Kernels split the slots of a large cache. The fourth lane has 256 slots in one split and 4 in the next, which the
     # first new token does not see.
-    Scenario("few-tokens-in-splits", 2100, 5, ((2095, 5), (1300, 3), (0, 5), (15, 5), (40, 0))),
+    Scenario("few-tokens-in-splits", 2100, 5, ((2095, 5), (1300, 3), (0, 5), (255, 5), (40, 0))),
 ]
 
 

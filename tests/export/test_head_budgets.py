@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from kvexport.artifact.reading import load_manifest
+from kvexport.backends.tensorrt.graphs import for_tensorrt
 from kvexport.cache import LayerGeometry
 from kvexport.cache_planning import plan_cache
 from kvexport.engine.lanes import Lanes
 from kvexport.export.build import build, read_model
-from kvexport.export.graph.heads import split_heads
+from kvexport.export.graph.heads import put_caches_of_heads
 from kvexport.recipe.load import load_recipe
 from kvexport.report.text import render_text
 from kvexport.schema.state import STATE
@@ -61,9 +64,20 @@ def test_an_engine_whose_heads_have_budgets_of_their_own_is_pytorchs(tmp_path: P
     assert "budget, slots per cache" in render_text(sections(result))
     result.note(Mismatch(0, "merge", 3, "key", 1.0))
     assert "differs from PyTorch: cache 3, step 0 (merge), tensor key" in result.problem
+    for file, operator in (("decoder.onnx", "VoteAttention"), ("merge.onnx", "MergeCache")):
+        graph = onnx.load(path / file, load_external_data=False)
+        counts = [
+            Counter(node.op_type for node in model.graph.node) for model in (graph, for_tensorrt(graph, taken)[0])
+        ]
+        assert [x[f"Ragged{operator}"] for x in counts] == [2, 0]
+        assert [x[operator] for x in counts] == [0, 4]
 
 
-def test_sink_logits_go_to_the_cache_of_their_heads() -> None:
+def taken(_: onnx.NodeProto) -> None:
+    """Accept every node as a TensorRT plugin."""
+
+
+def test_a_layer_with_caches_of_heads_has_one_attention_node() -> None:
     geometry = [LayerGeometry(4, 2, 8, 8, sink_logits=True)]
     whole, plan = (plan_cache(recipe_of(shares), geometry) for shares in (None, "[[1, 3]]"))
     inputs = ["query", "key", "value", "position", "query_length", *(x.past(0) for x in STATE), "sinks"]
@@ -80,13 +94,9 @@ def test_sink_logits_go_to_the_cache_of_their_heads() -> None:
     model = ir.from_proto(
         helper.make_model(helper.make_graph([node, read], "layer", expected, actual), opset_imports=opsets)
     )
-    split_heads(model.graph, geometry, plan)
-    splits = {value.name: node for node in model.graph if node.op_type == "Split" for value in node.outputs}
-    attention = [node for node in model.graph if node.op_type == "VoteAttention"]
-    for cache, node in enumerate(attention):
-        sinks = splits[node.inputs[-1].name]
-        assert (sinks.inputs[0].name, sinks.attributes["axis"].as_int()) == ("sinks", 0)
-        assert list(sinks.outputs).index(node.inputs[-1]) == cache
-        assert [x.name for x in node.inputs[5:10]] == [x.past(cache) for x in STATE]
+    put_caches_of_heads(model.graph, geometry, plan)
+    attention = next(node for node in model.graph if node.op_type == "RaggedVoteAttention")
+    state = [x.past(cache) for cache in range(2) for x in STATE]
+    assert [x.name for x in attention.inputs if x is not None] == [*inputs[:5], "sinks", *state]
     assert [x.shape[2] for x in model.graph.inputs if x.name.endswith(".key")] == [x.capacity for x in plan.caches]
     assert [x.name for x in model.graph.outputs][:2] == ["read", "present.0.key"]

@@ -2,7 +2,7 @@
 
 The parser knows functions by name only, so the first of several overloads would replace all others, and it fixes every
 shape before it knows a value. Therefore nodes that a plugin takes lose their functions, and all other functions are
-inlined.
+inlined. No plugin reads the caches of several KV heads: their nodes become one node for each KV head.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvexport.backends.tensorrt.plugin import NAMESPACE, OPERATORS
 from kvexport.backends.tensorrt.weights import with_typed_weights
 from kvexport.errors import KvexportError
+from kvexport.schema.operators import RAGGED
 
 if TYPE_CHECKING:
     import onnx
@@ -41,6 +42,8 @@ def for_tensorrt(
     import onnx
     from onnx import inliner
 
+    if any(function.name.startswith(RAGGED) for function in model.functions):
+        model = inliner.inline_selected_functions(model, [(NAMESPACE, RAGGED + name) for name in OPERATORS])
     whys: dict[str, str] = {}
     for node in model.graph.node:
         if node.domain == NAMESPACE and node.op_type in OPERATORS:

@@ -11,9 +11,9 @@ import onnx_ir as ir
 import torch
 from onnx import helper
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry, layer_caches
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
-from kvexport.export.graph.heads import split_heads
+from kvexport.export.graph.heads import put_caches_of_heads
 from kvexport.export.graph.names import name_nodes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes.linear.forms import linear_functions, take_floats
@@ -33,7 +33,14 @@ from kvexport.ops.onnx_function import (
     vote_attention_node_attributes,
 )
 from kvexport.ops.packed import PackedFormat
+from kvexport.ops.ragged import (
+    callee,
+    ragged_merge_cache_function,
+    ragged_node_attributes,
+    ragged_vote_attention_function,
+)
 from kvexport.ops.to_onnx import OPSET
+from kvexport.schema.operators import MERGE_CACHE, RAGGED, VOTE_ATTENTION, ragged
 
 IR_VERSION = 11
 PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
@@ -113,23 +120,35 @@ def finish_decoder(
                 base_dir=folder,
             )
     run_passes(model, passes)
-    split_heads(model.graph, geometry, plan)
+    put_caches_of_heads(model.graph, geometry, plan)
     if float_input:
         take_floats(model.graph)
     name_nodes(model.graph)
     proto, layer_geometry = ir.to_proto(model), cache_geometry(geometry, len(plan.caches))
+    callees: dict[str, onnx.FunctionProto] = {}
+    used: dict[str, onnx.FunctionProto] = {}
     for node in proto.graph.node:
-        if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):
+        if node.domain != DOMAIN or node.op_type.removeprefix(RAGGED) != VOTE_ATTENTION.name:
             continue
         i = next(a.i for a in node.attribute if a.name == "layer")
         while node.input and not node.input[-1]:
             node.input.pop()
-        _set_attributes(
-            node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, layer_geometry[i]))
-        )
-    used = list({function.overload: function for function in functions}.values())
+        attributes = vote_attention_node_attributes(layer_attributes(method, layer_geometry[i]))
+        function = functions[i]
+        if node.op_type != VOTE_ATTENTION.name:
+            count = (len(node.output) - 1) // len(plan.caches[i].state)
+            function = ragged_vote_attention_function(
+                callee(function, callees),
+                {**attributes, **PLUGIN},
+                caches=count,
+                extra=plan.caches[i].extra,
+                sinks=layer_geometry[i].sink_logits,
+            )
+        used[function.overload] = function
+        _set_attributes(node, function.overload, attributes)
     recurrences = [x for rule in update_rules(proto.graph) for x in linear_attention_functions(rule)]
-    return _finish(proto, [*used, *recurrences, *linear_functions(model.graph), *map(experts_function, expert_forms)])
+    others = [*linear_functions(model.graph), *map(experts_function, expert_forms)]
+    return _finish(proto, [*used.values(), *callees.values(), *recurrences, *others])
 
 
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
@@ -148,37 +167,50 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
             value.type.tensor_type.shape.dim[axis].dim_param = f"slots.{value.name.split('.')[1]}"
 
 
-def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
+def merge_model(plan: CachePlan, method: Method, geometry: Sequence[LayerGeometry]) -> onnx.ModelProto | None:
     """Return merge.onnx, the graph that evicts and merges cache entries until every layer is within its budget.
 
     Its inputs and outputs are the cache state of every layer that can exceed its budget. The result is None if no layer
-    can.
+    can. The KV heads of a layer that have caches of their own are merged by one node.
+
+    Args:
+        plan: The cache plan.
+        method: The compression method.
+        geometry: The attention geometry of every layer.
     """
     nodes, inputs, outputs = [], [], []
     functions: dict[str, onnx.FunctionProto] = {}
-    for i, layer in enumerate(plan.caches):
-        if not layer.merges:
+    callees: dict[str, onnx.FunctionProto] = {}
+    for layer, of_layer in enumerate(layer_caches(geometry, len(plan.caches))):
+        numbers = [i for i in of_layer if plan.caches[i].merges]
+        if not numbers:
             continue
-        attributes = merge_attributes(layer, method)
+        caches = [plan.caches[i] for i in numbers]
+        attributes = [merge_attributes(cache, method) for cache in caches]
         function = merge_cache_function(
-            attributes,
-            kv_heads=layer.kv_heads,
-            head_sizes=(layer.key_size, layer.value_size),
-            statistics=layer.statistics,
-            cache_type=layer.dtype,
+            attributes[0],
+            kv_heads=caches[0].kv_heads,
+            head_sizes=(caches[0].key_size, caches[0].value_size),
+            statistics=caches[0].statistics,
+            cache_type=caches[0].dtype,
         )
+        operator, values = MERGE_CACHE, merge_cache_node_attributes(attributes[0])
+        if len(plan.caches) != len(geometry):
+            own = [{**merge_cache_node_attributes(x), **PLUGIN} for x in attributes]
+            function = ragged_merge_cache_function(callee(function, callees), own, caches[0].extra)
+            operator, values = ragged(MERGE_CACHE, len(caches)), ragged_node_attributes(attributes)
         functions[function.overload] = function
-        names = [tensor.past(i) for tensor in layer.state]
-        results = [tensor.present(i) for tensor in layer.state]
-        node = helper.make_node("MergeCache", names, results, name=f"layer.{i}.merge", domain=DOMAIN)
-        _set_attributes(node, function.overload, merge_cache_node_attributes(attributes))
+        state = [(i, tensor) for i in numbers for tensor in plan.caches[i].state]
+        past, present = [tensor.past(i) for i, tensor in state], [tensor.present(i) for i, tensor in state]
+        node = helper.make_node(operator.name, past, present, name=f"layer.{layer}.merge", domain=DOMAIN)
+        _set_attributes(node, function.overload, values)
         nodes.append(node)
-        inputs += [_state_info(tensor.past(i), layer, tensor.name) for tensor in layer.state]
-        outputs += [_state_info(tensor.present(i), layer, tensor.name) for tensor in layer.state]
+        inputs += [_state_info(tensor.past(i), plan.caches[i], tensor.name) for i, tensor in state]
+        outputs += [_state_info(tensor.present(i), plan.caches[i], tensor.name) for i, tensor in state]
     if not nodes:
         return None
     graph = helper.make_graph(nodes, "merge", inputs, outputs)
-    return _finish(helper.make_model(graph, producer_name="kvexport"), list(functions.values()))
+    return _finish(helper.make_model(graph, producer_name="kvexport"), [*functions.values(), *callees.values()])
 
 
 def merge_attributes(layer: LayerCache, method: Method) -> MergeCacheAttributes:

@@ -20,6 +20,14 @@ KvRunner runner(const Ort::KernelContext& context) {
           const_cast<Ort::KernelContext*>(&context)};
 }
 
+// Returns the session's threads as a runner whose threads take one task after another, for tasks of different lengths.
+KvRunner one_by_one(const Ort::KernelContext& context) {
+  return {[](void* context, size_t count, KvTask task, void* data) {
+            static_cast<const Ort::KernelContext*>(context)->ParallelFor(task, count, count, data);
+          },
+          const_cast<Ort::KernelContext*>(&context)};
+}
+
 struct VoteAttentionKernel : kv::VoteAttentionNode {
   static constexpr const char* kProvider = nullptr;
   VoteAttentionKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
@@ -29,10 +37,10 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
       const KvVoteAttention call = this->call(context);
-      kv::require_success("VoteAttention", kv_cpu_vote_attention(&call, runner(context)));
+      kv::require_success("VoteAttention", kv_cpu_vote_attention(&call, nullptr, runner(context)));
       if (!reference_queries) return;
       const KvRing ring = this->ring(context);
-      kv::require_success("VoteAttention", kv_cpu_keep_queries(&call, &ring));
+      kv::require_success("VoteAttention", kv_cpu_keep_queries(&call, &ring, nullptr));
     });
   }
 };
@@ -46,9 +54,43 @@ struct MergeCacheKernel : kv::MergeCacheNode {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
       const KvMergeCache call = this->call(context);
-      if (!fits) return kv::require_success("MergeCache", kv_cpu_merge_cache(&call, runner(context)));
+      if (!fits) return kv::require_success("MergeCache", kv_cpu_merge_cache(&call, nullptr, runner(context)));
       const KvRing ring = this->ring(context);
-      kv::require_success("MergeCache", kv_cpu_merge_and_fit(&call, &fit, &ring, runner(context)));
+      kv::require_success("MergeCache", kv_cpu_merge_and_fit(&call, &fit, &ring, nullptr, runner(context)));
+    });
+  }
+};
+
+struct RaggedVoteAttentionKernel : kv::RaggedVoteAttentionNode {
+  static constexpr const char* kProvider = nullptr;
+  RaggedVoteAttentionKernel(const OrtKernelInfo* info, const kv::CacheType& query)
+      : RaggedVoteAttentionNode(Ort::ConstKernelInfo(info), query, true) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      std::vector<KvHeadCache> caches;
+      const KvVoteAttention call = this->call(context, caches);
+      kv::require_success("RaggedVoteAttention", kv_cpu_vote_attention(&call, caches.data(), one_by_one(context)));
+      if (!reference_queries) return;
+      kv::require_success("RaggedVoteAttention", kv_cpu_keep_queries(&call, nullptr, caches.data()));
+    });
+  }
+};
+
+struct RaggedMergeCacheKernel : kv::RaggedMergeCacheNode {
+  static constexpr const char* kProvider = nullptr;
+  RaggedMergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType&)
+      : RaggedMergeCacheNode(Ort::ConstKernelInfo(info), true) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      std::vector<KvHeadCache> caches;
+      const KvMergeCache call = this->call(context, caches);
+      kv::require_success("RaggedMergeCache",
+                          fits ? kv_cpu_merge_and_fit(&call, &fit, nullptr, caches.data(), one_by_one(context))
+                               : kv_cpu_merge_cache(&call, caches.data(), one_by_one(context)));
     });
   }
 };
@@ -144,17 +186,19 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
   constexpr auto f32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, f16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                  i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>, kv::AdaptedLinearOp<AdaptedLinearKernel>,
-                                kv::ExpertsOp<ExpertsKernel>, kv::LinearAttentionOp<LinearAttentionKernel>,
-                                kv::AllReduceOp<AllReduceKernel>>(options, base,
-                                                                  {{KV_FLOAT32, f32},
-                                                                   {KV_FLOAT16, f16},
-                                                                   {KV_INT8, i8, i8, KV_FLOAT32, f32},
-                                                                   {KV_INT8, i8, i8, KV_FLOAT16, f16},
-                                                                   {KV_INT4, u8, u8, KV_FLOAT32, f32},
-                                                                   {KV_INT4, u8, u8, KV_FLOAT16, f16},
-                                                                   {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-                                                                   {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
+                                kv::RaggedVoteAttentionOp<RaggedVoteAttentionKernel>,
+                                kv::RaggedMergeCacheOp<RaggedMergeCacheKernel>, kv::LinearOp<LinearKernel>,
+                                kv::AdaptedLinearOp<AdaptedLinearKernel>, kv::ExpertsOp<ExpertsKernel>,
+                                kv::LinearAttentionOp<LinearAttentionKernel>, kv::AllReduceOp<AllReduceKernel>>(
+      options, base,
+      {{KV_FLOAT32, f32},
+       {KV_FLOAT16, f16},
+       {KV_INT8, i8, i8, KV_FLOAT32, f32},
+       {KV_INT8, i8, i8, KV_FLOAT16, f16},
+       {KV_INT4, u8, u8, KV_FLOAT32, f32},
+       {KV_INT4, u8, u8, KV_FLOAT16, f16},
+       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+       {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the

@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "../core/heads.h"
 #include "../core/kernels.h"
 #include "../core/scratch.h"
 #include "../core/small.h"
@@ -44,7 +45,8 @@ struct Attention {
   const KvVoteAttention& a;
   int group, splits;
   Partials partials;
-  KvScales new_scales{};  // [B,H,T]
+  KvScales new_scales{};                // [B,H,T]
+  const KvHeadCache* caches = nullptr;  // [H]: the cache of each KV head, or nullptr: all share that of the call
 
   // partial_size: floats of a split's partial result.
   Attention(const KvVoteAttention& call, int splits, size_t partial_size)
@@ -55,7 +57,7 @@ struct Attention {
 
   // One KV head of one sequence: `used` occupied slots and n new tokens.
   struct Head {
-    int b, h, used, n;
+    int b, h, capacity, used, n;
     const K *past_key, *key;
     const V *past_value, *value;
     K* present_key;
@@ -77,30 +79,35 @@ struct Attention {
     Head x;
     x.b = static_cast<int>(index / a.heads);
     x.h = static_cast<int>(index % a.heads);
-    const size_t c = a.capacity, t = a.tokens, d = a.key_size, dv = a.value_size, k = a.statistics;
-    x.past_votes = a.past.votes + index * c;
-    x.past_position = a.past.position + index * c;
-    x.past_score = a.past.score + index * k * c;
-    x.past_key = at(static_cast<const K*>(a.past.key), index * c * d);
-    x.past_value = at(static_cast<const V*>(a.past.value), index * c * dv);
-    x.votes = a.present.votes + index * c;
-    x.position = a.present.position + index * c;
-    x.score = a.present.score + index * k * c;
-    x.present_key = at(static_cast<K*>(a.present.key), index * c * d);
-    x.present_value = at(static_cast<V*>(a.present.value), index * c * dv);
+    const KvHeadCache* const own = caches ? caches + x.h : nullptr;
+    const KvState &past = own ? own->past : a.past, &present = own ? own->present : a.present;
+    x.capacity = own ? own->capacity : a.capacity;
+    const size_t t = a.tokens, d = a.key_size, dv = a.value_size, k = a.statistics;
+    const size_t slots = (own ? x.b : index) * x.capacity;  // the slots before those of this head in its tensors
+    x.past_votes = past.votes + slots;
+    x.past_position = past.position + slots;
+    x.past_score = past.score + slots * k;
+    x.past_key = at(static_cast<const K*>(past.key), slots * d);
+    x.past_value = at(static_cast<const V*>(past.value), slots * dv);
+    x.votes = present.votes + slots;
+    x.position = present.position + slots;
+    x.score = present.score + slots * k;
+    x.present_key = at(static_cast<K*>(present.key), slots * d);
+    x.present_value = at(static_cast<V*>(present.value), slots * dv);
     x.key = at(static_cast<const K*>(a.key), index * t * d);
     x.value = at(static_cast<const V*>(a.value), index * t * dv);
     if constexpr (kSmall<K>) {
-      x.key_scale = {a.past_scales.key + index * c, new_scales.key + index * t, a.present_scales.key + index * c};
-      x.value_scale = {a.past_scales.value + index * c, new_scales.value + index * t,
-                       a.present_scales.value + index * c};
+      const KvScales &old = own ? own->past_scales : a.past_scales,
+                     &next = own ? own->present_scales : a.present_scales;
+      x.key_scale = {old.key + slots, new_scales.key + index * t, next.key + slots};
+      x.value_scale = {old.value + slots, new_scales.value + index * t, next.value + slots};
     }
     // A call that is only timed may bring numbers that are no positions: clamp so that the others fit after the first.
-    const int64_t first = t > 0 ? a.position[x.b * t] : 0, most = INT32_MAX - a.capacity;
+    const int64_t first = t > 0 ? a.position[x.b * t] : 0, most = INT32_MAX - x.capacity;
     x.first = first < 0 ? 0 : first > most ? most : first;
     // Used slots are a prefix, whose end is from `low` to `high`. In a decode step no cache of the processor has votes,
     // so a search that reads kProbes at once waits for three of them, and a bisection for nine.
-    int low = 0, high = a.capacity;
+    int low = 0, high = x.capacity;
     while (low < high) {
       const int apart = (high - low + kProbes) / (kProbes + 1);
       int used = 0;
@@ -109,14 +116,14 @@ struct Attention {
       high = min_of(high, low + apart - 1);
     }
     x.used = low;
-    const int64_t length = a.query_length[x.b], room = min_of(a.tokens, a.capacity - x.used);
+    const int64_t length = a.query_length[x.b], room = min_of(a.tokens, x.capacity - x.used);
     x.n = static_cast<int>(length < 0 ? 0 : length > room ? room : length);
     return x;
   }
 
   // Appends the new tokens; copies the tensors that are not bound in place.
   void append_tokens(const Head& x) const {
-    const size_t c = a.capacity, d = a.key_size, dv = a.value_size;
+    const size_t c = x.capacity, d = a.key_size, dv = a.value_size;
     if (x.present_key != x.past_key) memcpy(x.present_key, x.past_key, bytes_of<K>(x.used * d));
     if (x.present_value != x.past_value) memcpy(x.present_value, x.past_value, bytes_of<V>(x.used * dv));
     if (x.votes != x.past_votes) memcpy(x.votes, x.past_votes, x.used * sizeof(float));
@@ -148,7 +155,7 @@ struct Attention {
   }
 
   void append_scales(const Head& x, const typename Head::Scales& scale) const {
-    if (scale.present != scale.past) memcpy(scale.present, scale.past, a.capacity * sizeof(float));
+    if (scale.present != scale.past) memcpy(scale.present, scale.past, x.capacity * sizeof(float));
     if (x.n > 0) memcpy(scale.present + x.used, scale.added, x.n * sizeof(float));
   }
   // Copies the scales of the slots [from, to) to `out`.
@@ -226,12 +233,17 @@ struct Attention {
   // `Kernel::finish`: threads would wait for each other between these steps, and a wait costs more than a short one.
   template <class Kernel>
   static void run(Kernel& kernel, KvRunner runner) {
+    const HeadOrder order(kernel.caches, kernel.a.batch, kernel.a.heads);
+    struct Run {
+      Kernel& kernel;
+      const HeadOrder& order;
+    } run{kernel, order};
     runner.parallel_for(
         runner.context, static_cast<size_t>(kernel.a.batch) * kernel.a.heads * kernel.splits,
         [](void* data, size_t i) {
-          Kernel& kernel = *static_cast<Kernel*>(data);
-          const size_t index = i / kernel.splits;
-          kernel.task(i);
+          const auto& [kernel, order] = *static_cast<Run*>(data);
+          const size_t index = order.number(i / kernel.splits);
+          kernel.task(index * kernel.splits + i % kernel.splits);
           if (kernel.splits > 1) {
             if (!kernel.partials.ends(index)) return;
             const typename Kernel::Head x = kernel.head(index);
@@ -239,7 +251,7 @@ struct Attention {
           }
           kernel.append_task(index);
         },
-        &kernel);
+        &run);
   }
 };
 

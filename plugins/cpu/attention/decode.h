@@ -24,6 +24,8 @@ namespace {
 
 constexpr int kAhead = 12288;  // bytes
 constexpr int kFewRows = 20;   // with more rows, packing the cache pays (prefill.h)
+// The slots of a split: fewer take less time than a thread needs to find its next task. A multiple of every W.
+constexpr int kLeastSlots = 256;
 
 // Returns whether a call of several tokens has so few rows, and statistics without logits, that Decode computes it.
 inline bool few_rows(const KvVoteAttention& a) {
@@ -80,7 +82,7 @@ struct Decode : DecodeScores<K, V> {
     }
     const auto key_at = [&](int c) { return at(x.past_key, static_cast<size_t>(c) * d); };
     const auto value_at = [&](int c) { return at(x.past_value, static_cast<size_t>(c) * dv); };
-    const Stream keys(key_at(to), value_at(from)), values(value_at(to), key_at(to < x.end() ? to : a.capacity));
+    const Stream keys(key_at(to), value_at(from)), values(value_at(to), key_at(to < x.end() ? to : x.capacity));
     int c = from;
     if (all >= kTileRows)
       for (; c + kBlock <= min_of(to, x.used); c += kBlock) packed_logits(x, c, query, logits, keys);
@@ -303,9 +305,10 @@ struct Decode : DecodeScores<K, V> {
     int from, to;
   };
 
-  // Returns the slots of split `s` when the first `slots` are shared among the splits.
+  // Returns the slots of split `s` when the first `slots` are shared among the splits. If there are few slots, the last
+  // splits have none.
   Range slots_of(int s, int slots) const {
-    const int each = ((slots + splits - 1) / splits + W - 1) / W * W;
+    const int equal = ((slots + splits - 1) / splits + W - 1) / W * W, each = max_of(equal, kLeastSlots);
     return {min_of(s * each, slots), min_of((s + 1) * each, slots)};
   }
 

@@ -35,8 +35,8 @@ struct DecodeScores : Attention<K, V> {
     static thread_local Scratch<float> scratch;
     for (int k = 0; k < a.statistics; ++k) {
       const KvStatistic& s = a.statistic[k];
-      const float* past = x.past_score + static_cast<size_t>(k) * a.capacity;
-      float* out = x.score + static_cast<size_t>(k) * a.capacity;
+      const float* past = x.past_score + static_cast<size_t>(k) * x.capacity;
+      float* out = x.score + static_cast<size_t>(k) * x.capacity;
       if (s.kind == KV_STATISTIC_NONE) {
         if (out != past) memcpy(out + from, past + from, (to - from) * sizeof(float));
         continue;

@@ -88,13 +88,13 @@ struct SmallAttention {
 
 // Runs Kernel (Decode or Prefill) over a quantized cache.
 template <template <class, class> class Kernel, class Q, class K, class V>
-void run_small(const KvVoteAttention& a, int splits, KvRunner runner) {
+void run_small(const KvVoteAttention& a, const KvHeadCache* caches, int splits, KvRunner runner) {
   using Small = SmallAttention<Q, K, V>;
   static thread_local typename Small::Rows rows;
   Small small(a, rows);
   small.template each<&Small::rotate_inputs>(runner);
   Kernel<K, V> kernel(small.rotated, splits);
-  kernel.new_scales = small.new_scales;
+  kernel.new_scales = small.new_scales, kernel.caches = caches;
   kernel.run(kernel, runner);
   small.template each<&Small::rotate_output>(runner);
 }

@@ -9,54 +9,58 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-constexpr int kSlotsOfTask = 256;  // fewer take less time than a thread needs to find its next task
-
 // Returns how many splits (tasks) each head has: enough for many cores if there are few heads, and none below a size
 // worth a task. The number depends only on the shapes, so results do not depend on the number of threads.
 int splits_of(const KvVoteAttention& a, bool decode) {
   const int enough = (16 + a.batch * a.heads - 1) / (a.batch * a.heads);
-  const int most = decode ? a.capacity / kSlotsOfTask : a.tokens * (a.query_heads / a.heads) / 64;
+  const int most = decode ? a.capacity / kLeastSlots : a.tokens * (a.query_heads / a.heads) / 64;
   return max_of(1, min_of(enough, most));
 }
 
 template <template <class, class> class Kernel, class K, class V>
-void run_small(const KvVoteAttention& a, int splits, KvRunner runner) {
+void run_small(const KvVoteAttention& a, const KvHeadCache* caches, int splits, KvRunner runner) {
   if (a.query_type == KV_FLOAT16)
-    run_small<Kernel, half, K, V>(a, splits, runner);
+    run_small<Kernel, half, K, V>(a, caches, splits, runner);
   else
-    run_small<Kernel, float, K, V>(a, splits, runner);
+    run_small<Kernel, float, K, V>(a, caches, splits, runner);
+}
+
+template <class Kernel>
+void run_floats(const KvVoteAttention& a, const KvHeadCache* caches, int splits, KvRunner runner) {
+  Kernel kernel(a, splits);
+  kernel.caches = caches;
+  kernel.run(kernel, runner);
 }
 
 // Runs Kernel (Decode or Prefill) with the types of the cache.
 template <template <class, class> class Kernel>
-void run(const KvVoteAttention& a, int splits, KvRunner runner) {
+void run(const KvVoteAttention& a, const KvHeadCache* caches, int splits, KvRunner runner) {
   if (a.cache_type == KV_INT8) {
-    run_small<Kernel, int8_t, int8_t>(a, splits, runner);
+    run_small<Kernel, int8_t, int8_t>(a, caches, splits, runner);
   } else if (a.cache_type == KV_INT4) {
-    run_small<Kernel, int4, int4>(a, splits, runner);
+    run_small<Kernel, int4, int4>(a, caches, splits, runner);
   } else if (a.cache_type == KV_K8V4) {
-    run_small<Kernel, int8_t, int4>(a, splits, runner);
+    run_small<Kernel, int8_t, int4>(a, caches, splits, runner);
   } else if (a.cache_type == KV_FLOAT16) {
-    Kernel<half, half> kernel(a, splits);
-    kernel.run(kernel, runner);
+    run_floats<Kernel<half, half>>(a, caches, splits, runner);
   } else {
-    Kernel<float, float> kernel(a, splits);
-    kernel.run(kernel, runner);
+    run_floats<Kernel<float, float>>(a, caches, splits, runner);
   }
 }
 
 }  // namespace
 
-void keep_queries(const KvVoteAttention& call, const KvRing& ring) {
+void keep_queries(const KvVoteAttention& call, const KvRing* ring, const KvHeadCache* caches) {
   if (call.query_type == KV_FLOAT16)
-    keep_queries_of<half>(call, ring);
+    keep_queries_of<half>(call, ring, caches);
   else
-    keep_queries_of<float>(call, ring);
+    keep_queries_of<float>(call, ring, caches);
 }
 
-void vote_attention(const KvVoteAttention& call, KvRunner runner) {
+void vote_attention(const KvVoteAttention& call, const KvHeadCache* caches, KvRunner runner) {
   const bool decode = call.tokens == 1 || few_rows(call);
-  decode ? run<Decode>(call, splits_of(call, true), runner) : run<Prefill>(call, splits_of(call, false), runner);
+  decode ? run<Decode>(call, caches, splits_of(call, true), runner)
+         : run<Prefill>(call, caches, splits_of(call, false), runner);
 }
 
 }  // namespace KV_ISA

@@ -47,9 +47,12 @@ struct Fit : Select<K, V> {
   using typename Base::Head;
   using typename Base::Row;
   const KvFit* fit;  // nullptr: no fit
-  const KvRing* ring;
+  const KvRing* shared_ring;
 
-  Fit(const KvMergeCache& call, const KvFit* fit, const KvRing* ring) : Base(call), fit(fit), ring(ring) {}
+  Fit(const KvMergeCache& call, const KvFit* fit, const KvRing* ring) : Base(call), fit(fit), shared_ring(ring) {}
+
+  // Returns the ring that contains the reference queries of head number b H + h.
+  const KvRing* ring_of(size_t index) const { return this->caches ? &this->caches[index % a.heads].ring : shared_ring; }
 
   // out [count, kBlock] = rows [count, size] x columns [size, kBlock], or += with add. row_of(r): a row's address.
   template <class RowOf>
@@ -74,7 +77,8 @@ struct Fit : Select<K, V> {
   // Fills f.logits, f.before and the reference queries that have seen at least one position.
   void read(const Head& x, const Work& w, size_t index, FitWork& f) const {
     const int d = a.key_size, n = x.used;
-    const size_t all = index * ring->rows;
+    const KvRing* const ring = ring_of(index);
+    const size_t all = this->row_in_cache(index) * ring->rows;
     f.rows = 0;
     int32_t* seen = f.seen.reserve(ring->rows);
     float* query = f.query.reserve(static_cast<size_t>(ring->rows + kTileRows) * d);
@@ -446,7 +450,8 @@ struct Fit : Select<K, V> {
   // were evicted, as the recent keys are.
   void keep_ring(const Head& x, size_t index) const {
     const int d = a.key_size, planes = a.cache_positions ? a.rotary_planes : 0;
-    const size_t first = index * ring->rows, count = static_cast<size_t>(ring->rows) * d;
+    const KvRing* const ring = ring_of(index);
+    const size_t first = this->row_in_cache(index) * ring->rows, count = static_cast<size_t>(ring->rows) * d;
     const float* from = ring->past.query + first * d;
     float* to = ring->present.query + first * d;
     if (to != from) memcpy(to, from, count * sizeof(float));

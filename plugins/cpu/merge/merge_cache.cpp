@@ -32,7 +32,7 @@ struct Merge : Fit<K, V> {
     static thread_local FitWork f;
     Head x = this->head(index);
     this->collect(x, w);
-    x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
+    x.over = a.compresses ? max_of(x.used - x.budget, 0) : 0;
     if (x.over > 0) {
       if constexpr (kSmall<K>)
         if (p.merge != KV_MERGE_DROP || fit) this->widen_all(x, w);
@@ -220,7 +220,7 @@ struct Merge : Fit<K, V> {
   // Writes the present state. Kept slots stay in their rows, merged rows replace their targets. The lowest hole among
   // the first rows takes the last kept slot, the next hole the last but one, and so on. Zeros follow.
   void place(const Head& x, Work& w) const {
-    const size_t d = a.key_size, dv = a.value_size, c = a.capacity;
+    const size_t d = a.key_size, dv = a.value_size, c = x.capacity;
     const int each = a.statistics + 2;
     const int *order = w.order.get(), *row_of = x.sets ? w.row_of_target.get() : nullptr;
     const float *rows = w.rows.get(), *scores = w.scores.get();
@@ -248,15 +248,15 @@ struct Merge : Fit<K, V> {
     }
     if (a.cache_positions && a.rotary_planes && x.evicted) turn_rows(x, number, kept, row_of, w);
     // In place, slots after the used ones stay untouched.
-    clear(x.out_key, x.key, d, kept, x.in_all);
-    clear(x.out_value, x.value, dv, kept, x.in_all);
+    clear(x, x.out_key, x.key, d, kept);
+    clear(x, x.out_value, x.value, dv, kept);
     if constexpr (kSmall<K>) {
-      clear(x.out_key_scale, x.key_scale, 1, kept, x.in_all);
-      clear(x.out_value_scale, x.value_scale, 1, kept, x.in_all);
+      clear(x, x.out_key_scale, x.key_scale, 1, kept);
+      clear(x, x.out_value_scale, x.value_scale, 1, kept);
     }
-    clear(x.out_votes, x.votes, 1, kept, x.in_all);
-    clear(x.out_position, x.position, 1, kept, x.in_all);
-    for (int k = 0; k < a.statistics; ++k) clear(x.out_score + k * c, x.score + k * c, 1, kept, x.in_all);
+    clear(x, x.out_votes, x.votes, 1, kept);
+    clear(x, x.out_position, x.position, 1, kept);
+    for (int k = 0; k < a.statistics; ++k) clear(x, x.out_score + k * c, x.score + k * c, 1, kept);
   }
 
   // Returns, for each of the first `kept` rows, the slot that moves there (its number in order of position).
@@ -308,10 +308,10 @@ struct Merge : Fit<K, V> {
     }
   }
 
-  // Zeroes the rows from `from` on: all in another buffer, those below `used` in place.
+  // Zeroes the rows from `from` on: all in another buffer, those of used slots in place.
   template <class U>
-  void clear(U* out, const U* in, size_t width, int from, int used) const {
-    const int to = out == in ? used : a.capacity;
+  void clear(const Head& x, U* out, const U* in, size_t width, int from) const {
+    const int to = out == in ? x.in_all : x.capacity;
     if (to > from) memset(static_cast<void*>(at(out, from * width)), 0, bytes_of<U>((to - from) * width));
   }
 
@@ -338,26 +338,37 @@ struct Merge : Fit<K, V> {
       memcpy(static_cast<void*>(at(out, to * width)), at(in, from * width), bytes_of<T>(width));
   }
 
-  void run(KvRunner runner) {
+  void run(const KvHeadCache* own_caches, KvRunner runner) {
+    this->caches = own_caches;
+    const HeadOrder order(own_caches, a.batch, a.heads);
+    struct Run {
+      Merge& merge;
+      const HeadOrder& order;
+    } run{*this, order};
     runner.parallel_for(
         runner.context, static_cast<size_t>(a.batch) * a.heads,
-        [](void* self, size_t i) { static_cast<Merge*>(self)->task(i); }, this);
+        [](void* data, size_t i) {
+          const auto& [merge, order] = *static_cast<Run*>(data);
+          merge.task(order.number(i));
+        },
+        &run);
   }
 };
 
 }  // namespace
 
-void merge_cache(const KvMergeCache& call, const KvFit* fit, const KvRing* ring, KvRunner runner) {
+void merge_cache(const KvMergeCache& call, const KvFit* fit, const KvRing* ring, const KvHeadCache* caches,
+                 KvRunner runner) {
   if (call.cache_type == KV_INT8)
-    Merge<int8_t, int8_t>(call, fit, ring).run(runner);
+    Merge<int8_t, int8_t>(call, fit, ring).run(caches, runner);
   else if (call.cache_type == KV_INT4)
-    Merge<int4, int4>(call, fit, ring).run(runner);
+    Merge<int4, int4>(call, fit, ring).run(caches, runner);
   else if (call.cache_type == KV_K8V4)
-    Merge<int8_t, int4>(call, fit, ring).run(runner);
+    Merge<int8_t, int4>(call, fit, ring).run(caches, runner);
   else if (call.cache_type == KV_FLOAT16)
-    Merge<half, half>(call, fit, ring).run(runner);
+    Merge<half, half>(call, fit, ring).run(caches, runner);
   else
-    Merge<float, float>(call, fit, ring).run(runner);
+    Merge<float, float>(call, fit, ring).run(caches, runner);
 }
 
 }  // namespace KV_ISA

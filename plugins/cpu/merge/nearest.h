@@ -16,6 +16,7 @@
 #include <cmath>
 
 #include "../../math/merge.h"
+#include "../core/heads.h"
 #include "../core/kernels.h"
 #include "../core/scratch.h"
 #include "../core/small.h"
@@ -51,6 +52,7 @@ struct Nearest {
   using Row = Wide<K>;
   const KvMergeCache& a;
   const KvMergePolicy& p;
+  const KvHeadCache* caches = nullptr;  // [H]: the cache of each KV head, or nullptr: all share that of the call
 
   explicit Nearest(const KvMergeCache& call) : a(call), p(call.policy) {}
 
@@ -65,6 +67,7 @@ struct Nearest {
     int32_t* out_position;
     const float *key_scale, *value_scale;
     float *out_key_scale, *out_value_scale;
+    int capacity, budget, recent;
     int in_all;  // used slots, including those that the sliding window has passed
     int used;    // used slots that the window has not passed
     int now;     // the latest position
@@ -73,22 +76,33 @@ struct Nearest {
     int merged;  // sets of the merge, whose keys are new; sets of a fit follow
   };
 
+  // Returns the row [B,H], or [B] in a cache of its own, of head number b H + h in the tensors of its cache.
+  size_t row_in_cache(size_t index) const { return caches ? index / a.heads : index; }
+
   Head head(size_t index) const {
     Head x;
-    const size_t c = a.capacity, d = a.key_size, dv = a.value_size, k = a.statistics;
-    x.key = at(static_cast<const K*>(a.past.key), index * c * d);
-    x.value = at(static_cast<const V*>(a.past.value), index * c * dv);
-    x.votes = a.past.votes + index * c;
-    x.score = a.past.score + index * k * c;
-    x.position = a.past.position + index * c;
-    x.out_key = at(static_cast<K*>(a.present.key), index * c * d);
-    x.out_value = at(static_cast<V*>(a.present.value), index * c * dv);
-    x.out_votes = a.present.votes + index * c;
-    x.out_score = a.present.score + index * k * c;
-    x.out_position = a.present.position + index * c;
+    const KvHeadCache* const own = caches ? caches + index % a.heads : nullptr;
+    const KvState &past = own ? own->past : a.past, &present = own ? own->present : a.present;
+    x.capacity = own ? own->capacity : a.capacity;
+    x.budget = own ? own->budget : a.budget;
+    x.recent = own ? own->recent : a.recent;
+    const size_t d = a.key_size, dv = a.value_size, k = a.statistics;
+    const size_t slots = row_in_cache(index) * x.capacity;  // the slots before those of this head in its tensors
+    x.key = at(static_cast<const K*>(past.key), slots * d);
+    x.value = at(static_cast<const V*>(past.value), slots * dv);
+    x.votes = past.votes + slots;
+    x.score = past.score + slots * k;
+    x.position = past.position + slots;
+    x.out_key = at(static_cast<K*>(present.key), slots * d);
+    x.out_value = at(static_cast<V*>(present.value), slots * dv);
+    x.out_votes = present.votes + slots;
+    x.out_score = present.score + slots * k;
+    x.out_position = present.position + slots;
     if constexpr (kSmall<K>) {
-      x.key_scale = a.past_scales.key + index * c, x.value_scale = a.past_scales.value + index * c;
-      x.out_key_scale = a.present_scales.key + index * c, x.out_value_scale = a.present_scales.value + index * c;
+      const KvScales &old = own ? own->past_scales : a.past_scales,
+                     &next = own ? own->present_scales : a.present_scales;
+      x.key_scale = old.key + slots, x.value_scale = old.value + slots;
+      x.out_key_scale = next.key + slots, x.out_value_scale = next.value + slots;
     }
     x.sets = x.evicted = x.merged = 0;
     return x;
@@ -122,7 +136,7 @@ struct Nearest {
     }
   }
   float score_of(const Head& x, const Work& w, int k, int slot) const {
-    return x.score[static_cast<size_t>(k) * a.capacity + w.order.get()[slot]];
+    return x.score[static_cast<size_t>(k) * x.capacity + w.order.get()[slot]];
   }
 
   // The targets of a search, packed in blocks of kBlock; and the tile of slots that look for a target.

@@ -26,7 +26,7 @@ struct Select : Nearest<K, V> {
   // Collects the used slots in order of position.
   void collect(Head& x, Work& w) const {
     int in_all = 0;
-    while (in_all < a.capacity && x.votes[in_all] > 0.0f) ++in_all;
+    while (in_all < x.capacity && x.votes[in_all] > 0.0f) ++in_all;
     x.in_all = in_all;
     x.now = -1;
     for (int c = 0; c < in_all; ++c) x.now = max_of(x.now, x.position[c]);
@@ -72,7 +72,7 @@ struct Select : Nearest<K, V> {
     const int n = x.used;
     char* is_unprotected = w.is_unprotected.reserve(n);
     const int32_t* position = w.position.get();
-    for (int i = 0; i < n; ++i) is_unprotected[i] = position[i] >= a.sinks && position[i] <= x.now - a.recent;
+    for (int i = 0; i < n; ++i) is_unprotected[i] = position[i] >= a.sinks && position[i] <= x.now - x.recent;
     float* importance = w.importance.reserve(n);
     for (int i = 0; i < n; ++i) {
       switch (p.select) {

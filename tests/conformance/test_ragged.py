@@ -1,0 +1,158 @@
+"""RaggedVoteAttention and RaggedMergeCache: KV heads with caches of several capacities, used slots and budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from tests.conformance import ragged
+from tests.conformance.backends import NativeCpu, reached
+from tests.conformance.cases import (
+    MERGE_PROFILES,
+    MERGE_SCENARIOS,
+    PROFILES,
+    RECENT,
+    SCENARIOS,
+    SINKS,
+    MergeProfile,
+    MergeScenario,
+    Profile,
+    Scenario,
+    merge_cache_state,
+    single_precision,
+    stored_precision,
+    vote_attention_inputs,
+)
+from tests.conformance.comparison import assert_finite, assert_near, assert_scores
+from tests.conformance.oracle import vote_attention
+from tests.conformance.quantized import BITS, small
+
+Arrays = dict[str, np.ndarray]
+SHARES = (1.0, 0.5, 1.5)  # of a scenario's slots and used slots, for each KV head
+NATIVE = [backend for backend in reached() if backend.name == "native-cpu"]
+TRACED = ("h2o-group2", "sinks-sliding-window-group8", "ballot")  # a trace takes seconds
+every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+every_merge_scenario = pytest.mark.parametrize("scenario", MERGE_SCENARIOS, ids=lambda scenario: scenario.name)
+# One-token and chunked calls, to the brim, with splits, and with large logits.
+SOME = [s for s in SCENARIOS if s.name in ("one-token-ragged", "chunk-to-the-brim", "logits-of-200", "several-blocks")]
+
+
+def cases(profiles: Sequence[Profile] | Sequence[MergeProfile], ways: Sequence[str]) -> list[Any]:
+    return [
+        pytest.param(way, profile, id=f"{profile.name}-{way}")
+        for way in ways
+        for profile in profiles
+        if way != "onnx-function" or profile.name in TRACED
+    ]
+
+
+def heads_of(profile: Profile, scenario: Scenario) -> list[Arrays]:
+    """Return the inputs of VoteAttention for each KV head. Heads share the positions and lengths of the new tokens."""
+    one = replace(profile, heads=(profile.heads[0] // profile.heads[1], 1))
+    heads = []
+    for h, share in enumerate(SHARES):
+        capacity = max(scenario.tokens, int(share * scenario.capacity))
+        lanes = tuple((min(int(share * used), capacity - new), new) for used, new in scenario.lanes)
+        own = replace(scenario, name=f"{scenario.name}-{h}", capacity=capacity, lanes=lanes)
+        heads.append(vote_attention_inputs(one, own))
+    position = np.max([inputs["position"] for inputs in heads], axis=0)
+    return [inputs | {"position": position} for inputs in heads]
+
+
+def states_of(profile: MergeProfile, scenario: MergeScenario) -> tuple[list[Arrays], list[MergeCacheAttributes]]:
+    """Return the state of each KV head, and the attributes of its merge."""
+    one, states, attributes = replace(profile, kv_heads=1), [], []
+    for h, share in enumerate(SHARES):
+        budget = max(int(share * scenario.budget), h + RECENT + SINKS)
+        capacity = max(int(share * scenario.capacity), budget + 1)
+        used = tuple((min(int(share * x[h % 2]), capacity),) for x in scenario.used)
+        name = f"{scenario.name}-head-{h}"
+        states.append(merge_cache_state(one, replace(scenario, name=name, capacity=capacity, budget=budget, used=used)))
+        own = one.attributes(capacity if profile.method == "full" else budget)
+        attributes.append(replace(own, recent=RECENT + h))
+    return states, attributes
+
+
+@pytest.mark.parametrize(("way", "profile"), cases(PROFILES, ragged.WAYS))
+@every_scenario
+def test_attention_equals_the_oracle_of_each_head(way: str, profile: Profile, scenario: Scenario) -> None:
+    heads = heads_of(profile, scenario)
+    before = [{name: x.copy() for name, x in inputs.items()} for inputs in heads]
+    actual = ragged.vote_attention(way, heads, profile.attributes)
+    single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+    for h, (inputs, got) in enumerate(zip(heads, actual, strict=True)):
+        assert all((inputs[name] == x).all() for name, x in before[h].items()), "an input was written to"
+        assert_finite(got)
+        expected = vote_attention(inputs, profile.attributes)
+        assert_near(got["output"], expected["output"], stored, f"output of head {h}")
+        for b, length in enumerate(inputs["query_length"][:, 0]):
+            held = int((inputs["past_votes"][b, 0] > 0).sum() + length)
+            for name in ("key", "value", "votes", "position"):
+                x, y = (z[f"present_{name}"][b, 0, :held].astype(np.float64) for z in (got, expected))
+                assert (x == y).all(), f"present_{name} of sequence {b}, head {h}"
+            assert (got["present_votes"][b, 0, held:] == 0).all()
+            scores = (z["present_score"][b, 0, :, :held] for z in (got, expected))
+            assert_scores(*scores, profile.attributes.statistics, single, f"score of sequence {b}, head {h}")
+
+
+@pytest.mark.parametrize(
+    ("way", "profile"),
+    [
+        case
+        for case in cases(MERGE_PROFILES, ragged.WAYS)
+        if case.values[0] != "native-cpu" or not NATIVE[0].lacks(case.values[1].attributes(1))
+    ],
+)
+@every_merge_scenario
+def test_merge_gives_the_bits_of_a_merge_of_each_head(way: str, profile: MergeProfile, scenario: MergeScenario) -> None:
+    """The merges of single heads equal the oracle (test_merge_cache.py)."""
+    states, attributes = states_of(profile, scenario)
+    backend = next(backend for backend in reached() if backend.name == way)
+    actual = ragged.merge_cache(way, states, attributes)
+    for state, own, got in zip(states, attributes, actual, strict=True):
+        for name, expected in backend.merge_cache(state, own).items():
+            assert got[name].tobytes() == expected.tobytes(), name
+
+
+@pytest.mark.parametrize("backend", NATIVE, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("cache_type", [*BITS, "ring"])
+@pytest.mark.parametrize("scenario", SOME, ids=lambda scenario: scenario.name)
+def test_a_ragged_node_gives_the_bits_of_a_node_for_each_head(
+    backend: NativeCpu, cache_type: str, scenario: Scenario
+) -> None:
+    """Quantized caches and rings of reference queries are in a ragged node what they are in nodes of single heads."""
+    profile = next(p for p in PROFILES if p.name == "h2o-group2")
+    heads, attributes = heads_of(profile, scenario), profile.attributes
+    if cache_type == "ring":
+        method = next(p for p in MERGE_PROFILES if p.name == "grkv-places").build_method()
+        attributes = replace(attributes, method=method)
+        for inputs in heads:
+            rng, batch = np.random.default_rng(2), len(inputs["query"])
+            inputs["past_query"] = rng.normal(size=(batch, 1, 6, profile.sizes[0])).astype(np.float32)
+            inputs["past_query_seen"] = np.arange(batch * 6, dtype=np.int32).reshape(batch, 1, 6)
+    else:
+        heads = [small(inputs, cache_type, "past_") for inputs in heads]
+    actual = ragged.vote_attention("native-cpu", heads, attributes)
+    for inputs, got in zip(heads, actual, strict=True):
+        for name, expected in backend.vote_attention(inputs, attributes).items():
+            assert got[name].tobytes() == expected.tobytes(), name
+
+
+@pytest.mark.parametrize("backend", NATIVE, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("cache_type", BITS)
+@every_merge_scenario
+def test_a_ragged_merge_gives_the_bits_of_a_node_for_each_head(
+    backend: NativeCpu, cache_type: str, scenario: MergeScenario
+) -> None:
+    profile = next(p for p in MERGE_PROFILES if p.name == "ballot-places")
+    states, attributes = states_of(replace(profile, sizes=(8, 12)), scenario)
+    states = [small(state, cache_type) for state in states]
+    actual = ragged.merge_cache("native-cpu", states, attributes)
+    for state, own, got in zip(states, attributes, actual, strict=True):
+        for name, expected in backend.merge_cache(state, own).items():
+            assert got[name].tobytes() == expected.tobytes(), name

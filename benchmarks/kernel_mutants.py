@@ -27,10 +27,10 @@ NAME = "kernel-mutants"
 SEED, CASES = "10000", "300"  # as in tests/backends/onnxruntime/test_operators.py
 OTHERS = (("20000", "60"), ("30000", "30"), ("40000", "30"))  # further calls of that test
 FUZZ = "tests/fuzz.cpp"
-PRODUCTS, FLOATS, ROUNDING, DOT, PACKED, AMX = (
-    f"cpu/linear/{name}.h" for name in ("panel_products", "panel_floats", "rounding", "dot", "packed", "amx")
+GROUPS, FLOATS, ROUNDING, DOT, PACKED, AMX = (
+    f"cpu/linear/{name}.h" for name in ("panel_groups", "panel_floats", "rounding", "dot", "packed", "amx")
 )
-LINEAR = "cpu/linear/linear.cpp"
+LINEAR, PRODUCTS = "cpu/linear/linear.cpp", "cpu/linear/panel_products.cpp"
 SMALL, ROWS, ATTENTION, DECODE, PREFILL, MERGE = (
     f"cpu/{name}"
     for name in (
@@ -54,10 +54,10 @@ MUTANTS = (
         "dots[i][kBytes - 1][s].total() & (kBytes == 2 ? -256 : -1);",
     ),
     Mutant("the low bytes of other rows are added", PRODUCTS, "fine & 1 << kGroup", "fine & 2 << kGroup"),
-    Mutant("a zero point is added", PRODUCTS, "* -scale_of_group", "* scale_of_group"),
+    Mutant("a zero point is added", GROUPS, "* -scale_of_group", "* scale_of_group"),
     Mutant(
         "unsigned numbers with a minimum lack their center",
-        PRODUCTS,
+        GROUPS,
         " + static_cast<float>(center) * scale_of_group;",
         ";",
     ),

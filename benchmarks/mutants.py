@@ -29,7 +29,7 @@ from kvexport.validate import merges
 
 ROOT = Path(__file__).parent.parent
 PLUGINS = ROOT / "plugins"
-PRODUCTS = ("cpu/linear/linear.cpp", "cpu/experts/experts.cpp")
+PRODUCTS = ("cpu/linear/linear.cpp", "cpu/linear/panel_products.cpp", "cpu/experts/experts.cpp")
 SOURCES = (
     "cpu/attention/vote_attention.cpp",
     "cpu/merge/merge_cache.cpp",
@@ -251,24 +251,29 @@ class Library:
             raise ValueError(f"{mutant.name}: {mutant.file} has no {mutant.old!r}")
         file.write_text(before.replace(mutant.old, mutant.new))
         try:
-            kernels = {
-                "cpu/attention": SOURCES[:1],
-                "cpu/merge": SOURCES[1:2],
-                "cpu/linear": PRODUCTS,
-                "cpu/experts": PRODUCTS[1:],
-            }
-            kernels |= {"math/merge": kernels["cpu/merge"], "cpu/core/small": SOURCES[:2]}
-            parts = next((of for start, of in kernels.items() if mutant.file.startswith(start)), SOURCES)
-            if mutant.file == REPACK:
-                parts = (REPACK,)
             compiled = "avx512vnni" if mutant.isa == "amx" else mutant.isa
-            compiled = ISA if mutant.file == REPACK else compiled
-            self._changed = [(source, isa) for source, isa in self.units if source in parts and isa == compiled]
+            self._changed = [
+                (source, isa)
+                for source, isa in self.units
+                if (source in SOURCES and isa == compiled) or source in ONCE
+                if file in self._reads(source)
+            ]
             for unit in self._changed:
                 self._compile(*unit)
             self._link()
         finally:
             file.write_text(before)
+
+    def _reads(self, source: str) -> set[Path]:
+        """Return a source's file and the files that it includes."""
+        files, rest = set(), [self.folder / source]
+        while rest:
+            file = Path(os.path.normpath(rest.pop()))
+            if file not in files:
+                files.add(file)
+                included = re.findall(r'^#include "(.+)"', file.read_text(), re.MULTILINE)
+                rest += [file.parent / name for name in included]
+        return files
 
     def restore(self) -> None:
         """Take the unchanged object files again for the sources that `change` compiled."""

@@ -5,6 +5,7 @@
 
 #include "../linear/packed.h"
 #include "../linear/panel_floats.h"
+#include "../linear/panel_products.h"
 #include "../linear/plain.h"
 
 namespace kv {

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "../core/scratch.h"
 #include "panel_floats.h"
 
 namespace kv {

@@ -5,11 +5,11 @@
 //   round x if packed weights are multiplied with rounded rows (rounding.h, amx.h)          16 rows a task
 //   narrow = x first^T if a sequence has a LoRA adapter (low_rank.h)                        16 rows a task
 //   for each share of the columns of all weights, for each range of rows                    one task each
-//     few rows, packed weights:       `few`: 16 columns against every row (panel_products.h, panel_floats.h)
+//     few rows, packed weights:       `few`: 16 columns against every row (panel_products.cpp, panel_floats.h)
 //     fewer than kRows rows:          `stream`: a column against every row, each weight read once (plain.h)
 //     fewer than kMany rows:          `tile`: tiles of kRows x kColumns products (plain.h)
 //     many rows:                      `block`: blocks of kBlock columns. Rounded rows are multiplied with panels
-//                                     (panel_products.h, amx.h), and others with columns that are packed as float32,
+//                                     (panel_products.cpp, amx.h), and others with columns that are packed as float32,
 //                                     kDepth inputs at a time, in tiles of kTileRows rows (core/tile.h)
 //     y = y + narrow second (low_rank.h)
 //     epilogue: y = (y + bias) silu(gate product) + residual (epilogue.h)
@@ -25,6 +25,7 @@
 #include "low_rank.h"
 #include "packed.h"
 #include "panel_floats.h"
+#include "panel_products.h"
 #include "plain.h"
 #include "rows.h"
 

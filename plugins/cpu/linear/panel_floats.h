@@ -1,7 +1,8 @@
 // Panels of a packed weight (panels.h) as float32, for rows that are not rounded, and for tiles of bfloat16.
 #pragma once
 
-#include "panel_products.h"
+#include "dot.h"
+#include "panel_groups.h"
 
 namespace kv {
 namespace KV_ISA {

@@ -1,0 +1,248 @@
+// Products of rounded rows (rounding.h) with the panels of a packed weight (panels.h), by dot products of bytes. Each
+// lane has a column of its own, so no lanes are added up.
+//
+//   for each panel of 16 columns, for each tile of rows
+//     for each group g, for each block b of it
+//       dots[row] = sum over the block of (u - center) x v        exact: 256 x that of high + that of low bytes
+//       y[row]   += dots[row] x (scale[g] x step[row, b]) + offset[g] x sum[row, b]
+//
+// A tile of few rows keeps the sums of high and of low bytes in registers at once. A tall tile multiplies the high
+// bytes of a block first, and then the low bytes of those groups of rows that have any. It needs registers for one sum
+// only, so 12 rows instead of 8 share one read of a panel.
+//
+// Letters: l the layout of a panel, b a block, g a group, i a row of the tile, s a vector of columns, p a byte of a
+// rounded number (0 high, 1 low), k an input.
+#include "panel_products.h"
+
+#include "dot.h"
+#include "panel_groups.h"
+
+namespace kv {
+namespace KV_ISA {
+
+// Functions that take sums by reference are always inlined: otherwise the sums would not stay in registers.
+#define KV_INLINE __attribute__((always_inline)) inline
+
+// How many bytes ahead of their use integers are prefetched. Hardware prefetching hardly begins before a stream as
+// short as a panel ends. The prefetches go to the L2 cache (kSecondCache), since a core can wait for more lines of the
+// L2 cache than of the L1 cache at once: with the L1 cache, a row takes a fifth longer with 4-bit weights.
+constexpr int64_t kPanelAhead = 6144;
+constexpr int kSecondCache = 2;
+
+// How the integers of a panel are read: as numbers of 4 or 8 bits, or as indices of a table of numbers.
+enum class Read { kFour, kEight, kTable };
+constexpr int bits_of(Read read) { return read == Read::kFour ? 4 : 8; }  // bits of the numbers that are multiplied
+constexpr int unit_of(Read read) { return read == Read::kEight ? 4 : 8; }
+
+template <Read kRead>
+using DotsOf = Dots<bits_of(kRead)>;
+using NumbersOf = Table<!Dots<8>::kCentered>;
+
+// Adds the dot products of one block of kRows rows with W x kSlices columns to dots. integers: the panel's integers of
+// this block. kBlock: the inputs of the block if it is known at compile time to be kMostBlock, otherwise 0 and `size`
+// is read. ahead: the address from which bytes are prefetched meanwhile.
+template <Read kRead, int kRows, int kBlock, int kBytes>
+static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* values, int64_t apart, int size,
+                                    const uint8_t* ahead, const NumbersOf& table,
+                                    DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
+  constexpr int kUnit = unit_of(kRead);
+  const int block = kBlock ? kBlock : size;
+  for (int k = 0; k < block; k += kUnit, integers += kPanelLine) {
+    __builtin_prefetch(ahead + k / kUnit * kPanelLine, 0, kSecondCache);
+    for (int s = 0; s < kSlices; ++s) {
+      vi all;
+      memcpy(&all, integers + 4 * W * s, sizeof all);
+      vi low = all & 0x0f0f0f0f, high = (all >> 4) & 0x0f0f0f0f;
+      if (kRead == Read::kTable) low = table.of(low), high = table.of(high);
+      if (kRead == Read::kEight && DotsOf<kRead>::kCentered) all ^= static_cast<int32_t>(0x80808080);
+      for (int i = 0; i < kRows; ++i)
+        for (int p = 0; p < kBytes; ++p) {
+          const int8_t* const x = values + p * apart + i * block + k;
+          if (kUnit == 8)
+            dots[i][p][s].add(low, x), dots[i][p][s].add(high, x + 4);
+          else
+            dots[i][p][s].add(all, x);
+        }
+    }
+  }
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+// Does the same as dots_of_block with Arm's instructions that multiply matrices of two columns and two rows, eight
+// inputs at a time. If the number of rows is odd, the last row is multiplied twice.
+template <Read kRead, int kRows, int kBlock, int kBytes>
+static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int64_t apart, int size,
+                                        const NumbersOf& table, DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
+  constexpr int kPairs = (kRows + 1) / 2;
+  const int block = kBlock ? kBlock : size;
+  int32x4_t sums[kPairs][kBytes][kSlices][2] = {};
+  for (int k = 0; k < block; k += 8) {
+    int8x16_t rows[kPairs][kBytes];
+    for (int i = 0; i < kPairs; ++i)
+      for (int p = 0; p < kBytes; ++p) {
+        const int second = min_of(2 * i + 1, kRows - 1);
+        const int8_t* const x = values + p * apart + k;
+        rows[i][p] = vcombine_s8(vld1_s8(x + 2 * i * block), vld1_s8(x + second * block));
+      }
+    for (int s = 0; s < kSlices; ++s) {
+      const uint8x16_t all = vld1q_u8(integers + 4 * W * s);
+      int32x4_t first, second;  // inputs k to k + 3 and k + 4 to k + 7 of four columns
+      if constexpr (unit_of(kRead) == 8) {
+        first = vreinterpretq_s32_u8(vandq_u8(all, vdupq_n_u8(15)));
+        second = vreinterpretq_s32_u8(vshrq_n_u8(all, 4));
+        if (kRead == Read::kTable) first = (int32x4_t)table.of((vi)first), second = (int32x4_t)table.of((vi)second);
+      } else {
+        const uint8x16_t turned = vdupq_n_u8(128);
+        first = vreinterpretq_s32_u8(veorq_u8(all, turned));
+        second = vreinterpretq_s32_u8(veorq_u8(vld1q_u8(integers + kPanelLine + 4 * W * s), turned));
+      }
+      const int8x16_t columns[2] = {vreinterpretq_s8_s32(vzip1q_s32(first, second)),
+                                    vreinterpretq_s8_s32(vzip2q_s32(first, second))};
+      for (int i = 0; i < kPairs; ++i)
+        for (int p = 0; p < kBytes; ++p)
+          for (int j = 0; j < 2; ++j) sums[i][p][s][j] = vmmlaq_s32(sums[i][p][s][j], columns[j], rows[i][p]);
+    }
+    integers += unit_of(kRead) == 8 ? kPanelLine : 2 * kPanelLine;
+  }
+  for (int i = 0; i < kRows; ++i)  // a sum holds (column, row), (column, row + 1), (column + 1, row), ...
+    for (int p = 0; p < kBytes; ++p)
+      for (int s = 0; s < kSlices; ++s) {
+        const int32x4_t* const of = sums[i / 2][p][s];
+        dots[i][p][s].sum += (vi)(i % 2 ? vuzp2q_s32(of[0], of[1]) : vuzp1q_s32(of[0], of[1]));
+      }
+}
+
+#endif
+
+// The bytes of the rows that a pass over a block multiplies.
+enum class Pass { kBoth, kHigh, kLow };
+
+// One block of a panel and of a tile of rows.
+struct PanelBlock {
+  const uint8_t *integers, *ahead;
+  int size, offsets;  // size: inputs; offsets: whether the weight has offsets
+  const int8_t* values;
+  int64_t apart;  // bytes from the high bytes to the low bytes
+  const float *step, *sum;
+  const int32_t* start;
+  NumbersOf table;
+};
+
+// Adds the products of a block with kCount of the tile's kRows rows, from row kFrom on, to y.
+template <Read kRead, int kRows, int kBlock, Pass kPass, int kFrom = 0, int kCount = kRows>
+static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices], const vf (&offset)[kSlices],
+                                vf (&y)[kRows][kSlices]) {
+  constexpr int kBytes = kPass == Pass::kBoth ? 2 : 1, kFirst = kPass == Pass::kLow;
+  typedef DotsOf<kRead> Columns[kBytes][kSlices];
+  Columns dots[kCount];
+  for (int i = 0; i < kCount; ++i)
+    for (int p = 0; p < kBytes; ++p)
+      for (int s = 0; s < kSlices; ++s) {
+        const vi start = splat_i(b.start[(kFirst + p) * kRows + kFrom + i]);
+        dots[i][p][s] = DotsOf<kRead>(DotsOf<kRead>::kCentered ? vi{} : start);
+      }
+  const int8_t* const values = b.values + kFirst * b.apart + kFrom * b.size;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  if constexpr (kCount > 1)
+    matrix_dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.table, dots);
+  else
+#endif
+    dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.ahead, b.table, dots);
+  for (int s = 0; s < kSlices; ++s) {
+    const vf unit = kPass == Pass::kHigh ? scale[s] * 256.0f : scale[s];
+    for (int i = 0; i < kCount; ++i) {
+      vi total = dots[i][kBytes - 1][s].total();
+      if (kBytes == 2) total += dots[i][0][s].total() << 8;
+      y[kFrom + i][s] += __builtin_convertvector(total, vf) * (unit * b.step[kFrom + i]);
+      if (kPass != Pass::kLow && b.offsets) y[kFrom + i][s] += offset[s] * b.sum[kFrom + i];
+    }
+  }
+}
+
+// Adds the products with the low bytes of those groups of kGroupRows rows that have any. fine: a bit for each group.
+template <Read kRead, int kRows, int kBlock, int kGroup = 0>
+static KV_INLINE void add_low_bytes(int fine, const PanelBlock& b, const vf (&scale)[kSlices],
+                                    const vf (&offset)[kSlices], vf (&y)[kRows][kSlices]) {
+  constexpr int kFrom = kGroup * kGroupRows;
+  if constexpr (kFrom < kRows) {
+    constexpr int kCount = kRows - kFrom < kGroupRows ? kRows - kFrom : kGroupRows;
+    if (fine & 1 << kGroup) add_block<kRead, kRows, kBlock, Pass::kLow, kFrom, kCount>(b, scale, offset, y);
+    add_low_bytes<kRead, kRows, kBlock, kGroup + 1>(fine, b, scale, offset, y);
+  }
+}
+
+// Computes out[i * stride + c] = row i of a tile of kRows rows times column c of a panel.
+template <Read kRead, int kRows, int kBlock, bool kTall>
+static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel, const RoundedTile& x,
+                       float* out, int64_t stride) {
+  const PanelGroups groups(weight, l, panel);
+  const int block = kBlock ? kBlock : l.block;
+  const int64_t blocks = l.group / block, bytes = block / l.unit * kPanelLine;
+  const uint8_t* fine = x.fine;
+  const int64_t numbers = l.integers / l.groups;  // bytes of the scales and offsets of a group
+  PanelBlock b{panel + l.integers,
+               panel + kPanelAhead,
+               block,
+               groups.kind != PanelGroups::kNone,
+               x.values,
+               x.apart,
+               x.step,
+               x.sum,
+               bits_of(kRead) == 4 ? x.start4 : x.start8,
+               kRead == Read::kTable ? NumbersOf(weight.table) : NumbersOf()};
+  vf y[kRows][kSlices] = {};
+  for (int64_t g = 0; g < l.groups; ++g) {
+    vf scale[kSlices], offset[kSlices];
+    for (int s = 0; s < kSlices; ++s) {
+      scale[s] = groups.scales(g, s);
+      if (b.offsets) offset[s] = groups.offsets(g, s, scale[s]);
+    }
+    __builtin_prefetch(b.ahead, 0, kSecondCache), b.ahead += numbers;
+    for (int64_t i = 0; i < blocks; ++i) {
+      add_block<kRead, kRows, kBlock, kTall ? Pass::kHigh : Pass::kBoth>(b, scale, offset, y);
+      if (kTall && __builtin_expect(*fine++, 0)) {
+        PanelBlock low = b;
+        if (W == 8)
+          __asm__("" : "+r"(low.integers));  // this rare pass reads integers again, since no register can keep them
+        add_low_bytes<kRead, kRows, kBlock>(fine[-1], low, scale, offset, y);
+      }
+      b.integers += bytes, b.ahead += bytes, b.values += block * kRows;
+      b.step += kRows, b.sum += kRows, b.start += kParts * kRows;
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int s = 0; s < kSlices; ++s) store(out + i * stride + s * W, y[i][s]);
+}
+
+using PanelTile = void (*)(const KvWeight&, const PanelLayout&, const uint8_t*, const RoundedTile&, float*, int64_t);
+
+template <Read kRead, int kBlock, bool kTall, int kRows = kTall ? kTallRows : kFewRows>
+static inline PanelTile tile_of_rows(int rows) {
+  if constexpr (kRows > 1)
+    if (rows < kRows) return tile_of_rows<kRead, kBlock, kTall, kRows - 1>(rows);
+  return panel_tile<kRead, kRows, kBlock, kTall>;
+}
+
+template <Read kRead>
+static inline PanelTile tile_for(int block, bool tall, int rows) {
+  if (tall)
+    return block == kMostBlock ? tile_of_rows<kRead, kMostBlock, true>(rows) : tile_of_rows<kRead, 0, true>(rows);
+  return block == kMostBlock ? tile_of_rows<kRead, kMostBlock, false>(rows) : tile_of_rows<kRead, 0, false>(rows);
+}
+
+void panel_products(const KvWeight& weight, const PanelLayout& l, int64_t panel, const RoundedRows& x, int64_t first,
+                    int64_t count, float* out, int64_t stride) {
+  const uint8_t* const at = static_cast<const uint8_t*>(weight.data) + panel * l.panel;
+  for (int64_t i = 0; i < count; i += x.tile_rows) {
+    const RoundedTile tile = x.tile(first + i);
+    const auto tile_for_weight = weight.table       ? tile_for<Read::kTable>
+                                 : weight.bits == 4 ? tile_for<Read::kFour>
+                                                    : tile_for<Read::kEight>;
+    const PanelTile products = tile_for_weight(x.block, x.tall, tile.rows);
+    products(weight, l, at, tile, out + i * stride, stride);
+  }
+}
+
+}  // namespace KV_ISA
+}  // namespace kv

@@ -71,7 +71,8 @@ struct ExpertsCase {
 
   Buffer filled(Random& random, size_t count, float size) const {
     Buffer buffer(random, count, shape.element());
-    for (size_t i = 0; i < count; ++i) write(shape, buffer.data<void>(), i, size * random.normal());
+    Normals normal(random, count);
+    for (size_t i = 0; i < count; ++i) write(shape, buffer.data<void>(), i, size * normal());
     return buffer;
   }
 

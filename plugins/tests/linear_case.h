@@ -113,7 +113,8 @@ struct LinearCase {
 
   Buffer filled(Random& random, size_t count) const {
     Buffer buffer(random, count, shape.element());
-    for (size_t i = 0; i < count; ++i) write(shape, buffer.data<void>(), i, random.normal());
+    Normals normal(random, count);
+    for (size_t i = 0; i < count; ++i) write(shape, buffer.data<void>(), i, normal());
     return buffer;
   }
 

@@ -116,12 +116,19 @@ struct PackedWeight {
 
   Buffer numbers(Random& random, size_t count) const {
     Buffer buffer(random, bits == 4 ? (count + 1) / 2 : count, 1);
-    for (size_t i = 0; i < buffer.size(); ++i) buffer.data<uint8_t>()[i] = static_cast<uint8_t>(random.between(0, 255));
+    uint8_t* const bytes = buffer.data<uint8_t>();
+    size_t i = 0;
+    for (; buffer.size() > kFew && i + 8 <= buffer.size(); i += 8) {
+      const uint64_t eight = random.bits();
+      memcpy(bytes + i, &eight, 8);
+    }
+    for (; i < buffer.size(); ++i) bytes[i] = static_cast<uint8_t>(random.between(0, 255));
     return buffer;
   }
   Buffer floats(Random& random, size_t count, float size) const {
     Buffer buffer(random, count, shape().element());
-    for (size_t i = 0; i < count; ++i) write(shape(), buffer.data<void>(), i, size * random.normal());
+    Normals normal(random, count);
+    for (size_t i = 0; i < count; ++i) write(shape(), buffer.data<void>(), i, size * normal());
     return buffer;
   }
   int integer(const Buffer& buffer, int64_t i) const {

@@ -85,12 +85,14 @@ struct AttentionCase {
 
   // Padding rows stay NaN.
   void draw_rows(Random& random, Buffer& buffer, int heads, int size) {
-    buffer = Buffer(random, static_cast<size_t>(call.batch) * heads * call.tokens * size, shape.element());
+    const size_t count = static_cast<size_t>(call.batch) * heads * call.tokens * size;
+    buffer = Buffer(random, count, shape.element());
+    Normals normal(random, count);
     for (int b = 0; b < call.batch; ++b)
       for (int h = 0; h < heads; ++h)
         for (size_t i = 0; i < static_cast<size_t>(hostile ? call.tokens : length[b]) * size; ++i)
           write(shape, buffer.data<void>(), (static_cast<size_t>(b) * heads + h) * call.tokens * size + i,
-                hostile && random.one_in(50) ? random.one_of({NAN, INFINITY, -INFINITY}) : random.normal());
+                hostile && random.one_in(50) ? random.one_of({NAN, INFINITY, -INFINITY}) : normal());
   }
 
   void draw_tokens(Random& random) {

@@ -126,7 +126,7 @@ MUTANTS = (
         "is_unprotected[i] = position[i] > a.sinks",
         "h2o",
     ),
-    Mutant("recent off by one", SELECT, "position[i] <= x.now - a.recent;", "position[i] < x.now - a.recent;", "h2o"),
+    Mutant("recent off by one", SELECT, "position[i] <= x.now - x.recent;", "position[i] < x.now - x.recent;", "h2o"),
     Mutant("fractional votes", MATH, "weighted_logit += w * l;", "weighted_logit += l;", "keepkv"),
     Mutant("age off by one", MATH, "static_cast<unsigned>(position) + 1u", "static_cast<unsigned>(position)", "keepkv"),
     Mutant("average does not decay", PREFILL_SCORES, "past[c] + log_decay", "past[c]", "keepkv"),

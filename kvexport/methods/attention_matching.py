@@ -47,7 +47,7 @@ class AttentionMatching(Fitting):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether evicted slots may merge into slots of the recent window: true if `ballot` evicts and merges them."""
+        """Whether evicted slots may merge into recent slots: true if `ballot` chooses the evicted slots."""
         return self.after == "ballot"
 
     @property

@@ -179,7 +179,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the worker takes requests."""
+        """Whether the thread that runs the engine is alive and takes requests."""
         return self._thread.alive and not self.draining
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:

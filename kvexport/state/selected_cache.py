@@ -65,8 +65,8 @@ class SelectedCache:
 
         Args:
             i: The layer.
-            score: Scores of the slots [KV heads, at least used], which decide between sinks and latest slots. None
-                takes the latest slots.
+            score: Scores of the slots [KV heads, at least used], which choose among the slots between sinks and latest
+                slots. None takes the latest slots.
             used: Occupied slots of the full cache.
 
         Returns:

@@ -30,7 +30,7 @@ def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[l
 
 
 def untouched_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
-    """Return the positions of each sequence with logits before which no cache can have evicted anything."""
+    """Return, for each sequence, the positions with logits before the first possible eviction of any cache."""
     return [[p for p in sorted(of) if p < min(budgets)] for of in rows]
 
 

@@ -146,7 +146,7 @@ class IndependentRun:
         prefill: bool,
         unread: Collection[int],
     ) -> list[Parting]:
-        """Run one call of the engine's own run, and compare its logits and merges with PyTorch's.
+        """Run one call of the engine on the engine's own caches, and compare its logits and merges with PyTorch's.
 
         Args:
             tokens: Token ids for each lane; empty for a lane that takes no part.

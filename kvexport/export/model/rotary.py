@@ -34,7 +34,7 @@ CACHE_POSITIONS = "cache.positions: cache turns keys to their places in the cach
 
 
 class _NotRotary(Exception):
-    """The error that says why a model's keys cannot be rotated by frequencies."""
+    """The error that says why a model's keys cannot be rotated by angles of position times frequency."""
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
         raise UsageError(
             f"cache.positions is cache, which is not supported where {why}", "--set cache.positions=absolute"
         )
-    _require_onnxruntime(recipe, why)
+    _require_default_backend(recipe, why)
 
 
 def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
@@ -228,7 +228,7 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
         raise UsageError(
             f"speculate.draft is cache, which is not supported where {why}", "--set speculate.draft=ngram, or null"
         )
-    _require_onnxruntime(recipe, why)
+    _require_default_backend(recipe, why)
     if (device := getattr(recipe.backend, "device", "cpu")) != "cpu":
         raise UsageError(
             f"backend.device is {device}, which is not supported where {why}",
@@ -236,7 +236,7 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
         )
 
 
-def _require_onnxruntime(recipe: Recipe, why: str) -> None:
+def _require_default_backend(recipe: Recipe, why: str) -> None:
     """Raise UsageError unless one process runs the model in ONNX Runtime; `why` names the layer that needs it."""
     if recipe.backend.name != default():
         raise UsageError(

@@ -127,3 +127,17 @@ def test_a_chunk_equals_its_tokens_one_by_one(backend: Backend, profile: Profile
     statistics = tuple(profile.attributes.statistics[k] for k in unwindowed)
     stepped, at_once = (cache | {"score": cache["score"][:, :, unwindowed]} for cache in (state, state_of(whole)))
     assert_same_cache(stepped, at_once, statistics, single=1e-5, stored=0.0)
+
+
+@every_backend
+@pytest.mark.parametrize("capacity", [16, 33, 272, 289])
+def test_the_end_of_the_used_slots_is_found_wherever_it_is(backend: Backend, capacity: int) -> None:
+    """A new token is appended behind the used slots, in a batch with every number of them."""
+    profile = next(p for p in PROFILES if p.name == "keepkv")
+    scenario = Scenario(f"every-end-{capacity}", capacity, 1, tuple((used, 1) for used in range(capacity)))
+    inputs = vote_attention_inputs(profile, scenario)
+    actual = backend.vote_attention(inputs, profile.attributes)
+    ends = (actual["present_votes"] > 0).sum(-1)
+    assert (ends == 1 + np.arange(capacity)[:, None]).all()
+    newest = actual["present_position"][np.arange(capacity)[:, None], np.arange(profile.heads[1]), ends - 1]
+    assert (newest == inputs["position"]).all()

@@ -113,7 +113,7 @@ struct Attention {
       int used = 0;
       for (int c = low + apart - 1, i = 0; c < high && i < kProbes; c += apart, ++i) used += x.past_votes[c] > 0.0f;
       low += used * apart;
-      high = min_of(high, low + apart - 1);
+      if (used < kProbes) high = min_of(high, low + apart - 1);
     }
     x.used = low;
     const int64_t length = a.query_length[x.b], room = min_of(a.tokens, x.capacity - x.used);

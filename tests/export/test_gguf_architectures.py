@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,20 @@ def test_a_file_has_the_config_and_the_weights_of_its_model(kind: str, tmp_path:
             assert spec.source.packing is not None and spec.source.packing.bits == 4 and spec.source.packing.table
 
 
+def changed_file(
+    architecture: str, change: Callable[[Tensors], Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Return a GGUF file of an architecture, whose tensors `change` has changed before they were written."""
+    whole = gguf
+
+    def changed(entries: Any, tensors: Tensors) -> bytes:
+        change(tensors)
+        return whole(entries, tensors)
+
+    monkeypatch.setattr("tests.export.test_gguf_architectures.gguf", changed)
+    return file_of(architecture, folder)[0]
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -331,14 +346,7 @@ def test_a_file_has_the_config_and_the_weights_of_its_model(kind: str, tmp_path:
 def test_linear_attention_that_does_not_fit_is_refused(
     change: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = gguf
-
-    def changed(entries: Any, tensors: Tensors) -> bytes:
-        change(tensors)
-        return whole(entries, tensors)
-
-    monkeypatch.setattr("tests.export.test_gguf_architectures.gguf", changed)
-    file, _, _ = file_of("qwen35", tmp_path)
+    file = changed_file("qwen35", change, tmp_path, monkeypatch)
     with pytest.raises(UsageError, match=problem):
         for source in tensors_of(read_gguf(file))[1].values():
             dense_values(source)
@@ -358,13 +366,6 @@ def test_linear_attention_that_does_not_fit_is_refused(
 def test_experts_that_do_not_fit_are_refused(
     change: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = gguf
-
-    def changed(entries: Any, tensors: Tensors) -> bytes:
-        change(tensors)
-        return whole(entries, tensors)
-
-    monkeypatch.setattr("tests.export.test_gguf_architectures.gguf", changed)
-    file, _, _ = file_of("qwen3moe", tmp_path)
+    file = changed_file("qwen3moe", change, tmp_path, monkeypatch)
     with pytest.raises(UsageError, match=problem):
         read_checkpoint(file)

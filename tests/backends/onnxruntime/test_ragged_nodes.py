@@ -15,7 +15,9 @@ from kvexport.schema.operators import VOTE_ATTENTION as OPERATOR
 from tests.support.one_node import DV, HQ, VOTE_ATTENTION, D, session, state, type_of
 from tests.support.one_node import MERGE_CACHE as MERGE
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the native operators are not built: make native")
+pytestmark = pytest.mark.skipif(
+    library() is None, reason="not reached: the native operators are not built (make native)"
+)
 OPERATORS = {"VoteAttention": OPERATOR, "MergeCache": MERGE_CACHE}
 H, T, CAPACITIES = 2, 3, (16, 9)
 SHAPES: dict[str, list[int | str | None]] = {

@@ -98,11 +98,3 @@ def once(task: str) -> str:
         lines.append((f"`{method}`", *(cell for part in row_cells for cell in part)))
     counted = "texts" if task == "text" else "passages"
     return table(("method", *(f"1/{part}, {x}" for part in parts for x in (*figures, counted))), *lines)
-
-
-def once_queries() -> str:
-    """Return the table of one text's KL by the queries that a merge is fitted to, below methods without a fit."""
-    text = {(r["method"], r["divisor"]): r["each"][0] for r in load("once")["rows"] if r["task"] == "text"}
-    plain = [(f"`{method}`", text[method, 10]) for method in ("streaming", "h2o", "snapkv", "keepkv")]
-    rows = [*plain, *((r["label"], r["kl"]) for r in load("once-queries")["rows"])]
-    return table(("kept, of a tenth of the slots", "KL"), *((label, f"{kl:.3f}") for label, kl in rows))

@@ -20,7 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import ballot_fitted
 from common import RESULTS, save
 
 from kvexport.evaluate.corpus import manual
@@ -43,15 +42,6 @@ GROUPS: dict[str, list[str]] = {
             "grkv",
             "attention_matching",
         ),
-    ],
-    # Methods that fit the cache to reference queries, which take bytes of slots. With 1e-9 there are reference queries
-    # without a fit.
-    "fitting": [
-        "h2o",
-        *(f"grkv:selector=h2o{setting}" for setting in (":change_max=1e-9", "", ":change_max=1", ":queries=8")),
-        *(f"attention_matching:selector=h2o{setting}" for setting in ("", ":steps=0")),
-        "ballot",
-        *(f"ballot_fitted{setting}" for setting in (":change_max=1e-9", "", ":change_max=1", ":queries=8")),
     ],
     "order": [
         f"keepkv:zip={zip_}:order={order}"
@@ -189,7 +179,6 @@ def main() -> None:
     parser.add_argument("--manual", action="store_true", help="read Python's manual, not the source of its library")
     parser.add_argument("--work", type=Path, metavar="DIR")
     arguments = parser.parse_args()
-    ballot_fitted.register()
     sweep = Sweep(arguments.recipe, arguments.set, arguments.again, arguments.work)
     for group in arguments.groups.split(","):
         options = Options(

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 import length_figure
-from budget_tables import head_budgets, listed, once, once_queries, small_listed
+from budget_tables import head_budgets, listed, once, small_listed
 from decoder_tables import decoder_tables
 from table_parts import BUDGETS, ROOT, load, name_of, shown, table
 
@@ -254,17 +254,6 @@ def packed_speed() -> str:
     return table((*header, "512 slots / faster peer", "of the bandwidth"), *lines)
 
 
-def packed_kernel() -> str:
-    """Return the table of the kernel of packed weights alone, beside ONNX Runtime's."""
-    measured = {what: figures for what, figures in load("packed-kernel").items() if what.endswith(" rows")}
-    rows = sorted({int(what.split()[1]) for what in measured})
-    lines = []
-    for side in dict.fromkeys(what.split(",")[0] for what in measured):
-        of = [measured[f"{side}, {count} rows"] for count in rows]
-        lines.append((side, *(f"{x['ms_per_matrix']:.2f}" for x in of), f"{of[0]['read_share']:.2f}"))
-    return table(("weights", *(f"{count} rows, ms" for count in rows), "of the bandwidth, 1 row"), *lines)
-
-
 def packed_quality() -> str:
     """Return the table of the KL that rounded weights cost, by side."""
     lines = []
@@ -301,10 +290,10 @@ def tables() -> dict[str, str]:
     texts |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
     for question in ("unknown", "known"):
         texts[f"recall {question}"] = recall(2000, known=question == "known")
-    texts |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
-    texts |= {"packed quality": packed_quality(), "quantized cache": quantized_cache(), "awq": awq()}
+    texts |= {"listed": listed(), "packed speed": packed_speed(), "packed quality": packed_quality()}
+    texts |= {"quantized cache": quantized_cache(), "awq": awq()}
     texts |= {"small listed": small_listed(), "head budgets": head_budgets(), **decoder_tables()}
-    texts |= {f"once {task}": once(task) for task in ("text", "codes")} | {"once queries": once_queries()}
+    texts |= {f"once {task}": once(task) for task in ("text", "codes")}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
         texts["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():

@@ -352,7 +352,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, positions: int, out: Pat
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=False)
     model.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
-    tokenizer.save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",

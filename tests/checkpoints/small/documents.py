@@ -237,7 +237,7 @@ def load_data() -> Data:
         else build_tokenizer(sources[False], (*tiny.NAMES, *tiny.THINGS))
     )
     if not path.exists():
-        tokenizer.save(str(path))
+        tokenizer.save(str(path), pretty=False)
 
     def lines(texts: list[str]) -> list[list[int]]:
         split = [line + "\n" for text in texts for line in text.splitlines()]

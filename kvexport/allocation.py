@@ -11,20 +11,20 @@ from kvexport.recipe.fields import Recipe
 
 
 def allocate(recipe: Recipe, layers: int) -> list[int]:
-    """Return the budget in slots of every KV cache, on average `recipe.budget`.
+    """Return the budget of every KV cache in slots; their mean is the recipe's budget.
 
     A layer has one cache, or one for each KV head if the recipe lists shares of heads. The shares of layer l of L are
     ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` for the kind cosine (KeepKV), ``m_l = 1 - (1-d) l / (L-1)`` for pyramid
-    (PyramidKV), and those of `cache.allocation.shares` for listed. They are scaled to the budget. Whole layers, which
-    evict nothing, have `limits.max_length` slots, and the others share the rest.
+    (PyramidKV), and those of `cache.allocation.shares` for listed. Budgets are proportional to the shares. Whole
+    layers, which evict nothing, have `limits.max_length` slots, and the other layers share the rest.
 
     Args:
         recipe: The recipe.
         layers: The number of layers of the model.
 
     Raises:
-        UsageError: If whole layers leave too few slots, the model lacks a whole layer, or the number of shares is not
-            the number of layers.
+        UsageError: If whole layers leave too few slots, the model has no layer of a listed number, or the number of
+            shares is not the number of layers.
     """
     method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
@@ -61,7 +61,7 @@ def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[flo
     Args:
         recipe: The recipe.
         layer_numbers: The layer of every cache.
-        left: The slots of all caches together that whole layers leave.
+        left: The total number of slots that whole layers leave for all other caches.
 
     Returns:
         The slots of every cache, at least `least_slots` and at most `limits.max_length`. All are equal if `left` does

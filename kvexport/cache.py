@@ -132,7 +132,7 @@ class LayerStates:
 
     @property
     def place(self) -> str:
-        """The place of the layer in tensor names, with the layer's number in the model, not that of a cache."""
+        """The part of tensor names that identifies the layer, by its number in the model."""
         return f"layer.{self.layer}"
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
@@ -151,7 +151,7 @@ class LayerStates:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The plan of a model's KV caches in the order of its layers, and of the recurrent states of its other layers.
+    """The plan of a model's KV caches in the order of its layers, and of its recurrent states.
 
     Attributes:
         caches: One cache for each layer that attends, or one for each KV head if heads have budgets of their own.

@@ -1,4 +1,4 @@
-"""The cache plan of a recipe for a model: the budget of every cache, and the checks that it can hold its entries."""
+"""The cache plan of a recipe for a model: the budget of every cache, and checks that it has room for its entries."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def plan_cache(
         readers: For each layer that reads another layer's cache, the number of that layer.
 
     Raises:
-        UsageError: If a budget, or that of `selected_plan`, cannot hold the sinks, the recent slots and one more; if a
-            cache would have more slots than int32 can count; for rows of an odd size in int4; for positions in the
-            cache if layers would hold different numbers of entries; and for speculation and periodic selections over a
+        UsageError: If a budget, or that of `selected_plan`, has no room for the sinks, the recent slots and one more;
+            if a cache would have more slots than int32 can count; for rows of an odd size in int4; for positions in the
+            cache if layers would have different numbers of entries; and for speculation and periodic selections over a
             cache that merges.
     """
     method = recipe.cache.build_method()
@@ -121,7 +121,7 @@ def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
         plan: The plan of the full cache.
 
     Raises:
-        UsageError: If the selection cannot hold the sinks, the recent slots and one more.
+        UsageError: If the smaller cache has no room for the sinks, the recent slots and one more.
     """
     speculate, periodic = recipe.speculate, recipe.cache.periodic
     if periodic.slots is not None:
@@ -144,10 +144,10 @@ def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
 
 
 def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
-    """Return the plan of the cache slots that a sequence uses at most once its prompt has been read.
+    """Return the plan of the largest number of cache slots that a sequence uses after its prompt was read.
 
-    This is `plan` itself, except where prompts merge at their end: a cache then uses its budget and the slots for the
-    tokens until the next merge. The remaining slots stay allocated.
+    This is `plan` itself, unless prompts merge at their end. In that case a cache uses its budget and the slots for the
+    tokens until the next merge; the remaining slots stay allocated but empty.
     """
     if recipe.cache.merge_prompts == "chunks":
         return plan
@@ -174,7 +174,8 @@ def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
 def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
     """Return the bytes of the KV caches of `sequences` sequences: those of `plan` and those of `selected_plan`.
 
-    The latter count twice if the next selection is copied while steps still read the last one.
+    The caches of `selected_plan` count twice if a thread copies the next selection while steps still read the present
+    one.
     """
     selected = selected_plan(recipe, plan)
     copies = 2 if recipe.cache.periodic.slots is not None and recipe.cache.periodic.delay else 1
@@ -189,7 +190,7 @@ def _names(geometry: Sequence[LayerGeometry], caches: int) -> list[str]:
 
 
 def _require_not_periodic(recipe: Recipe, why: str) -> None:
-    """Raise UsageError if decode steps shall read selected entries of a full cache. why: the reason, for the error."""
+    """Raise UsageError if the recipe sets periodic decoding; `why` is the reason in the error message."""
     if recipe.cache.periodic.slots is not None:
         raise UsageError(
             f"cache.periodic.slots is {recipe.cache.periodic.slots}, which is not supported where {why}",
@@ -198,7 +199,7 @@ def _require_not_periodic(recipe: Recipe, why: str) -> None:
 
 
 def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
-    """Raise UsageError for settings that would have to take tokens back from a recurrent state, or to split it."""
+    """Raise UsageError for settings that would have to remove tokens from a recurrent state, or to split it."""
     why = f"layer {states[0].layer} has a recurrent state"
     if recipe.speculate.draft is not None:
         raise UsageError(
@@ -253,7 +254,7 @@ def _require_default_backend(recipe: Recipe, why: str) -> None:
 def _require_no_merges(recipe: Recipe, names: Sequence[str], caches: Sequence[LayerCache], method: Method) -> None:
     """Raise UsageError if speculative or periodic decoding is combined with a cache that evicts.
 
-    With drafts, layers may still drop what their sliding window has passed.
+    With drafts, layers may still drop entries that their sliding window has passed.
 
     Args:
         recipe: The recipe.

@@ -1,4 +1,4 @@
-"""The errors that a user may see. Each names the problem, the value found, and the line that fixes it.
+"""The errors that a user may see. Each has the problem, the value that was found, and the line that fixes it.
 
 A command exits with the exit code of the error's class.
 """
@@ -54,7 +54,7 @@ class SnapshotError(KvexportError):
 
 
 class QueueFullError(KvexportError):
-    """The error for a request that is refused because as many requests wait as are allowed."""
+    """The error for a request that is refused because the queue of waiting requests is full."""
 
 
 class DeadlineError(KvexportError):
@@ -79,6 +79,6 @@ _NO_MEMORY = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an exception says that there is not enough memory."""
+    """Return whether an exception was raised for lack of memory."""
     text = str(error).casefold()
     return isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY)

@@ -1,4 +1,4 @@
-"""The memory of this machine, errors that say that there is too little of it, and the memory that a server needs."""
+"""The memory of this machine, the error if it is too small, and the memory that a server needs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KEPT_BYTES = 1 << 30  # the default for prefixes, and for sessions
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """The most memory that `kvexport serve` needs, in bytes, with an estimate for the program itself.
+    """An upper estimate of the memory that `kvexport serve` needs, in bytes.
 
     Attributes:
-        weights: The weights at rest.
+        weights: The size of the weights on disk.
         state: The KV caches of all lanes.
-        prefixes: The limit of the states of prompt prefixes.
-        sessions: The limit of the sessions in memory.
+        prefixes: The limit for saved states of prompt prefixes.
+        sessions: The limit for sessions in memory.
         adapters: The matrices of all LoRA adapters.
     """
 
@@ -51,9 +51,9 @@ class ServerMemory:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Return the bytes of memory in all and available: the smaller of the machine's and the control group's.
+    """Return the bytes of total and available memory: the smaller of the machine's and the control group's.
 
-    Both are 0 where the system does not tell.
+    Both are 0 if the system does not provide them.
     """
     text = read_system_file(Path("/proc/meminfo"))
     sizes = {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
@@ -66,12 +66,12 @@ def machine_memory() -> tuple[int, int]:
 
 
 def require_memory(size: int, purpose: str, fix: str) -> None:
-    """Check that something can fit into the memory of this machine, before the system kills the process.
+    """Check that an allocation fits into the memory of this machine; otherwise the system would kill the process.
 
     Args:
         size: Bytes that are needed at once.
         purpose: The subject of the message, for example "the cache of one sequence".
-        fix: The line that needs less memory.
+        fix: The line of the error message that reduces the memory.
 
     Raises:
         EnvironmentProblem: `size` is more than all memory of the machine or of the control group.
@@ -85,10 +85,10 @@ def require_memory(size: int, purpose: str, fix: str) -> None:
 
 
 def require_address_space() -> None:
-    """Check that PyTorch can be loaded. With less address space it ends the process without a message.
+    """Check that there is enough address space for PyTorch, which otherwise ends the process without a message.
 
     Raises:
-        EnvironmentProblem: This process may use less address space (ulimit -v) than PyTorch takes.
+        EnvironmentProblem: The limit of this process's address space (ulimit -v) is too small for PyTorch.
     """
     import resource
 

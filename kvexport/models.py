@@ -1,6 +1,6 @@
 """The build of a user's own model: a hub id, a checkpoint's folder or a GGUF file becomes an artifact.
 
-`build_model` writes the artifact where the user says. `find_artifact` builds it once into the user's cache folder, and
+`build_model` writes the artifact into a given folder. `find_artifact` builds it once into the user's cache folder, and
 finds it there the next time.
 """
 
@@ -32,7 +32,7 @@ Show = Callable[[str, "int | None"], Progress]
 def model_recipe(
     model: str, budget: int | None = None, *, max_length: int | None = None, overrides: Sequence[str] = ()
 ) -> LoadedRecipe:
-    """Return the recipe of a model that has no recipe file; its length limit is the length the model was trained for.
+    """Return the recipe of a model that has no recipe file.
 
     Args:
         model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
@@ -70,15 +70,16 @@ def calibrated_recipe(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return the recipe of a model that has no recipe file, with measured budgets where they can be measured.
+    """Return the recipe of a model that has no recipe file, with measured budgets if they can be measured.
 
     Args:
         model: See `model_recipe`.
         budget: See `model_recipe`.
         max_length: See `model_recipe`.
         overrides: See `model_recipe`. If they divide the budget (`cache.allocation`), nothing is measured.
-        calibrate: Whether budgets of KV heads or layers are measured on the package's texts. None measures them where
-            the model and the machine allow it, True also where it takes long, False gives all heads equal budgets.
+        calibrate: Whether budgets of KV heads or layers are measured on the package's texts. None measures them if the
+            model and the machine allow it and it does not take too long. True measures them even if it takes long.
+            False gives all heads equal budgets.
         progress: Shows the stages of the measurement.
 
     Raises:
@@ -109,12 +110,12 @@ def build_model(
 
     Args:
         model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
-        out: Where the artifact is written. An artifact that is there is replaced when the new one is complete.
+        out: The folder of the artifact. An artifact in this folder is replaced when the new one is complete.
         budget: Slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
         max_length: The most tokens of one sequence; None takes the model's trained length, at most LONGEST.
         overrides: "dotted.key=value" strings, as `--set` takes them.
         calibrate: See `calibrated_recipe`.
-        progress: Shows what the build is doing.
+        progress: Shows the stages of the build.
 
     Raises:
         UsageError: The model, an argument or the target cannot be used.
@@ -148,7 +149,7 @@ def find_artifact(
         max_length: See `model_recipe`; refused for an artifact.
         overrides: See `model_recipe`; refused for an artifact.
         calibrate: See `calibrated_recipe`; refused for an artifact.
-        progress: Shows what the build is doing.
+        progress: Shows the stages of the build.
 
     Raises:
         UsageError: There is no such artifact or model, or an argument cannot be used.
@@ -228,18 +229,18 @@ def build(
     max_length: int | None = None,
     calibrate: bool | None = None,
 ) -> Path:
-    """Build an artifact into a folder. An artifact that is there is replaced when the new one is complete.
+    """Build an artifact into a folder. An artifact in this folder is replaced when the new one is complete.
 
     Args:
         source: A model (a hub id, the path of a checkpoint's folder or of a GGUF file), the name of a shipped recipe,
             the path of a recipe's file, or a `Recipe`.
         out: The folder of the artifact.
-        overrides: "dotted.key=value" strings, as `--set` takes them; not for a `Recipe`.
+        overrides: "dotted.key=value" strings, as for `--set`; not allowed with a `Recipe`.
         budget: Slots of each KV head; None takes the recipe's, which is 1024 for a model without a recipe.
         max_length: The most tokens of one sequence, prompt and answer together; None takes the recipe's, which is the
             length a model was trained for, at most 32768, for a model without a recipe.
-        calibrate: Whether the budgets of a model's KV heads are measured; None measures them where the model and the
-            machine allow it. A recipe has the budgets that it lists.
+        calibrate: Whether the budgets of a model's KV heads are measured; None measures them if the model and the
+            machine allow it. For a recipe, nothing is measured.
 
     Returns:
         The folder of the artifact.
@@ -313,7 +314,7 @@ def load(
         lanes: The most sequences that run at once, as in `EngineOptions`.
         adapters: See `kvexport.engine.load.load`.
         options: The engine's options; None takes the defaults.
-        progress: Shows what a build is doing.
+        progress: Shows the stages of a build.
 
     Returns:
         The engine, with `generate`, `stream` and `chat`.
@@ -343,7 +344,7 @@ def load(
 
 
 def refuse_calibration_of_recipes(calibrate: bool | None) -> None:
-    """Raise UsageError if a recipe, whose budgets are those that it lists, is to be calibrated as part of a build."""
+    """Raise UsageError if a build of a recipe shall be calibrated, because a recipe lists its own budgets."""
     if calibrate:
         raise UsageError(
             "a recipe has the budgets that it lists, so that its build measures none",

@@ -1,7 +1,7 @@
 """The Python packages that each command needs: which are missing or too old, and the line that installs them.
 
-This module imports the standard library, and modules of kvexport that need no more. So it works where everything else
-is missing.
+This module imports only the standard library, and modules of kvexport that do the same. It therefore works if all other
+packages are missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Package:
         name: Name of the distribution.
         module: The module that it provides.
         minimum: The oldest version that works.
-        extra: The extra of kvexport that requires it; "run" if kvexport itself requires it.
+        extra: The extra of kvexport that requires it; "run" if kvexport requires it without extras.
         purpose: What kvexport uses it for.
         needs_gpu: Whether only a machine with an NVIDIA GPU can use it.
     """
@@ -92,7 +92,7 @@ class PackageState:
     Attributes:
         package: The package.
         version: The installed version; None if it is not installed.
-        problem: The reason why it cannot be used; "" if it can.
+        problem: The reason why the package cannot be used; "" if it can.
     """
 
     package: Package
@@ -162,7 +162,7 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_bytes(names: Iterable[str]) -> int:
-    """Return the bytes on disk of Python distributions, as their lists of files state them.
+    """Return the bytes on disk of Python distributions, by the sizes in their lists of files.
 
     Args:
         names: Names of distributions. Those that are not installed add nothing.

@@ -27,13 +27,13 @@ NOT_COUNTED = "activations and the backend's own buffers are not counted"
 
 @dataclass(frozen=True)
 class Fit:
-    """The number of sequences, and the largest cache budget, that fit a given memory with weights and adapters.
+    """The number of sequences, and the largest cache budget, that fit into a memory beside weights and adapters.
 
     Attributes:
         memory: The memory of every rank, in bytes.
         sequences: The number of the recipe's sequences that fit.
-        largest_budget: The largest uniform budget, in slots of a layer, at which max_batch sequences fit. None if none
-            does, or if the method keeps every slot.
+        largest_budget: The largest uniform budget, in slots of a layer, with which max_batch sequences fit. None if no
+            budget fits, or if the method keeps every slot.
     """
 
     memory: int
@@ -52,8 +52,8 @@ class MemoryPlan:
             its window). None if the length is unlimited.
         rank_weight_bytes: Bytes of the weights of one of `backend.tensor_parallel` ranks.
         expert_bytes: Bytes of the experts' weights; 0 for a model without experts.
-        expert_read_bytes: Bytes of them that a decode step of one sequence reads: those of the chosen experts.
-        adapter_bytes: Bytes of as many LoRA adapters, of the largest rank, as the recipe allows.
+        expert_read_bytes: Bytes of the weights of the experts that the router chooses for one token.
+        adapter_bytes: Bytes of `adapters.count` LoRA adapters of the largest rank.
     """
 
     name: str
@@ -111,7 +111,7 @@ class MemoryPlan:
 
     @property
     def advice(self) -> Mapping[str, str]:
-        """What the recipe's backend tells of the machines that will run it, by subject."""
+        """The notes of the recipe's backend about the machines that will run the artifact, by subject."""
         return backends.get(self.recipe.backend.name).advice(self.recipe, self.cache, self.weight_bytes)
 
     @property
@@ -136,13 +136,13 @@ class MemoryPlan:
 
     @property
     def _adapters(self) -> str:
-        """Return a text with the bytes of the most adapters that an engine loads."""
+        """Return a text with the bytes of the largest number of adapters that an engine can load."""
         section = self.recipe.adapters
         return f"{format_bytes(self.adapter_bytes)} for {section.count} of rank {section.rank}"
 
     @property
     def _after_prompt(self) -> str:
-        """Return a text on the cache bytes in use after a prompt that is merged once, at its end."""
+        """Return a text about the cache bytes in use after a prompt that is merged once, at its end."""
         if self.recipe.cache.merge_prompts == "chunks":
             return ""
         used, saved = format_bytes(self.settled_bytes), format_bytes(self.snapshot_bytes)
@@ -218,7 +218,7 @@ class MemoryPlan:
         }
 
     def sections(self, fit: Fit | None = None) -> list[Section]:
-        """Return the report on the memory that a recipe needs; `fit` adds what would fit into a given memory."""
+        """Return the report on the memory that a recipe needs; with `fit`, also what fits into a given memory."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
         total = self.weight_bytes + self.adapter_bytes + self.batch_bytes
         summary: dict[str, str | int | float | None] = {

@@ -1,4 +1,4 @@
-"""The number of threads that suits the processor: its fast cores, its memory nodes, and the share of a container."""
+"""The number of threads of a model, by the fast cores, the memory nodes and a container's limit of the machine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Threads(NamedTuple):
 def suitable_threads(root: Path = Path("/"), usable: frozenset[int] | None = None) -> Threads:
     """Return how many threads a model on the CPU should have.
 
-    The threads of a product wait for the slowest one, so slow cores, a second thread of a core, another node's memory
-    and time that a control group does not grant make a step longer.
+    A product waits for its slowest thread. Slow cores, a second thread on a core, the memory of another node, and more
+    threads than a control group allows therefore make a step longer.
 
     Args:
-        root: The folder that has the system's files in `proc` and `sys`.
+        root: The folder that contains the system's folders `proc` and `sys`.
         usable: The numbers of the processors that this process may use; None asks the system.
     """
     processors = _usable() if usable is None else usable
@@ -67,7 +67,7 @@ def _usable() -> frozenset[int]:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """Return the numbers of a list as the kernel writes it: `0-3,8`."""
+    """Return the numbers of a list in the format of the Linux kernel, such as `0-3,8`."""
     ranges = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)]
     return frozenset(number for first, last in ranges for number in range(first, last + 1))
 
@@ -80,7 +80,7 @@ def _first_of_each_core(root: Path, processors: frozenset[int]) -> frozenset[int
 
 
 def _fast(root: Path, processors: frozenset[int]) -> frozenset[int]:
-    """Return the performance cores of a hybrid processor; all processors of another one."""
+    """Return the performance cores of a hybrid processor, or all processors if all cores are equal."""
     if listed := _numbers(read_system_file(root / "sys/devices/cpu_core/cpus")):  # Intel
         return listed & processors
     folder = root / "sys/devices/system/cpu"
@@ -97,7 +97,7 @@ def _nodes(root: Path) -> list[frozenset[int]]:
 
 
 def _granted(root: Path) -> float | None:
-    """Return the least time that the control groups of this process grant, in cores; None if they set no limit."""
+    """Return the smallest processor limit of this process's control groups, in cores; None without a limit."""
     quotas = []
     for line in read_system_file(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

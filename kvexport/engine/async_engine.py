@@ -27,15 +27,15 @@ class AsyncEngine:
             async for token in engine.astream("Once upon a time"):
                 print(token.text, end="")
 
-    A thread steps the engine from the first request on until the engine is closed. A task that is cancelled, or that
-    stops reading a stream, ends its request.
+    A thread runs the engine's steps from the first request until the engine is closed. If a task is cancelled, or stops
+    reading a stream, its request ends.
 
     Attributes:
         engine: The engine. While the thread runs, other threads may call it too.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Wrap an engine for asyncio. The thread that runs its steps starts with the first request."""
+        """Wrap an engine for asyncio. The first request starts the thread that runs the engine's steps."""
         self.engine = engine
         self._thread: EngineThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

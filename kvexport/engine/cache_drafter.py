@@ -1,9 +1,8 @@
 """Speculative decoding whose drafter is the model itself, with a copy of only some entries of its KV cache.
 
-A draft step reads all weights, but only a budget of the cache's entries. The copied entries come from the full cache:
-the model computed them over the full cache, and the entries of accepted tokens are copied from there as well. The copy
-holds nothing that could be lost. After any change of a lane (another request, a snapshot, a move) its entries are
-selected again.
+A draft step reads all weights, but only some entries of the cache. All entries of the small cache are copies from the
+full cache, those of accepted tokens too. The small cache can therefore be rebuilt at any time. After any change of a
+lane (another request, a snapshot, a move) its entries are selected again.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class CacheDrafter:
     def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
         """Draft the next tokens of each request, and return one list of token ids for each.
 
-        A draft is empty if it would not pay (`speculate.after`), or if the full cache has no more entries than the copy
-        would.
+        A draft is empty if it would not save time (`speculate.after`), or if the full cache has no more entries than
+        the small cache would.
         """
         drafts: list[list[int]] = [[] for _ in requests]
         left = [self._most(request, lanes) for request in requests]
@@ -102,7 +101,7 @@ class CacheDrafter:
         return drafts
 
     def _most(self, request: Request, lanes: Lanes) -> int:
-        """Return how many tokens to draft (guess) for a request at most, so that speculation saves time."""
+        """Return the largest number of tokens to draft for a request; 0 if drafting would not save time."""
         if lanes.length[request.lane] <= max(self._settings.budget, self._settings.after or 0):
             return 0
         return max(0, min(self._settings.tokens, request.room(self._max_length) - 1))

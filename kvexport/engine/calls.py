@@ -57,7 +57,8 @@ class ModelCalls:
     def decode(self, requests: Sequence[Request], drafter: Drafter | None) -> list[Request]:
         """Decode the next token of each request in one model call, and return the requests that got tokens.
 
-        The call covers all lanes up to the last of these requests. Other lanes bring no token and stay as they are.
+        The call covers all lanes up to the last of these requests. Other lanes among them get no token, and their state
+        does not change.
         """
         start = time.perf_counter()
         if drafter is not None and any(drafts := drafter(requests, self._pool.lanes)):
@@ -78,7 +79,7 @@ class ModelCalls:
         return [self.choose(request, rows, request.lane) for request in requests]
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens], start: float) -> list[Request]:
-        """Verify drafted tokens in one model call, in which each lane brings its last token and its draft.
+        """Verify drafted tokens in one model call, which reads the last token and the draft of each lane.
 
         Every row of logits gives a token, up to the first token that differs from the draft. The rest of the draft is
         rolled back. `start` is the time at which the step began.

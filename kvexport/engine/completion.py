@@ -40,7 +40,7 @@ class Steps(Protocol):
     """The methods of an engine that `tokens_of` needs to run requests.
 
     Attributes:
-        timing: The figures of the last call; `tokens_of` sets them.
+        timing: The token counts and durations of the last call; `tokens_of` sets them.
     """
 
     timing: Timing

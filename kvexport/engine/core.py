@@ -1,6 +1,6 @@
 """The core of the inference engine: requests are added, and every step advances all of them.
 
-Running an artifact needs numpy and what its backend needs, and neither torch nor transformers.
+Running an artifact needs numpy and the packages of its backend, but neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class EngineCore:
     `step` advances every request that was added. Threads may share an engine: they take turns step by step, and their
     requests run together.
 
-    A request that runs has one lane, which is one row of the batch. The engine makes lanes when they are needed: one
-    prompt takes the memory of one lane. More lanes are made by copying, at least doubling their number, up to
-    `options.lanes`. Further requests wait.
+    A running request has one lane, which is one row of the batch. The engine allocates lanes when they are needed, at
+    least doubling their number each time, up to `options.lanes`. The state of existing lanes is then copied. Further
+    requests wait.
 
     Attributes:
         path: The folder of the artifact.
@@ -59,7 +59,7 @@ class EngineCore:
         tokenizer: The tokenizer; None if the artifact has no tokenizer.json.
         grammars: The grammars that were compiled for the tokenizer.
         generation_config: The content of the checkpoint's generation_config.json.
-        timing: The figures of the last call of `generate`, `stream` or `chat`.
+        timing: The token counts and durations of the last call of `generate`, `stream` or `chat`.
         prefixes: The states of prompt prefixes; None if none are kept.
         drafter: The function that drafts tokens; None if nothing is drafted.
         adapters: The LoRA adapters that requests may name.
@@ -84,8 +84,7 @@ class EngineCore:
             adapters: The LoRA adapters that the model was loaded with.
 
         Raises:
-            UsageError: More lanes are asked for than the artifact was built for, or the recipe's drafts cannot be made
-                on this backend.
+            UsageError: `options.lanes` is above the artifact's limit, or this backend cannot make the recipe's drafts.
         """
         options = options or EngineOptions()
         limits = manifest.limits
@@ -219,7 +218,7 @@ class EngineCore:
     def preempt(self, request_id: int) -> Snapshot:
         """End a request that waits or runs, and return its state as a snapshot.
 
-        `Request((), start=snapshot)` goes on with it, and gets the tokens that this request would have got.
+        `Request((), start=snapshot)` continues it, and gets the tokens that this request would have got.
 
         Raises:
             UsageError: There is no such request, or it has finished.
@@ -237,11 +236,11 @@ class EngineCore:
         """Run one engine step: prefill one chunk of a prompt, and decode one token of every request past its prompt.
 
         Returns:
-            The requests that got a token or failed. A request whose logits cannot be sampled from fails alone.
+            The requests that got a token or failed. If the logits of a request cannot be sampled, only this request
+            fails.
 
         Raises:
-            Exception: An error of the model. It ends the requests that took part in the call, since their state is
-                unknown.
+            Exception: An error of the model. It ends all requests of the call, because their state is unknown.
         """
         with self._turns:
             self._require_open()
@@ -283,7 +282,7 @@ class EngineCore:
         return advanced
 
     def _finish(self, work: Schedule) -> None:
-        """Free the lanes of the requests that finished in a step, and keep the snapshots that they asked for."""
+        """Free the lanes of finished requests, and store the snapshots of those with `Request.keep`."""
         self._forks.forget()
         for request in self._scheduler.update(work):
             self._requests.pop(request.id, None)
@@ -308,7 +307,7 @@ class EngineCore:
         return snapshot_of(request, saved, self.origin)
 
     def _park(self, request: Request) -> None:
-        """Take a request's lane away, save the lane's state, and let the request wait with its answer so far."""
+        """Save the state of a request's lane, free the lane, and put the request back in the queue."""
         saved = self._pool.lanes.save(request.lane)
         self._scheduler.remove(request)
         request.park(saved)
@@ -330,7 +329,7 @@ class EngineCore:
         return self.prefixes.leads(request, prefilling)
 
     def _rows(self) -> int | None:
-        """Return the most tokens that one prefill call may have within the latency budget; None for any number."""
+        """Return the largest number of tokens of a prefill call within the latency budget; None without a limit."""
         if self.options.latency_budget is None:
             return None
         seconds = self._calls.row_seconds

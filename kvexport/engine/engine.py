@@ -31,7 +31,7 @@ class Engine(EngineCore):
     def with_options(self, options: EngineOptions) -> Engine:
         """Return another engine over the same loaded model with other options and no requests.
 
-        Weights, tokenizer, compiled grammars and chat template are in memory once.
+        Both engines share weights, tokenizer, compiled grammars and chat template.
         """
         other = Engine(self.path, self.manifest, self.model, options, self.adapters)
         other.tokenizer, other.grammars = self.tokenizer, self.grammars
@@ -60,8 +60,8 @@ class Engine(EngineCore):
     ) -> Iterator[Token]:
         """Generate answers token by token, for one prompt or for several at once.
 
-        Closing the iterator cancels its requests. An iterator that is neither read nor closed goes on with the steps of
-        other calls.
+        Closing the iterator cancels its requests. If the iterator is neither read nor closed, its requests advance with
+        the steps of other calls.
 
         Args:
             prompts: Text or token ids, or a list of either.

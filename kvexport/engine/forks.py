@@ -13,8 +13,8 @@ from kvexport.engine.scheduler import Scheduler
 class Forks:
     """The forks of an engine's requests: further answers to a prompt that is read only once.
 
-    A fork copies the prompt's lane if that lane has not changed since the prompt was read. For later forks the lane's
-    state is saved.
+    A fork copies the prompt's lane if that lane has not changed since the prompt was read. Before the lane changes, its
+    state is saved for later forks.
     """
 
     def __init__(self, scheduler: Scheduler, pool: LanePool) -> None:

@@ -13,8 +13,8 @@ from kvexport.state.lane import Saved
 class LanePool:
     """A pool of batch lanes (each with its KV cache), with as many lanes as requests ever ran at once.
 
-    If requests join others that run, lanes are added by copying the state. The pool at least doubles then, so that this
-    happens seldom.
+    To add lanes while requests run, the pool copies their state into a larger state. The number of lanes at least
+    doubles each time, so that copies are rare.
 
     Args:
         new: Makes empty lanes.

@@ -1,7 +1,7 @@
 """Lanes: the rows of the batch. Each has a KV cache, and this module decides when a lane's cache merges (compresses).
 
-A lane merges when it needs room itself, never because a neighbour does. So the tokens of a sequence do not depend on
-its batch. Prompts merge after every chunk, or once at their end (`cache.merge_prompts`).
+A lane merges only when its own cache needs room, never because of another lane. The tokens of a sequence therefore do
+not depend on its batch. Prompts merge after every chunk, or once at their end (`cache.merge_prompts`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Lanes:
         count: The number of lanes.
         prefill_chunk: The most tokens of a lane in one call.
         merge_every: Decoded tokens between merges.
-        length: For each lane the tokens that it has seen.
+        length: The number of tokens that each lane has read.
         merges: The number of merges, over all lanes.
     """
 
@@ -100,12 +100,12 @@ class Lanes:
         return Saved(state, self.counters(lane))
 
     def restore(self, lane: int, saved: Saved) -> None:
-        """Load a saved state into a lane, also one from another engine of equal cache plan and merge interval."""
+        """Load a lane with a saved state, also from another engine with an equal cache plan and merge interval."""
         self._state().write(lane, with_whole_rings(self._plan, saved.state), saved.counters.length)
         self._set(lane, saved.counters)
 
     def before_merge(self, lane: int) -> int:
-        """Return how many tokens a lane gets at least before its next merge compresses its KV cache."""
+        """Return the smallest number of tokens that a lane gets before its next merge compresses its KV cache."""
         due = max(self._spare[lane] + 1, 1 if self._every_chunk else self.merge_every)
         full = self._room[lane] - self.prefill_chunk + 1  # with more tokens the next chunk might not fit
         return max(min(due, full) - self._added[lane], 0)

@@ -12,14 +12,16 @@ class EngineOptions:
     """The options of an inference engine, fixed when it is constructed.
 
     Attributes:
-        lanes: The most sequences that run at once; None takes the artifact's `limits.max_batch`, which is the most.
-        max_waiting: The most requests that may wait for a lane; None sets no bound.
-        latency_budget: The most seconds that one call may spend on the prompts of several requests, while requests that
-            decode wait for it; None sets no bound. A call always reads at least one chunk.
-        preempts: Whether a request takes the lane of a request with a worse priority, which goes on later.
-        prefix_memory: Bytes for the states of prompt prefixes, so that a prefix that several prompts share is read
-            once; 0 keeps none.
-        drafts: Whether the engine drafts tokens where the artifact's recipe asks for it (`speculate.draft`).
+        lanes: The largest number of sequences that run at once, at most the artifact's `limits.max_batch`; None takes
+            that limit.
+        max_waiting: The largest number of requests that may wait for a lane; None sets no bound.
+        latency_budget: The longest time in seconds that one call may spend on the prompts of several requests, while
+            decoding requests wait for it; None sets no bound. A call always reads at least one chunk.
+        preempts: Whether a waiting request takes the lane of a running request with a higher `priority` number, which
+            continues later.
+        prefix_memory: Bytes for saved states of prompt prefixes, so that a prefix that several prompts share is read
+            once; 0 saves none.
+        drafts: Whether the engine drafts tokens if the artifact's recipe sets `speculate.draft`.
 
     Raises:
         UsageError: A value is out of range.

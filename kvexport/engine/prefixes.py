@@ -1,8 +1,8 @@
 """Prefix cache: the beginning that many prompts share is read once.
 
-After a chunk of a prompt was read and merged, its lane may be saved under the hash of all tokens so far. A prompt with
-the same beginning has the same chunks and continues from the saved lane, with the tokens of an uncached run. Chunk
-borders count from the beginning of the sequence.
+After a chunk of a prompt was read and merged, its lane may be saved under the hash of all tokens so far. Chunk borders
+count from the beginning of the sequence, so a prompt with the same beginning has the same chunks. It continues from the
+saved lane, and gets the same tokens as without the cache.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Prefixes:
     """A prefix cache: saved KV caches of prompt beginnings, at most `limit` bytes, least recently used dropped first.
 
     Attributes:
-        chunk: Tokens between borders.
+        chunk: The number of tokens between two chunk borders.
         limit: The most bytes of all saved lanes.
         nbytes: The bytes of all saved lanes.
         queries: Prompt tokens that were looked up.
-        hits: Prompt tokens that did not have to be read.
+        hits: Prompt tokens that came from a saved prefix.
     """
 
     def __init__(self, chunk: int, limit: int) -> None:

@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
 
 class State(Enum):
-    """The state of a request, in order. A request can finish from each state, and can be parked while it has a lane."""
+    """The states of a request, in order. A request can finish from any state, and be preempted from a lane."""
 
     WAITING = "waiting"  # it has no lane yet
     PREFILLING = "prefilling"  # it has a lane, and its prompt is read chunk by chunk
@@ -74,11 +74,12 @@ class Timing:
 class Bundle:
     """Data that requests share whose prompts were submitted together: timing figures and new tokens.
 
-    None of them decodes before the prompts of all that have a lane are read, which takes the fewest calls.
+    No request of a bundle decodes before the prompts of all its requests with a lane are read, because this takes the
+    fewest calls.
 
     Attributes:
-        timing: The figures of all of them.
-        new: Tokens of all of them that the caller has not taken yet.
+        timing: The token counts and durations of all requests together.
+        new: Tokens of all requests that the caller has not taken yet.
     """
 
     timing: Timing = field(default_factory=Timing)
@@ -107,14 +108,15 @@ class Request:
     Attributes:
         prompt: Text or token ids.
         settings: Generation settings; None for the checkpoint's.
-        bundle: The data shared with requests that are given together; None for a request by itself.
+        bundle: The data shared with the requests that were submitted together; None for a single request.
         sequence: The number of the prompt within its bundle.
         start: The snapshot that the prompt continues. With an empty prompt the request resumes the snapshot's own
             answer.
         keep: Whether to store a `snapshot` when the request finishes.
         fork_of: The request whose prompt this one shares. See `fork`.
-        priority: Waiting requests are served by the lowest priority, then in the order of arrival.
-        deadline: A time of `time.monotonic()`. A request without a lane by then ends with a DeadlineError.
+        priority: The waiting request with the lowest number gets a lane first; equal numbers in the order of arrival.
+        deadline: A time of `time.monotonic()`. A request that has not got a lane by this time ends with a
+            DeadlineError.
         processors: Functions that change the logits.
         adapter: The name of the LoRA adapter that answers; None for the model without one, or, if the request resumes a
             snapshot's answer, for the snapshot's adapter.
@@ -122,14 +124,14 @@ class Request:
         state: Waiting, prefilling, decoding or finished.
         lane: The lane; -1 without one.
         begun: The time of `time.perf_counter()` at which the request first got a lane.
-        parked: The saved lane of a request that lost its lane to a request of better priority.
+        parked: The saved lane of a request that was preempted.
         ids: Token ids of `start` and of the prompt, [n] int64.
         done: The number of `ids` that have been read.
         tokens: The answer.
         finish_reason: The reason why the answer ended.
         error: The error that ended the request.
-        timing: The figures of the request, or of its bundle.
-        cached_tokens: The number of `ids` that did not have to be read.
+        timing: The token counts and durations of the request, or of its bundle.
+        cached_tokens: The number of `ids` that came from a snapshot or a saved prefix.
         snapshot: The state at the end, if `keep` is set.
         prompt_end: The end of the prompt, stored until all forks have begun.
         keys: See `Prefixes.keys`.
@@ -292,7 +294,7 @@ class Request:
             self.finish(reason)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """Finish the request, whatever state it is in, with a reason and possibly an error."""
+        """Finish the request from any state, with a reason and possibly an error."""
         if self.state is FINISHED:
             raise ValueError(f"the request has finished: {self.finish_reason}")
         self.state, self.finish_reason, self.error = FINISHED, reason, error

@@ -1,4 +1,4 @@
-"""The scheduler, which assigns batch lanes to requests, picks the next prompt chunks, and lists the lanes that decode.
+"""The scheduler: it assigns batch lanes to requests, and picks the next prompt chunks and the lanes that decode.
 
 - A request gets the lowest free lane, by priority and then by arrival. It keeps the lane until it finishes, or until
   it moves to a lower free lane: a decode call covers all lanes up to the last one that decodes.
@@ -7,8 +7,8 @@
   longer one, and the first prompt gets at least half of the calls.
 - Chunks of neighbouring lanes join the call if that is cheaper than a call of their own, up to `rows` rows in all.
   Decoding lanes and new prompts wait for the call.
-- If preemption is on, a waiting request of better priority takes the lane of the running request of worst priority.
-  That request waits again and resumes later.
+- If preemption is on, a waiting request takes the lane of the running request with the highest `priority` number, if
+  its own number is lower. The preempted request waits again and resumes later.
 - Every step decodes all lanes whose prompts have been read. Requests of one bundle start together (`Request.bundle`).
 """
 
@@ -50,12 +50,12 @@ class Scheduler:
     """The scheduler of an engine: it assigns lanes of the batch to requests and plans each step.
 
     Args:
-        lanes: The most requests that run at once.
-        chunk: The most prompt tokens of a lane in one call.
+        lanes: The largest number of requests that run at once.
+        chunk: The largest number of prompt tokens of a lane in one call.
         follows: Returns whether a request should wait for a prefix that one of the given requests is reading.
 
     Attributes:
-        rows: The most rows of a call for prompts beyond a single chunk; None for any number.
+        rows: The largest number of rows of a call that reads several chunks; None for any number.
         waiting: Waiting requests, in the order in which they get lanes.
         lanes: The request of each lane; None for a free lane.
     """
@@ -100,10 +100,10 @@ class Scheduler:
         ]
 
     def displaced(self) -> Request | None:
-        """Return the running request that must give its lane to a waiting one of better priority, or None.
+        """Return the running request that must give its lane to a waiting one with a lower `priority` number, or None.
 
-        It is the running request of the worst priority, the latest among equals. A request whose forks are about to
-        begin keeps its lane. A free lane means that nobody has to give one.
+        It is the running request with the highest number, the latest among equals. A request whose forks are about to
+        begin keeps its lane. If a lane is free, the result is None.
         """
         if None in self.lanes or not self.waiting:
             return None

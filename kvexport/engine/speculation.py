@@ -2,10 +2,10 @@
 
 A draft is a guess of the next tokens, which one call of the decoder checks. The row of logits after each drafted token
 goes through the sequence's own sampler, as it would without a draft. The first token that differs from the draft ends
-the step. So greedy and sampled tokens equal those of decoding without drafts, seed by seed, whatever was drafted. The
-probability that a drafted token is accepted is the probability that the sampler gives it. (Rejection sampling of arXiv
-2211.17192 and 2302.01318 accepts equally often, but draws other random numbers.) A drafter that samples uses the random
-numbers that the sampler will use, so that similar distributions give equal tokens.
+the step. Greedy and sampled tokens therefore equal those without drafts, for every seed and every draft. A drafted
+token is accepted with the probability that the sampler gives it. (Rejection sampling of arXiv 2211.17192 and 2302.01318
+accepts equally often, but draws other random numbers.) A drafter that samples uses the random numbers that the sampler
+will use, so that similar distributions give equal tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST, SHORTEST = 4, 2  # tokens of an n-gram
 
 
 def drafter_of(manifest: Manifest, model: LoadedModel) -> Drafter | None:
-    """Return the drafter for speculative decoding that an artifact's recipe asks for; None if it asks for none.
+    """Return the drafter of an artifact's recipe (`speculate.draft`) for speculative decoding; None without one.
 
     Raises:
         UsageError: The recipe's drafts cannot be made on this backend.
@@ -58,9 +58,10 @@ def draft_ngrams(requests: Sequence[Request], lanes: Lanes, *, tokens: int, max_
 
 
 def follow(ids: NDArray[np.int64], count: int) -> list[int]:
-    """Return the `count` tokens after the latest earlier occurrence of the longest n-gram that ends `ids` [n].
+    """Return the `count` tokens that followed the longest n-gram at the end of `ids` [n] when it last occurred before.
 
-    At the end of `ids` the tokens repeat. The result is empty if no n-gram of at least SHORTEST tokens occurs earlier.
+    If `ids` ends before `count` tokens, the found tokens are repeated. The result is empty if no n-gram of at least
+    SHORTEST tokens occurs earlier.
     """
     ends = np.arange(len(ids) - 1)  # candidate ends of earlier n-grams
     place = -1

@@ -1,4 +1,4 @@
-"""The start of a request: with a new prompt, after a snapshot, or where a snapshot's answer stopped."""
+"""The start of a request: with a new prompt, with a prompt after a snapshot, or within a snapshot's answer."""
 
 from __future__ import annotations
 

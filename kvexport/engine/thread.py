@@ -1,4 +1,4 @@
-"""The thread that steps an engine while other threads hand it calls."""
+"""A thread that runs the steps of an engine, and calls functions for other threads between two steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("kvexport.engine")
 
 
 class EngineThread:
-    """Steps an engine for as long as requests run, and makes calls between two steps.
+    """Runs the steps of an engine while there are requests, and calls functions for other threads between two steps.
 
     Attributes:
         engine: The engine.
@@ -36,7 +36,7 @@ class EngineThread:
         Args:
             engine: The engine.
             advanced: Called in the thread after each step, with the requests that got a token or finished.
-            failed: Called in the thread when it ends by an error of its own. Calls are then refused.
+            failed: Called in the thread when an error ends it. Later calls are refused.
         """
         self.engine = engine
         self._advanced, self._failed = advanced, failed
@@ -54,7 +54,7 @@ class EngineThread:
         return self._thread.is_alive() and not (self._ending or self._dead)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Let the thread call a function between two steps.
+        """Call a function in the thread, between two steps.
 
         Returns:
             A future of the function's result.
@@ -71,7 +71,7 @@ class EngineThread:
         return future
 
     def end(self) -> None:
-        """Let the thread end after the step that it is in. `join` waits for it."""
+        """Ask the thread to end after the present step. `join` waits for its end."""
         self._ending = True
         self._calls.put((lambda: None, Future()))
 
@@ -95,7 +95,7 @@ class EngineThread:
         self._refuse_calls()
 
     def _make_calls(self) -> None:
-        """Make the calls that wait. Without a request to step, wait for the next call."""
+        """Call all functions that wait. If no request runs, wait for the next function."""
         with suppress(queue.Empty):
             while True:
                 function, future = self._calls.get(block=not self.engine.busy and not self._ending)

@@ -1,6 +1,6 @@
 """The KV cache compression methods, one file each.
 
-The package scans this folder, so a new file here is a new method.
+The package imports every file of this folder, so a new file is a new method.
 """
 
 from __future__ import annotations

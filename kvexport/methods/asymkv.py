@@ -12,8 +12,8 @@ class AsymKV(NeighbourPairs):
 
     The paper weights keys by their Fisher information, which needs a backward pass that no deployed graph has. Here the
     weight of a key is the attention probability that its slot has accumulated. The rest follows the paper: neighbouring
-    slots merge in pairs, both keys rotated to one position, and the method sums values and token counts, which are
-    never clipped.
+    slots merge in pairs, both keys are rotated to one position, and values and token counts add up. Unlike in the
+    authors' code, counts are never clipped.
     """
 
     name: ClassVar[str] = "asymkv"

@@ -20,21 +20,21 @@ class AttentionMatching(Fitting):
     """Attention Matching: keep the slots that recent queries attend to most, then fit their votes and values.
 
     Slots are ranked by the root mean square of the probabilities with which the reference queries attend to them. The
-    votes of the kept slots are fitted so that these slots hold the attention mass that the queries gave to all slots
-    (the paper's bias is ``ln(votes)``). The values are then fitted so that the attention outputs stay the same. That
-    second fit is a ridge regression that starts from the present values, because W queries do not determine the values
-    of more than W slots.
+    votes of the kept slots are fitted so that these slots get the attention mass that the queries gave to all slots
+    (the paper's bias is ``ln(votes)``). The values are then fitted so that the attention outputs stay the same. This
+    second fit is a ridge regression towards the present values, because W queries do not determine the values of more
+    than W slots.
 
     The paper compresses a prompt once, with queries that the model generates about the prompt and with a budget for
-    each head. Here the queries are the latest ones, all heads have the same budget, and every merge fits again what
-    earlier merges fitted.
+    each head. Here the queries are the latest ones, all heads have the same budget, and every merge fits the slots
+    again.
 
     Attributes:
         steps: The number of multiplicative updates in the fit of the votes.
         bias_max: Fitted votes stay within ``exp(+-bias_max)``. Their sum never grows, because no slot stands for tokens
             that never existed.
-        after: The eviction that precedes the fit. ``drop`` is the rule above. ``ballot``, which is this project's own,
-            evicts and merges like the method `ballot` with its defaults, and fits recent slots as well.
+        after: The eviction before the fit. ``drop`` is the rule above. ``ballot``, this project's own variant, evicts
+            and merges like the method `ballot` with its defaults, and also fits recent slots.
     """
 
     name: ClassVar[str] = "attention_matching"
@@ -57,9 +57,9 @@ class AttentionMatching(Fitting):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistics that are kept for every slot: those of the method `ballot` if it evicts and merges first.
+        """The statistics of every slot: with ``after: ballot`` those of the method `ballot`.
 
-        With other settings of `after` the reference queries rank slots, and the only statistic is never updated.
+        With ``after: drop`` the reference queries rank slots, and the only statistic is never updated.
         """
         return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 

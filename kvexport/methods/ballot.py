@@ -17,10 +17,10 @@ from kvexport.schema.policy import MergePolicy
 class Ballot(Merging):
     """KeepKV's merge without its similarity threshold, and with an eviction order by the error of the merge.
 
-    A similarity threshold loses the attention mass of every slot that it rejects. The cosine bounds nothing when norms
+    With a similarity threshold, the attention mass of every rejected slot is lost. The cosine gives no bound if norms
     differ, while ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a logit. Past attention alone does not
-    tell which slots are superfluous, because a slot that no query has needed yet has received none. The error of
-    merging a slot into another one does.
+    show which slots are superfluous, because a slot that no query has needed yet has received none. The error of
+    merging the slot into another one does show it.
 
     Attributes:
         order: ``least-error`` first evicts the slots whose merge costs least. The cost is ``w^attention |k_e - k_c|^2
@@ -29,11 +29,10 @@ class Ballot(Merging):
         attention: The exponent of w in that cost.
         pool: The cost is computed for the slots of lowest w only, `pool` times as many as have to be evicted.
         zip: ``count`` adds votes up. ``vote`` stores fractional votes. Both store the weighted mean of the keys.
-            Fractional votes are exact for the query that the averages describe. They are the tangent of a convex
-            function, so they are too few for every other query, and the shortfall grows with every merge.
-        votes_max: The most tokens that a merged slot counts for. After hundreds of merges a slot that stands for tokens
-            from everywhere carries no information, and without a bound it would still attract the attention of all of
-            them.
+            Fractional votes are exact for the query that the averages describe. For every other query they are too few,
+            and the error grows with every merge.
+        votes_max: The largest number of votes of a merged slot. After hundreds of merges a slot is a mean of unrelated
+            tokens and carries no information. Without a bound it would still get the attention of all these tokens.
         decay: The factor ``a`` of the moving average that weights a merge.
     """
 
@@ -62,7 +61,7 @@ class Ballot(Merging):
     def own_statistics(self) -> tuple[Statistic, ...]:
         """The two statistics of each slot: the sum of probabilities, and ln of the moving average of exp(raw logit).
 
-        The sum ranks slots for eviction, the average weights merges.
+        The sum ranks slots for eviction, and the average gives the weights of merges.
         """
         return (Statistic("probability"), Statistic("log_ema", self.decay))
 

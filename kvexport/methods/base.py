@@ -1,9 +1,8 @@
 """The base class of KV cache compression methods.
 
 A method decides which statistics are kept, which slots are evicted, and what evicted slots merge into. It is one file
-in this folder with one subclass of `Method`, which `kvexport.methods` finds by a scan. The two operators of
-`kvexport.ops` run it. No module here imports torch at import time, because recipes are validated on machines without
-torch.
+in this folder with one subclass of `Method`, which `kvexport.methods` imports. The operators of `kvexport.ops` call it.
+No module here imports torch at import time, because recipes are validated on machines without torch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Method(BaseModel):
         summary: One line for listings.
         source: The paper that the method comes from.
         compresses: False if the method evicts nothing except entries that a sliding window has passed.
-        allocation: How layers share the budget if the recipe does not say.
+        allocation: How layers share the budget by default.
         rotary: True if the merge reads `Slots.rotary`.
     """
 
@@ -57,7 +56,7 @@ class Method(BaseModel):
     def statistics(self) -> tuple[Statistic, ...]:
         """The K statistics that attention updates for every cache slot.
 
-        The first statistic ranks slots for eviction, the last weights merges.
+        The first statistic ranks slots for eviction, and the last gives the weights of merges.
         """
         return (Statistic(),)
 
@@ -66,7 +65,7 @@ class Method(BaseModel):
         """The state tensors that the method keeps in addition to those of every cache; none by default.
 
         Every cache has keys, values, votes, scores and positions. Native kernels support only the ring buffer of
-        reference queries. A method with any other extra state runs from its ONNX functions.
+        reference queries. A method with any other extra state runs as ONNX functions.
         """
         return ()
 

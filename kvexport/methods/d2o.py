@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class D2O(Merging):
-    """D2O: heavy hitters are kept, and evicted slots merge if their similarity reaches the mean of the merge call.
+    """D2O: heavy hitters are kept, and evicted slots merge if their similarity to a kept slot reaches the mean.
 
     An evicted slot merges into the kept slot of the highest key cosine u if u is at least the mean of these cosines
     over the slots that the same call evicts from the head. Otherwise it is dropped. The paper averages the threshold

@@ -21,7 +21,7 @@ class Fitting(Merging):
     The fit ignores a softcap of logits and sink logits.
 
     Attributes:
-        queries: The number W of latest queries that are kept for each KV head. The query heads of the group share the
+        queries: The number W of latest queries that are stored for each KV head. The query heads of the group share the
             ring buffer.
         ridge: The regularization of the fit of values. The larger it is, the less the values change.
         change_max: The values of a head change by at most this share of their norm in one merge.

@@ -1,4 +1,4 @@
-"""GRKV (arXiv 2605.31105): a ridge regression moves the contribution of evicted cache slots to the kept ones."""
+"""GRKV (arXiv 2605.31105): a ridge regression changes kept values so that they replace evicted cache slots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class GRKV(Fitting):
     """GRKV: evicted slots are dropped, and the values of the kept slots are fitted to replace them.
 
     The new values are ``V + X^T (X X^T + ridge I)^-1 (Y - X V)``, where X holds the probabilities of the reference
-    queries over the kept slots and Y their attention outputs before the eviction. The selector ``own`` selects like
-    snapkv with its defaults.
+    queries over the kept slots and Y their attention outputs before the eviction. With the selector ``own`` it evicts
+    the slots that snapkv with its defaults would evict.
 
     The authors draw 32 queries from the whole prompt, compress it once, and treat the queries as if they stood at its
     end. They select by a variant of AdaKV with a budget for each head, and change keys too, by a linearised step of at

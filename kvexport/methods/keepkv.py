@@ -12,7 +12,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class KeepKV(Merging):
-    """KeepKV: electoral votes and zero-perturbation merging.
+    """KeepKV: merges that keep the attention output of the current query, and votes that count merged tokens.
 
     Attributes:
         decay: The factor ``a`` of the moving average of exp(logit). The paper does not give one.

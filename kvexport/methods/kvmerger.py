@@ -30,9 +30,9 @@ class KVMerger(Merging):
         heavy: The most attended share of the unprotected slots, which is never joined.
         sigma: The standard deviation of the Gaussian, a distance between keys. 0 computes it for each set as ``sum |k_p
             - k_i| / (sqrt(2) |S|)``. The paper gives this formula, although a fixed 5 is best in its ablation.
-        value_scale: ``mean`` stores the mean of the values. ``set_size`` is the paper's text and multiplies the mean by
-            |S|, which inflates the output, because the softmax includes no count. |S| counts tokens (the votes), so a
-            set that grows over several calls is scaled once.
+        value_scale: ``mean`` stores the mean of the values. ``set_size`` multiplies the mean by |S|, as the paper's
+            text says. This makes the output too large, because the softmax does not count merged tokens. |S| is the
+            number of tokens (the votes), so a set that grows over several calls is scaled only once.
     """
 
     name: ClassVar[str] = "kvmerger"
@@ -47,7 +47,7 @@ class KVMerger(Merging):
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Return the keep score [B, H, C] of every cache slot, by which slots are evicted, lowest first.
 
-        Slots of a run of similar tokens, other than the run's pivot, have the lowest scores. All other slots follow by
+        All slots of a run of similar tokens except its pivot have the lowest scores. The other slots follow by
         importance.
         """
         import torch

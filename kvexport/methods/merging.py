@@ -36,7 +36,7 @@ class Merging(Method):
     def own_statistics(self) -> tuple[Statistic, ...]:
         """The slot statistics of the method with the selector ``own``; by default the sum of attention probabilities.
 
-        The last statistic weights merges.
+        The last statistic gives the weights of merges.
         """
         return (Statistic("probability"),)
 
@@ -44,7 +44,7 @@ class Merging(Method):
     def statistics(self) -> tuple[Statistic, ...]:
         """The statistics that attention updates for every cache slot: the first ranks slots, the last weights merges.
 
-        With the selector ``own`` one statistic may do both.
+        With the selector ``own`` the same statistic may do both.
         """
         if self.selector == "own":
             return self.own_statistics
@@ -73,7 +73,7 @@ class Merging(Method):
         return importance(self.selected(MergePolicy(select="score")), slots, unprotected)
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score [B, H, C] of every cache slot: that of the policy, or without one the importance."""
+        """Return the keep score [B, H, C] of every cache slot: the policy's, or the importance without a policy."""
         return (
             self.importance(slots, unprotected)
             if self.policy() is None

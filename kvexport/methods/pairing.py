@@ -14,8 +14,8 @@ from kvexport.schema.policy import MergePolicy
 class NeighbourPairs(Merging):
     """A method that merges neighbouring unprotected cache slots in pairs, the least attended pairs first.
 
-    If pairs cannot free enough slots, the least attended slots are dropped. To avoid this, the budget should hold at
-    least as many unprotected slots as are evicted at once.
+    If merging pairs does not free enough slots, the least attended slots are dropped. To avoid this, the budget should
+    have at least as many unprotected slots as are evicted at once.
 
     Attributes:
         share_pairs: Whether all heads of a layer choose the same pairs, by the sum of their attention.

@@ -1,4 +1,4 @@
-"""Random eviction of cache slots: the baseline that every selector has to beat."""
+"""Random eviction of cache slots: the lower bound for comparisons of selectors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MULTIPLIER = 1103515245  # below 2^31, so that every product fits in int64
 
 
 class Random(Method):
-    """Random eviction: a hash of each slot's position ranks slots, so every backend and every run evicts the same."""
+    """Random eviction: a hash of each slot's position ranks slots, so every backend and run evicts the same slots."""
 
     name: ClassVar[str] = "random"
     summary: ClassVar[str] = "slots to evict are chosen by a hash of their position and dropped"

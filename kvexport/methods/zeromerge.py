@@ -12,15 +12,16 @@ from kvexport.schema.policy import MergePolicy
 
 
 class ZeroMerge(Merging):
-    """ZeroMerge: three regions of cache slots besides the sinks, which are recent, context and residual slots.
+    """ZeroMerge: the cache consists of sinks, recent slots, context slots and residual slots.
 
-    The context slot of lowest score is evicted and merges into a residual slot. Residual slots are those that have
-    merged before. If they are fewer than the region holds, the kept slots of lowest score complete it.
+    The context slot of lowest score is evicted and merges into a residual slot. Slots that have merged before become
+    residual slots first, then the kept slots of lowest score.
 
     Attributes:
         alpha: The exponent of the votes in attention.
         decay: The decay of the score for each query.
-        residual: The region's share of the unprotected slots. The paper's budget is 0.22 residual to 0.44 context.
+        residual: The share of residual slots among the unprotected slots. In the paper, 0.22 of the budget are residual
+            slots and 0.44 context slots.
     """
 
     name: ClassVar[str] = "zeromerge"

@@ -8,9 +8,8 @@ operator computes
     inner  = activation(first)                             see `ExpertsForm`
     output = sum over the chosen e of weight[e] (W_down[e] inner + b_down[e])
 
-`experts` states this in PyTorch; `experts_function` is the ONNX function, which a runtime without a kernel runs. A
-kernel reads the weights of the chosen experts and no others. Weights may be packed, as those of Linear
-(`kvexport.ops.linear`).
+`experts` defines this in PyTorch; `experts_function` is the ONNX function, which a runtime without a kernel runs. A
+kernel reads only the weights of the chosen experts. Weights may be packed like those of Linear (`kvexport.ops.linear`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ExpertsForm:
     """The computation of a layer's experts between their two matrix products.
 
     Attributes:
-        activation: The function of the gate, or of the only rows where experts have no gate.
+        activation: The function that is applied to the gate, or to the first product if experts have no gate.
         gate: Whether the first product has gate rows and up rows: ``inner = activation(gate) (up + up_offset)``.
         slope: The factor s of ``silu(x) = x sigmoid(s x)``.
         limit: Gates are clamped to at most `limit` and ups to [-limit, limit] before the activation; 0: no clamp.
@@ -44,7 +43,7 @@ class ExpertsForm:
         bias: Whether both products have biases.
         packed: For `first` and `down`, an index into `kvexport.ops.linear.PACKED`; empty if no weight is packed.
         group: For `first` and `down`, the number of inputs that share a scale; empty if no weight is packed.
-        float_input: Whether kernels multiply packed weights with the input as it is, instead of rounding it to int8.
+        float_input: Whether kernels multiply packed weights with the unrounded input, instead of rounding it to int8.
     """
 
     activation: str = "silu"
@@ -130,7 +129,7 @@ def experts(
         first_bias: [E, 2 inner] or [E, inner], where the form has biases.
         down: [E, hidden, inner].
         down_bias: [E, hidden], where the form has biases.
-        form: What lies between the products.
+        form: The computation between the two products.
 
     Returns:
         [N, hidden] in the type of `input`; the sum over experts is computed in float32 (in float64 for float64).
@@ -150,9 +149,9 @@ def experts(
 def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
     """Return the ONNX function of an Experts node; its tensors are those of `experts`, all floats of one type.
 
-    The function loops over the experts and skips those that no token chose, so a step reads the weights of its chosen
-    experts alone, and of a prompt each expert multiplies its own tokens' rows. Packed weights of all experts are
-    dequantized before the loop, because ONNX picks no tensors of 4 bits by an index.
+    The function loops over the experts and skips those that no token chose. Each expert multiplies only the rows of its
+    own tokens. Packed weights of all experts are dequantized before the loop, because ONNX cannot index tensors of 4
+    bits.
     """
     before: list[str] = []
     dense = {}

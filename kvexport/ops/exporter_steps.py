@@ -1,7 +1,7 @@
 """Expensive steps of torch.export, torch.onnx and onnxscript that do not change an ONNX model, and are skipped.
 
-Every step is skipped by a context manager that replaces one attribute of these packages. In a version of a package
-that lacks the attribute, the step is done.
+Context managers replace one attribute of these packages for each step. If a version of a package lacks the attribute,
+the step is not skipped.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _sources_unread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _registry_kept() -> Iterator[None]:
-    """Keep torch.onnx from making its registry of translations for every program, within this context."""
+    """Let torch.onnx use one registry of translations for all programs, within this context."""
 
     def kept(original: Any) -> Any:
         def from_torchlib(cls: Any, *args: Any, **named: Any) -> Any:

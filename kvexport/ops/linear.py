@@ -1,11 +1,11 @@
 """The operator Linear: products of one input with weights in a checkpoint's layout, and the steps around them.
 
 ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a float32 copy of that weight, whatever its
-type. It runs every small operator around the product as a node of its own, and each costs as much as the product of one
-row. A kernel of Linear reads weights in the layout of checkpoints, [outputs, inputs] (``torch.nn.functional.linear``),
-and computes the steps around a product while its rows are in cache: the norm before it, a bias, SiLU's gate, a
-residual, splitting or joining heads, and the rotary embedding. A runtime without the kernel runs the ONNX function.
-`kvexport.export.passes` decides which nodes of an ONNX graph become a Linear.
+type. It runs every small operator around the product as a separate node, each of which takes as long as the product of
+one row. A kernel of Linear reads weights in the layout of checkpoints, [outputs, inputs]
+(``torch.nn.functional.linear``), and computes the steps around a product while its rows are in cache: the norm before
+it, a bias, SiLU's gate, a residual, splitting or joining heads, and the rotary embedding. A runtime without the kernel
+runs the ONNX function. `kvexport.export.passes` decides which nodes of an ONNX graph become a Linear.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Form:
         residual: Whether a residual is added. Only a node with one product has a residual.
         packed: For each weight, the gate's last, an index into `PACKED`; empty if no weight is packed.
         group: For each weight, the number of inputs that share a scale; empty if no weight is packed.
-        float_input: Whether kernels multiply packed weights with the input as it is, instead of rounding it to int8.
+        float_input: Whether kernels multiply packed weights with the unrounded input, instead of rounding it to int8.
         adapted: For each weight, the gate's last, whether it takes LoRA adapters; empty if none does.
     """
 
@@ -65,17 +65,17 @@ class Form:
 
     @property
     def op_type(self) -> str:
-        """The operator of a node of this form; only AdaptedLinear takes adapters, which not every runtime has."""
+        """The operator type of a node of this form: AdaptedLinear if it takes LoRA adapters, otherwise Linear."""
         return "AdaptedLinear" if self.adapted else "Linear"
 
     @property
     def count(self) -> int:
-        """The number of matrix products of a Linear node, the gate's not counted."""
+        """The number of matrix products of a Linear node without the gate's."""
         return len(self.output_heads)
 
     @property
     def weights(self) -> int:
-        """The number of weights of a Linear node, the gate's included."""
+        """The number of weights of a Linear node with the gate's."""
         return self.count + self.gate
 
     @property

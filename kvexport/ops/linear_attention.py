@@ -1,4 +1,4 @@
-"""The operator LinearAttention: attention whose memory is one matrix for each head, not a cache of tokens.
+"""The operator LinearAttention: attention with one matrix as the state of each head, instead of a KV cache.
 
 The state S [dk, dv] of a head starts at zero, and every token t computes
 
@@ -9,9 +9,9 @@ The state S [dk, dv] of a head starts at zero, and every token t computes
 
 Tokens beyond the length of a sequence are padding: they change no state, and their outputs are 0. Consecutive heads
 may share a query and a key. `linear_attention` defines the operator in PyTorch, and plugins/cpu/recurrence/ and
-plugins/cuda/recurrence/ implement it. Where no native kernel runs, `linear_attention_functions` are the ONNX functions
-that do. The first of them calls LinearAttention of ONNX opset 27, which knows neither padding nor shared keys. ONNX
-Runtime's CPU provider has a kernel for that operator; the second function defines it for other runtimes.
+plugins/cuda/recurrence/ implement it. Without a native kernel, the ONNX functions of `linear_attention_functions` run.
+The first of them calls LinearAttention of ONNX opset 27, which supports neither padding nor shared keys. ONNX Runtime's
+CPU provider has a kernel for that operator; the second function defines it for other runtimes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def linear_attention_functions(update_rule: UpdateRule) -> list[onnx.FunctionPro
 
 
 def _own_function(update_rule: UpdateRule) -> onnx.FunctionProto:
-    """Return the ONNX function of LinearAttention: it repeats shared keys, and leaves padding out."""
+    """Return the ONNX function of LinearAttention: it repeats shared keys, and ignores padding."""
     lines = [
         "axis = Constant <value_ints = [-1]> ()",
         "two = Constant <value_ints = [2]> ()",

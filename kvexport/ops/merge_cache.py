@@ -1,4 +1,4 @@
-"""The operator MergeCache: evict slots of a KV cache until it is within its budget, by the rule of a method.
+"""The operator MergeCache: it evicts slots of a KV cache by a method's rule, until the cache is within its budget.
 
 The function `merge_cache` defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`), and
 `tests/conformance` compares native kernels with it.
@@ -159,10 +159,10 @@ def _merge_small(
 ) -> tuple[Tensor, ...]:
     """Return the result of `merge_cache` for a cache of 8 or 4 bits, computed in float32.
 
-    Methods see keys and values rotated by the Hadamard matrix, which changes no mean, product, cosine or distance. They
-    see unrotated keys if the merge rotates keys to other positions, or if the method keeps state that it computed from
-    queries and keys. A slot that is neither merged nor rotated keeps its bits, because `quantized` restores what was
-    dequantized.
+    Methods get keys and values rotated by the Hadamard matrix, which preserves means, products, cosines and distances.
+    They get unrotated keys if the merge rotates keys to other positions, or if the method stores state that it computed
+    from queries and keys. A slot that is neither merged nor rotated keeps its bits, because `quantized` exactly
+    reverses `dequantized`.
     """
     key, value, votes, score, position, key_scale, value_scale, *extra = state
     plain_keys = attributes.rotary.inverse_frequencies or attributes.method.extra_state
@@ -193,7 +193,7 @@ def _without_holes(is_kept: Tensor) -> Tensor:
 def _turned(result: Slots, votes: Tensor, before: Tensor, rotary: Rotary) -> Tensor:
     """Return keys [B, H, N, D] rotated from their places before the merge to their places after it.
 
-    A merged slot had the place of its latest member.
+    The place of a merged slot before the merge is that of its latest member.
 
     Args:
         result: The slots after the merge, in any order.
@@ -213,9 +213,9 @@ def _turned(result: Slots, votes: Tensor, before: Tensor, rotary: Rotary) -> Ten
 
 
 def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the argument `rows` of `merge_cache` for the votes [B, H, C]: three tensors whose lengths count slots.
+    """Return the argument `rows` of `merge_cache` for the votes [B, H, C]: three tensors whose lengths are slot counts.
 
-    The lengths are the kept slots, the slots by which the fullest head is over the budget, and the remaining slots.
+    The lengths are the budget, the number of slots by which the fullest head exceeds it, and the number of other slots.
     """
     capacity = votes.shape[2]
     kept = min(budget, capacity)

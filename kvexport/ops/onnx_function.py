@@ -1,8 +1,8 @@
 """The ONNX functions of VoteAttention and MergeCache, traced from their definitions in PyTorch.
 
-A node of domain `kvexport` has attributes for native kernels. For every distinct meaning of its nodes the model has a
-function with the operator's name and an `overload` of its own. Batch, tokens, capacity and budget are symbolic in a
-function, and all other sizes are fixed.
+A node of domain `kvexport` has attributes for native kernels. Nodes of an operator that compute different functions
+refer to ONNX functions of the same name with different `overload` names. Batch, tokens, capacity and budget are
+symbolic in a function, and all other sizes are fixed.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def merge_cache_function(
 
 
 def keep_merge_functions(method: Method, functions: Iterable[onnx.FunctionProto]) -> None:
-    """Cache the ONNX functions of MergeCache that a fork of this process traced for a compression method."""
+    """Cache the ONNX functions of MergeCache that a forked process traced for a compression method."""
     _merge_functions.update({(type(method), function.overload): function for function in functions})
 
 
@@ -284,7 +284,7 @@ def _trace(
 def _read_sizes_from(graph: onnx.GraphProto, source: int) -> None:
     """Make a graph read its symbolic sizes from input number `source` wherever that input has them.
 
-    All layers share this input, so a runtime computes everything that depends on the sizes alone once for all layers.
+    All layers share this input, so a runtime computes values that depend only on the sizes once for all layers.
     """
     dims = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in graph.input}
     name = graph.input[source].name

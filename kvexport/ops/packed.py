@@ -60,7 +60,7 @@ class PackedFormat:
         offset: The tensor that accompanies the scale: none, a zero point in the weight's type, or a minimum in the
             scale's type.
         scale_dtype: The type of the scales; uint8 for exponents, which only a weight with a table has.
-        ordered: Whether columns have another order than the input's features. Column k then belongs to feature
+        ordered: Whether the columns are in another order than the input's features: column k belongs to feature
             `order[k]`.
         table: The sixteen numbers of int8 that the numbers of a weight of uint4 stand for; empty for none.
     """

@@ -1,7 +1,7 @@
-"""A fast path for the tensor shapes of operators that compute each number by itself, while a program is traced.
+"""A fast path for the result shapes of pointwise operators while a program is traced.
 
-torch.export computes each of these shapes in milliseconds, by Python code that compares sizes as symbolic expressions.
-Where all operands are contiguous, and one of them visibly has the shape of the result, the result is like that operand.
+torch.export takes milliseconds for each of these shapes, because it compares sizes as symbolic expressions. If all
+operands are contiguous, and one of them clearly has the shape of the result, the fast path takes that operand's shape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _dtypes: dict[Any, torch.dtype | None] = {}  # keys: operator, and the dtype and
 
 
 def with_fast_path(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return FakeTensorMode's `_dispatch_impl` with a fast path before it, for operands of which it is sure."""
+    """Return FakeTensorMode's `_dispatch_impl` with a fast path for operands whose result shape is certain."""
 
     def dispatch_impl(mode: Any, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
         result = None if kwargs else _result(mode, func, args)
@@ -27,7 +27,7 @@ def with_fast_path(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _result(mode: Any, func: Any, args: Sequence[Any]) -> FakeTensor | None:
-    """Return the fake result of a pointwise operator, None if the general path has to find it."""
+    """Return the fake result of a pointwise operator; None if only the general path can compute it."""
     tensors = [x for x in args if _is_tensor(x)]
     if not all(type(x) is FakeTensor and x.fake_mode is mode and x.constant is None for x in tensors):
         return None
@@ -54,7 +54,7 @@ def _dtype(func: Any, args: Sequence[Any]) -> torch.dtype | None:
 
 
 def _makes_a_tensor(func: Any) -> bool:
-    """Return whether an operator is pointwise, and returns one new tensor that is the same for the same operands."""
+    """Return whether an operator is pointwise and deterministic, and returns one new tensor."""
     tags = getattr(func, "tags", ())
     if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags or func._schema.is_mutable:
         return False
@@ -67,7 +67,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensor whose shape all tensors have after broadcasting, None if that cannot be seen."""
+    """Return the tensor whose shape all tensors have after broadcasting; None if this is not certain."""
     if not any(x._has_symbolic_sizes_strides for x in tensors):
         return None
     largest = max(tensors, key=lambda x: x.dim())
@@ -82,7 +82,7 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _is_contiguous(tensor: Tensor) -> bool:
-    """Return whether a tensor is seen to be contiguous, by the expressions of its sizes and strides alone."""
+    """Return whether the expressions of a tensor's sizes and strides show that it is contiguous."""
     expected: Any = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if _is_one(size):

@@ -1,10 +1,9 @@
-"""The KV cache in 8 or 4 bits: their rounding and reading (docs/reference/contract.md, "A quantized cache").
+"""The KV cache in 8 or 4 bits: rounding and dequantizing (docs/reference/contract.md, "A quantized cache").
 
 A row is rotated by a Hadamard matrix, which spreads values that are large in a few dimensions over all dimensions. It
 is then rounded to multiples of one scale per row; a 4-bit cache rounds to sixteen of these multiples.
 
-Butterflies, scales and roundings are single IEEE operations in a fixed order, so all backends compute the same bits
-from the same row.
+All steps are IEEE operations in a fixed order, so all backends compute the same bits from the same row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """VoteAttention and MergeCache over caches of single KV heads, which may differ in capacity and budget.
 
-RaggedVoteAttention and RaggedMergeCache are loops over the KV heads of a layer. Each KV head, with the query heads of
-its group, is a call of VoteAttention or MergeCache over its own cache. The ONNX functions of both are the same loops:
-their nodes are those of VoteAttention and MergeCache.
+RaggedVoteAttention and RaggedMergeCache loop over the KV heads of a layer. For each KV head, with the query heads of
+its group, they call VoteAttention or MergeCache over its own cache. Their ONNX functions do the same: they consist of
+VoteAttention or MergeCache nodes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def ragged_vote_attention(
         position: [B, T] int64.
         query_length: [B, 1] int64.
         sink_logits: [Hq], or None.
-        past: The state tensors of the cache of each KV head, those of one cache after those of another. Each has H = 1.
+        past: The state tensors of the cache of each KV head, cache by cache. Each has H = 1.
         attributes: The attributes of the node.
 
     Returns:
@@ -76,7 +76,7 @@ def ragged_merge_cache(*past: Tensor, attributes: Sequence[MergeCacheAttributes]
     """Return the caches of KV heads with at most as many occupied slots as the budget of each.
 
     Args:
-        past: The state tensors of the cache of each KV head, those of one cache after those of another. Each has H = 1.
+        past: The state tensors of the cache of each KV head, cache by cache. Each has H = 1.
         attributes: For each KV head, the attributes of its merge.
 
     Returns:
@@ -109,7 +109,7 @@ def callee(function: onnx.FunctionProto, callees: dict[str, onnx.FunctionProto])
     """Return a copy of a function of VoteAttention or MergeCache that the nodes of another function can call.
 
     ONNX Runtime ignores the overload of a node in a function, so the copy has none. The first function of an operator
-    keeps the operator's name, for which libraries have kernels. Every further one gets a name of its own.
+    keeps the operator's name, for which libraries have kernels. Every further one gets another name.
 
     Args:
         function: The function.
@@ -185,7 +185,7 @@ def _node(
 def _function(
     operator: Operator, of_nodes: onnx.FunctionProto, nodes: list[onnx.NodeProto], meaning: dict[str, Any]
 ) -> onnx.FunctionProto:
-    """Return an ONNX function of nodes whose own function is `of_nodes`."""
+    """Return an ONNX function that consists of nodes which call the ONNX function `of_nodes`."""
     return helper.make_function(
         DOMAIN,
         operator.name,

@@ -16,8 +16,9 @@ from kvexport.units import format_bytes
 def mapped(size: int, folder: str, limit: int | None) -> NDArray[np.uint8]:
     """Return an array of zeros in a memory-mapped file without a name, for a full cache on disk.
 
-    The file has no name as soon as it is open, so the system frees it with the array, or when the process ends. All
-    blocks are allocated at once: a full disk is an error here, and no signal in the middle of a step.
+    The name of the file is removed as soon as it is open, so the system frees the file with the array, or when the
+    process ends. All blocks are allocated at once, so a full disk raises an error here instead of a signal during a
+    step.
 
     Args:
         size: Bytes of the file.

@@ -2,13 +2,13 @@
 
 The full cache evicts nothing: it reads prompts and gets the entries of decoded tokens. A decode step reads the selected
 cache, a smaller one with copies of selected entries. Every `every` tokens, counted from the beginning of the sequence,
-a step reads the full cache instead, so that the method's scores of all entries include the current query. By these
-scores entries are selected again, at once or in a thread `delay` steps later, however fast the thread is. Between two
-selections the scores of the selected entries are updated in the selected cache, and the scores of other entries stay.
-Steps read the full cache until a sequence is longer than the selected cache has slots.
+a step reads the full cache instead, so that the method's scores of all entries include the current query. These scores
+then select the new entries. Decode steps read the new entries at once or, if a thread selects them, exactly `delay`
+steps later. Between two selections only the scores of selected entries are updated. Until a sequence has more tokens
+than the selected cache has slots, all steps read the full cache.
 
-The schedule depends only on the length of the sequence, and the selection of a lane is saved with the lane. So no
-answer depends on the batch, on threads, or on the moment of a snapshot.
+The length of the sequence alone decides when entries are selected, and the selection of a lane is saved with the lane.
+Answers therefore do not depend on the batch, on threads, or on the moment of a snapshot.
 """
 
 from __future__ import annotations

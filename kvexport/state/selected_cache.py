@@ -1,8 +1,7 @@
 """A smaller KV cache with copies of selected entries of a full cache, which the same ONNX graph and weights can read.
 
 Drafts (`kvexport.engine.cache_drafter`) and periodic decode steps (`kvexport.state.periodic`) read it. Its entries are
-copies: the sinks, the latest entries, and those between with the highest scores if the full cache's method keeps
-scores. So every entry is what the model computed over the full cache.
+the sinks, the latest entries and, if the full cache's method keeps scores, the other entries with the highest scores.
 """
 
 from __future__ import annotations

@@ -46,10 +46,10 @@ class SessionConflict(SnapshotError):
 
 
 def check_name(name: str) -> None:
-    """Check that a string is a valid name of a session (stored conversation).
+    """Check that a string can be the name of a session (stored conversation).
 
     Raises:
-        UsageError: The name has other characters than a session's may have, or is too long.
+        UsageError: The name is too long, or has characters other than letters, digits, "-" and "_".
     """
     if not NAME.fullmatch(name):
         raise UsageError(f"no session can have the name {name[:80]!r}", "1 to 64 letters, digits, - and _")
@@ -111,7 +111,7 @@ def temporary(path: Path, data: bytes) -> Iterator[Path]:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of the session folder, so that no other process changes it between a check and a rename.
 
-    A file system without locks is used without one.
+    On a file system without locks, nothing is locked.
 
     Raises:
         EnvironmentProblem: Another process has held the lock for 5 seconds.
@@ -139,7 +139,8 @@ def locked(folder: Path) -> Iterator[None]:
 class KnownNames:
     """The names of all sessions that were ever stored and not deleted, whether or not their state still exists.
 
-    The names tell a session whose state is lost from a new session. The 10,000 names used last are kept.
+    The names distinguish a session whose state is lost from a new session. The 10,000 most recently used names are
+    kept.
 
     Args:
         folder: The folder of sessions. None keeps the names in memory.

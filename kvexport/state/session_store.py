@@ -1,10 +1,11 @@
 """Sessions: conversations whose KV cache and other state are stored between turns.
 
-A session is a snapshot under a name. Its next turn is a request that starts from the snapshot, reads only the new
-tokens, and leaves the next snapshot.
+A session is a snapshot with a name. Its next turn is a request that starts from the snapshot, reads only the new
+tokens, and produces the next snapshot.
 
-Sessions used last are in memory, others in a folder, one file each. Both places are bounded: a session that is not used
-for longest moves from memory to the folder, and is deleted there. An error of one session loses no other session.
+The most recently used sessions are in memory, all others in a folder, one file each. Both have a limit in bytes: the
+least recently used sessions move from memory to the folder, and are later deleted there. An error of one session does
+not affect other sessions.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class SessionStore:
 
     Args:
         manifest: The manifest of the artifact.
-        memory: Bytes that sessions in memory may take. The session used last stays in memory whatever its size.
-        folder: The folder of files, made if it is missing. None keeps sessions in memory alone.
+        memory: Bytes that sessions in memory may take. The most recently used session stays in memory even if it is
+            larger.
+        folder: The folder of files, created if it is missing. None keeps sessions only in memory.
         disk: Bytes that all files may take.
 
     Raises:
@@ -115,7 +117,7 @@ class SessionStore:
         Args:
             name: The session.
             snapshot: Its new state.
-            expected: Not used, see `SharedSessions.put`.
+            expected: Ignored here; see `SharedSessions.put`.
 
         Raises:
             UsageError: No session can have the name.

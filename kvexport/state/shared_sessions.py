@@ -1,9 +1,9 @@
 """Sessions (stored conversations) in a folder that several processes share: a conversation can go on in any of them.
 
-Every state is written when it is put, so a process that is killed loses no turn that was acknowledged. Memory holds the
-states that this process read or wrote last; a file that another process has replaced is read again. A turn that began
-from a state which another process has replaced meanwhile is refused, so a process that was stopped and comes back
-overwrites nothing.
+`put` writes every state at once, so a killed process loses no acknowledged turn. The states that this process used last
+are also in memory; if another process has replaced a file, it is read again. If another process has replaced the state
+that a turn began from, the turn is refused. A process that was stopped and continues therefore overwrites no newer
+state.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class SharedSessions:
 
     Args:
         manifest: The manifest of the artifact.
-        memory: Bytes that sessions in memory may take. The session used last stays in memory whatever its size.
+        memory: Bytes that sessions in memory may take. The most recently used session stays in memory even if it is
+            larger.
         folder: The folder, made if it is missing.
-        disk: Bytes that all files may take. The file written last stays whatever its size.
+        disk: Bytes that all files may take. The most recently written file stays even if it is larger.
 
     Raises:
         EnvironmentProblem: The folder cannot be used.
@@ -90,8 +91,7 @@ class SharedSessions:
         Args:
             name: The session.
             snapshot: Its new state.
-            expected: The mark of the state that the turn began from, None if there was none; ANY replaces whatever
-                state there is.
+            expected: The mark of the state that the turn began from, None if there was none; ANY replaces any state.
 
         Raises:
             UsageError: No session can have the name.

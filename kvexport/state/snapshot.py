@@ -2,8 +2,8 @@
 
 The bytes are `MAGIC`, the format's version and the header's length (4 bytes each, little endian), the SHA-256 of the
 header, the header (JSON), then the tensors in the order of the header's list, each checked against its own SHA-256. The
-bytes hold no code. The digests find damage, not intent: the content is checked against the artifact as well, so that no
-bytes at all make a cache larger than its capacity.
+bytes contain no code. The digests find damage, but anybody can compute them. The content is therefore also checked
+against the artifact, so that no snapshot can exceed the capacity of a cache.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Snapshot:
 
     Attributes:
         origin: The digests of its artifact.
-        ids: The tokens of prompt and answer [n] int64. The cache has seen the first `counters.length` of them: never
+        ids: The tokens of prompt and answer [n] int64. The cache contains the first `counters.length` of them, never
             the last token of an answer.
         state: The lane's tensors (see `ModelState.read`).
         counters: The lane's counters.
@@ -169,7 +169,7 @@ class Snapshot:
 
         Args:
             data: The bytes. The arrays of the snapshot are views of them.
-            manifest: The artifact that goes on with the snapshot.
+            manifest: The artifact that continues the snapshot.
 
         Raises:
             SnapshotError: The bytes are damaged, or the snapshot belongs to another artifact.

@@ -1,7 +1,7 @@
 """Least-squares fits of the kept cache slots to reference queries (recent queries that a method stores).
 
-After an eviction the values, or the votes and the values, of the kept slots are changed so that the reference queries
-receive the outputs, and give the attention mass, that they had with all slots.
+After an eviction the values, or the votes and the values, of the kept slots are changed. The reference queries then get
+nearly the same attention outputs (and give nearly the same attention mass) as with all slots.
 
 All steps are plain matrix products, because standard ONNX operators have no factorization. Native kernels solve the
 same equations by Cholesky's method.
@@ -27,8 +27,8 @@ MOST_SHARE = 34.5  # the largest logarithm of a slot's share of the mass: produc
 def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
     """Return the merged cache slots with values, or votes and values, that are fitted to the reference queries.
 
-    The reference queries should read the same outputs from the kept slots as from all slots of `before`. Slots that
-    cannot receive, and heads from which nothing is evicted, keep their bits.
+    The fit makes the attention outputs of the reference queries over the kept slots similar to those over all slots of
+    `before`. Slots that cannot receive evicted ones, and heads without evictions, do not change.
 
     Args:
         fit: The settings of the fit.
@@ -148,7 +148,7 @@ def _masses(logits: Tensor, top: Tensor) -> Tensor:
 
 
 def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, ridge: float, change_max: float) -> Tensor:
-    """Return the values of cache slots with which the reference queries read given outputs; [B, H, C, Dv] float32.
+    """Return values of cache slots that give the reference queries certain attention outputs; [B, H, C, Dv] float32.
 
     The result is ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the free slots: the ridge regression that starts from
     the present values, in its dual form, a system of W equations.
@@ -213,7 +213,7 @@ def newton_steps(size: int, ridge: float) -> int:
 def fitted_votes(
     fit: Fit, slots: Slots, merged: Slots, read: Tensor, shares: Tensor, kept: Tensor, evicted: Evicted
 ) -> Tensor:
-    """Return votes with which the kept cache slots receive the attention mass of all slots; [B, H, C] float32.
+    """Return votes that give the kept cache slots the attention mass of all slots; [B, H, C] float32.
 
     Every fitted vote is within ``exp(+-bias_max)``. The sum of the fitted votes is at most the sum over the free and
     the evicted slots before the merge, because no slot stands for tokens that never existed.
@@ -238,7 +238,7 @@ def fitted_votes(
 
 
 def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
-    """Return factors of the kept slots' votes, with which these slots receive the attention mass of all slots.
+    """Return factors for the votes of the kept slots that give these slots the attention mass of all slots.
 
     The mass is the sum of attention probabilities. This is the non-negative least-squares fit ``min |sum_j f_j P_ij -
     1|`` over the queries i, by multiplicative updates (Lee and Seung 2001), which start at 1 and stay positive without

@@ -1,8 +1,8 @@
 """Merges of neighbouring cache slots in pairs, both keys rotated to one position (AsymKV, KVSlimmer).
 
 Unprotected slots in order of position form the pairs (1, 2), (3, 4), ..., so no slot is in two pairs. The least
-attended pairs merge: the older slot is evicted into the younger. Values become means by votes, and votes add up. If
-pairs cannot free enough slots, the least attended slots are dropped.
+attended pairs merge: the older slot is evicted into the younger. Values become means weighted by votes, and votes add
+up. If merging pairs does not free enough slots, the least attended slots are dropped.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
     Args:
         scores: [B, H, C], the importance of every slot.
         unprotected: [B, H, C] bool, the unprotected slots.
-        share: Whether all heads take the same pairs, by the sum of their importances. Heads share slots by their index,
-            which stands for the same position as long as every merge was shared.
+        share: Whether all heads take the same pairs, by the sum of their importances. The pairs are equal by slot
+            index, which stands for the same position in all heads as long as every merge was shared.
     """
     import torch
 

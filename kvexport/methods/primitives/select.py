@@ -68,7 +68,7 @@ def pooled(slots: Slots, unprotected: Tensor, reach: int) -> Tensor:
 def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
     """Return the keep score of every cache slot by a policy; see `Method.keep_score`.
 
-    `policy.order` names how scores follow from importance: the least important first, or the least error of a merge.
+    `policy.order` selects the order: by importance, by the nearness of a target, or by the error of a merge.
     """
     import torch
 
@@ -89,7 +89,7 @@ def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: in
 def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: Tensor) -> Tensor:
     """Return keep scores: lowest for the pool's slots that have a near merge target, then others by importance.
 
-    The scores are ranks, because no score can then outweigh the nearness.
+    The scores are ranks, so that a slot without a near target never comes first because of its score.
     """
     import torch
 

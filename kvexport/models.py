@@ -37,7 +37,8 @@ def model_recipe(
     Args:
         model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
         budget: Slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
-        max_length: The most tokens of one sequence; None takes the model's trained length, at most LONGEST.
+        max_length: The largest number of tokens of one sequence; None takes the model's trained length, at most
+            LONGEST.
         overrides: "dotted.key=value" strings, as `--set` takes them.
 
     Raises:
@@ -112,7 +113,8 @@ def build_model(
         model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
         out: The folder of the artifact. An artifact in this folder is replaced when the new one is complete.
         budget: Slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
-        max_length: The most tokens of one sequence; None takes the model's trained length, at most LONGEST.
+        max_length: The largest number of tokens of one sequence; None takes the model's trained length, at most
+            LONGEST.
         overrides: "dotted.key=value" strings, as `--set` takes them.
         calibrate: See `calibrated_recipe`.
         progress: Shows the stages of the build.
@@ -237,8 +239,8 @@ def build(
         out: The folder of the artifact.
         overrides: "dotted.key=value" strings, as for `--set`; not allowed with a `Recipe`.
         budget: Slots of each KV head; None takes the recipe's, which is 1024 for a model without a recipe.
-        max_length: The most tokens of one sequence, prompt and answer together; None takes the recipe's, which is the
-            length a model was trained for, at most 32768, for a model without a recipe.
+        max_length: The largest number of tokens of one sequence, prompt and answer together; None takes the recipe's,
+            which is the length a model was trained for, at most 32768, for a model without a recipe.
         calibrate: Whether the budgets of a model's KV heads are measured; None measures them if the model and the
             machine allow it. For a recipe, nothing is measured.
 
@@ -301,8 +303,8 @@ def load(
     Args:
         source: The folder of an artifact; or a model: a hub id, the path of a checkpoint's folder or of a GGUF file.
         budget: Slots of each KV head of a model; None takes 1024. An artifact's budget is fixed.
-        max_length: The most tokens of one sequence of a model, prompt and answer together; None takes the length it was
-            trained for, at most 32768.
+        max_length: The largest number of tokens of one sequence of a model, prompt and answer together; None takes the
+            length it was trained for, at most 32768.
         overrides: "dotted.key=value" strings for a model's recipe, as `--set` takes them.
         calibrate: Whether the budgets of a model's KV heads are measured when it is built; see `build`.
         threads: See `kvexport.engine.load.load`.
@@ -311,7 +313,7 @@ def load(
         cuda_graph: See `kvexport.engine.load.load`.
         verify: See `kvexport.engine.load.load`.
         float_input: See `kvexport.engine.load.load`.
-        lanes: The most sequences that run at once, as in `EngineOptions`.
+        lanes: The largest number of sequences that run at once, as in `EngineOptions`.
         adapters: See `kvexport.engine.load.load`.
         options: The engine's options; None takes the defaults.
         progress: Shows the stages of a build.

@@ -78,7 +78,7 @@ def check_artifact(root: Path, verify: bool, later: Collection[str] = ()) -> dic
     Args:
         root: The directory.
         verify: Whether to compare the SHA-256 of every file.
-        later: Files whose SHA-256 is not compared, because their reader does it (`read_verified`).
+        later: Files whose SHA-256 is not compared here, because `read_verified` compares it when the file is opened.
 
     Raises:
         ArtifactError: If anything is wrong.
@@ -186,7 +186,7 @@ def damaged(root: Path, problem: str) -> ArtifactError:
 
 
 def no_artifact(root: Path, problem: str) -> ArtifactError:
-    """Return the error for a directory without an artifact's manifest; it does not advise to remove anything."""
+    """Return the error for a directory without an artifact's manifest; it never advises to remove the directory."""
     return ArtifactError(
         f"{root} is no artifact: {problem}",
         "name the directory of an artifact; kvexport build --recipe NAME --out DIR builds one",
@@ -251,7 +251,7 @@ def file_digests(
 ) -> Iterator[str]:
     """Yield the SHA-256 of files under `root` in the given order.
 
-    A few files are read at a time, because hashlib lets other threads run.
+    A few files are read at the same time, because hashlib lets other threads run.
 
     Args:
         root: The directory.
@@ -290,7 +290,7 @@ def _written_form(manifest: dict[str, Any]) -> Iterator[str]:
 def _spells(manifest: dict[str, Any], raw: bytes) -> bool:
     """Return whether the bytes `raw` of manifest.json are exactly the form in which kvexport writes the manifest.
 
-    They are compared piece by piece, because the indents of hostile nesting would fill the memory.
+    The bytes are compared piece by piece, because the indentation of deeply nested hostile JSON would fill the memory.
     """
     offset = 0
     for piece in _written_form(manifest):

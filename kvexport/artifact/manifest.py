@@ -91,9 +91,9 @@ class Limits:
     """The largest inputs that an artifact's ONNX graphs take.
 
     Attributes:
-        max_length: The most tokens of a sequence.
-        max_batch: The most sequences of a batch.
-        prefill_chunk: The most tokens of a sequence in one call.
+        max_length: The largest number of tokens of a sequence.
+        max_batch: The largest number of sequences of a batch.
+        prefill_chunk: The largest number of tokens of a sequence in one call.
         merge_every: The number of decoded tokens between merges.
     """
 

@@ -1,4 +1,4 @@
-"""The publication of an artifact in one step: whole or not at all (docs/reference/contract.md, section 5).
+"""The atomic publication of an artifact: complete or not at all (docs/reference/contract.md, section 5).
 
 An artifact is a directory of files and `manifest.json`. Next to a target `name`, on the same file system, there may be
 `.name.lock`, which a running build locks, `.name.stage-*`, which a build writes or a killed build left, and
@@ -30,16 +30,16 @@ def staging(target: Path) -> Iterator[Path]:
     """Yield a fresh directory to write an artifact into, and publish it as `target` when the block ends.
 
     Publication is one step, after a sync. The block must end with `write_manifest`. An artifact at `target` stays
-    readable until it is exchanged for the new one. It is then deleted with everything else in its directory. If the
-    block raises, the staging folder is removed and `target` stays unchanged. After a kill -9 `target` is absent, the
-    old artifact or the new one, and the next call removes everything that was left next to it.
+    readable until the new one replaces it, and is then deleted with everything else in its directory. If the block
+    raises, the staging folder is removed and `target` stays unchanged. After a kill -9 `target` is absent, the old
+    artifact or the new one, and the next call removes everything that was left next to it.
 
     Args:
         target: The directory of the artifact.
 
     Raises:
-        UsageError: If `target` cannot be used: something else is there, its parent is missing or read-only, or another
-            build has locked it.
+        UsageError: If `target` cannot be used: something other than an artifact is there, its parent is missing or
+            read-only, or another build has locked it.
         EnvironmentProblem: If the disk or quota is full.
         KvexportError: If the block wrote no manifest for its files.
     """
@@ -208,7 +208,7 @@ def _acquire_or_refuse(target: Path) -> int:
 
 
 def release(target: Path, lock: int) -> None:
-    """Remove a build's lock file and then unlock it, so that no other build can lock a name about to be removed."""
+    """Remove a build's lock file before unlocking it, so that no other build locks a file that will disappear."""
     try:
         path = beside(target, "lock")
         if identity(lock) == identity(path):
@@ -328,7 +328,7 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def _replace_in_two_steps(work: Path, target: Path) -> None:
-    """Exchange two directories by two renames, by way of `.name.old`.
+    """Exchange two directories by two renames, with the temporary name `.name.old`.
 
     After a kill between the two renames, `_tidy` restores the old directory.
     """

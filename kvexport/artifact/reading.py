@@ -1,4 +1,4 @@
-"""Loading of an artifact: its directory, and its manifest after a check of everything that it lists."""
+"""Loading of an artifact: its manifest, after a check of all files that the manifest lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvexport.errors import ArtifactError, UsageError
 
 
 def load_manifest(path: Path, *, verify: bool = True, later: Collection[str] = ()) -> Manifest:
-    """Return the manifest of the artifact at `path` after a check of it and of every file that it lists.
+    """Check the artifact at `path` with every file that its manifest lists, and return the manifest.
 
     Args:
         path: The directory of the artifact.
@@ -32,7 +32,7 @@ def load_manifest(path: Path, *, verify: bool = True, later: Collection[str] = (
 
 
 def load_checked(path: Path, *, verify: bool = True, later: Collection[str] = ()) -> dict[str, Any]:
-    """Return the manifest of the artifact at `path` as plain JSON values, after a check of every file that it lists.
+    """Check the artifact at `path` with every file that its manifest lists, and return the manifest as JSON values.
 
     An artifact that is replaced during the check is checked again. `path` may be a link to an artifact.
 
@@ -44,7 +44,7 @@ def load_checked(path: Path, *, verify: bool = True, later: Collection[str] = ()
         path: The directory of the artifact.
         verify: False skips the SHA-256 of the files. The manifest's own digest, names, sizes, unlisted files and links
             are always checked.
-        later: Files whose SHA-256 is not compared here, because their reader does it (`read_verified`).
+        later: Files whose SHA-256 is not compared here, because `read_verified` compares it when the file is opened.
 
     Raises:
         UsageError: If there is nothing at `path`.

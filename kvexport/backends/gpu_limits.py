@@ -29,12 +29,12 @@ MERGED, PER_EVICTED = 536, 8
 
 
 def most_slots(shared: int) -> int:
-    """Return the most slots of a head that the kernels of MergeCache take with `shared` bytes of shared memory."""
+    """Return the largest number of slots of a head that MergeCache's kernels support with `shared` bytes of memory."""
     return (shared - RESERVED - SELECTION) // PER_SLOT
 
 
 def most_evicted(shared: int) -> int:
-    """Return the most slots over the budget that the kernels of MergeCache merge with `shared` bytes."""
+    """Return the largest number of slots over the budget that MergeCache's kernels support with `shared` bytes."""
     return (shared - RESERVED - MERGED) // PER_EVICTED
 
 

@@ -1,8 +1,8 @@
-"""Measurements of an artifact in this process: decode steps by batch and context, prefill by length and chunk.
+"""Measurements of an artifact in this process: times of decode steps and of prefill, for several sizes.
 
 Prompts are random tokens; answers are greedy and of a fixed length. A decode step is one call of `Engine.step`:
-scheduling, the model, a merge if one is due, and sampling. A prompt is read by `Lanes`, chunk by chunk with its merges.
-Chunks may be smaller than the artifact's.
+scheduling, the model, a merge if one is due, and sampling. `Lanes` reads a prompt chunk by chunk, and merges after
+chunks. Chunks may be smaller than the artifact's.
 """
 
 from __future__ import annotations

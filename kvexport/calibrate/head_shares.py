@@ -37,7 +37,7 @@ class HeadShares:
 
     Attributes:
         recipe: Name of the recipe.
-        length: The most tokens of a text.
+        length: The largest number of tokens of a text.
         texts: The number of texts of each task; a kind of text is a task.
         budgets: The measured budgets, in slots of a head.
         costs: By task, layer, KV head and budget: nats, mean over texts.
@@ -100,7 +100,8 @@ def calibrate_heads(
     Args:
         recipe: Name or file of the recipe.
         overrides: Changes of the recipe, as `--set` takes them.
-        length: The most tokens of a text; None for 1,024, or the recipe's longest sequence if that is shorter.
+        length: The largest number of tokens of a text; None for 1,024, or the recipe's longest sequence if that is
+            shorter.
         passages: The number of texts of each task other than KINDS.
         seed: Seed of the texts.
         text: The text that samples are cut from; None for source of Python's library that no evaluation uses, and

@@ -72,7 +72,7 @@ def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) 
     Args:
         checkpoint: The folder of the checkpoint's tokenizer.
         kinds: The text of every kind.
-        length: The most tokens of a text.
+        length: The largest number of tokens of a text.
 
     Raises:
         UsageError: There is no tokenizer, the tokenizer does not know the words of a text, or a text is too short.

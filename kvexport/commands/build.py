@@ -115,7 +115,7 @@ def build_artifact(
         source: An artifact that gets engines for this machine.
         model: A hub id, the folder of a checkpoint, or a GGUF file; together with `recipe` it replaces the recipe's.
         budget: Slots of each KV head; None takes the recipe's.
-        max_length: The most tokens of one sequence; None takes the recipe's.
+        max_length: The largest number of tokens of one sequence; None takes the recipe's.
         calibrate: Whether the budgets of a model without a recipe are measured; see `calibrated_recipe`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Atomic replacement of a folder: it is written under another name and then renamed."""
+"""Atomic replacement of a folder: the new folder is written under another name and then renamed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def replaced(target: Path, kind: str, is_one: Callable[[Path], bool]) -> Iterato
 
     Args:
         target: Path of the finished folder.
-        kind: What the folder is, for messages.
+        kind: A description of the folder for messages.
         is_one: Whether an existing folder may be replaced.
 
     Raises:
         UsageError: `target` exists and may not be replaced.
-        EnvironmentProblem: The file system refuses.
+        EnvironmentProblem: The file system refuses an operation.
     """
     target = place(Path(target))
     _refuse_other(target, kind, is_one)

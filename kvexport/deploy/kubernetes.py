@@ -33,7 +33,7 @@ class Server:
         claim: Name of the claim of the volume whose root is the artifact.
         cpus: CPU cores of a server.
         lanes: Lanes of a server; None is the artifact's `limits.max_batch`.
-        drain: Seconds that running requests get when a server ends.
+        drain: Seconds that running requests may still take after a server is told to end.
         prefix_memory: Memory for prefixes, in bytes.
         session_memory: Memory for sessions, in bytes.
         session_disk: Disk space for sessions, in bytes.
@@ -55,7 +55,8 @@ class Server:
 def memory(manifest: Manifest, server: Server) -> int:
     """Return the memory in bytes that one server of the Kubernetes deployment needs.
 
-    The artifact's files count as weights, and the adapters as many and as large as the artifact takes.
+    All files of the artifact count as weights. Adapters count with the largest number and rank that the artifact
+    allows.
     """
     state = state_bytes(manifest.recipe, manifest.cache, server.lanes or manifest.limits.max_batch)
     adapters = largest_bytes(manifest.recipe, manifest.adapters)

@@ -1,4 +1,4 @@
-"""The decoder and merge graphs combined into one ONNX graph, for servers that pass the state on without checks."""
+"""The decoder and merge graphs combined into one ONNX graph, for servers that run one graph per call."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def with_merge(decoder: onnx.ModelProto, merge: onnx.ModelProto | None, plan: Ca
 
 
 def with_limits(decoder: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
-    """Add checks of the largest chunk and sequence length, which an engine otherwise enforces, to the decoder graph.
+    """Add checks of the chunk size and the sequence length, which the engine otherwise makes, to the decoder graph.
 
     A call with more than `prefill_chunk` tokens fails. A sequence longer than `max_length` gets NaN logits; other
-    sequences of the call keep theirs.
+    sequences of the call are not affected.
 
     Returns:
         `decoder`, which is changed.

@@ -1,7 +1,7 @@
 """Export of an artifact as a model repository for NVIDIA's Triton Inference Server, in one of two kinds.
 
-`state`: one ONNX graph, whose cache Triton keeps for every sequence (implicit state of the sequence batcher). `python`:
-kvexport's engine behind Triton's python backend, one response for every token.
+`state`: Triton runs one ONNX graph, and stores the KV cache of every sequence (implicit state of the sequence batcher).
+`python`: Triton's python backend runs kvexport's engine, and sends one response for every token.
 """
 
 from __future__ import annotations

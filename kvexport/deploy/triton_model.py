@@ -1,7 +1,7 @@
 """The model of Triton's python backend: an engine that sends one response for each token (decoupled mode).
 
-A request has `text_input` or `input_ids`, and `settings`, a JSON object with fields of GenerationSettings. Requests
-join those that run, as many at once as the artifact has lanes; one that its client cancels frees its lane at the next
+A request has `text_input` or `input_ids`, and `settings`, a JSON object with fields of GenerationSettings. New requests
+join the running ones, up to the artifact's number of lanes. If a client cancels a request, its lane is free at the next
 step.
 """
 

@@ -54,8 +54,8 @@ class EngineCore:
         plan: The shapes and bytes of the caches.
         model: The graphs of the artifact, loaded.
         vocabulary: The number of token ids.
-        max_length: The most tokens of one sequence, prompt and answer together.
-        max_batch: The most sequences that run at once.
+        max_length: The largest number of tokens of one sequence, prompt and answer together.
+        max_batch: The largest number of sequences that run at once.
         tokenizer: The tokenizer; None if the artifact has no tokenizer.json.
         grammars: The grammars that were compiled for the tokenizer.
         generation_config: The content of the checkpoint's generation_config.json.

@@ -29,7 +29,7 @@ class Lanes:
     Attributes:
         state: The state tensors, and the two graphs that change them.
         count: The number of lanes.
-        prefill_chunk: The most tokens of a lane in one call.
+        prefill_chunk: The largest number of tokens of a lane in one call.
         merge_every: Decoded tokens between merges.
         length: The number of tokens that each lane has read.
         merges: The number of merges, over all lanes.

@@ -28,7 +28,7 @@ class Prefixes:
 
     Attributes:
         chunk: The number of tokens between two chunk borders.
-        limit: The most bytes of all saved lanes.
+        limit: The largest total size of all saved lanes in bytes.
         nbytes: The bytes of all saved lanes.
         queries: Prompt tokens that were looked up.
         hits: Prompt tokens that came from a saved prefix.

@@ -273,7 +273,7 @@ class Request:
 
         Args:
             token: The token id.
-            max_length: The most tokens of prompt and answer together.
+            max_length: The largest number of tokens of prompt and answer together.
         """
         self._require(DECODING)
         reason = self.sampler.finish_reason

@@ -49,8 +49,8 @@ def draft_ngrams(requests: Sequence[Request], lanes: Lanes, *, tokens: int, max_
     Args:
         requests: The requests.
         lanes: The lanes.
-        tokens: The most tokens of a draft.
-        max_length: The most tokens of prompt and answer together.
+        tokens: The largest number of tokens of a draft.
+        max_length: The largest number of tokens of prompt and answer together.
     """
     # The last token of an answer is never drafted, because the step that verifies the earlier ones gives it anyway.
     counts = [min(tokens, request.room(max_length) - 1) for request in requests]

@@ -1,7 +1,7 @@
 """The checks that turn the contents of recipe files into a `Recipe`.
 
-Keys, method parameters and values are checked in this order. Each check ignores what an earlier one has rejected, so
-that one mistake gives one message.
+First keys, then method parameters, then values are checked. Each check ignores entries that an earlier one has
+rejected, so that one mistake gives one message.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def scalar_at(tree: Tree, key: Key) -> Any:
 
 
 def place_of(tree: Tree, key: Key) -> str:
-    """Return the file and line where a recipe's `key`, or the nearest value above it, is written; "" if it is not."""
+    """Return the file and line of a recipe's `key`, or of the nearest key above it; "" if there is none."""
     if (entry := get(tree, key)) is not None:
         return entry.origin.place
     above = get(tree, key[:-1])
@@ -165,7 +165,7 @@ def _check_parameters(tree: Tree, cache: dict[str, Any], findings: Findings) -> 
 def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, list[Any]]]:
     """Return the validated pydantic model, or None, and pydantic's errors by key.
 
-    The validation is strict: "64" and true are not slots, and 8.0 is not 8.
+    The validation is strict: a number of slots may not be "64", true or 8.0.
     """
     try:
         return model.model_validate(data, strict=True), {}

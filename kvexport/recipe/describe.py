@@ -1,7 +1,7 @@
 """Descriptions of every field of a recipe and every parameter of a method.
 
-They are read from the fields themselves, and used in listings, in the table of docs/reference/recipe.md, in messages,
-and in a JSON schema for editors.
+The descriptions come from the definitions of the fields. Listings, the table of docs/reference/recipe.md, messages and
+a JSON schema for editors use them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _allowed(option: dict[str, Any]) -> str:
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON schema of a recipe file.
 
-    It requires no key, because a file may inherit any key from the recipe that it extends.
+    The schema requires no key, because a file may inherit any key from the recipe that it extends.
     """
     schema = Recipe.model_json_schema()
     sections = schema["$defs"]

@@ -17,7 +17,7 @@ from kvexport.recipe.section import RecipeSection
 if TYPE_CHECKING:
 
     class BackendSection(RecipeSection):
-        """The recipe's section `backend`: the program that runs the ONNX graphs; each backend adds keys of its own."""
+        """The recipe's section `backend`: the program that runs the ONNX graphs. Each backend adds further keys."""
 
         name: str = ""
         tensor_parallel: int = 1
@@ -295,7 +295,7 @@ class Recipe(RecipeSection):
 
     @property
     def slack(self) -> int:
-        """The number of cache slots beyond the budget, which fill between merges.
+        """The number of cache slots beyond the budget, for the tokens between two merges.
 
         If budgets differ and a whole prompt has to fit, this is the mean.
         """
@@ -317,7 +317,7 @@ class Recipe(RecipeSection):
     def all_logits(self) -> bool:
         """Whether the decoder returns logits of every token of a call.
 
-        This is so if the recipe sets it, and whenever drafts are verified.
+        It does if the recipe sets `export.logits: all`, or if drafts are verified.
         """
         return self.export.logits == "all" or self.speculate.draft is not None
 

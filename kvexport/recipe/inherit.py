@@ -51,7 +51,7 @@ def locate(name: str, folder: Path, findings: Findings, place: str = "") -> Path
 
 
 def label_of(path: Path) -> str:
-    """Return the name of a recipe file for messages; a shipped recipe has one name wherever it is installed."""
+    """Return the name of a recipe file for messages; for a shipped recipe it does not depend on the installation."""
     if path.parent == recipe_folder():
         return f"recipes/{path.name}"
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -22,13 +22,13 @@ class RecipeInfo:
         name: The name of the recipe.
         path: Its file.
         description: One line about the recipe.
-        model: `model.path` as the file contains it; None for a base, which names no model and exists to be extended.
+        model: `model.path` as the file contains it; None for a base recipe, which names no model.
         dtype: The type of the weights.
         method: The compression method.
         budget: `cache.budget` as the file contains it: slots or a share.
         slots: The mean budget of a layer in slots.
         max_length: The longest sequence in tokens, or "unlimited".
-        base: Whether the recipe is a base.
+        base: Whether the recipe is a base recipe, which other recipes extend.
         problem: The reason why the recipe cannot be loaded; all fields but name and path are then empty.
     """
 

@@ -9,7 +9,7 @@ from kvexport.recipe.parse import Findings, Origin, Source, Tree, merge, nest
 
 
 def read_overrides(overrides: Sequence[str], findings: Findings) -> Tree:
-    """Return the `--set` overrides of a command line as one tree, in which a later one overrides an earlier one.
+    """Return the `--set` overrides of a command line as one tree; the last override of a key wins.
 
     Args:
         overrides: Texts of the form KEY=VALUE, with a dotted key and a value in YAML.

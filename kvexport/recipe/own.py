@@ -1,4 +1,4 @@
-"""The recipe of a user's own model: a checkpoint and a budget, and the project's defaults for everything else."""
+"""The recipe of a model without a recipe file: a checkpoint, a budget, and defaults for all other keys."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def recipe_for(
     Args:
         model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
         budget: Slots of each KV head.
-        max_length: The most tokens of one sequence; None takes the default of `limits.max_length`.
-        overrides: "dotted.key=value" strings, as `--set` takes them. They win over all of the above.
+        max_length: The largest number of tokens of one sequence; None takes the default of `limits.max_length`.
+        overrides: "dotted.key=value" strings, as for `--set`. They take precedence over the other arguments.
 
     Raises:
         UsageError: An argument is not allowed in a recipe. The message lists every problem.

@@ -30,7 +30,7 @@ class Findings:
 
     Attributes:
         problems: The messages.
-        lost: Whether a part of the recipe could not be read. A missing value or a default then proves nothing.
+        lost: Whether a part of the recipe could not be read. A missing value may then be in that part.
     """
 
     problems: list[str] = field(default_factory=list)

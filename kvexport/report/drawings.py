@@ -1,8 +1,8 @@
 """Plots and heat maps of a report as SVG within HTML figures.
 
-This code draws by itself because no small library gives what a report needs: SVG text without scripts that takes its
-colours from the page (dark screens, paper), bands around lines, and heat maps. matplotlib gives it in 98 MB of
-packages, on machines that only run artifacts.
+The code writes SVG itself. A report needs SVG without scripts whose colours follow the page (dark screens, paper),
+bands around lines, and heat maps, and no small library has all of this. matplotlib does, but its packages take 98 MB,
+also on machines that only run artifacts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def figure(drawing: Plot | HeatMap) -> str:
 
 
 def _points(plot: Plot, series: Series, left_out: Counter[str]) -> list[_Point | None]:
-    """Return the points of a plot's series, None for those that cannot be drawn; count the reasons in `left_out`."""
+    """Return the points of a plot's series, None for points that cannot be drawn; `left_out` counts the reasons."""
     points: list[_Point | None] = []
     columns = [
         [None] * len(series.x) if values is None else values for values in (series.x, series.y, series.low, series.high)

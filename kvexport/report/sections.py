@@ -84,8 +84,8 @@ class Plot:
         x_log: Whether the x axis is logarithmic.
         y_log: Whether the y axis is logarithmic.
         note: Text below the plot.
-        x_also: Further values that the x axis spans, so that several plots have equal axes.
-        y_also: Further values that the y axis spans.
+        x_also: Further values that the x axis includes, so that several plots can have equal axes.
+        y_also: Further values that the y axis includes.
     """
 
     title: str

@@ -24,7 +24,7 @@ class Attribute:
         most: The inclusive upper bound.
         above: The exclusive lower bound.
         below: The exclusive upper bound.
-        optional: Whether a node may omit the attribute, which then means something of its own.
+        optional: Whether a node may omit the attribute. Omitting it has a meaning that differs from every value.
     """
 
     name: str

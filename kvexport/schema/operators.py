@@ -193,8 +193,8 @@ _BY_CACHE = ("budget", "recent")  # attributes of which each cache has its own
 def ragged(operator: Operator, caches: int, extra: Iterable[StateTensor] = ()) -> Operator:
     """Return VoteAttention or MergeCache over caches of single KV heads, which may have different capacities.
 
-    The state tensors follow all other inputs and outputs, those of one cache after those of another. The names of the
-    state tensors end with the number of the cache.
+    The state tensors follow all other inputs and outputs, cache by cache. The names of the state tensors end with the
+    number of the cache.
 
     Args:
         operator: VoteAttention or MergeCache.

@@ -41,7 +41,7 @@ class Requirement(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """The error message for a merge policy with a value that the value of another field does not allow.
+        """The error message for a merge policy in which the value of one field forbids the value of another.
 
         The PyTorch code and the native kernels have the same message.
         """
@@ -162,7 +162,7 @@ class MergePolicy:
 
     @property
     def why_not_native(self) -> str:
-        """The reason why no native kernel runs this merge policy; empty if the kernels do."""
+        """The reason why no native kernel supports this merge policy; empty if the kernels support it."""
         if self.fit and self.merge not in ("drop", "zip"):
             return f"a fit after merge = {self.merge} has no native kernel"
         return "share_pairs has no native kernel" if self.share_pairs else ""

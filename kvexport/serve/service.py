@@ -262,7 +262,7 @@ class Service:
             raise ApiError(400, message[:200], param="n")
 
     def longest(self, prompt_tokens: int, limit: int | None, default: int | None = None) -> int:
-        """Return the most tokens an answer may have: `limit`, or else `default`, or else all that fit the context."""
+        """Return the largest number of tokens of an answer: `limit`, or `default`, or as many as fit the context."""
         room = self.engine.max_length - prompt_tokens
         return min(x for x in (limit or default or room, room, self.settings.max_tokens) if x is not None)
 
@@ -343,5 +343,5 @@ class Service:
 
 
 def session_bytes(manifest: Manifest) -> int:
-    """Return the most bytes that one session (a stored conversation with its KV cache) can take."""
+    """Return the largest size of a session (a stored conversation with its KV cache) in bytes."""
     return state_bytes(manifest.recipe, manifest.cache) + 16 * manifest.limits.max_length + (1 << 20)

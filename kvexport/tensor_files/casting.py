@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors as blocks of bytes, checked and cast to the data type that an artifact wants."""
+"""Reading of a checkpoint's tensors as blocks of bytes, checked and cast to an artifact's data type."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
 def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> None:
     """Raise UsageError if a value in a block of a tensor's bytes is infinite or NaN.
 
-    at: the number of the tensor's bytes before the block.
+    `at` is the number of the tensor's bytes before the block.
     """
     signed, exponent = _EXPONENT[entry.dtype]
     bits = np.frombuffer(block, signed)
@@ -119,7 +119,7 @@ def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> No
 
 
 def _cast(block: bytes, stored: str, dtype: Dtype) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the values of a block in the wanted dtype, all finite, and the number of values that became infinite.
+    """Return the values of a block cast to a dtype, all finite, and the number of values that became infinite.
 
     All values pass through float32, as in PyTorch.
     """

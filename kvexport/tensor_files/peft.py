@@ -1,7 +1,7 @@
 """LoRA adapters in the format of PEFT: their files, read and checked.
 
-An adapter holds, for each weight W [outputs, inputs] that it changes, two matrices A [rank, inputs] and B [outputs,
-rank]. The changed weight is W + s B A, where s is `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora` (PEFT,
+For each weight W [outputs, inputs] that it changes, an adapter has two matrices A [rank, inputs] and B [outputs, rank].
+The changed weight is W + s B A, where s is `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora` (PEFT,
 `LoraLayer.update_layer`).
 """
 
@@ -91,7 +91,7 @@ def read_adapter(folder: Path, setting: str) -> AdapterFiles:
         setting: The user's setting that names the folder, for messages.
 
     Raises:
-        UsageError: A file is missing or damaged, or the adapter is none of LoRA's plain form.
+        UsageError: A file is missing or damaged, or the adapter is not plain LoRA.
     """
     config = _read_config(folder, setting)
     pairs = _pairs(folder, read_shard(folder / WEIGHTS).tensors)
@@ -100,9 +100,10 @@ def read_adapter(folder: Path, setting: str) -> AdapterFiles:
 
 
 def matching_name(module: str, names: Iterable[str]) -> str | None:
-    """Return the one of `names` that a module of an adapter is; None if there is none, or no single one.
+    """Return the name among `names` that refers to a module of an adapter; None if no or several names do.
 
-    Checkpoints of a text model inside a wrapper, and of a base model, have a longer or shorter prefix.
+    The prefix of a module's name may differ: it depends on whether the checkpoint is of a wrapper, a text model or a
+    base model.
     """
     names = list(names)
     if module in names:

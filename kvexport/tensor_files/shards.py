@@ -196,7 +196,7 @@ def _is_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def is_present(file: Path) -> bool:
-    """Return whether a path is a file or a dangling link: a broken download, not an absent file."""
+    """Return whether a path is a file, or a dangling link, which a broken download leaves."""
     return file.exists() or file.is_symlink()
 
 
@@ -247,7 +247,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def some_names(names: Iterable[str]) -> str:
     """Return the first three of a list of names and the number of further names, as text for a message.
 
-    Names are escaped, because names of a downloaded file could control a terminal.
+    Names are escaped, because names from a downloaded file could contain control characters for a terminal.
     """
     shown = [repr(name) for name in sorted(names)]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "nothing"

@@ -113,7 +113,7 @@ def schedule(tokens: list[Ids], chunk: int, later: Sequence[int] | None = None) 
 
     Args:
         tokens: The token ids of every sequence.
-        chunk: The most tokens of a sequence in one call.
+        chunk: The largest number of tokens of a sequence in one call.
         later: The number of tokens of each call after the prompt (`later_calls`); by default one token each.
     """
     rest = max(len(t) for t in tokens) if later is None else sum(later)

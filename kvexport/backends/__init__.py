@@ -1,7 +1,7 @@
 """Registry of the backends: the libraries (ONNX Runtime, TensorRT) that run an exported model's ONNX graphs.
 
-The package scans this folder, so a new folder is a new backend. A folder has `section.py`, whose `Section` defines the
-keys that the backend adds to a recipe's `backend:`, and `backend.py`, whose `BACKEND` is a
+Each folder in this package is a backend; new ones are found by a scan. A folder has `section.py`, whose `Section`
+defines the keys that the backend adds to a recipe's `backend:`, and `backend.py`, whose `BACKEND` is a
 `kvexport.backends.base.Backend`. All other code uses this registry.
 """
 

@@ -39,7 +39,7 @@ def second_input(module: str) -> str:
 
 
 def largest_bytes(recipe: Recipe, targets: Mapping[str, tuple[int, int]]) -> int:
-    """Return the bytes of as many adapters, of the largest rank, as a recipe allows for the projections `targets`."""
+    """Return the bytes of the largest number and rank of adapters that a recipe allows for projections `targets`."""
     rows = 1 + recipe.adapters.count * recipe.adapters.rank
     return rows * sum(map(sum, targets.values())) * np.dtype(recipe.model.dtype).itemsize if targets else 0
 
@@ -50,7 +50,7 @@ class Adapter:
 
     Attributes:
         name: The name that requests use.
-        digest: The SHA-256 of its files, which snapshots and prefixes of its sequences carry.
+        digest: The SHA-256 of its files. Snapshots and prefixes of its sequences contain this digest.
         rows: Its rows in the matrices of all adapters.
     """
 
@@ -66,7 +66,7 @@ class Adapters:
     Attributes:
         by_name: Each adapter by its name.
         tensors: The matrices of all adapters by the name of the decoder's input. The first row is 0 and belongs to no
-            adapter: calls without adapters read that row alone.
+            adapter: calls without adapters read only this row.
     """
 
     by_name: Mapping[str, Adapter] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Adapters:
         return {ROWS: rows, **{name: array[:1] for name, array in self.tensors.items()}}
 
     def get(self, name: str | None) -> Adapter | None:
-        """Return an adapter by its name; None for None, the model without an adapter.
+        """Return an adapter by its name; None if the name is None, for the model without an adapter.
 
         Raises:
             UsageError: No adapter of this name is loaded.
@@ -130,8 +130,8 @@ def load_adapters(manifest: Manifest, folders: Mapping[str, str | Path]) -> Adap
         folders: The folder of each adapter by its name.
 
     Raises:
-        UsageError: The artifact takes fewer adapters, a smaller rank or other projections, or an adapter is damaged or
-            does not fit the model.
+        UsageError: The artifact was built for fewer adapters, a smaller rank or other projections, or an adapter is
+            damaged or does not fit the model.
     """
     section, targets = manifest.recipe.adapters, manifest.adapters
     if len(folders) > section.count:

@@ -1,7 +1,7 @@
 """The interface between the engine and a backend, which runs an artifact's ONNX graphs.
 
-Importing this module needs only the standard library, so that `kvexport doctor` can ask backends on a machine where
-packages are missing.
+Importing this module needs only the standard library, so that `kvexport doctor` can use it on a machine where packages
+are missing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class LoadOptions:
         threads: The number of threads.
         device: The device to run on.
         cuda_graph: Whether calls are replayed as CUDA graphs.
-        float_input: Whether packed weights are multiplied with unrounded inputs, whatever the ONNX graph allows.
-        adapters: The LoRA adapters, for a decoder that takes some.
+        float_input: Whether packed weights are multiplied with unrounded inputs, even if the ONNX graph allows
+            rounding.
+        adapters: The LoRA adapters, for a decoder that was built for adapters.
     """
 
     threads: int | None = None
@@ -60,11 +61,11 @@ class Diagnosis:
     """The state of a backend's installation on this machine, as `kvexport doctor` reports it.
 
     Attributes:
-        rows: The rows for people.
-        data: The same content for JSON.
+        rows: The rows of the report, as text.
+        data: The same content as JSON values.
         broken: Packages that are installed but unusable, with the reason.
         provided: Packages whose module is provided by another package.
-        lacks: Other things that are missing, without which nothing runs.
+        lacks: Other missing requirements, without which nothing runs.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -79,8 +80,8 @@ class Description:
     """The report of a backend about an exported model, as `kvexport inspect` prints it.
 
     Attributes:
-        sections: The sections for people.
-        data: The same content for JSON.
+        sections: The sections of the report, as text.
+        data: The same content as JSON values.
     """
 
     sections: tuple[Section, ...] = ()
@@ -117,7 +118,7 @@ class Collectives(Protocol):
     def bytes(self, ranks: int) -> int:
         """Return the bytes of shared host memory that all-reduces over `ranks` ranks need; 0 if `ranks` is too large.
 
-        The memory is zero at first.
+        The caller provides this memory filled with zeros.
         """
         ...
 
@@ -138,11 +139,11 @@ class Collectives(Protocol):
         ...
 
     def fail(self, memory: mmap) -> None:
-        """Let every all-reduce over the ranks fail from now on, also those that a rank already waits for."""
+        """Make every all-reduce over the ranks fail from now on, also one that a rank already waits for."""
         ...
 
     def problem(self, memory: mmap) -> str:
-        """Return why sums over tensor-parallel ranks are wrong though no run raised an error; "" if they are right."""
+        """Return why sums over tensor-parallel ranks are wrong although no run raised an error; "" if right."""
         ...
 
 
@@ -154,7 +155,7 @@ class Backend(ABC):
     Attributes:
         name: The name, which is that of the folder.
         packages: The packages that it needs.
-        devices: The devices that a call can choose; (None,) without a choice.
+        devices: The devices that a caller can choose from; (None,) without a choice.
         prepared: The files that `preparation` may add to an artifact; empty if the ONNX graphs are enough.
         verified: The files whose digests `load` compares itself, when it reads them.
         positive_scales: Whether packed weights must have scales above 0.
@@ -207,7 +208,7 @@ class Backend(ABC):
             device: The device, if it is not the recipe's.
 
         Raises:
-            UsageError: If it cannot.
+            UsageError: If the backend cannot run the model.
         """
         raise UsageError(
             f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, but {self.name} runs a model in one process",
@@ -237,9 +238,9 @@ class Backend(ABC):
         return self.device(recipe) == "cuda"
 
     def preparation(self, recipe: Recipe) -> Preparation | None:
-        """Return the function that a build calls after it wrote the ONNX graphs (TensorRT's builds engines), or None.
+        """Return the function that a build calls after it wrote the ONNX graphs, or None; TensorRT's builds engines.
 
-        A build calls this method first of all, so that missing packages are reported at once.
+        A build calls this method before all other work, so that missing packages are reported at once.
 
         Raises:
             EnvironmentProblem: If this machine lacks something that the preparation needs.
@@ -247,7 +248,7 @@ class Backend(ABC):
         return None
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return what `kvexport plan` tells of the machines that will run a recipe, by subject.
+        """Return the notes of `kvexport plan` about the machines that will run a recipe, by subject.
 
         Args:
             recipe: The recipe.
@@ -259,13 +260,13 @@ class Backend(ABC):
     def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
         """Return why the backend cannot run a packed (4- or 8-bit) weight and the setting that avoids it, or None.
 
-        Such a weight is stored in floats instead.
+        If there is a reason, the build stores the weight in floats.
 
         Args:
             dtype: int4, uint4, int8 or uint8.
             group: The number of inputs that share a scale.
             has_offset: Whether the scales are accompanied by zero points or minima.
-            picked: Whether single rows are read, as from an embedding.
+            picked: Whether single rows of the weight are read, as from an embedding.
         """
         return None
 

@@ -44,10 +44,10 @@ def merge_problem(cache: CachePlan, method: Method, capability: tuple[int, int] 
     Args:
         cache: The caches of the model.
         method: The compression method.
-        capability: The compute capability; None for all of them, of which the text names those that lack memory.
+        capability: The compute capability; None for all. The text then names those with too little shared memory.
 
     Returns:
-        The reason, with the shared memory of the GPUs; "" if there is none, or if the method has no kernel anyway.
+        The reason, with the shared memory of the GPUs; "" if there is no problem, or if the method has no kernel.
     """
     policy = method.policy()
     if policy is None:

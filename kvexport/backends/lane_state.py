@@ -19,8 +19,8 @@ from kvexport.schema.state import RING
 def is_captured(first: int, last: int) -> bool:
     """Return whether the merge of lanes first <= lane < last should have a CUDA graph of its own.
 
-    This is so for one lane, because lanes that start one by one merge one by one, and for the first lanes, because a
-    batch that starts together merges together. Other ranges rarely repeat, and there are many more of them.
+    Single lanes have one, because lanes that start at different times merge one by one. Ranges from lane 0 have one,
+    because a batch that starts together merges together. Other ranges rarely repeat, and there are many of them.
     """
     return first == 0 or last - first == 1
 

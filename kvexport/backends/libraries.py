@@ -1,4 +1,4 @@
-"""The files of kvexport's native libraries: where a backend finds its library, and why a file cannot be loaded here."""
+"""The files of kvexport's native libraries: the search for them, and the reasons why a file cannot be loaded."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def find(variable: str, name: str, entry: str = "") -> Path | None:
     Args:
         variable: An environment variable that names another file, or is ``off``.
         name: The file's name in the package's folder.
-        entry: The name of an entry point in the group ``kvexport.libraries`` that returns the path, if the package's
-            folder has no such file; "" if no other distribution brings the library.
+        entry: The name of an entry point in the group ``kvexport.libraries``, which returns the path if the package's
+            folder has no such file; "" if no other distribution provides the library.
     """
     setting = os.environ.get(variable, "")
     if setting == "off":
@@ -35,7 +35,7 @@ def find(variable: str, name: str, entry: str = "") -> Path | None:
 
 
 def why_none(variable: str, subject: str, fix: str) -> tuple[str, str]:
-    """Return why `find` returned None for a library, and the command or setting that changes it.
+    """Return why `find` returned None for a library, and the command or setting that makes the library available.
 
     Args:
         variable: The environment variable.
@@ -63,7 +63,7 @@ def _from_another_distribution(entry: str) -> Path | None:
 
 
 def why_not_loaded(path: Path, error: OSError) -> str:
-    """Return why the system's loader refused a native library, from its error and from the header of the file."""
+    """Return why the system could not load a native library, from its error and from the header of the file."""
     machine = platform.machine()
     with path.open("rb") as file:
         header = file.read(20)

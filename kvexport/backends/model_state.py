@@ -42,7 +42,7 @@ class LaneState(Protocol):
     ) -> NDArray[np.float32]:
         """Append tokens to batch lanes whose prompts have been read, and return logits, as `decode` does.
 
-        A state whose decode steps read less than the whole cache (`kvexport.state.periodic`) overrides this method.
+        A state whose decode steps read only a part of the cache (`kvexport.state.periodic`) overrides this method.
         """
         return self.decode(input_ids, query_length, first)
 
@@ -59,7 +59,7 @@ class LaneState(Protocol):
         Args:
             first: The first lane.
             last: The end of the range.
-            poisoned: Whether the lanes may contain NaN, so that every value has to be overwritten.
+            poisoned: Whether the lanes may contain NaN; if so, every value is overwritten.
         """
         ...
 
@@ -77,7 +77,7 @@ class ModelState(LaneState, Protocol):
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
         """Append one token [n, 1] to each of n batch lanes, like `decode`, but leave the logits on the device.
 
-        It needs a `top_logits` other than None.
+        `top_logits` must not be None.
         """
         ...
 
@@ -122,7 +122,7 @@ class ModelState(LaneState, Protocol):
         Args:
             lane: The lane.
             rows: The adapter's rows (`kvexport.backends.adapters.Adapter.rows`); empty for the model without an
-                adapter, the only choice of backends that run no adapters.
+                adapter.
         """
         if rows:
             raise NotImplementedError
@@ -146,7 +146,7 @@ class ModelState(LaneState, Protocol):
 
 
 class LoadedModel(Protocol):
-    """An exported model ready to run: its graphs, with one copy of the weights for any number of states.
+    """A loaded model: its graphs, with one copy of the weights for any number of states.
 
     Attributes:
         all_logits: Whether a call returns logits of every token instead of the last one.

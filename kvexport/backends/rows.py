@@ -1,4 +1,4 @@
-"""The result of a decoder call: rows of logits, and the largest logits of each row if rows stay on a device."""
+"""The result of a decoder call: rows of logits, and the largest logits of each row if the rows stay on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TopLogits:
 
 
 class Rows(Protocol):
-    """The logits that one decoder call returned for its lanes, which are numbered from the call's first lane."""
+    """The logits that one decoder call returned. Lanes are numbered from the call's first lane."""
 
     def top_logits(self, lane: int) -> TopLogits | None:
         """Return the n largest logits of a lane with their token ids; None if all logits are already in host memory."""
@@ -49,7 +49,7 @@ class HostRows:
     logits: npt.NDArray[np.float32]
 
     def top_logits(self, lane: int) -> None:
-        """Return None: all logits of the lane are in host memory, so the largest are not found on a device."""
+        """Return None, because all logits of the lane are in host memory."""
 
     def row(self, lane: int) -> npt.NDArray[np.float32]:
         """Return all logits [vocabulary] of a lane."""

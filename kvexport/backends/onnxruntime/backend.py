@@ -75,7 +75,7 @@ class OnnxRuntime(Backend):
         return problems or (devices.rank_problems(ranks) if device == "cuda" and ranks > 1 else [])
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return why some GPUs merge by the ONNX function; see `Backend.advice`."""
+        """Return which GPUs must run MergeCache as an ONNX function, and why; see `Backend.advice`."""
         from kvexport.backends.gpu_limits import merge_problem
 
         if self.device(recipe) != "cuda" or not (problem := merge_problem(cache, recipe.cache.build_method())):
@@ -201,10 +201,10 @@ BACKEND = OnnxRuntime()
 
 
 def _threads() -> int:
-    """Return the threads of a model on this machine; 0 where ONNX Runtime's own choice is the same.
+    """Return the number of threads of a model on this machine; 0 if ONNX Runtime would choose the same number.
 
-    ONNX Runtime then also binds each of its threads to a core. It counts the cores of the whole machine, also where
-    this process may use only some of them.
+    With 0 ONNX Runtime also binds each of its threads to a core. ONNX Runtime counts the cores of the whole machine,
+    even if this process may use only some of them.
     """
     threads = suitable_threads()
     restricted = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)

@@ -44,7 +44,7 @@ class NativeCollectives:
         self._library.kvexport_ranks_join(_address(memory), rank, ranks)
 
     def fail(self, memory: mmap) -> None:
-        """Let every all-reduce over the CPU ranks raise an error from now on."""
+        """Make every all-reduce over the CPU ranks raise an error from now on."""
         self._library.kvexport_ranks_fail(_address(memory))
 
     def problem(self, memory: mmap) -> str:

@@ -22,7 +22,7 @@ ALL = slice(None)
 class DeviceArray:
     """A tensor at a fixed address on a GPU ("cuda"), all zeros at first, for ONNX Runtime sessions to bind.
 
-    It is written and read as a whole; `lanes` gives a tensor over some of its lanes.
+    Writing and reading cover the whole tensor; `lanes` returns a tensor over some of its lanes.
     """
 
     def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:

@@ -30,7 +30,8 @@ def require_device(device: str) -> None:
     """Check that ONNX Runtime can run graphs on `device` ("cpu" or "cuda").
 
     Raises:
-        EnvironmentProblem: With everything that is missing, and the fix of the first.
+        EnvironmentProblem: Something is missing. The message lists everything that is missing, and the fix of the
+            first.
     """
     reasons = problems(device)
     if reasons:
@@ -76,7 +77,7 @@ def problems(device: str) -> list[tuple[str, str]]:
 
 
 def both_packages() -> str:
-    """Return a clause that says that both packages of ONNX Runtime are installed; "" if one or none is installed."""
+    """Return a clause for messages if both packages of ONNX Runtime are installed; "" otherwise."""
     versions = {name: installed_version(name) for name in SAME_MODULE.values()}
     if not all(versions.values()):
         return ""
@@ -84,7 +85,7 @@ def both_packages() -> str:
 
 
 def package_clash() -> tuple[str, str] | None:
-    """Return the problem and its fix if `onnxruntime` has overwritten the module of `onnxruntime-gpu`; None if not."""
+    """Return the problem and its fix if `onnxruntime` has overwritten `onnxruntime-gpu`; None if it has not."""
     both = both_packages()
     if not both or module_owner() != SAME_MODULE["cpu"]:
         return None
@@ -101,12 +102,12 @@ def module_owner() -> str:
 
 
 def reinstall(device: str) -> str:
-    """Return the command that lets the ONNX Runtime package for `device` overwrite the other package."""
+    """Return the command that reinstalls the ONNX Runtime package for `device` over the other package."""
     return f"pip install --force-reinstall --no-deps {SAME_MODULE[device]}"
 
 
 def providers(onnxruntime: Any) -> list[str]:
-    """Return the names of ONNX Runtime's execution providers, those of registered libraries included."""
+    """Return the names of ONNX Runtime's execution providers, with those of registered libraries."""
     names = list(onnxruntime.get_available_providers())
     with contextlib.suppress(Exception):  # releases before 1.22 have no such function
         names += [device.ep_name for device in onnxruntime.get_ep_devices() if device.ep_name not in names]
@@ -130,7 +131,7 @@ def graph_problem() -> str:
 def load_cuda_libraries(onnxruntime: Any) -> None:
     """Load the CUDA and cuDNN libraries from NVIDIA's Python packages, if these are installed.
 
-    Libraries that the system's loader finds need no help.
+    Libraries that the system's loader finds by itself are not loaded here.
     """
     if getattr(onnxruntime, "cuda_version", "") and hasattr(onnxruntime, "preload_dlls"):
         # preload_dlls prints the libraries that it does not find, although a session may start without them.
@@ -140,7 +141,7 @@ def load_cuda_libraries(onnxruntime: Any) -> None:
 
 @cache
 def driver_problem() -> str:
-    """Return why CUDA's driver shows no GPU; "" if it shows one."""
+    """Return why CUDA's driver lists no GPU; "" if it lists one."""
     try:
         return "" if gpu_count() else "the NVIDIA driver shows no GPU"
     except EnvironmentProblem as error:
@@ -212,7 +213,7 @@ def rank_problems(ranks: int) -> list[tuple[str, str]]:
 
 
 def most_ranks(limit: int) -> tuple[int, str]:
-    """Return how many of the first GPUs can share one tensor-parallel model, and if only one can, why.
+    """Return how many of the first GPUs can run one tensor-parallel model, and the reason if it is only one.
 
     Args:
         limit: The largest number to return.

@@ -1,9 +1,9 @@
 """The all-reduce over tensor-parallel ranks on GPUs: the operator AllReduce of the native library for CUDA.
 
-Each rank has a mailbox in the memory of its GPU, which the processes open to one another by CUDA's driver
-(plugins/cuda/ranks/ranks.h). This module lays out the host memory that ranks share. It begins with a status word, which
-the kernels write. From HANDLES on it has, for every rank, the handle of its mailbox and the handle's digest, which
-tells the other ranks that the handle is complete.
+Each rank has a mailbox in the memory of its GPU, and gives the other processes access to it by CUDA's driver
+(plugins/cuda/ranks/ranks.h). This module defines the layout of the host memory that ranks share. It begins with a
+status word, which the kernels write. From HANDLES on it has, for every rank, the handle of its mailbox and the handle's
+digest, which shows the other ranks that the handle is complete.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Mailboxes:
         )
 
     def fail(self, memory: mmap) -> None:
-        """Let every all-reduce over the GPU ranks fail from now on."""
+        """Make every all-reduce over the GPU ranks fail from now on."""
         if not _word(memory):
             memory[:4] = FAILED.to_bytes(4, "little")
 
@@ -106,7 +106,7 @@ def exchanged(memory: mmap, rank: int, ranks: int, size: int, undo: list[tuple[s
         rank: The number of this rank.
         ranks: The number of ranks.
         size: The bytes of a mailbox.
-        undo: Receives the driver calls that release everything, to be made in reverse order.
+        undo: A list to which the driver calls that release everything are added; make them in reverse order.
 
     Returns:
         The device addresses of the status word and of every rank's mailbox.

@@ -1,6 +1,6 @@
-"""An exported model on ONNX Runtime's CPU or CUDA provider, whose sessions update the KV cache in place.
+"""A model on ONNX Runtime's CPU or CUDA provider, whose sessions update the KV cache in place.
 
-Input and output of a state tensor are one buffer on the device that computes.
+Past and present of a state tensor are one buffer on the device.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class OnnxRuntimeState(ModelState):
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
         """Empty the KV caches of lanes first <= lane < last; see `LaneState.clear`.
 
-        An all-zero state is an empty cache. On a device only the votes of tensors of slots become zero: other finite
-        values of a slot without votes have no effect, and votes are a hundredth of the state.
+        An all-zero state is an empty cache. On a GPU, only the votes of slots become zero: other finite values of a
+        slot without votes have no effect, and votes are a hundredth of the state.
         """
         for name, array in self.state.items():
             if poisoned or name in self._emptied or not isinstance(array, DeviceArray):
@@ -240,10 +240,10 @@ class OnnxRuntimeState(ModelState):
         return call
 
     def _capture(self, name: str, call: _BoundCall) -> str:
-        """Let ONNX Runtime capture the CUDA graph of a bound session, and return why it cannot ("" if it could).
+        """Let ONNX Runtime capture the CUDA graph of a bound session. Return why this failed, "" if it succeeded.
 
-        The capture runs the ONNX graph several times, in place. Decoder calls bring no token, which leaves every lane
-        unchanged. A second merge leaves a merged cache unchanged.
+        The capture runs the ONNX graph several times, in place. Its decoder calls contain no token, so they leave every
+        lane unchanged. A second merge leaves a merged cache unchanged.
         """
         if call.inputs is not None:
             call.inputs.arrays["query_length"][...] = 0

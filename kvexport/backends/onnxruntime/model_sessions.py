@@ -41,7 +41,7 @@ class Sessions:
         all_logits: Whether a call returns logits of every token.
         device: The device: cpu or cuda.
         graphs: The names of the sessions whose calls are replayed as CUDA graphs.
-        graph_problem: Why sessions do not use CUDA graphs although the caller asked for them.
+        graph_problem: Why sessions do not use CUDA graphs although the caller enabled them.
         adapters: The LoRA adapters.
         adapter_tensors: The adapters' matrices on the device, by the name of the decoder's input.
 
@@ -72,13 +72,13 @@ class Sessions:
             threads: The number of threads; 0 for ONNX Runtime's own choice.
             vocabulary: The number of logits in a row.
             all_logits: Whether a call returns logits of every token.
-            operators: For each operator the native library to register, or None to run its function.
+            operators: For each operator the native library to register, or None to run its ONNX function.
             top_logits: The file of the ONNX graph that finds the largest logits, and their number. The CPU does not use
                 it.
             device: The device: cpu or cuda.
             graphs: Whether calls are replayed as CUDA graphs.
             float_input: Whether packed weights are multiplied with unrounded inputs.
-            adapters: The LoRA adapters of a decoder that takes some.
+            adapters: The LoRA adapters, for a decoder that was built for adapters.
         """
         self.vocabulary = vocabulary
         self.all_logits = all_logits
@@ -170,11 +170,14 @@ class Sessions:
         return self._open[DECODER](graphs=False, model=model)
 
     def new_graph(self, name: str, stays: bool) -> int | None:
-        """Return a new CUDA graph id for a session: NO_GRAPH for calls without one, None if the session captures none.
+        """Return an id for a new CUDA graph of a session.
 
         Args:
             name: The name of the session.
-            stays: Whether the call is repeated, so that it should have a CUDA graph.
+            stays: Whether the call will be repeated, so that a CUDA graph saves time.
+
+        Returns:
+            The id; NO_GRAPH for a call without a CUDA graph; None if the session captures none.
         """
         if name not in self.graphs:
             return None

@@ -1,7 +1,7 @@
 """The shared libraries of native operators (kernels) for ONNX Runtime, one for its CPU provider and one for CUDA.
 
 The operators are VoteAttention, MergeCache, Linear, Experts and LinearAttention. Without a library, or for a method or
-layer that it does not support, a graph runs from the ONNX functions that it contains.
+layer that it does not support, ONNX Runtime runs the ONNX functions of the graph.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def library(device: str = "cpu") -> Path | None:
 
 
 def why_no_library(device: str = "cpu") -> tuple[str, str]:
-    """Return why there is no native operator library to register, and the command or setting that changes it."""
+    """Return why there is no native operator library to register, and the command or setting that provides it."""
     subject = f"the native operators{' for CUDA' if device == 'cuda' else ''}"
     return libraries.why_none(VARIABLE, subject, how_to_build(device))
 
@@ -71,8 +71,8 @@ def how_to_build(device: str) -> str:
 def instruction_set(path: Path) -> str:
     """Return the instruction set that a native operator library uses on this machine.
 
-    It is amx, avx512vnni, avx512, avxvnni, avx2, i8mm, dotprod, neon or portable. For CUDA it is the GPUs that the
-    library is compiled for, such as "sm_80, sm_90".
+    On the CPU it is amx, avx512vnni, avx512, avxvnni, avx2, i8mm, dotprod, neon or portable. For CUDA it is the list of
+    GPUs that the library is compiled for, such as "sm_80, sm_90".
     """
     return _ask(path, "kvexport_isa")
 
@@ -108,7 +108,7 @@ def packed_layout(path: Path, group: int, inputs: int) -> str:
 
 
 def has_quantized_cache(path: Path) -> bool:
-    """Return whether a native library has kernels for 8- and 4-bit KV caches, or tells for each layer why not."""
+    """Return whether a native library has kernels for 8- and 4-bit KV caches, or can give the reason for a layer."""
     return _has(path, "kvexport_small_cache") or _has(path, "kvexport_attention_problem")
 
 
@@ -141,7 +141,7 @@ def require_runnable(path: Path, device: str) -> None:
 def require_recurrences(path: Path, plan: CachePlan) -> None:
     """Check that a native operator library computes the linear attention of every layer that has a recurrent state.
 
-    Libraries without limits do not export the function that tells.
+    A library without such limits does not export the function that checks them.
 
     Raises:
         EnvironmentProblem: If it cannot compute one of them.
@@ -212,7 +212,7 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
 def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
     """Return why the native library has no kernel of operator `op` for one of the model's layers, or None if it has.
 
-    Libraries without such limits do not export the function that tells.
+    A library without such limits does not export the function that checks them.
     """
     if not _has(path, "kvexport_attention_problem"):
         return None

@@ -92,8 +92,7 @@ def require_interface(session: Any, path: Path, plan: CachePlan, others: Mapping
         session: The session of the graph.
         path: The file of the graph.
         plan: The cache plan.
-        others: The other inputs, with their shapes where buffers are bound to them; None for an input of token ids or
-            lengths.
+        others: The other inputs with the shapes of the buffers that are bound to them; None for token ids and lengths.
 
     Raises:
         ArtifactError: If the graph has another interface.

@@ -81,7 +81,7 @@ class TensorRT(Backend):
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return the memory of a build on a Jetson, and on which GPUs no merge can be built; see `Backend.advice`."""
+        """Return the memory of a build on a Jetson, and the GPUs for which no engine can be built."""
         from kvexport.backends.gpu_limits import merge_problem
         from kvexport.backends.tensorrt.engines import MOST_SORTED
         from kvexport.backends.tensorrt.environment import build_memory

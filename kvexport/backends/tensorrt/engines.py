@@ -1,7 +1,7 @@
 """The build of an artifact's TensorRT engines, decoder.plan and merge.plan, from its ONNX graphs.
 
 By default a plan runs only with the TensorRT version and the kind of GPU that built it, so it is built on the machine
-that will run it. Kernel timings are kept for later builds under ``$XDG_CACHE_HOME/kvexport``. TensorRT's log becomes
+that will run it. Kernel timings are stored for later builds under ``$XDG_CACHE_HOME/kvexport``. TensorRT's log becomes
 the artifact's tensorrt.log.
 """
 
@@ -81,7 +81,7 @@ def single_profile(limits: Limits, count: int) -> int:
 class EngineBuilder:
     """A builder of TensorRT engines, with the GPU and, if the options ask for them, the plugins.
 
-    A build creates it first of all, so that missing parts are reported at once.
+    A build creates it before all other work, so that missing requirements are reported at once.
 
     Raises:
         EnvironmentProblem: If the GPU, its driver, TensorRT or the plugins are missing.
@@ -96,7 +96,7 @@ class EngineBuilder:
         self._refusal: Callable[[Any], str | None] = self._find_plugin()
 
     def _find_plugin(self) -> Callable[[Any], str | None]:
-        """Return the function that tells why TensorRT's plugin cannot run an ONNX node."""
+        """Return the function that returns why TensorRT's plugin cannot run an ONNX node."""
         if self.options.plugin == "never":
             return plugin_refusal("switched off by backend.tensorrt.plugin")
         if library() is None and self.options.plugin == "auto":
@@ -116,9 +116,9 @@ class EngineBuilder:
             progress: A function that starts a progress bar of a label and a number of steps.
 
         Raises:
-            UsageError: If TensorRT does not take a packed weight.
-            EnvironmentProblem: If plugins are required and do not take a node, or the memory is too small.
-            KvexportError: If TensorRT cannot build an engine, with its own words.
+            UsageError: If TensorRT does not support a packed weight.
+            EnvironmentProblem: If plugins are required and do not support a node, or the memory is too small.
+            KvexportError: If TensorRT cannot build an engine, with TensorRT's message.
         """
         state, vocabulary = manifest.cache, manifest.model.vocabulary
         weights = [*folder.glob("*.weights"), *folder.glob("weights/*")]
@@ -154,7 +154,7 @@ class EngineBuilder:
         return replace(manifest, operators=operators, engines={**manifest.engines, NAME: record.to_json()})
 
     def _converted(self, folder: Path, manifest: Manifest) -> list[tuple[str, str, Any, dict[str, str]]]:
-        """Return every ONNX graph for TensorRT's parser: its kind, its file, the graph, and why nodes are no plugins.
+        """Return every ONNX graph for TensorRT's parser: its kind, its file, the graph, and why nodes are not plugins.
 
         All graphs are converted and checked before the first engine is built, which takes minutes.
         """
@@ -289,9 +289,9 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _timing_cache(config: Any, owner: str) -> Iterator[None]:
-    """Let a build use the kernel timings of earlier builds for the same GPU and TensorRT, and keep its own.
+    """Let a build use the kernel timings of earlier builds for the same GPU and TensorRT, and store new timings.
 
-    A build succeeds without them.
+    A build also succeeds without stored timings.
     """
     path = cache_folder() / f"{re.sub(r'[^A-Za-z0-9.]+', '-', owner)}.timing"
     known = b""
@@ -311,7 +311,7 @@ def _timing_cache(config: Any, owner: str) -> Iterator[None]:
 
 @contextmanager
 def _interrupting(monitor: Any) -> Iterator[None]:
-    """Let Ctrl-C ask TensorRT to stop its build, while this context manager is active.
+    """Make Ctrl-C ask TensorRT to stop its build, while this context manager is active.
 
     An exception in one of TensorRT's callbacks would end the process.
     """

@@ -1,4 +1,4 @@
-"""Checks of TensorRT and the GPU, before either is used: TensorRT itself crashes without a driver."""
+"""Checks of TensorRT and the GPU before their use, because TensorRT crashes without a driver."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def import_runtime(*, version_compatible: bool) -> Any:
 
 
 def install() -> str:
-    """Return the line that installs TensorRT on this machine: a Jetson has the one of its JetPack."""
+    """Return the line that installs TensorRT on this machine; a Jetson needs the TensorRT of its JetPack."""
     return INSTALL_JETSON if JETSON.exists() else INSTALL
 
 
 def build_memory(weight_bytes: int, *, packed: bool) -> str:
-    """Return a text with the memory that a build of engines takes where the CPU and the GPU share it.
+    """Return a text with the memory that a build of engines takes on a machine whose CPU and GPU share memory.
 
     Args:
         weight_bytes: Bytes of the weights of the ONNX graphs.
-        packed: Whether the recipe packs them in 4 bits.
+        packed: Whether the recipe packs the weights in 4 bits.
     """
     least, most = (format_bytes(times * weight_bytes) for times in BUILD_TIMES)
     smaller = "" if packed else f"; 16-bit weights take a quarter of it with {PACK}"
@@ -101,7 +101,7 @@ def build_memory(weight_bytes: int, *, packed: bool) -> str:
 
 
 def most_weights() -> str:
-    """Return a text on the weights that engines can be built of on this Jetson; "" on other machines."""
+    """Return a text with the largest weights for which this Jetson can build engines; "" on other machines."""
     memory, _ = machine_memory()
     if not JETSON.exists() or not memory:
         return ""
@@ -110,10 +110,10 @@ def most_weights() -> str:
 
 
 def require_build_memory(weight_bytes: int) -> None:
-    """Check that the memory of a Jetson can hold an engine and its plan, before TensorRT takes minutes to build them.
+    """Check that an engine and its plan fit into the memory of a Jetson, before TensorRT builds them for minutes.
 
     Raises:
-        EnvironmentProblem: Two copies of the weights are more than the memory.
+        EnvironmentProblem: Two copies of the weights are larger than the memory.
     """
     if JETSON.exists():
         require_memory(2 * weight_bytes, "an engine with its plan", f"{PACK}, at the export on another machine")

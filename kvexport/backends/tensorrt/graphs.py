@@ -1,8 +1,8 @@
 """The conversion of an artifact's ONNX graphs for TensorRT's parser.
 
-The parser knows functions by name only, so the first of several overloads would replace all others, and it fixes every
-shape before it knows a value. Therefore nodes that a plugin takes lose their functions, and all other functions are
-inlined. No plugin reads the caches of several KV heads: their nodes become one node for each KV head.
+The parser distinguishes functions only by name, so the first of several overloads would replace all others. It also
+fixes every shape before it knows a value. The conversion therefore removes the functions of nodes that a plugin
+supports, and inlines all other functions. No plugin supports ragged nodes, so these become one node for each KV head.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
 def for_tensorrt(
     model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None], *, alias_state: bool = False
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Convert an ONNX graph for TensorRT's parser, and tell for each operator why it does not run as a plugin.
+    """Convert an ONNX graph for TensorRT's parser, and return for each operator why it does not run as a plugin.
 
     Args:
         model: The ONNX graph.
-        refusal: A function that returns why the plugin does not take a node, or None if it does. Either all nodes of an
-            operator become plugins or none.
-        alias_state: Whether plugins declare that a present state tensor is its past one. TensorRT then needs its
-            preview feature ALIASED_PLUGIN_IO_10_03, and refuses the network without it.
+        refusal: A function that returns why the plugin does not support a node, or None if it does. Either all nodes of
+            an operator become plugins or none.
+        alias_state: Whether plugins declare that past and present of a state tensor are one buffer. TensorRT then
+            requires its preview feature ALIASED_PLUGIN_IO_10_03.
 
     Returns:
         The copy, and the reasons by operator; "" for an operator that runs as a plugin.
@@ -62,13 +62,13 @@ def for_tensorrt(
 
 
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
-    """Return MergeCache's ONNX function with a fixed number of evicted rows, the slack, whatever the votes.
+    """Return MergeCache's ONNX function with a fixed number of evicted rows, which is the slack.
 
-    The rows are those of `kvexport.ops.merge_cache.rows_of`. Rows beyond those that are over the budget belong to empty
-    slots, so the function has the same meaning, and its shapes do not depend on values.
+    The rows are those of `kvexport.ops.merge_cache.rows_of`. If fewer slots are over the budget, the other evicted rows
+    are empty slots. The result is therefore the same, but no shape depends on values.
 
     Raises:
-        KvexportError: If the function has no evicted rows of that name.
+        KvexportError: If the function has no input with the evicted rows.
     """
     import onnx
 
@@ -94,7 +94,7 @@ def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
 
 
 def plugin_refusal(reason: str) -> Callable[[onnx.NodeProto], str]:
-    """Return a function that gives `reason` why no ONNX node runs as a plugin, for a machine without the plugin."""
+    """Return a function that returns `reason` for every ONNX node, for a machine without the plugin."""
     return lambda _: reason
 
 

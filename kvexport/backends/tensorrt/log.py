@@ -38,7 +38,7 @@ def make_log(trt: Any) -> Any:
 def make_monitor(trt: Any, task: Task) -> Any:
     """Return a `tensorrt.IProgressMonitor` that advances the progress bar `task` to `STEPS`.
 
-    It ends the build if `interrupted` is set to true.
+    The monitor stops the build if its attribute `interrupted` is set to true.
     """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]

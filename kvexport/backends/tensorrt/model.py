@@ -1,7 +1,7 @@
 """A model on TensorRT engines, with its KV caches on the GPU.
 
-If the operators are plugins, past and present have one address, which the plugins support. TensorRT may run the nodes
-of a function in any order, so with functions present has an address of its own and is copied back.
+With plugins, past and present of a state tensor have one address. With ONNX functions, present has another address and
+is copied back, because TensorRT may run the nodes of a function in any order.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TensorRTState(ModelState):
     ) -> tuple[list[Copy], list[Copy]]:
         """Bind the state tensors of some batch lanes to a TensorRT execution context.
 
-        Lanes are copied if their memory is not aligned, or must not be overwritten during the run.
+        Lanes are copied if their address is not aligned, or if the run must not overwrite them.
 
         Args:
             context: The execution context.
@@ -89,7 +89,7 @@ class TensorRTState(ModelState):
             in_place: Whether present may overwrite past.
 
         Returns:
-            The copies before a run and those after it.
+            The copies that are needed before a run, and those after it.
         """
         before, after = [], []
         for name, present in names:
@@ -292,9 +292,9 @@ class _Phase:
 class _Call:
     """The execution contexts of a decoder call, and their bindings to some batch lanes.
 
-    A call for lanes whose decode is repeated is one CUDA graph of its copies and engine runs, those for the largest
-    logits included. It has contexts of its own, because a CUDA graph has the shapes that its contexts had. So a change
-    of the number of lanes captures nothing again.
+    A repeated decode call is one CUDA graph of its copies and engine runs, with those for the largest logits. Each call
+    has its own contexts, because a CUDA graph requires that the shapes of its contexts do not change. After a change of
+    the number of lanes, earlier CUDA graphs therefore remain valid.
     """
 
     def __init__(self, phase: _Phase, profile: int) -> None:
@@ -317,7 +317,7 @@ class _Call:
             width: The tokens of each lane.
             first: The first lane.
             count: The number of lanes.
-            replayed: Whether the call becomes a CUDA graph. Then all its runs are of the same lanes and width.
+            replayed: Whether the call becomes a CUDA graph. All its runs then have the same lanes and width.
         """
         if (width, first, count) != self._bound:
             self._bind(width, first, count)
@@ -356,8 +356,8 @@ class _Call:
 class _Merge:
     """The merge engine, which compresses the KV caches of some batch lanes to their budgets.
 
-    It has an execution context of its own, because a CUDA graph has the shapes that its context had. The CUDA graph of
-    its copies and its run is kept while the lanes stay the same.
+    It has its own execution context, because a CUDA graph requires that the shapes of its context do not change. The
+    CUDA graph of its copies and its run is kept while the lanes stay the same.
     """
 
     def __init__(self, backend: TensorRTState) -> None:

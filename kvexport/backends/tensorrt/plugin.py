@@ -1,6 +1,6 @@
 """The shared library of the TensorRT plugins VoteAttention and MergeCache.
 
-Without it, or for a node that it does not take, an engine is built from the function that the ONNX graph contains.
+Without the library, or for a node that it does not support, an engine is built from the ONNX function of the node.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def library() -> Path | None:
 
 
 def why_no_library() -> tuple[str, str]:
-    """Return why there is no TensorRT plugin library to register, and the command or setting that changes it."""
+    """Return why there is no TensorRT plugin library to register, and the command or setting that provides it."""
     return libraries.why_none(VARIABLE, "the TensorRT plugins", BUILD)
 
 
 def what_building_lacks() -> str | None:
-    """Return which headers or tool a build of the TensorRT plugins lacks here, with the command that installs them.
+    """Return the headers or tool that a build of the TensorRT plugins lacks, with the command that installs them.
 
     These may be TensorRT's headers, CUDA's headers or nvcc. The result is None if nothing is missing, or there is no
     checkout to build from.
@@ -94,8 +94,8 @@ def _missing(registry: Any) -> list[str]:
 def refusal(trt: Any, node: Any) -> str | None:
     """Return why kvexport's TensorRT plugin cannot run an ONNX node; None if it can.
 
-    The registered creator is asked for an instance with the fields that TensorRT's parser derives from the node's
-    attributes.
+    To find out, the function asks the registered creator for a plugin with the fields that TensorRT's parser would
+    derive from the node's attributes.
 
     Args:
         trt: The module tensorrt.

@@ -26,7 +26,7 @@ class EngineRecord:
         tensorrt: The version of TensorRT that built the plans.
         gpu: The GPU that they were built for.
         plugin_version: The version of the plugins in the plans, or None without plugins.
-        functions: For each operator that runs from its function, the reason.
+        functions: For each operator that runs as its ONNX function, the reason.
         options: The recipe's options.
     """
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TensorRTSection(RecipeSection):
-    """Schema of the recipe keys that say how TensorRT engines are built."""
+    """Schema of the recipe keys `backend.tensorrt`: how TensorRT engines are built."""
 
     plugin: Literal["auto", "always", "never"] = Field(
         "auto",

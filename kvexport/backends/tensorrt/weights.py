@@ -1,8 +1,8 @@
 """The packed weights that TensorRT supports: signed 4-bit numbers in blocks of 64 or 128 inputs with scales above 0.
 
-IDequantizeLayer has no blocks of INT8, its zero points are 0 and its scales are strictly positive (NvInfer.h of 11.1).
-The block sizes are those of its documentation of quantization schemes. TensorRT's parser has no BitShift, which a
-packed embedding needs.
+TensorRT's IDequantizeLayer supports no blocks of INT8, no zero points other than 0, and only positive scales (NvInfer.h
+of 11.1). The block sizes come from TensorRT's documentation of quantization schemes. TensorRT's parser has no BitShift,
+which a packed embedding needs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def require_taken(model: onnx.ModelProto, folder: Path) -> None:
         folder: The folder of its external data.
 
     Raises:
-        UsageError: If it does not take one.
+        UsageError: If TensorRT does not support one of them.
     """
     import onnx
 

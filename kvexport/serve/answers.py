@@ -30,7 +30,7 @@ def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
 
     Args:
         requests: The finished requests.
-        answers: How many consecutive requests share one prompt, which counts once.
+        answers: The number of consecutive requests that share one prompt; its tokens count once.
 
     Returns:
         The object `usage` as OpenAI defines it.
@@ -52,7 +52,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def text(self, token: int) -> str:
-        """Return the text of one token id. A token that is half a character has the text U+FFFD."""
+        """Return the text of one token id. A token that is only a part of a character has the text U+FFFD."""
         return str(token) if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
         The application; `app.state.service` is its `Service`.
 
     Raises:
-        UsageError: The checkpoint's generation settings ask for something that the sampler does not do.
+        UsageError: The checkpoint's generation settings need something that the sampler does not support.
     """
     engine.settings()
     service = Service(engine, settings or ServeSettings())
@@ -149,7 +149,7 @@ async def metrics(service: Service, _: Request) -> Response:
 
 
 async def models(service: Service, _: Request) -> Response:
-    """Answer /v1/models: a list of the served model under each of its names, and of its adapters."""
+    """Answer /v1/models: a list of the names of the served model, and of its adapters."""
     names = [service.model, *(n for n in service.settings.names if n not in (service.model, "*"))]
     names += service.engine.adapters.by_name
     return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})

@@ -43,7 +43,7 @@ class ChatBody(Sampling):
         """Return the conversation that a chat completion request describes, with messages as chat templates read them.
 
         Raises:
-            ApiError: A field asks for something that the server does not do.
+            ApiError: A field asks for something that the server does not support.
         """
         refuse(self, "modalities", (["text"],), "answers are text")
         refuse(self, "audio", (), "answers are text")
@@ -100,8 +100,8 @@ class ChatStream:
     Args:
         head: The fields that all chunks share.
         prepared: The requests of the answers.
-        texts: Gives log probabilities their texts; None leaves log probabilities out.
-        usage: Whether a last chunk has the token counts.
+        texts: The texts of tokens, for log probabilities; None omits log probabilities.
+        usage: Whether to end with a chunk of token counts.
     """
 
     def __init__(self, head: dict[str, Any], prepared: Prepared, texts: TokenTexts | None, *, usage: bool) -> None:

@@ -38,7 +38,7 @@ class CompletionBody(Sampling):
         """Return the prompts of a completion request, each as text or token ids.
 
         Raises:
-            ApiError: A prompt is empty, or a field asks for something that the server does not do.
+            ApiError: A prompt is empty, or a field asks for something that the server does not support.
         """
         refuse(self, "suffix", ("",), "the model continues a prompt and fills no gap in it")
         refuse(self, "best_of", (1, self.n or 1), "the server returns all n answers")
@@ -104,8 +104,8 @@ class CompletionStream:
         head: The fields that all chunks share.
         requests: One request for each answer.
         echoes: The text before each answer.
-        texts: Gives log probabilities their texts; None leaves log probabilities out.
-        usage: How many answers share a prompt, for a last chunk with the token counts; 0 for no such chunk.
+        texts: The texts of tokens, for log probabilities; None omits log probabilities.
+        usage: The number of answers that share a prompt, for a last chunk of token counts; 0 for no such chunk.
     """
 
     def __init__(

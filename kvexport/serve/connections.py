@@ -1,9 +1,9 @@
 """TCP connections of HTTP clients: deadlines for each request's headers and body, and a limit on open connections.
 
-uvicorn closes a connection that is idle after an answer, but waits without end for a client that sends half a request.
-Such clients need no API key, and each of them takes a descriptor of the process. Here every connection has a deadline,
-and where all places are taken a new connection gets the place of the one that has waited longest without a complete
-request. A connection whose request is being answered never loses its place.
+uvicorn closes a connection that is idle after an answer, but waits forever for a client that sends half a request. Such
+a client needs no API key, and takes a file descriptor of the process. Here every connection has a deadline. If the
+limit of connections is reached, a new connection replaces the one that has waited longest without a complete request. A
+connection whose request is being answered is never replaced.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LEAST = 4
 def connection_limit(most: int = _MOST) -> int:
     """Return how many client connections the process can hold without running out of file descriptors.
 
-    The descriptors that are free now are shared out: 16 stay free for files, and for every 4 connections one more
-    descriptor is left for a connection that is accepted before it is counted (`backlog`).
+    Of the descriptors that are free now, 16 stay free for files. For every 4 connections one more descriptor stays
+    free, for a connection that is accepted before it is counted (`backlog`).
 
     Args:
-        most: The bound where the descriptor limit allows more.
+        most: The largest result, even if the descriptor limit allows more.
 
     Raises:
         EnvironmentProblem: The descriptor limit leaves fewer than 4 connections.
@@ -53,7 +53,7 @@ def connection_limit(most: int = _MOST) -> int:
 
 
 def backlog(limit: int) -> int:
-    """Return the listen backlog for `limit` connections: how many the system may hold before they are accepted."""
+    """Return the listen backlog for `limit` connections: how many may wait in the system before they are accepted."""
     return min(128, max(1, limit // 4))
 
 
@@ -97,7 +97,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Set a deadline for the rest of a request body that was answered before it arrived."""
+        """Set a deadline for the rest of a request body, if the request was answered before the body arrived."""
         super().on_response_complete()
         self._watch()
 
@@ -123,8 +123,9 @@ class Connection(H11Protocol):
     def _free_a_place(self) -> bool:
         """Close the connection that has waited longest without a complete request. Return False if there is none.
 
-        A client between two requests keeps its connection for as long as there is one that has sent no complete request
-        or only a piece of its next. Otherwise a flood of these within one turn of the event loop would close it.
+        Connections that have sent no complete request, or only a part of their next one, are closed first. Otherwise a
+        flood of such connections within one turn of the event loop would close the connection of a client between two
+        requests.
         """
         waiting = [c for c in self.connections if isinstance(c, Connection) and c.waits]
         if not waiting:
@@ -165,7 +166,7 @@ def connections(limit: int) -> type[Connection]:
 class OncePerSecond(logging.Filter):
     """A logging filter that lets equal messages through only once a second.
 
-    Clients without a key cause such messages, for example asyncio's where no descriptor is left. They must not fill a
+    Clients without a key can cause many messages, for example asyncio's if no descriptor is left. These must not fill a
     disk.
 
     Args:

@@ -26,10 +26,10 @@ class Conversation:
         messages: The messages in the form that chat templates read.
         tools: The tools, as OpenAI defines them.
         tool_choice: The choice of tools, as OpenAI defines it.
-        parallel: Whether an answer may have several calls.
-        variables: The template's own variables.
-        form: The grammar of the answer, None for free text.
-        session: The session that keeps the state.
+        parallel: Whether an answer may have several tool calls.
+        variables: Variables of the chat template.
+        form: The grammar of the answer; None for free text.
+        session: The name of the session that stores the state.
         adapter: The LoRA adapter that answers; None for the model without one.
     """
 
@@ -49,10 +49,10 @@ class Prepared:
 
     Attributes:
         requests: One request for each answer.
-        session: The session that keeps the state of the only request.
+        session: The name of the session that stores the state; only with a single request.
         start: The state that the request begins from.
         tools: The tools that the answer may call.
-        calls: How the model writes calls.
+        calls: The format of the model's tool calls.
         reasoning: Whether the prompt ends within reasoning; None for a model without reasoning.
     """
 

@@ -14,14 +14,14 @@ from kvexport.serve.worker import Update
 
 
 class Delta(NamedTuple):
-    """A piece of a streamed answer: new text, new reasoning, the start of a tool call, or some of its arguments.
+    """A piece of a streamed answer: new text, new reasoning, the start of a tool call, or a part of its arguments.
 
     Attributes:
-        kind: "text" and "reasoning" bring more text; "call" begins a call; "arguments" brings more of its arguments.
+        kind: "text" or "reasoning" for new text; "call" for the start of a call; "arguments" for new arguments.
         text: The new text, or new JSON of the arguments.
         id: The id of the call.
         name: The tool that is called.
-        nth: The number of the call within the answer, from 0.
+        nth: The number of the call in the answer, from 0.
     """
 
     kind: Literal["text", "call", "arguments", "reasoning"]

@@ -1,4 +1,4 @@
-"""Errors in HTTP responses, in the form of each API. They hold no traceback and no path of this machine."""
+"""Errors in HTTP responses, in the form of each API, without tracebacks and paths of this machine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ApiError(Exception):
 
     Args:
         status: The HTTP status.
-        message: The reason, for a person.
-        code: The reason as a word that programs compare.
+        message: The reason, as text for people.
+        code: The reason, as a fixed word for programs.
         param: The field of the body that is wrong.
         retry_after: Seconds after which a client may try again, 0 for none.
     """
@@ -52,7 +52,7 @@ def overloaded(message: str, retry_after: int = 1) -> ApiError:
 
 
 def engine_failed() -> ApiError:
-    """Return the HTTP error for a server whose engine has failed and which only a restart mends."""
+    """Return the HTTP error for a server whose engine has failed, so that it must be restarted."""
     return ApiError(500, "the engine has failed; the server's log says why", code="engine_failed")
 
 

@@ -1,7 +1,7 @@
-"""Fields that the request bodies of all HTTP APIs share, their bounds, and the generation settings they ask for.
+"""Fields that the request bodies of all HTTP APIs share: their bounds, and the generation settings they set.
 
-A field of a wrong type or out of range is refused. An unknown field is ignored, as in vLLM, because clients send fields
-of other servers. A known field that would change the answer and is not supported is refused.
+The server refuses a field of a wrong type, a field out of range, and a known field that it does not support and that
+would change the answer. It ignores an unknown field, as vLLM does, because clients send fields of other servers.
 """
 
 from __future__ import annotations
@@ -81,20 +81,20 @@ class Sampling(Body):
     min_tokens: int | None = Field(None, ge=0)
 
     def form(self) -> Grammar | None:
-        """Return the grammar that the request wants the answer to follow; None for free text.
+        """Return the grammar of the answer that the request sets; None for free text.
 
         Raises:
-            ApiError: The field that names the form is malformed.
+            ApiError: The field with the grammar is malformed.
             UsageError: The grammar itself is wrong.
         """
         return structured_form(self.structured_outputs) or response_form(self.response_format)
 
     def settings(self, engine: Engine, tokens: int, **more: Any) -> list[GenerationSettings]:
-        """Return the generation settings of each of the `n` answers that the request wants; they differ in their seed.
+        """Return the generation settings of each of the request's `n` answers. They differ in their seed.
 
         Args:
-            engine: The engine whose defaults hold for fields that are missing.
-            tokens: Tokens of each answer at most.
+            engine: The engine. Its defaults apply to missing fields.
+            tokens: The largest number of tokens of an answer.
             **more: Further fields of GenerationSettings.
 
         Raises:
@@ -138,7 +138,7 @@ class Sampling(Body):
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
     def _top_k(self, engine: Engine) -> int | None:
-        """Return top_k for sampling. It is off if neither request nor checkpoint sets it, unlike transformers' 50."""
+        """Return top_k for sampling. If neither request nor checkpoint sets it, it is off (transformers: 50)."""
         if self.top_k is not None:
             return max(self.top_k, 0)
         return None if engine.generation_config.get("top_k") is not None else 0
@@ -180,8 +180,8 @@ _STRUCTURE = b",:[{"
 def count_values(data: bytes) -> int:
     """Return an upper bound of the number of values and keys in a JSON text.
 
-    A parser makes a Python object of every one, and holds the interpreter's lock meanwhile. This function counts
-    before, in NumPy, which gives the lock back.
+    A parser creates a Python object for each of them, and holds the interpreter's lock meanwhile. This function counts
+    them beforehand with NumPy, which releases the lock.
     """
     most = 1 + sum(data.count(character) for character in _STRUCTURE)
     if most <= MOST_VALUES:
@@ -223,7 +223,7 @@ def refuse(body: BaseModel, name: str, allowed: Sequence[Any], reason: str) -> N
     Args:
         body: The body of the request.
         name: The field.
-        allowed: The values that change nothing. A missing field is allowed too.
+        allowed: The allowed values, which change nothing. A missing field is allowed too.
         reason: The reason, for the message.
 
     Raises:

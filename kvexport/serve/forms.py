@@ -1,4 +1,4 @@
-"""Structured output: the grammars (JSON schema, regular expression, Lark) that requests of several APIs ask for."""
+"""Structured output: the grammars (JSON schema, regular expression, Lark) in requests of several APIs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def response_form(fields: Mapping[str, Any] | None, where: str = "response_format") -> Grammar | None:
-    """Return the grammar that a request's `response_format` asks for; None for free text.
+    """Return the grammar of a request's `response_format`; None for free text.
 
     Args:
         fields: OpenAI's {"type": "json_schema", "json_schema": {"schema": {...}}}, or the flat {"type": "json_schema",
@@ -46,7 +46,7 @@ def response_form(fields: Mapping[str, Any] | None, where: str = "response_forma
 
 
 def structured_form(fields: Mapping[str, Any] | None) -> Grammar | None:
-    """Return the grammar that vLLM's request field `structured_outputs` asks for; None for free text.
+    """Return the grammar of vLLM's request field `structured_outputs`; None for free text.
 
     Args:
         fields: One of the keys `json` (a schema, or its JSON text), `regex`, `choice` (a list of texts), `grammar` and

@@ -62,7 +62,7 @@ class Guard:
 
 
 def _matches(candidates: Sequence[str], keys: Sequence[str]) -> bool:
-    """Return whether a key sent by a client is an API key, in a time that does not depend on equal characters."""
+    """Return whether a client's key is an API key. The time does not depend on how many characters are equal."""
     matches = False
     for key in keys:
         for one in candidates:

@@ -40,7 +40,7 @@ class CountBody(Body):
         """Return the conversation that an Anthropic request describes, with messages as chat templates read them.
 
         Raises:
-            ApiError: A field asks for something that the server does not do.
+            ApiError: A field asks for something that the server does not support.
         """
         messages: list[dict[str, Any]] = []
         if self.system:
@@ -77,7 +77,7 @@ class MessagesBody(CountBody):
         """Return the chat template's variables for the request field `thinking`.
 
         Raises:
-            ApiError: The request asks a model to think whose chat template knows no reasoning.
+            ApiError: The request asks for reasoning, but the model's chat template has none.
         """
         kind = (self.thinking or {}).get("type")
         if kind is None:

@@ -1,4 +1,4 @@
-"""The server's Prometheus metrics at /metrics, `vllm:...` if vLLM's dashboards read them and else `kvexport:...`."""
+"""The server's Prometheus metrics at /metrics: `vllm:...` for vLLM's dashboards, all others `kvexport:...`."""
 
 from __future__ import annotations
 

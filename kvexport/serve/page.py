@@ -15,7 +15,7 @@ from kvexport.serve.service import Service
 
 
 async def page(service: Service, _: Request) -> Response:
-    """Answer /: a web page with a chat, and next to it the state of the batch lanes."""
+    """Answer /: a web page with a chat and the state of the batch lanes."""
     return Response(text(), media_type="text/html", headers=headers())
 
 

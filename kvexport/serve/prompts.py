@@ -1,4 +1,4 @@
-"""Encoding of clients' prompts as token ids, in another thread than the event loop's, with checks of their length."""
+"""Encoding of clients' prompts as token ids, outside the event loop's thread, with checks of their length."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Prompts:
     """Encoder of clients' prompts and conversations, with the tokenizer and the chat template of a server's engine.
 
     Args:
-        engine: The engine. Its steps go on while a prompt is encoded.
-        beside: Runs a function in another thread than the event loop's.
+        engine: The engine. It continues its steps while a prompt is encoded.
+        beside: Runs a function outside the event loop's thread.
     """
 
     def __init__(self, engine: Engine, beside: Beside) -> None:
@@ -45,12 +45,12 @@ class Prompts:
     async def encode(
         self, prompt: str | Sequence[int], *, special: bool = True, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a prompt, encoded in another thread than the event loop's.
+        """Return the token ids of a prompt, encoded outside the event loop's thread.
 
         Args:
             prompt: A text, or token ids.
             special: Whether a text gets the tokenizer's special tokens.
-            fits: Whether a prompt that fills the context is refused.
+            fits: Whether to refuse a prompt that fills the context.
 
         Raises:
             ApiError: The prompt is too long.
@@ -74,7 +74,7 @@ class Prompts:
             messages: The messages in the form that chat templates read.
             tools: The tools that the template lists.
             variables: The template's own variables.
-            fits: Whether a prompt that fills the context is refused.
+            fits: Whether to refuse a prompt that fills the context.
 
         Raises:
             ApiError: The prompt is too long.
@@ -117,7 +117,7 @@ class Prompts:
 
         Args:
             tokens: The tokens of the prompt.
-            at_least: Whether `tokens` is a lower bound of the prompt's tokens; the error message then says so.
+            at_least: Whether `tokens` is only a lower bound, for the error message.
 
         Raises:
             ApiError: The prompt fills the model's context.

@@ -45,10 +45,11 @@ class ResponsesBody(Body):
         """Return the conversation that the request describes, with the messages of the response that it continues.
 
         Returns:
-            The conversation, and its messages without the instructions, which hold for this response alone.
+            The conversation, and its messages without the instructions, which apply only to this response.
 
         Raises:
-            ApiError: A field asks for something that the server does not do, or the earlier response is gone.
+            ApiError: A field asks for something that the server does not support, or the earlier response no longer
+                exists.
         """
         refuse(self, "background", (False,), "the client waits for its answer")
         refuse(self, "conversation", (), "send previous_response_id")
@@ -141,7 +142,7 @@ class OpenResponse:
         service: The server.
         head: The fields that are known before the answer.
         prepared: The request.
-        messages: The conversation before the answer, if the response is to be stored.
+        messages: The conversation before the answer; None if the response is not stored.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class OpenResponse:
         self._service, self.head, self.prepared, self._messages = service, head, prepared, messages
 
     def finish(self, answer: Answer, items: list[Item]) -> dict[str, Any]:
-        """Complete the response with its answer, store it if the client asked for that, and return it as JSON."""
+        """Complete the response with its answer, store it if the request says so, and return it as JSON."""
         cut = answer.finish_reason == "length"
         status = "incomplete" if cut else "completed"
         details = {"reason": "max_output_tokens"} if cut else None

@@ -1,4 +1,4 @@
-"""Running of the HTTP server in this process: an application on a socket, until a signal ends it."""
+"""The HTTP server in this process: it serves an application on a socket until a signal ends it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def listen(host: str, port: int, stall: float) -> socket.socket:
     Args:
         host: The address or name to listen on.
         port: The port, 0 for any free one.
-        stall: Seconds after which the system closes a connection whose other end takes no data (Linux).
+        stall: Seconds after which the system closes a connection whose client receives no data (Linux).
 
     Raises:
         EnvironmentProblem: The address is in use or not allowed.
@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections and requests, and give running requests `drain` seconds to end."""
+        """Stop accepting connections and requests, and wait up to `drain` seconds for running requests."""
         draining = asyncio.ensure_future(self._service.worker.drain(self._service.settings.drain))
         await super().shutdown(sockets)
         draining.cancel()
@@ -91,8 +91,7 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Handle SIGINT, SIGTERM and SIGHUP while the context is open: each of them ends the server.
 
-        A thread other than the main thread installs no handlers, because Python delivers signals to the main thread
-        only.
+        Only the main thread installs handlers, because Python delivers signals to the main thread only.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

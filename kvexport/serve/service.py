@@ -72,7 +72,7 @@ class Service:
     """The state of one HTTP server: the engine behind its worker thread, the limits, the sessions and the metrics.
 
     Args:
-        engine: The engine. From here on only the worker's thread uses it.
+        engine: The engine. From now on only the worker's thread may use it.
         settings: The limits.
     """
 
@@ -142,11 +142,11 @@ class Service:
         raise ApiError(404, message, code="model_not_found", param="model")
 
     def adapter(self, model: str | None) -> str | None:
-        """Return the LoRA adapter that a model name of a request stands for; None if it stands for the model itself."""
+        """Return the LoRA adapter that has a request's model name; None if this is the name of the model itself."""
         return model if model in self.engine.adapters.by_name else None
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """Run a function in another thread than the event loop's, and return its result."""
+        """Run a function outside the event loop's thread, and return its result."""
         return await anyio.to_thread.run_sync(work, limiter=self._encoders)
 
     def requests(
@@ -165,7 +165,7 @@ class Service:
         Args:
             conversation: The conversation.
             sampling: The fields that all APIs share.
-            tokens: Tokens of an answer at most. None allows what fits.
+            tokens: The largest number of tokens of an answer; None allows as many as fit.
             **settings: Further generation settings.
 
         Raises:
@@ -227,10 +227,10 @@ class Service:
         Args:
             ids: The new token ids [n].
             start: The state before them.
-            session: The session that keeps the state after the answer.
+            session: The name of the session that stores the state after the answer.
             sampling: The fields that all APIs share.
-            tokens: Tokens of an answer at most, None for `default`.
-            default: Tokens of an answer without a bound in the request, None for what fits.
+            tokens: The largest number of tokens of an answer; None takes `default`.
+            default: The largest number of tokens if the request has no limit; None allows as many as fit.
             form: The grammar of the answer.
             adapter: The LoRA adapter that answers; None for the model without one.
             **settings: Further generation settings.
@@ -252,7 +252,7 @@ class Service:
         return Prepared(requests, session, start)
 
     def check_choices(self, answers: int) -> None:
-        """Check that an HTTP request does not want more answers than the server allows.
+        """Check that an HTTP request asks for no more answers than the server allows.
 
         Raises:
             ApiError: The server allows fewer.

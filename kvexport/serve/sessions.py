@@ -1,4 +1,4 @@
-"""The server's sessions: conversations whose KV cache is kept between HTTP requests (docs/tasks/sessions.md)."""
+"""The server's sessions: conversations whose KV cache is stored between HTTP requests (docs/tasks/sessions.md)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Start:
     """The stored state that a new turn of a session (conversation) begins from.
 
     Attributes:
-        snapshot: The state, None for a new session or a lost state.
-        mark: The mark of the state in the folder, which `Sessions.keep` compares.
-        lost: "evicted" or "damaged" for a state that was kept and cannot be used, else "".
+        snapshot: The state; None for a new session or a lost state.
+        mark: The mark that identifies the state in the folder, which `Sessions.keep` compares.
+        lost: "evicted" or "damaged" for a state that was stored but cannot be used, otherwise "".
     """
 
     snapshot: Snapshot | None = None
@@ -65,8 +65,8 @@ class Sessions:
 
         Args:
             name: The session.
-            required: Raise for a lost state: a completion cannot go on without it. A chat can, because it brings the
-                whole conversation.
+            required: Whether a lost state is an error. A completion cannot continue without the state. A chat request
+                can, because it contains the whole conversation.
 
         Raises:
             ApiError: A required state is lost (410), or cannot be read now (503).
@@ -100,8 +100,8 @@ class Sessions:
             start: The state that the turn began from.
 
         Raises:
-            ApiError: The state cannot be kept (507), or another turn has changed the session (409). The session is then
-                what it was before the turn.
+            ApiError: The state cannot be stored (507), or another turn has changed the session (409). The session then
+                has the state before the turn.
         """
         try:
             await self._in_turn(lambda: self.store.put(name, snapshot, start.mark))
@@ -121,7 +121,7 @@ class Sessions:
 
         Raises:
             SnapshotError: The bytes are damaged, or of another artifact.
-            EnvironmentProblem: The session cannot be kept.
+            EnvironmentProblem: The session cannot be stored.
         """
         await self._in_turn(lambda: self.store.put(name, Snapshot.from_bytes(data, self._manifest)))
 
@@ -152,7 +152,7 @@ def _store(manifest: Manifest, settings: ServeSettings) -> SessionStore | Shared
 
 
 def session_name(request: Request, body_name: str | None, answers: int = 1) -> str | None:
-    """Return the name of the session that an HTTP request belongs to, from its body or else its header.
+    """Return the name of the session that an HTTP request belongs to, from its body or its header.
 
     Args:
         request: The request with its headers.

@@ -18,28 +18,31 @@ class ServeSettings:
 
     Attributes:
         names: Names of the model in requests. /v1/models lists the first one. "*" accepts any name.
-        api_keys: Keys of which every client needs one. Without keys every client that reaches the server may use it.
-        hosts: Further host names under which a server without keys answers.
+        api_keys: The API keys; every client needs one of them. Without keys every client that reaches the server may
+            use it.
+        hosts: Further host names that a server without keys accepts.
         origins: Origins of web pages that may call the server, besides its own page.
-        preempts: Whether a request of better priority takes the lane of a request of worse priority, which goes on
-            later.
-        reasoning: Whether answers are split into reasoning and text, for models whose chat template knows reasoning.
-        queue: Requests that may wait for a lane.
-        choices: Answers of one HTTP request: `n` times its prompts.
-        body: Bytes of one request body.
-        max_tokens: Tokens of one answer. None allows what the artifact's length leaves.
-        timeout: Seconds that one HTTP request may take in all.
-        keep_alive: Seconds between two comments in a silent stream.
-        stall: Seconds after which a reader that takes no data counts as gone.
-        drain: Seconds that running requests have when the server ends.
-        buffer: Tokens of a stream that its reader has not taken. A reader that falls further behind is given up.
-        prefix_memory: Bytes for the states of prefixes. 0 keeps none.
-        session_memory: Bytes for sessions in memory. More sessions go to `session_folder`, if there is one.
+        preempts: Whether a waiting request takes the lane of a running request with a higher `priority` number, which
+            continues later.
+        reasoning: Whether reasoning is separated from the text of answers, for models whose chat template has
+            reasoning.
+        queue: The largest number of requests that wait for a lane.
+        choices: The largest number of answers to one HTTP request: `n` times its prompts.
+        body: The largest size of a request body in bytes.
+        max_tokens: The largest number of tokens of one answer; None allows as many as the artifact's length.
+        timeout: Seconds that one HTTP request may take in total.
+        keep_alive: Seconds after which a stream without events gets a comment.
+        stall: Seconds after which a client that receives no data counts as disconnected.
+        drain: Seconds that running requests may still take when the server ends.
+        buffer: The largest number of tokens of a stream that its client has not received yet; the server disconnects a
+            client that falls further behind.
+        prefix_memory: Bytes for saved states of prompt prefixes; 0 saves none.
+        session_memory: Bytes for sessions in memory; further sessions go to `session_folder`, if there is one.
         session_folder: The folder for sessions.
         session_disk: Bytes of all files in that folder.
-        session_shared: Whether other servers of the artifact use the folder too. Every turn is then written at once.
-        latency_budget: Seconds that a call of several prompts may take while others wait. None sets no bound, see
-            `EngineOptions.latency_budget`.
+        session_shared: Whether other servers of the artifact also use the folder. If so, every turn is written at once.
+        latency_budget: Seconds that a call which reads several prompts may take while other requests wait; None sets no
+            bound. See `EngineOptions.latency_budget`.
     """
 
     names: tuple[str, ...] = ("kvexport",)

@@ -84,9 +84,9 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
     """Return the state of each batch lane as JSON.
 
     Returns:
-        One entry a lane: `state`, `tokens` that its cache has seen, and occupied `slots`, the mean over its layers. An
-        idle lane shows its last request. A lane in use also has the tokens of the prompt, of the prompt that are read,
-        and generated.
+        One entry for each lane: `state`, the number of `tokens` that its cache has read, and its occupied `slots`, the
+        mean over its layers. An idle lane shows its last request. For a lane in use there are also the numbers of
+        prompt tokens, of prompt tokens that have been read, and of generated tokens.
     """
     holders = {request.lane: request for request in engine.running()}
     entries = []
@@ -121,7 +121,7 @@ def full_bytes_per_token(plan: CachePlan) -> int:
 async def slots(service: Service, request: Request) -> Response:
     """Answer a request for the KV-cache entries of one head of one lane, in order of position.
 
-    An entry has the position of the latest token that it stands for, and its votes: how many tokens it stands for.
+    An entry has the position of its latest token, and its votes: the number of tokens that it stands for.
     """
     layers = service.engine.plan.caches
     lane = _number(request, "lane", service.lanes.count)

@@ -56,8 +56,8 @@ class EventStream(Response):
 
     Args:
         events: The bytes of the events.
-        stall: Seconds after which a client that takes no data counts as gone.
-        on_end: Called when the stream ends, for whatever reason.
+        stall: Seconds after which a client that receives no data counts as disconnected.
+        on_end: Called when the stream ends for any reason.
         headers: Further headers of the response.
     """
 

@@ -30,7 +30,7 @@ _parent: ContextVar[Any] = ContextVar("kvexport_trace_parent", default=None)
 
 
 class Times(NamedTuple):
-    """The times at which one HTTP request's engine request changed its state, by time.perf_counter(), in seconds.
+    """The times at which an engine request changed its state, in seconds of time.perf_counter().
 
     A time is 0 if the request did not reach the state.
 
@@ -100,7 +100,7 @@ class Tracing:
 
 
 def start(model: str) -> Tracing | None:
-    """Set up the OpenTelemetry tracing that the environment variables ask for; return None if they ask for none.
+    """Set up OpenTelemetry tracing as the environment variables configure it; return None if they enable none.
 
     Raises:
         UsageError: The exporter is unknown.

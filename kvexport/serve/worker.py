@@ -1,7 +1,7 @@
-"""The engine of a server: a thread steps it, and the event loop hands it the requests of clients.
+"""The engine of a server: one thread runs its steps, and the event loop sends it the requests of clients.
 
-No other thread uses the engine. The event loop queues calls, which the thread makes between two steps. After each step
-the thread posts the new tokens to the event loop, one message a step.
+No other thread uses the engine. The event loop queues function calls, which the thread makes between two steps. After
+each step the thread sends the new tokens to the event loop, in one message.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Update(NamedTuple):
 
 
 class Job:
-    """The requests of one client, and the updates that the client has not taken.
+    """The requests of one client, and the updates that the client has not received yet.
 
     Only the event loop uses a job. Its requests belong to the worker's thread until they finish.
 
     Args:
         requests: The requests.
-        streams: Whether updates bring tokens. Without a stream the only update of a request is its end.
-        buffer: Tokens that may wait to be taken. A job with more is given up.
+        streams: Whether updates contain tokens. Otherwise the only update of a request is its end.
+        buffer: The largest number of tokens that may wait for the client; a job with more is cancelled.
     """
 
     def __init__(self, requests: Sequence[Request], *, streams: bool, buffer: int = 0) -> None:
@@ -68,7 +68,7 @@ class Job:
         self._error: ApiError | None = None
 
     def put(self, update: Update) -> bool:
-        """Hand the new tokens of one engine step to the HTTP handler that reads the job.
+        """Pass the new tokens of one engine step to the HTTP handler that reads the job.
 
         Returns:
             False if the job is streamed and its handler is too many tokens behind.
@@ -133,7 +133,7 @@ class _Entry:
         job: The job of the request.
         choice: The number of the request within the job.
         added: The time at which it was queued.
-        sent: Tokens that were posted to the job.
+        sent: The number of tokens that were sent to the job.
         first: The time of its first token.
         last: The time of its last token so far.
     """
@@ -147,13 +147,13 @@ class _Entry:
 
 
 class Worker:
-    """The requests of all clients, answered by an engine in a thread of its own.
+    """The requests of all clients, and the thread in which an engine answers them.
 
     Args:
-        engine: The engine. Only its thread uses it once `start` was called.
-        metrics: Counts requests and tokens.
-        room: Requests that may run and wait together.
-        tracing: Exports the spans of finished requests.
+        engine: The engine. After `start` only the worker's thread may use it.
+        metrics: The metrics, which count requests and tokens.
+        room: The largest number of running and waiting requests together.
+        tracing: The tracing, which exports the spans of finished requests.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics, room: int, tracing: Tracing | None = None) -> None:
@@ -173,7 +173,7 @@ class Worker:
     # The methods below run in the event loop's thread.
 
     def start(self) -> None:
-        """Start the thread. Its messages go to the running event loop."""
+        """Start the thread, which sends its messages to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -194,11 +194,11 @@ class Worker:
         return asyncio.wrap_future(self._thread.call(function), loop=self._loop)
 
     async def submit(self, job: Job) -> None:
-        """Queue the requests of a job for lanes. `cancel` must follow, whatever happens.
+        """Queue the requests of a job. The caller must call `cancel` afterwards in every case.
 
         Raises:
             ApiError: The queue is full, the server is shutting down, or the thread has failed.
-            EngineEndedError: The thread has ended since the server heard of it last.
+            EngineEndedError: The thread has just ended.
             UsageError: The engine cannot answer a request.
         """
         if self.failed:
@@ -220,7 +220,7 @@ class Worker:
         self._jobs.discard(job)
 
     def cancel(self, job: Job) -> None:
-        """Cancel requests of a job that still run. Their lanes are free at the next step."""
+        """Cancel the requests of a job that still run. Their lanes are free at the next step."""
         if job.open and job in self._jobs:
             with suppress(EngineEndedError):  # nothing of the job runs any more
                 self._thread.call(lambda: self._cancel(job)).add_done_callback(_log_error)

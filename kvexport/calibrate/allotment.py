@@ -15,18 +15,18 @@ NOTHING = 1e-12  # nats
 def robust_budgets(
     costs: Mapping[str, NDArray[np.float64]], budgets: Sequence[int], slots: int, least: int, most: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Return cache budgets in slots, [n], that lower the costs of all kinds of text, and how far they are shrunk.
+    """Return cache budgets in slots, [n], that lower the costs of all kinds of text, and the shrinkage factor.
 
     All kinds have the same weight: the costs of a kind are relative to its cost with equal budgets. The budgets with
-    the least sum of relative costs are shrunk towards equal budgets. The factor is the one with the least cost of the
-    worst kind of text, where the budgets for a kind are computed from the costs of all other kinds.
+    the smallest sum of relative costs are shrunk towards equal budgets. To choose the factor, budgets are computed
+    without each kind of text in turn. The factor with the smallest cost on the worst left-out kind is taken.
 
     Args:
         costs: By kind of text [n, budgets], nats.
         budgets: The measured budgets, in slots.
         slots: The mean budget, in slots.
         least: The smallest number of slots of a head.
-        most: The largest number; it costs nothing.
+        most: The largest number of slots of a head, which causes no cost.
     """
     curves = {kind: curves_of(cost, budgets, least, most) for kind, cost in costs.items()}
     equal = {kind: max(curve[:, slots - least].sum(), NOTHING) for kind, curve in curves.items()}
@@ -54,8 +54,8 @@ def relative_cost(
 def curves_of(cost: NDArray[np.float64], budgets: Sequence[int], least: int, most: int) -> NDArray[np.float64]:
     """Return the cost [n, most - least + 1] of every number of slots from `least` to `most`.
 
-    Between the measured budgets the logarithm of the cost is linear in that of the slots; beyond them it is
-    extrapolated.
+    Between the measured budgets the logarithm of the cost is interpolated linearly in the logarithm of the slots;
+    beyond them it is extrapolated.
     """
     slots = np.arange(least, most + 1)
     x, y = np.log(budgets), np.log(np.maximum(np.minimum.accumulate(cost, -1), NOTHING))

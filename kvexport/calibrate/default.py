@@ -25,13 +25,13 @@ def with_measured_budgets(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return a recipe with measured budgets; the recipe itself, and a line for the user, where that is not possible.
+    """Return a recipe with measured budgets, or the unchanged recipe and a line for the user if this is not possible.
 
     Args:
         loaded: The recipe of a user's model.
         changed: Returns the same recipe with more settings, "dotted.key=value".
         calibrate: Whether to measure. None measures if the model, the machine and the backend allow it; True raises an
-            error where they do not; False returns the recipe as it is.
+            error if they do not; False returns the recipe unchanged.
         progress: Shows the stages.
 
     Raises:
@@ -56,7 +56,7 @@ def with_measured_budgets(
 
 
 def _has_a_choice(loaded: LoadedRecipe) -> bool:
-    """Return whether the user left the division of the budget open, and the cache evicts anything at all."""
+    """Return whether the recipe does not divide the budget itself, and the cache evicts entries."""
     cache, limits = loaded.recipe.cache, loaded.recipe.limits
     own = any(place != "default" for key, place in loaded.origin.items() if key.startswith("cache.allocation"))
     evicts = cache.build_method().compresses and loaded.recipe.budget < limits.max_length
@@ -66,7 +66,8 @@ def _has_a_choice(loaded: LoadedRecipe) -> bool:
 def prefers_layers(recipe: Recipe) -> bool:
     """Return whether budgets of layers suit a recipe better than budgets of KV heads.
 
-    On a GPU each KV head with a budget of its own is a launch, and ranks share the heads of a cache.
+    On a GPU each KV head with its own budget is a further launch, and tensor-parallel ranks divide the heads of a
+    cache.
     """
     return backends.get(recipe.backend.name).needs_gpu(recipe) or recipe.backend.tensor_parallel > 1
 

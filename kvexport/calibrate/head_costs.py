@@ -1,10 +1,10 @@
-"""The loss that evictions from each KV head's cache cause, to second order.
+"""A second-order estimate of the loss that evictions from each KV head's cache cause.
 
-A text is read once with the full cache. For every head, small caches are computed from the same queries; with such a
-cache the head's output differs from that with the full cache by d. To second order this costs a KL divergence of half
-the square of g d, where g is the gradient of a random projection of the logits whose mean square is their Fisher
-information. One forward pass and a few backward passes thus measure all heads and several budgets. The estimate
-neglects interactions between the d of two tokens or two heads.
+A text is read once with the full cache. For every head, the same queries also read small caches; the head's output then
+differs by d from that with the full cache. To second order the KL divergence is half the square of g d. Here g is the
+gradient of a random projection of the logits, chosen so that the mean square of g is the Fisher information. One
+forward pass and a few backward passes thus measure all heads and several budgets. The estimate neglects interactions
+between the d of two tokens or two heads.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class HeadCosts:
         """Prepare the measurement.
 
         Args:
-            recipe: The recipe; its budget has no effect, and caches are float32 whatever its types.
+            recipe: The recipe; its budget and types have no effect, because caches are float32.
             shape: The model of the recipe.
 
         Raises:
-            UsageError: A layer does not attend to every position alike, or the model cannot be run layer by layer.
+            UsageError: A layer does not attend to all positions in the same way, or the model cannot be run layer by
+                layer.
         """
         for i, layer in enumerate(shape.geometry):
             if layer.sliding_window or layer.softcap or layer.sink_logits:
@@ -63,7 +64,7 @@ class HeadCosts:
 
     @property
     def units(self) -> int:
-        """The units of progress of one text."""
+        """The number of progress steps of one text."""
         return len(self._geometry) * (FORWARD + BACKWARD)
 
     def of_text(
@@ -79,7 +80,7 @@ class HeadCosts:
             ids: Token ids of the text.
             counted: The evaluated positions.
             budgets: Slots of a head.
-            advance: Called with the units of progress of each pass of a layer.
+            advance: Called with the number of progress steps of each pass of a layer.
         """
         geometry, full = self._geometry, _Full(self._geometry)
         recipes = [sized(self._resolved, len(ids), slots) for slots in budgets]

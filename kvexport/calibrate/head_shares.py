@@ -42,7 +42,7 @@ class HeadShares:
         budgets: The measured budgets, in slots of a head.
         costs: By task, layer, KV head and budget: nats, mean over texts.
         changes: By task the estimated cost with these shares, relative to that with equal budgets.
-        shrink: The part of the budget that all heads share equally.
+        shrink: The share of the budget that is divided equally among all heads.
         shares: Shares of the budget by layer and KV head, relative to their mean.
     """
 
@@ -102,7 +102,7 @@ def calibrate_heads(
         overrides: Changes of the recipe, as `--set` takes them.
         length: The largest number of tokens of a text; None for 1,024, or the recipe's longest sequence if that is
             shorter.
-        passages: The number of texts of each task other than KINDS.
+        passages: The number of texts for each task except KINDS.
         seed: Seed of the texts.
         text: The text that samples are cut from; None for source of Python's library that no evaluation uses, and
             Python's manual for RECALL.
@@ -174,7 +174,7 @@ def samples_of(
 
 
 def asked_and_answered(passage: Passage) -> Sample:
-    """Return a passage followed by every question about it and the answer. Only the answers' tokens are evaluated."""
+    """Return a passage, followed by its questions with their answers. Only the answers' tokens are evaluated."""
     ids, counted = list(passage.ids), list[int]()
     for question in passage.questions:
         ids += question.ids
@@ -209,7 +209,7 @@ def grouped(measured: Measured) -> Measured:
 
 
 def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[list[float]], float]:
-    """Return budget shares [layers, heads], relative to their mean, and how far they are shrunk.
+    """Return budget shares [layers, heads], relative to their mean, and the shrinkage factor.
 
     Args:
         measured: The costs of evictions.

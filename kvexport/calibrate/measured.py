@@ -1,8 +1,8 @@
-"""Measured costs of evictions, kept in the user's cache folder text by text.
+"""Measured costs of evictions, stored in the user's cache folder text by text.
 
-A measurement that was interrupted goes on with the first text that has no file. The folder's name contains a digest of
-the checkpoint's headers, of the size and time of its files, and of the cache settings that the costs depend on. So a
-checkpoint that changes in place is measured again.
+An interrupted measurement continues with the first text that has no file. The folder's name contains a digest of the
+checkpoint's headers, of the size and time of its files, and of the cache settings that the costs depend on. A
+checkpoint that changes is therefore measured again.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure(
     progress: Callable[[str, int | None], Progress],
     most_seconds: float | None = None,
 ) -> Measured:
-    """Return the costs of evictions on texts, from the cache folder where they were measured before.
+    """Return the costs of evictions on texts; costs that were measured before come from the cache folder.
 
     Args:
         recipe: The recipe.

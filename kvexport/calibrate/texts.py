@@ -67,7 +67,7 @@ def read_kinds(folder: Path | None = None) -> dict[str, str]:
 
 
 def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) -> list[KindOfText]:
-    """Return the beginning of every text as token ids, at most `length` of each.
+    """Return the beginning of every text as at most `length` token ids.
 
     Args:
         checkpoint: The folder of the checkpoint's tokenizer.

@@ -1,6 +1,6 @@
-"""The command line program `kvexport`: its commands, one file each. stdout is data, stderr is progress.
+"""The command line program `kvexport`: its commands, one file each. Results go to stdout, progress to stderr.
 
-A verb's file imports nothing heavy before the verb is called, so that `kvexport --help` answers at once.
+A command's file imports no large package before the command is called, so that `kvexport --help` answers at once.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def main() -> None:
 
 
 def skip_last_collection() -> None:
-    """Let the process exit without a last garbage collection, which would take longest at the end of a build.
+    """Let the process exit without the last garbage collection, which takes long after a build.
 
-    triton's objects need that search: otherwise its binding library, nanobind, reports each of them as a leak.
-    PyTorch's CUDA build imports triton.
+    If triton is loaded (PyTorch's CUDA build imports it), the collection runs: without it, triton's binding library
+    nanobind reports every object as a leak.
     """
     if "triton" not in sys.modules:
         gc.freeze()

@@ -1,4 +1,4 @@
-"""The command `kvexport calibrate`: cache budgets for the layers or KV heads of a recipe's model, by measurement."""
+"""The command `kvexport calibrate`: measured cache budgets for the layers or KV heads of a recipe's model."""
 
 from __future__ import annotations
 

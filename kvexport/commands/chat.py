@@ -1,4 +1,4 @@
-"""The command `kvexport chat`: a conversation in the terminal, whose KV cache stays from turn to turn."""
+"""The command `kvexport chat`: a conversation in the terminal that keeps its KV cache from turn to turn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Chat:
     Attributes:
         messages: The messages so far.
         snapshot: The state after these messages; None if they have to be read again.
-        last: The request of the last answer.
+        last: The request of the previous answer.
         adapter: The LoRA adapter that answers; None for the model without one.
     """
 
@@ -192,8 +192,8 @@ def chat(
 ) -> None:
     """Talk to a model that has a chat template.
 
-    The state of the conversation stays: a turn reads its new tokens only, however long the conversation is. Lines from
-    a pipe are messages too. /help shows the commands.
+    The KV cache is kept between turns, so a turn reads only its new tokens. If the input is a pipe, each line is a
+    message. /help shows the commands.
 
     Example: kvexport chat Qwen/Qwen3-0.6B --budget 1024
     """

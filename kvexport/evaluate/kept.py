@@ -1,4 +1,4 @@
-"""Result files in the folder of an evaluation (`--work`), with which a killed run can continue."""
+"""Result files in the folder of an evaluation (`--work`), so that a killed run can continue."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The wording of evaluation tasks: facts, questions and filler text as token ids of a model's tokenizer.
 
 `Text` writes comment lines between lines of source or of another text, and works with every text tokenizer. `Words` is
-the language of the tiny checkpoint. Tasks name statements and questions by their meaning and never use a tokenizer.
+the language of the tiny checkpoint. Tasks call the methods for statements and questions, and never use a tokenizer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def tiny_language() -> ModuleType:
 class Language(Protocol):
     """Interface of a wording of evaluation tasks: statements, questions and filler text as token ids.
 
-    Questions and answers follow one another without a gap.
+    An answer follows its question without a space or line break between them.
 
     Attributes:
         names: Distinct words that a fact can be about.
@@ -104,7 +104,7 @@ class Words:
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
         """Return the token ids of a question and of its answer. See `Language.ask`.
 
-        "one" and "mostly" are the same question here.
+        This wording has the same question for the kinds "one" and "mostly".
         """
         if kind not in ("one", "mostly"):
             raise ValueError(f"the tiny checkpoint cannot be asked {kind!r}")
@@ -194,7 +194,7 @@ class Text:
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
         """Return consecutive lines of the source text as token ids, and all positions from the middle on.
 
-        At these positions predictions are evaluated: from the middle on a budget of half the text is full.
+        These are the evaluated positions: from the middle on, even a cache with a budget of half the text is full.
         """
         ids = [*self.start, *(token for line in self.filler(rng, count - len(self.start)) for token in line)]
         return ids, list(range(count // 2, count - 1))

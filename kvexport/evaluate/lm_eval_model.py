@@ -77,7 +77,7 @@ class KvexportLM(LM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Generate a continuation of every context up to a stop string: greedy, or sampled if the request asks for it.
 
-        A context that leaves no room for an answer loses its beginning.
+        If a context leaves no room for an answer, its beginning is removed.
         """
         texts: list[str] = []
         for request in requests:

@@ -1,4 +1,4 @@
-"""Measurement of samples on an engine: its predictions against the true tokens and against the full KV cache."""
+"""Measurement of an engine on samples: its predictions, compared with the true tokens and with the full cache."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class Outcome:
 def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[int, int, Rows]]:
     """Run samples through an engine in one batch, and yield the logits at every sample's evaluated positions.
 
-    All samples run in one batch: prompts in chunks, then the given tokens one by one. Only one call's logits are in
-    memory at a time.
+    Prompts are read in chunks, then the given tokens one by one. Only the logits of one call are in memory at a time.
 
     Yields:
         The number of the sample, the number of its first evaluated position in this call, and the rows of logits.
@@ -110,7 +109,7 @@ class Judge:
         self._kl, self._agrees = np.zeros(compared), np.zeros(compared, bool)
 
     def take(self, first: int, logs: Logs) -> None:
-        """Add the log-probabilities at some evaluated positions, from number `first` on, to the comparison."""
+        """Compare the log-probabilities at some evaluated positions, from number `first` on."""
         rows = np.arange(first, first + len(logs))
         truth, best = self._truth[rows], logs.argmax(-1)
         self._nll[rows] = -logs[np.arange(len(rows)), truth]

@@ -29,7 +29,7 @@ class Question:
     Attributes:
         ids: Token ids of the question, which continue the passage.
         answer: Token ids of the answer.
-        digits: The number of tokens at the end of `answer` that are the fact itself.
+        digits: The number of tokens of the fact itself, which are at the end of `answer`.
     """
 
     ids: Ids
@@ -156,13 +156,13 @@ def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
 def retrieval_layers(
     engine: Engine, passages: Sequence[Passage], *, kept: float = 0.125, advance: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Answer], NDArray[np.float64]]:
-    """Measure for each layer how much answers lose if only this layer's KV cache keeps just sinks and latest tokens.
+    """Measure for each layer the loss of answers if this layer's KV cache keeps only sinks and latest tokens.
 
     Args:
         engine: An engine with a full cache.
         passages: The passages.
         kept: The share of the passage's latest tokens that the layer keeps.
-        advance: Called with the number of runs of a passage's questions that finished.
+        advance: Called with the number of finished runs.
 
     Returns:
         The engine's answers, and [questions, layers] float64: the increase of -ln p per token of the answer, in nats. A

@@ -1,11 +1,11 @@
-"""The full KV cache's predictions, stored on disk, from which KL divergences of compressed caches are measured.
+"""The full KV cache's predictions, stored on disk, for the KL divergences of compressed caches.
 
-A row holds a position's log-probabilities over the vocabulary, in steps of 1/2048 nat down to -32, two bytes each. An
+A row has the log-probabilities of all tokens at one position, in steps of 1/2048 nat down to -32, two bytes each. An
 error e in a log-probability changes the KL by p e (ln p/q - KL), so the error should have the same size for every
 token. It is at most 1/2048 nat after the row is normalized. Errors have both signs, so the mean KL of a text changes by
 less than 1e-5 nat, or by less than 1e-5 of itself if it is larger (tests/evaluate/test_evaluate_reference.py; at most
-2e-6 on eight texts of SmolLM2 with KLs of .07 to .16). The most likely token stays the most likely: a tie within one
-step is stored one step lower.
+2e-6 on eight texts of SmolLM2 with KLs of .07 to .16). The most likely token stays the most likely: if another token
+would get the same step, it is stored one step lower.
 """
 
 from __future__ import annotations

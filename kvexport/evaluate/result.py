@@ -27,12 +27,12 @@ class Options:
         length: Tokens of a prompt; None for half of the recipe's limits.max_length, or all of it with suites.
         samples: The number of samples for each task and length.
         training_length: The length that the model was trained on; None for the model's maximum of positions.
-        source: The text to measure on.
+        source: The text that samples are made from.
         suites: Items of LongBench or RULER, by data set.
         telemetry: Whether to measure the effect of every merge on the attention output, on one batch of text (or of the
             first task).
-        against: The label that paired differences are taken to; None for the recipe's own method, or for the last label
-            if that is not compared.
+        against: The label of the method that the others are compared with in paired differences; None for the recipe's
+            own method, or for the last label if the recipe's method is not compared.
         timed: Whether to measure the time of a decode step.
     """
 
@@ -66,9 +66,9 @@ class Score:
     """The figures of one compression setting on one evaluation task.
 
     Attributes:
-        accuracy: The share of samples whose answer is right as a whole (for a suite its own score, 0 to 1); None for
-            text.
-        nll: -ln p of evaluated tokens, in nats per token; None without such figures.
+        accuracy: The share of samples whose whole answer is right (for a suite, the suite's score from 0 to 1); None
+            for text.
+        nll: Mean -ln p of evaluated tokens, in nats per token; None if not measured.
         kl: KL(full || setting) in nats per position: the mean over samples, and the 99th percentile over positions.
         agreement: The share of positions whose most likely token equals the full cache's.
         samples: The "accuracy" (1 for right), "nll" and "kl" of every sample, in an order that all settings share.
@@ -128,7 +128,7 @@ class Evaluation:
 
     Attributes:
         full: The full cache. Its bytes are those of `length` tokens.
-        tasks: The tasks that were asked for.
+        tasks: The tasks that the user chose.
         skipped: The tasks that could not run, each with the reason.
         differences: Paired differences of all other labels to `against`.
     """
@@ -151,7 +151,7 @@ class Evaluation:
 
 
 def paired(results: Sequence[Result], against: str) -> list[Difference]:
-    """Return the paired differences of every method's figures to those of the method `against` at the same budget.
+    """Return every method's figures minus those of the method `against` at the same budget, as paired differences.
 
     Differences are taken on every task and figure that both results have.
     """

@@ -1,4 +1,4 @@
-"""`kvexport eval`: compression methods at equal bytes on the same samples, each on the engine to be deployed."""
+"""`kvexport eval`: compression methods at equal bytes on the same samples, with the engine of a deployment."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def evaluate(
         recipe: Name or file of the recipe.
         overrides: Changes of the recipe, as `--set` takes them.
         options: What to measure.
-        work: Folder for artifacts, the full cache's predictions and results. A setting that an earlier run measured in
-            the same way is read from there. None for a temporary folder.
+        work: Folder for artifacts, the full cache's predictions and results. If an earlier run measured a setting in
+            the same way, its result is read from this folder. None for a temporary folder.
         progress: Shows the stages.
-        tell: Called with a line for each result, and with an estimate of the remaining time.
+        tell: Called with a line of text for each result, and with an estimate of the remaining time.
 
     Raises:
         UsageError: A task or method is unknown, a budget cannot hold sinks and recent slots, a task does not fit the
@@ -244,7 +244,7 @@ class Run:
     def measure(self, setting: Setting) -> Result:
         """Measure one compression method at one budget on every task, or read its result from an earlier run.
 
-        The results with the full cache have to exist: `full` is called first.
+        Call `full` first, because the results with the full cache have to exist.
         """
         result = read_result(*self._place(setting))
         if result is None:

@@ -162,7 +162,7 @@ def _step_time(result: Result) -> Estimate | None:
 
 
 def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
-    """Return a figure over cache bytes: one line for each method, and a point for the full cache."""
+    """Return the series of a plot over cache bytes: one line for each method, and a point for the full cache."""
     labels = list(dict.fromkeys(r.label for r in evaluation.results))
     methods = [(label, [r for r in evaluation.results if r.label == label]) for label in labels]
     methods += [(evaluation.full.label, [evaluation.full])] if full else []

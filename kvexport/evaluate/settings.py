@@ -25,7 +25,7 @@ class Setting:
     Attributes:
         label: The method as the user wrote it, such as "keepkv:threshold=0.7".
         budget: The budget as the user wrote it: a share of the run's length, or slots.
-        slots: Mean slots of a layer, as many as the budget's bytes allow.
+        slots: The mean number of slots of a layer that fit into the budget's bytes.
         bytes: Bytes of the whole state of one sequence.
     """
 
@@ -94,9 +94,9 @@ def equal_bytes(
 ) -> list[Setting]:
     """Return every compression method at every budget, with cache sizes of equal bytes.
 
-    A budget's bytes are those of the smallest label with that many slots (votes, scores, positions and slack included;
-    for a cache that reads whole prompts the bytes it uses afterwards). Every label gets as many slots as fit these
-    bytes.
+    The bytes of a budget are those of the method with the smallest cache of that many slots. Votes, scores, positions
+    and slack count; for a cache that reads whole prompts, the bytes after the prompt count. Every method gets as many
+    slots as fit into these bytes.
 
     Raises:
         UsageError: A budget cannot hold sinks and recent slots.

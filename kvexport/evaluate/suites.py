@@ -29,7 +29,7 @@ class Item:
     """One item of a benchmark suite: a prompt and the scoring of its answer.
 
     Attributes:
-        cut: Whether a prompt that is too long loses its middle (LongBench) instead of being refused.
+        cut: Whether the middle of a prompt that is too long is removed (LongBench); otherwise the prompt is refused.
         stops: Texts that end the generation; they are not part of the answer.
     """
 

@@ -19,7 +19,7 @@ class Sample:
 
     Attributes:
         ids: Token ids of prompt and answer.
-        prompt: The number of ids to prefill; the rest are decoded one by one, as given.
+        prompt: The number of ids that are read in chunks; the other ids are read one by one.
         counted: Evaluated positions p, in order. Their logits are compared with ids[p + 1].
         cell: The parameters that vary between samples, for heat maps.
     """
@@ -40,7 +40,8 @@ class Task:
     Attributes:
         make: make(language, rng, length, depth) returns a sample of about `length` tokens.
         lengths: Shares of the run's length.
-        depths: Places of the answer in the prompt (0 first, 1 last). Tasks without depth have one value and ignore it.
+        depths: Places of the answer in the prompt (0 first, 1 last). Tasks without a depth have one value and ignore
+            it.
         exact: Whether a sample is right or wrong as a whole; False for text.
     """
 
@@ -215,7 +216,7 @@ def decoded(language: Language, rng: np.random.Generator, length: int, depth: fl
 def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> tuple[Ids, list[int]]:
     """Return a token sequence of `count` tokens from several texts, and the positions to evaluate.
 
-    It serves to measure stability far beyond the training length.
+    The sequence is used to measure stability far beyond the training length.
     """
     ids: Ids = []
     counted: list[int] = []

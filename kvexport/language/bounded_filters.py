@@ -1,6 +1,6 @@
-"""Jinja's filters whose result grows with a number in the template, each with a bound on that number.
+"""Jinja filters whose output grows with a number in the template, with a bound on this number.
 
-minijinja's own filters allocate whatever a template asks for, and the process ends if the memory is not there.
+minijinja's own filters allocate as much as a template asks for, and the process ends if there is too little memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The checkpoint's chat template, which turns messages into the text that the model was trained to answer.
 
 The template is Jinja, as transformers' `apply_chat_template` takes it. minijinja renders it: the template sees copies
-of plain data and no private attributes, and its steps and its text are bounded. Not supported are images and other
-media, and None and whole floats that a template prints one by one (Jinja prints None and 2.0, minijinja nothing and 2).
+of plain data and no private attributes, and its steps and its text are bounded. Images and other media are not
+supported. A template that prints None or a whole float gives another text: Jinja prints None and 2.0, minijinja nothing
+and 2.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ChatTemplate:
             messages: Mappings with "role" and "content", and further keys that the template reads.
             tools: JSON schemas of tools.
             add_generation_prompt: Whether the text ends with the beginning of an answer.
-            **variables: The template's own variables (`enable_thinking`).
+            **variables: Variables of the template, such as `enable_thinking`.
 
         Raises:
             UsageError: The messages are malformed, or the template fails or refuses them. The message names the line.
@@ -109,7 +110,7 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return chat messages without keys of value None, and with their reasoning under the names that templates read."""
+    """Return chat messages without keys of value None, and with reasoning under the keys that templates read."""
     if isinstance(messages, str | Mapping) or not messages:
         raise UsageError(
             f"a conversation is a list of messages, found {'none' if not messages else type(messages).__name__}",

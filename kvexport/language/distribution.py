@@ -1,7 +1,7 @@
 """The distribution of a sequence's next token: the tokens that temperature, top_k, top_p and min_p keep.
 
-The kept tokens and their probabilities are equal to those of transformers 5.23. A row of logits may be given whole, or
-by its largest logits alone (`kvexport.language.top_logits`).
+The kept tokens and their probabilities are equal to those of transformers 5.23. The input is a whole row of logits, or
+only its largest logits (`kvexport.language.top_logits`).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def distribution_of_top(
 ) -> tuple[Ids, npt.NDArray[np.float64]] | None:
     """Return the tokens that could be sampled and their probabilities, or None if the largest logits do not suffice.
 
-    The first of the filters top_k, top_p and min_p that is set has to be decided by the largest logits alone. The later
-    filters see only the tokens that it kept.
+    The largest logits must suffice for the first of the filters top_k, top_p and min_p that is set. The later filters
+    only get the tokens that this filter kept.
     """
     top_p, min_p = settings.top_p, settings.min_p
     if 0 < settings.top_k < vocabulary:
@@ -118,8 +118,8 @@ def _top_ids(scores: Floats, k: int) -> Ids:
 def _top_p_indices(values: Floats, top_p: float) -> Ids:
     """Return the indices, ascending, of the finite scores `values` [n] that nucleus sampling (top_p) keeps.
 
-    It drops values whose cumulative probability, from the least, is within 1 - top_p. Of equal values the higher
-    indices are kept; transformers leaves the order to torch.sort, which is not stable.
+    Values are dropped while their cumulative probability, from the smallest value on, is within 1 - top_p. Of equal
+    values the higher indices are kept; in transformers their order depends on torch.sort, which is not stable.
     """
     probabilities, bound = _softmax(values), np.float32(1.0 - top_p)
     stays = np.zeros(values.size, dtype=bool)
@@ -155,7 +155,7 @@ def _softmax(values: Floats) -> Floats:
 
 
 def draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
-    """Return the index that a uniform number in [0, 1) selects from the cumulated probabilities.
+    """Return the index that a uniform number in [0, 1) selects from cumulated probabilities.
 
     An index of probability 0 is never returned.
     """
@@ -173,7 +173,7 @@ def check_maximum(scores: Floats, step: int, where: str = "") -> None:
         where: The operation that computed the scores, for the message; "" for the model.
 
     Raises:
-        KvexportError: The row holds NaN or +inf, or is -inf everywhere.
+        KvexportError: The row contains NaN or +inf, or only -inf.
     """
     # argmax stops at the first NaN, so the maximum alone tells NaN, +inf and "all -inf" apart from a usable row.
     best = int(scores.argmax())

@@ -1,7 +1,7 @@
 """Constrained decoding: a JSON schema, a regular expression or a Lark grammar decides which tokens may come next.
 
-llguidance computes the masks. A grammar comes from a client and is not trusted: its size is bounded, it is compiled in
-a process of its own first (`grammar_trial.py`), and a sequence whose grammar takes too long ends with an error.
+llguidance computes the masks. A grammar comes from a client and is not trusted: its size is bounded, a separate process
+compiles it first (`grammar_trial.py`), and a sequence whose grammar takes too long ends with an error.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Grammars:
         self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], llguidance.LLMatcher] = OrderedDict()
 
     def start(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> Constraint:
-        """Return the grammar's state at the start of a new sequence, which any of the eos tokens may end.
+        """Return the grammar's state for a new sequence, which any of the eos tokens may end.
 
         Raises:
             UsageError: The grammar cannot be compiled within the limits.

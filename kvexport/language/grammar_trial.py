@@ -1,6 +1,6 @@
-"""Script that compiles an untrusted grammar in a process of its own, to see whether the compiler survives it.
+"""Script that compiles an untrusted grammar in a separate process, to find out whether the compiler survives.
 
-The script is run by its path. A grammar that makes the compiler crash, or run without end, then ends no other request.
+The script is run by its path. If a grammar makes the compiler crash, or run endlessly, no other request is affected.
 
 It reads a line of JSON: `path` (where to import from), `grammar`, `vocabulary` (the number of tokens), `limits` (of
 llguidance), `seconds` (of processor time) and `bytes` (of memory). It writes the error, or nothing. It imports nothing
@@ -15,7 +15,7 @@ _STACK = 2 << 20  # bytes, a quarter of a thread's stack: a grammar that passes 
 
 
 class _Bytes:
-    """A tokenizer with a token for every byte, and tokens without text for the rest. It is quick to build."""
+    """A tokenizer with a token for every byte, and tokens without text for all other ids. It is quick to build."""
 
     eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
 

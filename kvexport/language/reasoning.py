@@ -21,7 +21,7 @@ _TAIL = 8  # tokens at the end of a prompt that may hold the opening marker
 
 
 class Reader(Protocol):
-    """A streaming parser of the answer text that follows the reasoning."""
+    """Interface of a streaming parser of the answer text after the reasoning."""
 
     def read(self, text: str, last: bool) -> list[Piece]:
         """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final.
@@ -76,7 +76,7 @@ class ReasoningReader:
 
     Args:
         opened: Whether the answer begins within reasoning.
-        then: The reader of the text behind the reasoning.
+        then: The parser of the text after the reasoning.
     """
 
     def __init__(self, opened: bool, then: Reader) -> None:

@@ -45,8 +45,8 @@ class Sampler:
         settings: The settings of the sequence.
         prompt_ids: The token ids of the prompt. They count only for the repetition penalty.
         vocab_size: The length of the logits.
-        constraint: The state in the settings' grammar, of this sequence alone.
-        processors: The user's own changes of the logits, called in this order with prompt and answer.
+        constraint: The state of the settings' grammar for this sequence.
+        processors: The user's functions that change logits, called in this order with prompt and answer.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Sampler:
         return self._remember(token)
 
     def next_of(self, top: TopLogits) -> int | None:
-        """Sample the next token as `next` does, but from the row's n largest logits alone.
+        """Sample the next token as `next` does, but only from the row's n largest logits.
 
         Returns:
             The token id. None, and no token is chosen, if the largest logits do not determine it.
@@ -291,8 +291,8 @@ class Sampler:
 def may_settle(settings: GenerationSettings, count: int, vocabulary: int) -> bool:
     """Return whether the `count` largest logits of a row can ever be enough to sample a token with these settings.
 
-    They cannot if a penalty or a bias can raise other tokens; if neither top_k, top_p nor min_p excludes tokens; or if
-    log probabilities need the sum over the whole row.
+    They are not enough if a penalty or a bias can raise other tokens; if neither top_k, top_p nor min_p excludes
+    tokens; or if log probabilities need the sum over the whole row.
     """
     if count >= vocabulary:
         return True

@@ -1,7 +1,7 @@
 """The generation settings of a request, as transformers 5.23's GenerationConfig defines them.
 
-Settings of GenerationConfig that would change the tokens and are not supported (beams, n-gram bans, the rest of
-`UNSUPPORTED`) are refused.
+Unsupported settings of GenerationConfig that would change the tokens (beams, n-gram bans, all others in `UNSUPPORTED`)
+are refused.
 """
 
 from __future__ import annotations
@@ -70,30 +70,30 @@ class GenerationSettings:
     lacks, except where noted.
 
     Attributes:
-        max_new_tokens: Tokens of the answer at most. The default is 256, because transformers' default of 20 tokens,
-            prompt included, is too few for any use.
+        max_new_tokens: The largest number of tokens of the answer. The default is 256, because transformers' default,
+            20 tokens with the prompt, is too small.
         min_new_tokens: No eos token comes before this many tokens.
         do_sample: Whether tokens are drawn. Otherwise the likeliest token is taken.
         temperature: Divides the logits. Used only with do_sample, as are top_k, top_p and min_p.
-        top_k: The number of likeliest tokens that stay, 0 = off. The default is 50, as in transformers.
-        top_p: The probability mass that stays, 1 = off.
+        top_k: Only so many likeliest tokens are kept, 0 = off. The default is 50, as in transformers.
+        top_p: The likeliest tokens with this probability mass are kept, 1 = off.
         min_p: The probability, relative to the likeliest token, below which tokens are dropped, 0 = off.
         repetition_penalty: Applies always, over prompt and generated tokens.
         presence_penalty: Subtracted once from the logit of every generated token, in [-2, 2]. The prompt does not
             count.
         frequency_penalty: Subtracted once for each time that a token was generated, in [-2, 2].
         logit_bias: {token id: number added to its logit, in [-100, 100]}. -100 practically bans a token.
-        logprobs: None, or how many of the likeliest tokens (0 to 20) come with every token, beside its own log
-            probability. They are of the model's distribution before penalties, bias, grammar and temperature, as in
-            vLLM by default. The prompt's log probabilities are not available, because the decoder returns only the
-            logits after its last token.
-        ignore_eos: Whether an eos token is a token like any other.
-        grammar: The form of the answer. The answer ends with the form, and an eos token comes only where the form may
-            end.
+        logprobs: The number of likeliest tokens (0 to 20) whose log probabilities are returned with every token,
+            besides the token's own; None for no log probabilities. They are those of the model's distribution before
+            penalties, bias, grammar and temperature, as in vLLM by default. The prompt's log probabilities are not
+            available, because the decoder returns only the logits after its last token.
+        ignore_eos: Whether an eos token does not end the sequence.
+        grammar: The grammar of the answer. The answer ends where the grammar ends, and an eos token comes only where
+            the grammar may end.
         seed: The seed of the sequence's own generator, None = from the operating system.
         eos_token_ids: Any of these tokens ends the sequence.
         stop_strings: Any of these texts ends the sequence.
-        shown_ids: Special tokens whose names are part of the text, for example markers of tool calls.
+        shown_ids: Special tokens whose names appear in the text, for example markers of tool calls.
 
     Raises:
         UsageError: A value is out of range. The message names the field.
@@ -119,7 +119,7 @@ class GenerationSettings:
     shown_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise UsageError for generation settings that transformers refuses, or on which its generation fails."""
+        """Raise UsageError for generation settings that transformers refuses, or with which its generation fails."""
         for name in ("do_sample", "ignore_eos"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("top_k", 0)):
@@ -183,9 +183,9 @@ class GenerationSettings:
     def from_generation_config(cls, data: Mapping[str, Any], **overrides: Any) -> GenerationSettings:
         """Return generation settings from the content of a generation_config.json.
 
-        Null counts as unset. Ignored are keys without effect here; max_length, which counts the prompt (the recipe's
-        limits.max_length bounds prompt and output together); and, without do_sample, all settings that only sampling
-        reads.
+        Null counts as unset. Three kinds of keys are ignored: keys without an effect here; max_length, which counts the
+        prompt (the recipe's limits.max_length limits prompt and answer together); and, without do_sample, all settings
+        that only sampling uses.
 
         Args:
             data: The content of the file.

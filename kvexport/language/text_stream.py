@@ -23,13 +23,13 @@ class TextStream:
     They differ only if a byte-fallback tokenizer's bytes are no UTF-8: `decode` then drops the valid characters next to
     them too.
 
-    Of several stop strings the one that ends first counts, and of those that end together the longest, so the result
-    does not depend on how the text is cut into tokens. Neither the stop string nor the text after it is returned, as
-    users of a server expect; transformers' `stop_strings` keeps the stop string and the rest of its token. A stop
-    string that spells a special token is never found while special tokens are skipped: use eos_token_ids.
+    If several stop strings appear, the one that ends first counts, and among those that end together the longest. The
+    result therefore does not depend on how the text is cut into tokens. Neither the stop string nor the text after it
+    is returned, as users of a server expect; transformers' `stop_strings` keeps the stop string and the rest of its
+    token. A stop string that spells a special token is never found while special tokens are skipped: use eos_token_ids.
 
-    A token costs the same however many tokens came before: a window of the last few tokens is decoded with and without
-    the new one.
+    The time for a token does not depend on the number of earlier tokens: a window of the last few tokens is decoded
+    with and without the new one.
 
     Args:
         tokenizer: The tokenizer.
@@ -136,7 +136,7 @@ class TextStream:
         return self._emit(broken + self._decode_new())
 
     def flush(self) -> str:
-        """End the text, and return the rest that waited for later tokens.
+        """End the text, and return the text that still waited for later tokens.
 
         Incomplete bytes become U+FFFD. A second call returns "".
         """

@@ -1,7 +1,8 @@
 """Trial run of a checkpoint's untrusted tokenizer and chat template, in a child process with limits.
 
-Both are programs that a checkpoint brings, and the libraries that run them can end a process: a template that doubles a
-string, a tokenizer whose normalizers multiply a text. So a build renders and encodes a few conversations here first.
+Both are programs from the checkpoint, and can make the libraries that run them end the process: a template that doubles
+a string, a tokenizer whose normalizers multiply a text. A build therefore first renders and encodes a few conversations
+in the child process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def try_texts(folder: Path) -> None:
         folder: A folder with tokenizer.json, and perhaps the files of a chat template.
 
     Raises:
-        UsageError: The child ended by a signal, ran out of its bounds, or made a text far too long.
+        UsageError: A signal ended the child, it exceeded its limits, or it produced a text that is far too long.
         EnvironmentProblem: The child failed, and this process may use less memory than the child's bound.
     """
     command = [sys.executable, "-m", __name__, str(folder.resolve())]

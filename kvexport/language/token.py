@@ -1,4 +1,4 @@
-"""The type of a generated token, as callers of the engine get it."""
+"""The type of a generated token that the engine returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Token(NamedTuple):
         id: The token id.
         text: The text that is final with this token. It is empty while a character or a stop string is incomplete.
         finish_reason: Set on the last token of a sequence: "stop" (eos or stop string) or "length".
-        logprob: Its log probability, None if the settings do not ask for it (`GenerationSettings.logprobs`).
+        logprob: Its log probability; None unless `GenerationSettings.logprobs` is set.
         top_logprobs: The likeliest tokens and their log probabilities.
     """
 

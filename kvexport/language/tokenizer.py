@@ -79,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes of text that each token id below `vocab_size` adds to a text in which it is not the first token.
+        """The bytes of text that each token id below `vocab_size` adds to a text, if it is not the first token.
 
         The space that begins many words is therefore included. A special token has the bytes of its name, an id without
         a token has none. Decoders that look at the next token (BPE with a suffix that ends words) are not supported.

@@ -34,9 +34,9 @@ class CallForm:
         name: The name of the form.
         opening: The marker before each call, or before a list of calls.
         closing: The marker behind it.
-        key: The name under which a call has its arguments.
+        key: The JSON key of a call's arguments.
         first: Whether a call may be the whole answer without a marker.
-        listed: Whether calls stand in a JSON list.
+        listed: Whether calls are in a JSON list.
         id_length: The length of the ids that the template accepts.
     """
 

@@ -1,7 +1,7 @@
 """Sampling from the n largest logits of a row, if they alone determine the next token.
 
-The other logits then stay on the device that computed them. `kvexport.language.sampling` defines the token; the result
-here has the same bits. An ONNX graph of its own finds the largest logits on the device.
+The other logits then stay on the device that computed them. The token is exactly the one that
+`kvexport.language.sampling` defines. A separate ONNX graph finds the largest logits on the device.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: floa
 
     Args:
         top: The largest logits of the row, and the mass of the whole row.
-        values: The largest logits after penalties [n] float32, none above its logit in `top`. The penalties raise no
-            other token either.
+        values: The largest logits after penalties [n] float32. The penalties raise no logit, neither of these tokens
+            nor of others.
         temperature: The divisor, above 0.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The ONNX graphs of all tensor-parallel ranks, presented as one graph over the whole state for `kvexport validate`.
+"""The ONNX graphs of all tensor-parallel ranks, as one graph over the whole state for `kvexport validate`.
 
 Past and present state tensors have separate buffers.
 """
@@ -30,7 +30,7 @@ def runners(backend: Backend, model: Any, manifest: Manifest, path: Path) -> Run
 
     Args:
         backend: The backend.
-        model: The loaded model; one of a single process gives the backend's own runners.
+        model: The loaded model. For a model in a single process, the result is the backend's own runners.
         manifest: The manifest of the artifact.
         path: The directory of the artifact.
     """

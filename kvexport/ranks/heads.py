@@ -12,7 +12,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def rank_heads(state: Arrays, rank: int, ranks: int, axis: int) -> dict[str, NDArray[Any]]:
-    """Return the KV heads that belong to one tensor-parallel rank, of every state tensor.
+    """Return the part of every state tensor with the KV heads of one tensor-parallel rank.
 
     Args:
         state: The tensors over all heads.

@@ -43,7 +43,7 @@ class RankedModel:
         Args:
             plan: The cache plan of the artifact.
             lanes: The number of sequences.
-            memory: Not used: recipes that place the state in a file are refused with ranks.
+            memory: Ignored, because recipes with the state in a file are refused with several ranks.
         """
         assert plan == self.plan, "ranks support only the cache plan of the artifact"
         number = next(self.numbers)

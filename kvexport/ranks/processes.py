@@ -52,9 +52,9 @@ def require_sums(collectives: Collectives, memory: mmap) -> None:
 class Ranks:
     """The tensor-parallel ranks (processes) of one loaded model, as rank 0 manages them.
 
-    Rank 0's calls run in a thread of their own, which no interrupt reaches, so a call that has begun always ends and
-    the ranks stay in step. If a rank ends or fails, or rank 0 fails within a call, all sums fail from then on, and
-    every call raises a KvexportError that names the rank.
+    Rank 0's calls run in a separate thread, which no interrupt reaches, so a call that has begun always ends and all
+    ranks make the same calls. If a rank ends or fails, or rank 0 fails within a call, all later sums fail, and every
+    later call raises a KvexportError that names the rank.
     """
 
     def __init__(self, backend: Backend, path: Path, manifest: Manifest, options: LoadOptions) -> None:
@@ -127,7 +127,7 @@ class Ranks:
 
         Args:
             work: The function.
-            message: The message, or None to run the function alone.
+            message: The message; None to run only the function.
 
         Returns:
             The result of the function.
@@ -167,7 +167,7 @@ class Ranks:
         return self.call(lambda: [work(), *map(self.answer, range(1, self.count))], message)
 
     def answer(self, rank: int) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays with which a rank answers a call.
+        """Return the arrays of a rank's answer to a call.
 
         Raises:
             KvexportError: If the rank has failed.

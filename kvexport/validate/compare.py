@@ -97,7 +97,7 @@ class Difference:
     slot: int
 
     def at(self, lane: int, head: int) -> Difference:
-        """Return a copy that names another lane and head, for a difference in one head that was cut out of a batch."""
+        """Return a copy with another lane and head, for a difference in one head that was cut out of a batch."""
         return replace(self, lane=lane, head=head)
 
 

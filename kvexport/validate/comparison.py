@@ -1,4 +1,4 @@
-"""Comparison of an exported model's run with PyTorch: each layer, each merge, in-place buffers, a separate run."""
+"""Comparison of an exported model with PyTorch: layers, merges, in-place buffers and an independent run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ Arrays = dict[str, NDArray[Any]]
 class Comparison:
     """Comparison of an exported model with PyTorch, call by call.
 
-    It has a reference run, the engine's graphs compared with each call of it, and an independent run of the engine.
+    A reference run makes the calls, the engine's graphs are compared with each of them, and the engine also runs
+    independently.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Comparison:
         """Run and compare one decoder call and the merges that are due after it.
 
         Args:
-            tokens: Token ids for each lane; empty for a lane that takes no part.
+            tokens: Token ids for each lane; empty for an idle lane.
             prefill: Whether the tokens belong to a prompt.
             unread: Lanes whose prompts continue in the next call. See `Lanes.append`.
             whole: Whether to compare the full depth with float64 as well, and the in-place run with separate buffers.
@@ -103,7 +104,7 @@ class Comparison:
                     self.locked.state[name][lane] = x[0]
 
     def finish(self) -> None:
-        """Compute the validation figures that need all steps: KL of the engine's own run, and rounding errors."""
+        """Compute the figures that need all steps: the KL of the engine's independent run, and rounding errors."""
         self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
         self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
         for (phase, tensor), pairs in self.errors.items():
@@ -330,7 +331,7 @@ def _real(feed: Arrays) -> NDArray[Any]:
 
 
 def _are_largest(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:
-    """Return whether `top` holds the n largest of `logits` [vocabulary], and the right softmax mass."""
+    """Return whether `top` has the n largest of `logits` [vocabulary], and the right softmax mass."""
     if top is None or not 0 <= top.ids.min() <= top.ids.max() < logits.size:
         return False
     largest = -np.sort(-logits)[: top.ids.size]

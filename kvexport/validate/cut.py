@@ -24,11 +24,11 @@ STATE_INPUT = "past_key_values."
 
 
 def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
-    """Return for layers 1, 2, ... the tensor of the ONNX graph that alone leads into the layer (the residual stream).
+    """Return for layers 1, 2, ... the only tensor of the ONNX graph that leads into the layer (the residual stream).
 
-    A border is the last place before a layer's attention where all later nodes depend on the tokens through one tensor
-    (state tensors aside). In decoders with residuals this is the residual stream. Layers without such a tensor are left
-    out.
+    At a border, all later nodes depend on the tokens through one tensor (and through state tensors). The border of a
+    layer is the last one before its attention. In decoders with residuals the tensor is the residual stream. Layers
+    without such a tensor have no border.
     """
     last_use = {name: i for i, node in enumerate(graph.node) for name in node.input}
     hidden: set[str] = set()  # tensors that depend on the values of the tokens, not only on their number
@@ -62,7 +62,7 @@ class CutDecoder:
         path: The uncut decoder.onnx.
         dtype: The numpy name of the hidden state's type.
         open_session: Opens a session of an ONNX graph, given as bytes, over the weights of the decoder at `path`.
-        plan: The cache plan, if caches may have any number of slots; None if they have the decoder's.
+        plan: The cache plan, if caches may have any number of slots; None if their number of slots is the decoder's.
     """
 
     def __init__(

@@ -1,15 +1,16 @@
 """The engine's independent run over the validation sequences, on its own state as in production.
 
-Its logits have to stay near those of PyTorch's run. Where two selections of a merge are equal except for rounding, the
-two runs may select different entries and differ from there on although neither is wrong. The engine's run then
-*parts* from the reference's in that lane. A parting has to be explained: right before the merge both states
-agree, and from the engine's own state PyTorch makes the engine's merge, or float64 makes it with float32's rounding
-errors. PyTorch's run then goes on from the engine's state of the caches in which the two selections differ, so that
-later logits are comparable again. Without such an explanation the logits of the lane are no longer compared.
+Its logits have to stay near those of PyTorch's run. If two selections of a merge are equal except for rounding, the two
+runs may select different entries and differ from then on although neither is wrong. The engine's run then *parts* from
+the reference's run in that lane. A parting has to be explained: right before the merge both states agree, and from the
+engine's state PyTorch makes the same merge as the engine, or float64 with float32's rounding errors does. PyTorch's run
+then continues from the engine's state of the caches in which the two selections differ, so that later logits are
+comparable again. Without such an explanation the logits of the lane are no longer compared.
 
 Positions and votes do not show every other selection: an entry that merges into one of two slots with the most votes
 that the method allows changes the votes of neither. A merge takes means of rows, so it hardly magnifies a difference of
-rows. Rows that differ far more after a merge than any row of the KV head did before are therefore another selection.
+rows. If rows differ far more after a merge than any row of the KV head did before, this therefore counts as another
+selection.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class IndependentRun:
         lanes: The engine's lanes.
         kl: KL(PyTorch || engine) in nats for every call and lane.
         logits: For each lane the engine's logits [vocabulary] by position.
-        parted: For each lane that parted the numbers of tokens that it had seen each time.
+        parted: For each lane that parted, the numbers of tokens that it had read each time.
         ended: The lanes that parted without an explanation.
     """
 
@@ -149,7 +150,7 @@ class IndependentRun:
         """Run one call of the engine on the engine's own caches, and compare its logits and merges with PyTorch's.
 
         Args:
-            tokens: Token ids for each lane; empty for a lane that takes no part.
+            tokens: Token ids for each lane; empty for an idle lane.
             reference: The reference's logits of the call.
             reference_merges: The reference's merges of the call.
             prefill: Whether the tokens belong to a prompt.
@@ -184,7 +185,7 @@ class IndependentRun:
         return {name: x for name, x in self._state.lane_states(lane, lane + 1).items() if name in names}
 
     def _selected_otherwise(self, own: list[Merge], expected: list[Merge]) -> list[int]:
-        """Return the caches in which engine and PyTorch evicted other entries, or into other targets, in a call."""
+        """Return the caches in which engine and PyTorch evicted different entries or chose different targets."""
         layers = [(i, layer) for i, layer in enumerate(self._plan.caches) if layer.merges]
         if len(own) != len(expected):
             return [i for i, _ in layers]
@@ -192,7 +193,7 @@ class IndependentRun:
         return [i for i, layer in layers if not all(self._merged_alike(i, layer, a, b) for a, b in pairs)]
 
     def _merged_alike(self, i: int, layer: LayerCache, own: Merge, expected: Merge) -> bool:
-        """Return whether engine and PyTorch merged a lane's cache number i alike, each from its own state."""
+        """Return whether engine and PyTorch merged a lane's cache number i in the same way, each from its own state."""
         before, after = ([run.past for run in (own, expected)], [run.present for run in (own, expected)])
         positions, votes = ([state[layer.state[n].present(i)] for state in after] for n in (4, 2))
         if not (np.array_equal(positions[0], positions[1]) and np.allclose(votes[0], votes[1], rtol=SAME_VOTES)):

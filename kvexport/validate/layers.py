@@ -1,7 +1,7 @@
 """Builds of only the first layers of an artifact's model, for validation.
 
-`validate --layers` compares these if the whole model is too large for PyTorch, or would take too long. Every layer
-keeps the cache that it has in the artifact.
+`validate --layers` compares these layers if the whole model is too large for PyTorch, or would take too long. Every
+layer has the same cache as in the artifact.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def first_layers(
     Args:
         path: The whole artifact.
         count: The number of layers.
-        checkpoint: Where the weights are; None for the recipe's own path.
+        checkpoint: The folder of the weights; None for the recipe's own path.
         progress: Shows the stages of the build.
 
     Yields:

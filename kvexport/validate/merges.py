@@ -1,14 +1,14 @@
-"""Checks that an engine's merge equals PyTorch's, or differs only as float32 rounding can explain.
+"""Checks that an engine's merge equals PyTorch's, or that float32 rounding explains the difference.
 
 A merge selects the entries to evict and their merge targets. If two selections are equal except for rounding, another
-order of summation picks the other one, and the whole head then differs although nothing is wrong. So each differing
-head is merged again in float64: once exactly, and then several times with random errors of the size of float32's
-rounding. The engine's result has to equal one of these draws.
+order of summation may pick the other one, and the whole head then differs although nothing is wrong. Each differing
+head is therefore merged again in float64: once exactly, and then several times with random errors of the size of
+float32's rounding. The engine's result has to equal one of these random merges.
 
-In some heads many slots cost the same except for rounding: a head that evicts almost nothing, where equal tokens have
-equal values. No two draws agree there, and no number of draws would find the engine's selection. The engine's result
-then has to lie among the draws: no further from the nearest draw than the draws are from one another, and with the same
-rows except for those that another selection changes.
+In some heads many slots have the same cost except for rounding, for example in a head that evicts almost nothing, where
+equal tokens have equal values. No two random merges agree there, and none would equal the engine's. The engine's result
+must then be no farther from the nearest random merge than these are from one another, and must have the same rows
+except for those that another selection changes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def compare_merge(
         engine: The state after the engine's merge.
         reference: The state after PyTorch's merge.
         tolerance: The largest difference for heads with the same selection.
-        examined: The number of heads that were merged again in float64 earlier in this run.
+        examined: The number of heads that have been merged again in float64 so far in this run.
     """
     for i, layer in enumerate(plan.caches):
         if not layer.merges:
@@ -163,16 +163,16 @@ def _explained(
 
 
 def _among(engine: Arrays, draws: Sequence[Arrays]) -> bool:
-    """Return whether the engine's merge of one KV head [1, 1, ...] is a plausible draw from random float64 merges.
+    """Return whether the engine's merge of one KV head [1, 1, ...] could be one of the random float64 merges.
 
     Args:
         engine: The head's cache after the engine's merge.
         draws: The head's caches after merges in float64 with random rounding errors.
 
     Returns:
-        True if the engine's cache is as near to the draws as these are to each other. Draws are compared by the
-        positions that one keeps and another does not. Among slots whose positions all of them keep, at most as many
-        may differ as there are such positions.
+        True if the engine's cache is as near to the random merges as these are to one another. The distance of two
+        merges is the number of positions that only one of them keeps. Of the slots whose positions all merges keep, at
+        most as many may differ as there are such positions.
     """
     rows = [{int(p): i for i, p in enumerate(x["position"][0, 0]) if x["votes"][0, 0, i] > 0} for x in (engine, *draws)]
     own, *others = rows

@@ -63,12 +63,13 @@ class Perturbation:
         query: "current" for the last query before the merge, "next" for the first one after it (which sees its own
             token).
         heads: The number of heads, over all sequences.
-        mean: Mean error from the cache before the merge to the cache after it.
-        largest: The largest such error.
-        to_full: Mean error from all keys and values that this run ever computed to the cache after the merge.
-        by_slot: Mean of the theorem's bound with each slot's own error in place of the largest. None if the method
-            keeps no estimates of scores.
-        theorem: The theorem's bound; None in the same case.
+        mean: Mean difference between the attention outputs over the cache before the merge and over the cache after it.
+        largest: The largest such difference.
+        to_full: Mean difference between the attention output over all keys and values of this run and over the cache
+            after the merge.
+        by_slot: Mean of the theorem's bound with each slot's own error instead of the largest error. None if the method
+            has no estimates of scores.
+        theorem: The theorem's bound; None if the method has no estimates of scores.
     """
 
     step: int
@@ -97,7 +98,7 @@ BOUND_NOTE = (
 
 
 def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> list[Section]:
-    """Return tables of the attention errors of merges, with one row for each named set, and a table of bounds if any.
+    """Return tables of the attention errors of merges, with one row for each name, and tables of bounds.
 
     Args:
         named: (name, merges) pairs; the names are layers or methods.

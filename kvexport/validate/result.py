@@ -101,7 +101,7 @@ class Rounding:
         count: The number of vectors.
         engine: The engine's errors.
         pytorch: PyTorch's errors.
-        least: The size of an insignificant error: one rounding of the model's type.
+        least: The largest insignificant error: one rounding of the model's type.
     """
 
     phase: str
@@ -135,7 +135,7 @@ class ValidationResult:
         texts: The content of each sequence, "text" or "random".
         budgets: The budget of each cache, in slots.
         tolerance: The tolerances, by kind of tensor.
-        operators: The implementation of each operator on this machine.
+        operators: How this machine runs each operator.
         steps: For each call: its number, phase, tokens seen by the longest sequence, and largest difference by kind of
             tensor (relative for vectors).
         mismatches: The first `KEPT` mismatches.
@@ -144,8 +144,8 @@ class ValidationResult:
         flips: Heads whose selection differs from PyTorch's because of rounding.
         rounding: Rounding errors against float64.
         in_place_identical: Whether the in-place run gave the same bits as separate buffers.
-        top_logits_hold: Whether the top logits that a device returns are the largest of the row; None if the host has
-            the whole row.
+        top_logits_hold: Whether the top logits from a device are the largest of the row; None if the host has the whole
+            row.
         own_kl: Mean KL(PyTorch || engine) in nats, where each runs independently from the first token to the last.
         own_kl_allowed: The largest value of `own_kl` that passes.
         own_compared: The number of logits rows behind `own_kl`.
@@ -154,7 +154,7 @@ class ValidationResult:
             largest value that passes is `own_kl_allowed`.
         first_compared: The number of logits rows behind `first_kl`.
         parted: For each lane in which a tie made the independent run select other entries than PyTorch's, the numbers
-            of tokens seen each time. PyTorch's run then goes on from the engine's caches of that lane, unless no tie
+            of tokens seen each time. PyTorch's run then continues from the engine's caches of that lane, unless no tie
             explains the difference.
         kl: For each sequence KL(full cache || engine) in nats at `positions`.
         agrees: For each sequence whether the top token equals the full cache's at `positions`.
@@ -210,7 +210,7 @@ class ValidationResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the exported model agrees with PyTorch in everything that was compared."""
+        """Whether the exported model agrees with PyTorch in all comparisons."""
         return not self.problems
 
     @property

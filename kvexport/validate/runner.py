@@ -1,9 +1,9 @@
 """The command `kvexport validate`: an exported model compared with PyTorch, step by step, in a ragged batch.
 
-Every layer receives PyTorch's hidden state and cache, so a difference shows where it arises and at its own size. Every
-merge has to equal PyTorch's, or a merge that float64 could make with float32's rounding errors. The full depth of the
-model is compared with float64. The engine also runs independently and in place, as it does in production.
-docs/tasks/validate.md lists the criteria and their reasons.
+Every layer receives PyTorch's hidden state and cache, so that errors of earlier layers do not add up. Every merge has
+to equal PyTorch's merge, or one that float64 makes with float32's rounding errors. The full depth of the model is
+compared with float64. The engine also runs independently and in place, as in production. docs/tasks/validate.md lists
+the criteria and their reasons.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def validate_artifact(
             and in decode.
         batch: The number of sequences. By default three, or fewer if their states would take too much memory. The
             others are shorter, so that some lanes become idle.
-        checkpoint: Where the weights are; None for the recipe's path.
+        checkpoint: The folder of the weights; None for the recipe's path.
         seed: Seed of the random tokens.
         telemetry: Whether to measure the effect of every merge on the attention output.
         backend: Name of the backend; None for the recipe's.
@@ -147,7 +147,7 @@ def validate_artifact(
 
 
 def _is_exact(recipe: Recipe, config: Any) -> bool:
-    """Return whether an engine that has evicted nothing computes what transformers' own model computes."""
+    """Return whether an engine without evictions must give the same logits as transformers' own model."""
     from kvexport.export.model.hf_model import length_notes
 
     rounds, selects = recipe.cache.dtype != "model", recipe.cache.periodic.slots is not None

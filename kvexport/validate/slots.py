@@ -1,8 +1,8 @@
 """Caches cut to the slots that the sequences of a validation can use.
 
 A cache that evicts nothing, or merges only at the end of a prompt, has as many slots as the longest sequence that the
-artifact allows. PyTorch copies every slot in each call, so the reference has only the slots that can be used, and a
-decoder call reads only those that are used by then.
+artifact allows. PyTorch copies every slot in each call. The reference therefore has only the slots that can be used,
+and a decoder call reads only the slots in use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def with_slots(plan: CachePlan, arrays: Arrays) -> dict[str, NDArray[Any]]:
 
     Args:
         plan: The cache plan.
-        arrays: State tensors by their names in ONNX graphs, and other arrays, which stay as they are.
+        arrays: State tensors by their names in ONNX graphs, and other arrays, which stay unchanged.
     """
     result = dict(arrays)
     for i, layer in enumerate(plan.caches):
@@ -48,7 +48,7 @@ def with_slots(plan: CachePlan, arrays: Arrays) -> dict[str, NDArray[Any]]:
 
 
 def has_beyond(plan: CachePlan, arrays: Arrays) -> bool:
-    """Return whether state tensors have numbers other than 0 in slots that `plan` does not have."""
+    """Return whether state tensors have nonzero numbers in slots beyond those of `plan`."""
     return any(
         bool(np.moveaxis(arrays[tensor.present(i)], tensor.slot_axis, 0)[layer.capacity :].any())
         for i, layer in enumerate(plan.caches)

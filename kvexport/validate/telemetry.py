@@ -3,7 +3,7 @@
 The effect is compared with the bound of KeepKV's Theorem 5 (arXiv 2504.09936).
 
 A `Telemetry` watches a run of the PyTorch reference. It recomputes attention in float64, one sequence and layer at a
-time: over the cache before a merge, over the cache after it, and over all keys and values that the run ever appended.
+time: over the cache before a merge, over the cache after it, and over all keys and values of the run so far.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Attention:
 
 
 def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> Attention:
-    """Return the attention of one query over a KV cache that holds the query's own token and no later one."""
+    """Return the attention of one query over a KV cache with the query's own token and no later one."""
     heads, _, size = cache.key.shape
     logit = (query.vector * attributes.scale).reshape(heads, -1, size) @ cache.key.transpose(-1, -2)
     logit = capped(logit, attributes)
@@ -104,7 +104,7 @@ def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> A
 
 @dataclass(frozen=True)
 class _Followed:
-    """Where a merge moved each KV-cache slot of one sequence in one layer.
+    """The new place of each KV-cache slot of one sequence in one layer after a merge.
 
     Attributes:
         to: [H, C] int64, the slot after the merge; -1 if the entry was dropped.
@@ -148,11 +148,11 @@ def _bounds(
 ) -> Tensor:
     """Return two upper bounds [2, H, G] on the change of the attention output by a merge.
 
-    The first bound is Theorem 5, infinite where it does not apply. The second is the step of the theorem's proof before
-    all errors are replaced by the largest: a slot of mass w whose estimate is a share of its merge set moves the output
-    by ``|share w_r - w| |v - o|`` divided by the sum of masses after the merge, where w_r is the mass of the merged
-    slot. Both bounds start from the cache without the dropped entries; the distance from there to the cache before the
-    merge is computed and added.
+    The first bound is Theorem 5; it is infinite if the theorem does not apply. The second is the step of the theorem's
+    proof before all errors are replaced by the largest. In it, a slot of mass w moves the output by ``|share w_r - w|
+    |v - o|`` divided by the sum of masses after the merge. Here w_r is the mass of the merged slot, and share is the
+    slot's share of its merge set by the estimates. Both bounds start from the cache without the dropped entries; the
+    distance from there to the cache before the merge is computed and added.
     """
     slots = followed.to.shape[-1]  # tokens appended after the merge take no part in it
     stays = followed.to >= 0
@@ -189,8 +189,8 @@ def _bounds(
 class _Numbered:
     """A compression method over values extended by one-hot slot numbers, which show where a merge moves each slot.
 
-    The method must not select by these numbers, so its keep score gets values without them. Methods that keep estimates
-    pick merge targets by keys, which have no such numbers.
+    The method must not select by these numbers, so its keep score gets values without them. Methods with estimates
+    choose merge targets by keys, which have no such numbers.
     """
 
     def __init__(self, method: Method, size: int) -> None:

@@ -27,7 +27,7 @@ COPIES = 5  # copies of a state: reference before and after; engine independent,
 def later_calls(limits: Limits, merge_prompts: str) -> list[int]:
     """Return the number of tokens in each decoder call that follows the prompt of a validation sequence.
 
-    Calls of one token decode, and calls of more tokens are prompts of later turns.
+    A call of one token is a decode call, and a call of more tokens reads the prompt of a later turn.
 
     Args:
         limits: The limits of the artifact.

@@ -1,4 +1,4 @@
-"""The `kvexport build` command's work: from a recipe to an artifact directory."""
+"""The build of an artifact directory from a recipe, as `kvexport build` runs it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
-    """Read a checkpoint's headers, make its model without weights, and plan the KV cache that the recipe asks for.
+    """Read a checkpoint's headers, make its model without weights, and plan the recipe's KV cache.
 
     Args:
         recipe: The recipe.
@@ -37,7 +37,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
         plan.
 
     Raises:
-        UsageError: This checkpoint or recipe cannot be built; every reason is found here.
+        UsageError: This checkpoint or recipe cannot be built. All reasons are checked here, before the build.
     """
     import torch
 
@@ -91,12 +91,12 @@ def build(
 
     Args:
         recipe: The recipe.
-        out: The directory of the artifact. Whatever happens, it holds the old artifact, the new one, or nothing.
+        out: The directory of the artifact. In every case it contains the old artifact, the new one, or nothing.
         name: The user's name for the artifact.
         graphs_only: Whether to leave the files that the backend prepares, such as engines, to `kvexport.export.rebuild`
             on the machine that will run them.
-        plan: The caches of the layers, in place of those that the recipe gives.
-        shared: Weights to link to, if they are the weights of this recipe (`share_weights`).
+        plan: The cache plan, in place of the recipe's.
+        shared: Weights to link to, if they equal those of this recipe (`share_weights`).
         progress: Shows each stage.
 
     Returns:
@@ -159,8 +159,8 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
 def _collector_paused() -> Iterator[None]:
     """Pause Python's garbage collector within this context.
 
-    The trace of a model consists of millions of objects that live as long as the trace. Searching them for garbage
-    takes a sixth of the time.
+    A trace consists of millions of objects that are all in use. Searching them for garbage would take a sixth of the
+    time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Work on another core, in a forked copy of this process that returns its result as bytes."""
+"""Work in a forked process on another core, which returns its result as bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PATIENCE_SECONDS = 300.0
 
 @contextmanager
 def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
-    """Start `work` in a process of its own and yield a function that waits for its result.
+    """Start `work` in a forked process, and yield a function that waits for its result.
 
     The process ends with the block at the latest. If a process cannot or should not be forked (see `can_fork`), fails,
-    or does not answer within `PATIENCE_SECONDS`, this process does `work` when the result is asked for, and raises
-    what `work` raises.
+    or does not answer within `PATIENCE_SECONDS`, this process calls `work` itself when the result is needed, and raises
+    the exceptions of `work`.
     """
     if not can_fork():
         yield work
@@ -54,8 +54,8 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
 def can_fork() -> bool:
     """Return whether this process can fork a copy of itself that works on another core.
 
-    This needs Linux, more than one core, no other Python thread whose locks the copy would wait for, and a process that
-    multiprocessing lets have children.
+    This needs Linux, more than one core, no other Python thread (the copy could wait for its locks forever), and a
+    process that multiprocessing allows to have children.
     """
     several = (os.cpu_count() or 1) > 1 and threading.active_count() == 1
     return sys.platform == "linux" and several and not multiprocessing.current_process().daemon

@@ -1,9 +1,10 @@
-"""A model that is split over several ranks of tensor parallelism: the model of one rank, and its share of the weights.
+"""Tensor parallelism: the model of one of several ranks, and its share of the weights.
 
-transformers' `base_model_tp_plan` says how to split. Some projections are split by outputs (queries, keys and values by
-heads, the first ones of the MLP by features). The projections that read these are split by inputs, and the ranks add up
-their products. Every rank has all other weights whole, embeddings and head included. All ranks have the same shapes, so
-one trace serves them all; their ONNX graphs differ in the places of the weights. See docs/tasks/tensor-parallel.md.
+transformers' `base_model_tp_plan` defines how a model is split. Some projections are split by outputs (queries, keys
+and values by heads, the first ones of the MLP by features). The projections that read these outputs are split by
+inputs, and the ranks add up their products. Every rank has all other weights as a whole, also embeddings and head. All
+ranks have the same shapes, so the model is traced once; the ONNX graphs of ranks differ only in the places of the
+weights. See docs/tasks/tensor-parallel.md.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def split_model(shape: ModelShape, ranks: int) -> tuple[ModelShape, dict[str, in
         The description of one rank's model, and the split dimension of every split parameter, by its initializer.
 
     Raises:
-        UsageError: Heads or features cannot be shared equally, or transformers does not say how the model is split.
+        UsageError: Heads or features cannot be divided equally, or transformers has no plan for the model.
     """
     heads = {(layer.kv_heads, layer.query_heads) for layer in shape.geometry}
     if uneven := sorted(kv for kv, queries in heads if kv % ranks or queries % ranks):
@@ -170,7 +171,7 @@ def joined_specs(specs: Sequence[Sequence[Spec]]) -> list[Spec]:
 
 
 def locations_of_rank(locations: Mapping[str, Location], rank: int) -> dict[str, Location]:
-    """Return where the files hold one tensor-parallel rank's weights, by initializer, from the list of all ranks."""
+    """Return the places of one rank's weights in the files, by initializer, from the list of all ranks."""
     start = f"{rank}/"
     return {name.removeprefix(start): at for name, at in locations.items() if name.startswith(start)}
 

@@ -1,6 +1,6 @@
-"""The `kvexport build --from` command's work: preparing an artifact for this machine.
+"""The preparation of an artifact for this machine, as `kvexport build --from` runs it.
 
-The artifact's ONNX graphs come from another machine. The backend makes its own files, such as engines, from them.
+The artifact's ONNX graphs come from another machine. The backend builds its own files, such as engines, from them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rebuild(
 ) -> Path:
     """Let the recipe's backend prepare a copy of an artifact for this machine. Its ONNX graphs stay unchanged.
 
-    This needs onnx, and neither torch nor the checkpoint.
+    This needs the package onnx, but neither torch nor the checkpoint.
 
     Args:
         source: The artifact.

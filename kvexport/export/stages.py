@@ -62,10 +62,10 @@ ShowProgress = Callable[[str, int | None], Progress]
 
 @dataclass(frozen=True)
 class Ranks:
-    """A model as it is split over the ranks of tensor parallelism.
+    """A model that is split over the ranks of tensor parallelism.
 
     Attributes:
-        shape: The model of one rank; the whole model where there is one rank.
+        shape: The model of one rank; with a single rank, the whole model.
         specs: The weights of each rank.
         stored: The weights that are written: those of all ranks.
     """
@@ -77,7 +77,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Traced:
-    """A decoder's trace and what is written with it.
+    """A decoder's trace, and the other results of the stage that traces it.
 
     Attributes:
         decoder: The trace.
@@ -103,11 +103,11 @@ def vocabulary_of(shape: ModelShape) -> int:
 def choose_weights(shape: ModelShape, recipe: Recipe, folder: Path, progress: ShowProgress) -> list[Spec]:
     """Return the specs of an artifact's weights (copied, cast or rounded), with the importance of their inputs.
 
-    Importance is measured or read only if the recipe asks for it, and saved in `folder`. Notes that a user should read
-    are shown.
+    Importance is measured or read only if the recipe's rounding uses it, and saved in `folder`. Notes for the user are
+    shown.
 
     Raises:
-        UsageError: Parameters are missing or have another shape, or the backend does not take the rounding.
+        UsageError: Parameters are missing or have another shape, or the backend does not support the rounded weights.
     """
     specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe, progress)
     save_importance(specs, folder)
@@ -120,7 +120,7 @@ def choose_weights(shape: ModelShape, recipe: Recipe, folder: Path, progress: Sh
 
 
 def share_out(shape: ModelShape, specs: list[Spec], count: int) -> Ranks:
-    """Split a model and its weights over `count` ranks. Raise UsageError if they cannot be shared equally."""
+    """Split a model and its weights over `count` ranks. Raise UsageError if they cannot be divided equally."""
     if count == 1:
         return Ranks(shape, [specs], specs)
     rank_shape, splits = split_model(shape, count)
@@ -137,7 +137,7 @@ def trace_and_write(
         ranks: The model and its weights.
         recipe: The recipe.
         folder: The staging folder of the artifact.
-        shared: Weights of an earlier build, to which the artifact links if they are the same.
+        shared: Weights of an earlier build; the artifact links to them if they are equal.
         progress: Shows the bytes of weights that are written.
     """
     shape, method = ranks.shape, recipe.cache.build_method()

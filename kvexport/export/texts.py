@@ -1,7 +1,7 @@
 """The copy of a checkpoint's small files (tokenizer, chat template, JSON) into an artifact.
 
-The copied files are read from the staging folder as an engine will read them, before the artifact replaces one that
-works.
+The copied files are loaded from the staging folder as an engine would load them, before the artifact replaces an
+earlier one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
     """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder, and load them.
 
     Raises:
-        UsageError: A link leads out of the checkpoint, a tokenizer or chat template cannot be read, or the generation
-            settings would generate nothing or never end.
+        UsageError: A link leads out of the checkpoint, a tokenizer or chat template cannot be read, or with the
+            generation settings an answer would be empty or never end.
         EnvironmentProblem: There is not enough memory to try them, or a package is missing.
     """
     from kvexport.export.model.checkpoint import TOKENIZER_FILES, refuse_link

@@ -3,7 +3,7 @@
     p = MatMul(x, Transpose(w))             w a weight [outputs, inputs] of a numbered layer, perhaps with a bias added
 =>  y = Add(p, MatMul(Mul(MatMul(x, Transpose(first)), adapter_rows), second))
 
-`first` [rows, inputs] has the matrices A of all adapters one below the other, and `second` [rows, outputs] their
+`first` [rows, inputs] has the rows of the matrices A of all adapters, and `second` [rows, outputs] the rows of their
 matrices B, transposed and scaled. `adapter_rows` [B, 1, rows] is 1 for the rows of a lane's adapter, and 0 for all
 others.
 """

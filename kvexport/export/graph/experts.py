@@ -1,7 +1,7 @@
 """The Experts nodes (mixture of experts) of a traced decoder.
 
-Each node gets the inputs of its form, which says what the experts compute, and the name of the ONNX function of that
-form.
+The form of a node describes the computation of its experts. Each node gets the inputs of its form, and the name of the
+ONNX function of that form.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def finish_experts(
 
 
 def experts_form_of(node: ir.Node) -> ExpertsForm:
-    """Return what the experts of an Experts node in a trace compute between their first and second matrix product."""
+    """Return the form of an Experts node in a trace: the computation between its two matrix products."""
     return ExpertsForm(**{name: node.attributes[name].value for name in vars(ExpertsForm()) if name in node.attributes})
 
 

@@ -154,7 +154,7 @@ def finish_decoder(
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
     """Make the number of cache slots a free dimension of the decoder, so that caches of any size can use its graph.
 
-    Only the shapes of inputs and outputs name a capacity. The computation does not depend on the capacity.
+    Only the shapes of inputs and outputs contain a capacity; the computation does not depend on it.
     """
     axes = {
         name: x.slot_axis
@@ -171,7 +171,7 @@ def merge_model(plan: CachePlan, method: Method, geometry: Sequence[LayerGeometr
     """Return merge.onnx, the graph that evicts and merges cache entries until every layer is within its budget.
 
     Its inputs and outputs are the cache state of every layer that can exceed its budget. The result is None if no layer
-    can. The KV heads of a layer that have caches of their own are merged by one node.
+    can. If the KV heads of a layer have separate caches, one node merges all of them.
 
     Args:
         plan: The cache plan.

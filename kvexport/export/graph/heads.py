@@ -1,4 +1,4 @@
-"""Layers whose KV heads have budgets, and so caches, of their own.
+"""Layers whose KV heads have separate budgets, and therefore separate caches.
 
     y, present  = VoteAttention(query, key, value, ..., past)          the cache of a layer
 =>  y, presents = RaggedVoteAttention(query, key, value, ..., pasts)   the caches of its KV heads
@@ -20,8 +20,8 @@ from kvexport.schema.operators import VOTE_ATTENTION, ragged
 def layers_plan(plan: CachePlan, geometry: Sequence[LayerGeometry]) -> CachePlan:
     """Return a cache plan with one KV cache for each layer, to trace a decoder with.
 
-    The capacity of a layer's cache is that of the layer's first cache in `plan`, where KV heads may have caches of
-    their own.
+    The capacity of a layer's cache is that of the layer's first cache in `plan`, in which KV heads may have separate
+    caches.
     """
     caches = zip(geometry, layer_caches(geometry, len(plan.caches)), strict=True)
     own_caches = tuple(replace(plan.caches[own[0]], kv_heads=layer.kv_heads) for layer, own in caches)

@@ -1,9 +1,10 @@
-"""The decoder layers that compute the same function, found by watching a forward pass of the model without weights.
+"""The decoder layers that compute the same function, found in a forward pass of the model without weights.
 
-Two layers do the same when they call the same operations in the same order with the same numbers, on tensors that come
-from the same places: their own parameters of one name, constants of one value, their own results, the hidden state they
-were given, and the very tensors (position embeddings) that the rest of the model made for both. So a difference shows
-wherever it comes from: the config, a module's type, an attribute, the index of the layer.
+Two layers compute the same function if they call the same operations in the same order, with the same numbers and on
+corresponding tensors. Corresponding tensors are parameters with the same name, equal constants, results of
+corresponding operations, the hidden states at the inputs, and tensors that all layers share (position embeddings).
+Every difference is therefore detected, no matter whether it comes from the config, a module's type, an attribute or the
+index of the layer.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class Layers:
     first: tuple[int, ...]
 
     def traced(self) -> tuple[int, ...]:
-        """Return the numbers of the layers to trace: the first two of each kind. The second is a check."""
+        """Return the numbers of the layers to trace: the first two of each kind. The second one is a check."""
         return tuple(i for i, first in enumerate(self.first) if self.first[:i].count(first) < 2)
 
 
 def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
     """Return the decoder layers of `model`, grouped by what they compute.
 
-    Returns None if a layer cannot stand for another: the layers are not one list, or more than one hidden state goes
-    from each layer to the next.
+    Returns None if copies of layers are not possible: the layers are not one list, or more than one hidden state
+    connects a layer with the next.
     """
     name, modules = layer_list(model)
     if not modules:
@@ -95,7 +96,7 @@ def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterat
 
 
 class _PassesOn(nn.Module):
-    """A stand-in for a decoder layer that is not traced.
+    """A replacement for a decoder layer that is not traced, which returns its input.
 
     It has all attributes of the layer but no parameters, because a trace would record them as weights.
     """
@@ -125,7 +126,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A recorder of the PyTorch operations that each decoder layer runs.
 
     Attributes:
-        regular: False once a layer reads or changes a tensor that is neither its own nor shared.
+        regular: False if a layer reads or changes a tensor that belongs neither to the layer nor to all layers.
     """
 
     def __init__(self, model: Any, name: str, count: int) -> None:

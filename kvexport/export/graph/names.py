@@ -1,8 +1,9 @@
 """Names of a finished decoder's nodes and values, which viewers of ONNX files show.
 
 A node that reads weights of the checkpoint has the name of their module, such as model.layers.0.self_attn.o_proj; the
-products of one Linear are joined by "+". Another node has the block of the nodes before it and its operator, such as
-model.layers.0.VoteAttention. A value has the name of its node, and a constant that of its type and numbers.
+products of one Linear are joined by "+". The name of any other node consists of the block of the nodes before it and of
+its operator, such as model.layers.0.VoteAttention. A value has the name of its node. The name of a constant consists of
+its type and numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _GIVEN = ("adapters.", "cache.", "caches.", "kvexport.", "model.")
 
 
 def name_nodes(graph: ir.Graph) -> None:
-    """Name the nodes, values and constants of a decoder's graph, in place; inputs, outputs and weights keep theirs."""
+    """Name the nodes, values and constants of a decoder's graph, in place, except inputs, outputs and weights."""
     given = [node for node in graph if str(node.name).startswith(_GIVEN)]
     constants = [
         value
@@ -47,7 +48,7 @@ def name_nodes(graph: ir.Graph) -> None:
 
 
 def _name_outputs(node: ir.Node, modules: list[str], kept: Container[ir.Value], unique: Callable[[str], str]) -> None:
-    """Name the outputs of a node: of a Linear by their modules, of other nodes by the node."""
+    """Name the outputs of a node: those of a Linear by the modules of its weights, all others by the node."""
     by_module = is_linear(node) and len(modules) == len(node.outputs)
     for i, value in enumerate(node.outputs):
         if value not in kept:

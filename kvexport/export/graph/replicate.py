@@ -1,8 +1,8 @@
 """Copies of a traced decoder layer for all the layers that compute the same function.
 
-Such a trace holds a few layers between borders: LayerBorder nodes where the hidden state enters a layer and where it
-comes out. A layer consists of the nodes that depend on the hidden state within its borders or on the layer's own
-parameters. All other values that they read (positions, rotary tables, sizes, constants) are shared by all layers.
+Such a trace contains a few layers between borders: LayerBorder nodes where the hidden state enters and leaves a layer.
+A layer consists of the nodes that depend on the hidden state within its borders or on the layer's own parameters. All
+other values that they read (positions, rotary tables, sizes, constants) are shared by all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BORDER = "LayerBorder"
 
 @dataclass
 class _Layer:
-    """A decoder layer in a trace: its number, its nodes in order, and where its hidden state enters and leaves."""
+    """A decoder layer in a trace: its number, its nodes in order, and its hidden states at the start and the end."""
 
     number: int
     entry: ir.Node
@@ -34,12 +34,12 @@ class _Layer:
 def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
     """Complete a trace that has only the layers `layers.traced()`, so that its graph has all decoder layers.
 
-    Every other layer becomes a copy of the first layer of its kind, with parameters and state of its own. The border
-    nodes are removed.
+    Every other layer becomes a copy of the first layer of its kind, with its own parameters and state. The border nodes
+    are removed.
 
     Returns:
         False if the graph contradicts `layers`: two traced layers of a kind differ, or something other than one hidden
-        state passes from layer to layer. The trace is then useless.
+        state passes from layer to layer. The trace cannot be used then.
     """
     graph = model.graph
     prefix = f"model.{layers.name}."
@@ -214,7 +214,7 @@ def _copy(
 def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
     """Return the sort key of a graph input or output: layers by number, and a layer's cache state as in the contract.
 
-    Values that are not cache state stay in front, because sorting is stable.
+    Values that are not cache state stay in front, in their order.
     """
     match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
     if not match:

@@ -1,6 +1,6 @@
 """The ONNX graph top_logits.onnx, which finds the largest logits of every row.
 
-The device that computed a row finds its largest logits, so no whole row has to be copied to the host.
+The graph runs on the device that computed the row, so that no whole row has to be copied to the host.
 """
 
 from __future__ import annotations

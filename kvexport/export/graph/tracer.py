@@ -37,7 +37,7 @@ from kvexport.schema.state import STATE, StateTensor, scales_of
 
 
 def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttributes:
-    """Return the attributes of a layer's VoteAttention node, which the model and the compression method determine."""
+    """Return the attributes of a layer's VoteAttention node, from the model and the compression method."""
     return VoteAttentionAttributes(
         scale=layer.scale,
         vote_exponent=method.vote_exponent,
@@ -77,7 +77,7 @@ def _attention_placeholder(operator: Operator) -> Any:
 
 @cache
 def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...]) -> Any:
-    """Return a PyTorch operator that stands for an ONNX node in a trace.
+    """Return a PyTorch operator that becomes an ONNX node in a trace.
 
     The operator depends on the names of its inputs and outputs alone, not on sizes.
     """
@@ -198,8 +198,9 @@ def trace_decoder(
 ) -> ir.Model:
     """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node per layer that has a cache.
 
-    The VoteAttention nodes carry only the numbers of their layers. Initializers have no data, and the names that
-    `initializer_names` returns. Layers that compute the same function are traced once, and once more as a check.
+    The VoteAttention nodes have only the numbers of their layers as attributes. Initializers have no data;
+    `initializer_names` returns their names. Of the layers that compute the same function, the first one is traced, and
+    the second one as a check.
 
     Args:
         model: The decoder, whose parameters are fake tensors.
@@ -305,7 +306,7 @@ def _reason(error: Exception) -> str:
 
 
 def _shape_experts(graph: ir.Model, model: Any) -> None:
-    """Give the expert weights of a trace the shapes that they have in an artifact."""
+    """Change the shapes of expert weights in a trace to those in an artifact."""
     names = initializer_names(model)
     for name, layout in expert_layouts(model).items():
         value = graph.graph.initializers.get(names.get(name, ""))  # experts of an encoder are left out

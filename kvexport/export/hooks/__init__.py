@@ -1,1 +1,1 @@
-"""Functions registered with transformers, to which a decoder's layers hand their attention and their experts."""
+"""Functions registered with transformers that compute the attention and the experts of a decoder's layers."""

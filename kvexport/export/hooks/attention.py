@@ -62,7 +62,7 @@ def attending(attention: Attending) -> Iterator[None]:
 
 
 class PassThroughCache(Cache):
-    """A cache of transformers that returns the new keys and values alone.
+    """A cache of transformers that returns only the new keys and values.
 
     The keys and values of earlier tokens are inputs of the ONNX graph instead.
 
@@ -88,7 +88,7 @@ class PassThroughCache(Cache):
         """Return 0 as the number of cached tokens: positions are always given explicitly.
 
         Raises:
-            UsageError: An attention layer asks for the length of its own past, which only inputs of the graph know.
+            UsageError: An attention layer asks for the number of its cached tokens, which is an input of the graph.
         """
         if layer_idx is not None:
             raise UsageError(
@@ -141,14 +141,14 @@ def _attention(
 
 
 def _layers_of(module: nn.Module, key: Tensor) -> tuple[int | None, int | None]:
-    """Return the number of the layer whose attention `module` computes, and of the layer whose keys it reads.
+    """Return the number of the layer whose attention `module` computes, and that of the layer whose keys it reads.
 
-    Layers that share an attention module (Zamba 2) pass their numbers to `Cache.update` alone, which returned `key`.
+    Layers that share an attention module (Zamba 2) pass their numbers only to `Cache.update`, which returned `key`.
     Layers that share keys and values (Gemma 3n, Gemma 4) attend to the keys that another layer passed to
     `Cache.update`, after that layer has attended to them.
 
     Returns:
-        The first number is None if the module does not know it; the second is None for a layer that reads its own keys.
+        The first number is None if the module has none; the second is None for a layer that reads its own keys.
     """
     number: int | None = getattr(module, "layer_idx", None)
     source = next((layer for layer, (own, _) in _cached.get().items() if own is key), None)
@@ -172,7 +172,7 @@ def output_projection(model: Any) -> Any:
     """Return the module that projects hidden states to logits: that of a wrapper, or of the decoder inside it.
 
     Raises:
-        UsageError: transformers names no such module.
+        UsageError: The model has no such module.
     """
     for module in model.modules():
         head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
@@ -184,8 +184,8 @@ def output_projection(model: Any) -> Any:
 class TokenLogits:
     """A hook that makes a model compute the logits of each sequence's last token that is not padding.
 
-    The hook on the model's output projection picks that token's row, so that whatever the model does to logits
-    afterwards (softcap, scaling) still happens.
+    The hook on the model's output projection selects that token's row. Later changes of logits by the model (softcap,
+    scaling) still happen.
 
     Attributes:
         query_length: [B, 1], the number of tokens that are not padding, set before a call; None keeps every token.

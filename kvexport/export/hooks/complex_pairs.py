@@ -1,8 +1,8 @@
-"""The hook of complex numbers: a trace computes with pairs of real numbers in their place.
+"""The hook for complex numbers: a trace computes with pairs of real numbers instead.
 
-The rotary embeddings of DeepSeek V2 and Llama 4 turn queries and keys by a product of complex numbers, which ONNX
-operators do not take. `complex_as_pairs` replaces the functions of PyTorch that make complex numbers by functions that
-make `Pairs`.
+The rotary embeddings of DeepSeek V2 and Llama 4 rotate queries and keys by a product of complex numbers, which ONNX
+operators do not support. `complex_as_pairs` replaces PyTorch's functions that create complex numbers by functions that
+create `Pairs`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FUNCTIONS = {"polar": _polar, "view_as_complex": Pairs, "view_as_real": _view_as
 
 @contextlib.contextmanager
 def complex_as_pairs() -> Iterator[None]:
-    """Let the functions of PyTorch that make complex numbers make `Pairs` within this context."""
+    """Make PyTorch's functions that create complex numbers create `Pairs` within this context."""
     own = {name: getattr(torch, name) for name in FUNCTIONS}
     try:
         for name, function in FUNCTIONS.items():

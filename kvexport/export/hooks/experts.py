@@ -1,9 +1,8 @@
 """The experts hook: one function that turns the experts of a Hugging Face decoder into Experts nodes.
 
-transformers hands the experts of a layer to a registered function with the tokens' rows, the experts that the router
-picked, and their weights. Routers are traced as they are. The function here calls a placeholder operator, which stands
-for the Experts node in a probe and in a trace; `experts_form` determines what the experts compute between their matrix
-products.
+transformers calls a registered function for the experts of a layer, with the tokens' rows, the experts that the router
+picked, and their weights. Routers are traced as ordinary nodes. The function here calls a placeholder operator, which
+becomes the Experts node of a trace; `experts_form` determines the computation between the two matrix products.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Layout:
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of every module whose experts transformers hands to a registered function."""
+    """Yield (name, module) of every module whose experts transformers computes by a registered function."""
     for name, module in model.named_modules():
         if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
             yield name, module
@@ -93,7 +92,7 @@ def expert_layouts(model: nn.Module) -> dict[str, Layout]:
 
 
 def refuse_experts(model: nn.Module, backend: str) -> None:
-    """Raise UsageError if a model has experts, for a backend that has neither a kernel nor a use for their function."""
+    """Raise UsageError if a model has experts, for a backend that does not support them."""
     for name, module in expert_modules(model):
         raise UsageError(
             f"{type(module).__name__} ('{name}') is a mixture of experts, and the backend {backend} has no "
@@ -117,7 +116,7 @@ def chosen_shares(model: nn.Module) -> dict[str, float]:
 
 
 def find_forms(model: nn.Module) -> None:
-    """Determine for a model's traces what all its experts compute between their two matrix products.
+    """Determine the forms of all experts of a model: the computation between their two matrix products.
 
     Raise the errors of `experts_form`.
     """
@@ -126,13 +125,13 @@ def find_forms(model: nn.Module) -> None:
 
 
 def experts_form(module: Any) -> ExpertsForm:
-    """Return what the experts of `module` compute between their two matrix products: the activation and its numbers.
+    """Return the form of the experts of `module`: the activation between their matrix products, and its numbers.
 
-    The module's own activation is run on a grid of gates and ups in float64, and the form that gives the same values is
-    taken. Numbers (slope, limit) are looked for among the module's attributes.
+    The module's own activation is run on a grid of gates and ups in float64. The form that gives the same values is
+    returned. Candidates for the numbers (slope, limit) are the module's attributes.
 
     Raises:
-        UsageError: No form gives the module's values, or the experts do more than two products and an activation.
+        UsageError: No form gives the module's values, or the experts compute more than two products and an activation.
     """
     kind = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
@@ -158,7 +157,7 @@ def experts_form(module: Any) -> ExpertsForm:
 
 
 def _candidates(module: Any) -> Iterator[ExpertsForm]:
-    """Yield the forms that the experts of a module may have: every activation, with numbers that the module names."""
+    """Yield the possible forms of a module's experts: every activation, with numbers from the module's attributes."""
     numbers = {float(x) for name, x in vars(module).items() if isinstance(x, (int, float)) and not name.startswith("_")}
     gate, bias = int(module.has_gate), int(module.has_bias)
     for activation in ACTIVATIONS:

@@ -1,10 +1,10 @@
-"""The latent attention hook: attention over the latents themselves, not over the keys and values expanded from them.
+"""The latent attention hook: attention over latent vectors instead of the keys and values that they expand to.
 
-Models with latent attention (DeepSeek V3, GLM-4.7-Flash, MiniCPM 3) cache one latent of r numbers and one rotated key
-of p numbers for each token, and expand them to the keys and values of every head with the matrix `kv_b_proj`. The
-expansion is linear, so it can move to the other side of both products of attention: into the query, and out of the
-output. What remains is attention with one KV head, whose key is the latent followed by the rotated key [r + p], and
-whose value is the latent [r]. A merged latent is thus the merged key and value of every head.
+Models with latent attention (DeepSeek V3, GLM-4.7-Flash, MiniCPM 3) cache one latent vector of r numbers and one
+rotated key of p numbers for each token. The matrix `kv_b_proj` expands them to the keys and values of every head. The
+expansion is linear, so the query and the attention output can be multiplied with the matrix instead. The result is
+attention with one KV head: its key is the latent vector followed by the rotated key [r + p], and its value is the
+latent vector [r]. Merging latent vectors therefore merges the keys and values of every head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def absorbed_query(module: Any, query: Tensor) -> Tensor:
-    """Return the query over latent keys that has the same logits as `query` has over expanded keys.
+    """Return the query that has the same logits over latent keys as `query` over expanded keys.
 
     Args:
         module: The attention module.
@@ -48,15 +48,15 @@ def expanded_output(module: Any, output: Tensor) -> Tensor:
 
 
 def expansion_weights(model: nn.Module) -> set[str]:
-    """Return the names of the weights that expand latents. Their rows are read head by head, not by a projection."""
+    """Return the names of the weights that expand latent vectors. The graph multiplies with them head by head."""
     return {f"{name}.kv_b_proj.weight" for name, module in model.named_modules() if is_latent(module)}
 
 
 def check_expansions(model: Any) -> None:
-    """Run the expansion of a model on a few random numbers, and compare it with the one that this module assumes.
+    """Compare the expansion of a model, on a few random numbers, with the one that this module assumes.
 
     Raises:
-        UsageError: A layer expands its latents in another way.
+        UsageError: A layer expands its latent vectors in another way.
     """
     for name, module in model.named_modules():
         if not is_latent(module):

@@ -1,4 +1,4 @@
-"""The recurrence hook: one cache object for every decoder whose layers keep a convolution or a recurrent state.
+"""The recurrence hook: one cache object for decoders whose layers have convolutions or recurrent states.
 
 transformers passes the new inputs of a causal convolution to `Cache.update_conv_state`, which returns them behind the
 last inputs of earlier calls, and the state of a linear attention to `Cache.update_recurrent_state`. `RecurrentCache`
@@ -44,7 +44,7 @@ LINEAR_ATTENTION: Any = torch.ops.kvexport.linear_attention.default
 
 
 class RecurrentCache(PassThroughCache):
-    """A cache of transformers for one call of a model whose layers may keep states.
+    """A cache of transformers for one call of a model whose layers may have recurrent states.
 
     Attributes:
         past: The states before the call; empty in a probe, whose states are zeros.
@@ -68,7 +68,7 @@ class RecurrentCache(PassThroughCache):
         self._computed: Tensor | None = None  # its state after the call
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True, by which transformers' layers compute a single token with the same code as several tokens."""
+        """Return True, so that transformers' layers compute a single token with the same code as several tokens."""
         return True
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -127,14 +127,14 @@ class RecurrentCache(PassThroughCache):
         return torch.arange(tokens, device=self.query_length.device) < self.query_length
 
     def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
-        """Return the state [B, heads, dk, dv] of the linear attention that runs; zeros in a probe."""
+        """Return the state [B, heads, dk, dv] of the running linear attention; zeros in a probe."""
         past = self.past.get(self._place)
         return torch.zeros(batch, heads, key_size, value_size) if past is None else past
 
     def computed(self, state: Tensor, past: Tensor) -> Tensor:
         """Store and return a layer's recurrent state after a call.
 
-        In the reference, sequences without a token in the call keep `past`; in a trace the operator sees to it.
+        Sequences without a token in the call keep `past`: in the reference by this method, in a trace by the operator.
         """
         if self.query_length is not None and not self.traced:
             state = torch.where((self.query_length > 0)[:, :, None, None], state, past)
@@ -160,7 +160,7 @@ class RecurrentCache(PassThroughCache):
         return recurrent_states
 
     def states(self) -> tuple[LayerStates, ...]:
-        """Return the states that a call left, layer by layer."""
+        """Return the states after a call, layer by layer."""
         layers: dict[int, list[StateTensor]] = {}
         for (layer, name), x in sorted(self.present.items()):
             dtype: Any = str(x.dtype).removeprefix("torch.")
@@ -175,7 +175,7 @@ def _name(kind: str, number: int) -> str:
 
 @contextlib.contextmanager
 def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
-    """Let the linear attention of `model` read and write the states of `cache` within this context."""
+    """Make the linear attention of `model` read and write the states of `cache` within this context."""
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     own = [(module, name, vars(module)[name]) for module in modules for name in FUNCTIONS if name in vars(module)]
     try:
@@ -264,7 +264,7 @@ def _mamba2(
         chunk_size: Tokens that the module's function computes at once.
         D: [H], the factor of x that is added to the output.
         dt_bias: [H], added to dt.
-        dt_softplus: Whether dt is the softplus of what the layer passes.
+        dt_softplus: Whether dt is the softplus of the layer's argument.
         dt_limit: The bounds of dt.
         z: A gate; None.
         **options: The other arguments of the module's function.

@@ -101,11 +101,11 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         folder: The folder of the adapter, with adapter_config.json and adapter_model.safetensors.
 
     Returns:
-        The checkpoint. Its fingerprint is of the base model and the adapter, the adapter's weights included.
+        The checkpoint. Its fingerprint covers the base model and the adapter, with the adapter's weights.
 
     Raises:
-        UsageError: A file of the adapter is missing or damaged, the adapter is none of LoRA's plain form, changes a
-            weight that the checkpoint does not have or has packed, or has matrices that do not fit the weight.
+        UsageError: A file of the adapter is missing or damaged, or the adapter is not plain LoRA; it changes a weight
+            that is packed or that the checkpoint does not have; or its matrices do not fit the weight.
     """
     for name in (CONFIG, WEIGHTS):
         refuse_link(folder / name)

@@ -1,7 +1,7 @@
 """A checkpoint on disk: located, validated and described without reading a weight.
 
-Only safetensors are read, never a pickle and never code of the checkpoint. Not covered: whether the tensors are those
-that the model needs, which only its trace knows (`kvexport.export.weights.write` compares shapes).
+Only safetensors files are read, never a pickle and never code of the checkpoint. This module does not check whether the
+tensors are those that the model needs; `kvexport.export.weights.write` compares their shapes.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Checkpoint:
     """A validated checkpoint.
 
     Attributes:
-        path: The folder of its texts (config, tokenizer), which also holds the weights unless they are in a GGUF file.
+        path: The folder of config and tokenizer, and of the weights unless these are in a GGUF file.
         config: The content of config.json.
         generation_config: The content of generation_config.json; empty if there is none.
         tensors: Its tensors by name.
         computed: Weights that are computed from tensors, such as packed ones, by the name that the weight would have.
         notes: Notes on content that is not kept unchanged.
-        files: The files that hold the weights, packed ones too.
+        files: The files of the weights, also of packed ones.
         fingerprint: sha256 (hex) over the bytes of config.json and, in the order of names, every shard's name, size and
-            header. No weight is read, so it distinguishes architectures and file layouts, not two trainings of one
-            layout.
+            header. No weight is read, so two trained versions of the same architecture in equal files have the same
+            fingerprint.
     """
 
     path: Path

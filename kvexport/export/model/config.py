@@ -106,9 +106,10 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
 
 
 def blame(raw: Mapping[str, Any], works: Callable[[dict[str, Any]], object]) -> str:
-    """Return a hint which field of a config.json makes the call `works` fail: the first one without which it succeeds.
+    """Return a hint about the field of a config.json that makes the call `works` fail.
 
-    The hint is text in parentheses for an error message; it is empty if no single field is the cause.
+    This is the first field without which the call succeeds. The hint is text in parentheses for an error message; it is
+    empty if no single field is the cause.
     """
     for name, rest in _without_one(raw):
         try:

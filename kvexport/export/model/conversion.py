@@ -1,8 +1,8 @@
 """Parameters that transformers assembles from tensors of a checkpoint under other names or in other shapes.
 
-transformers' conversion rules say which tensors make a parameter and by which operations (stacked experts, concatenated
+transformers' conversion rules list the tensors of a parameter and the operations on them (stacked experts, concatenated
 gate and up rows, chunks of a fused projection). kvexport runs the same operations when it writes the weight. Operations
-that treat experts alike run one expert at a time, so memory is that of one expert.
+that treat all experts equally run one expert at a time, so that only one expert is in memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Assembled:
         experts: The number of experts that are computed one after another; 0: all at once.
         stacked: Whether each input is one tensor of all experts, not a tensor for each expert.
         layout: The layout of the parameter in the module of transformers, if the parameter belongs to experts.
-        rule: transformers' conversion rule; None: the only input is the parameter.
+        rule: transformers' conversion rule; None if the only input is the parameter itself.
         output: The name of the parameter in the results of the rule.
         context: The arguments of the rule's operations other than tensors.
     """
@@ -120,7 +120,7 @@ def assembled_parameters(
     Args:
         model: A model of transformers, with or without weights.
         tensors: The checkpoint's tensors by their names.
-        present: The parameters that are a tensor of the checkpoint as it stands, and the tensor's name.
+        present: The parameters that are an unchanged tensor of the checkpoint, and the tensor's name.
 
     Raises:
         UsageError: The tensors do not fit the rule that assembles them.

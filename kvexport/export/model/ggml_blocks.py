@@ -1,9 +1,9 @@
 """The blocks of quantized values in GGUF files (ggml), converted to packed weights with exactly the same values.
 
-The library `gguf` converts blocks to floats only; here the numbers stay packed. Source of the layouts: ggml-quants.c;
-tests compare them with `gguf.dequantize`. Numbers of 2 and 3 bits take 4 bits here, and those of 5 and 6 bits take 8.
-Each scale of the K types is a product of two numbers and therefore float32. The numbers of IQ4_NL and MXFP4 are indices
-of a table: they take 8 bits, or 4 bits in experts, whose operator has such tables.
+The library `gguf` can only convert blocks to floats; here the numbers stay packed. Source of the layouts:
+ggml-quants.c; tests compare them with `gguf.dequantize`. Numbers of 2 and 3 bits take 4 bits here, and those of 5 and 6
+bits take 8. Each scale of the K types is a product of two numbers and therefore float32. The numbers of IQ4_NL and
+MXFP4 are indices of a table: they take 8 bits, or 4 bits in experts, whose operator has such tables.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A reader of GGUF files, versions 2 and 3: the metadata, the place of each tensor, and its blocks as packed weights.
 
-Nothing but the header is read before a weight is written. Source of the format and of the block layouts: ggml's
-docs/gguf.md and ggml-quants.c.
+Only the header is read before a weight is written. Source of the format and of the block layouts: ggml's docs/gguf.md
+and ggml-quants.c.
 
 This reader does not use the library `gguf` (0.19), for measured reasons. On a header with 128,256 tokens and 280,147
-merges (9.6 MB) `GGUFReader` takes 28 s and 668 MB of memory, this reader 0.6 s and 35 MB. `GGUFReader` does not hold
-counts to the file's size: a file of 49 bytes that promises 2^40 entries keeps it busy without end. Checking the counts
-first would need this parser. Tests compare the blocks with `gguf.dequantize`.
+merges (9.6 MB) `GGUFReader` takes 28 s and 668 MB of memory, this reader 0.6 s and 35 MB. `GGUFReader` does not compare
+counts with the file's size: with a file of 49 bytes that claims 2^40 entries it never ends. Checking the counts
+beforehand would need this parser anyway. Tests compare the blocks with `gguf.dequantize`.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Cursor:
         return values
 
     def count(self, promised: int, least: int) -> int:
-        """Return `promised`, a number of entries in a GGUF header, after a check against the file's size.
+        """Return `promised`, a number of entries in a GGUF header, after comparing it with the file's size.
 
         Each entry takes at least `least` bytes, which must fit into the rest of the file.
         """
@@ -190,7 +190,7 @@ class GgufWeight:
 
     Attributes:
         entry: Place and type of the tensor.
-        heads: 0, or the number of heads whose rows llama.cpp stores as rotary pairs (2i, 2i + 1). `blocks` gives their
+        heads: The number of heads whose rows llama.cpp stores as rotary pairs (2i, 2i + 1), or 0. `blocks` yields their
             rows in the order of transformers: (i, i + half).
         expert: Whether the matrix belongs to an expert.
     """

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files: llama.cpp's names of tensors and sizes, as transformers has them.
+"""The architectures of GGUF files: llama.cpp's names of tensors and sizes, and transformers' names for them.
 
 Source: llama.cpp's gguf-py/gguf/constants.py and convert_hf_to_gguf.py.
 """
@@ -52,8 +52,8 @@ class Architecture:
         model_class: The name of transformers' class.
         names: llama.cpp's names of tensors, without layer and ending -> those of transformers.
         pairs: Whether the rows of queries and keys are stored as rotary pairs (2i, 2i + 1).
-        shifted: Whether the weights of norms are stored plus 1, which transformers' module adds itself.
-        partial: Whether the part of a head that is rotated is a setting of the model.
+        shifted: Whether the file stores the weights of norms plus 1. (transformers' module adds the 1 itself.)
+        partial: Whether the model has a setting for the part of a head that is rotated.
         linear: The order of the tensors of linear attention (`gguf_linear_attention`); empty without such layers.
         config: Function from the metadata and the rotary settings to entries of config.json beyond those that all
             architectures have, or instead of them.

@@ -5,8 +5,8 @@ llama.cpp splits and orders their tensors in its own way:
 - `ssm_a` is -exp(A_log), and `ssm_conv1d` lacks a dimension of 1.
 - qwen3next: `attn_qkv` and `attn_gate` have all queries, all keys, all values and all gates, one kind after another.
   transformers has one matrix, in which the rows of a key head and of its value heads are neighbours.
-- qwen35: the value heads of a key head are apart. Value head r of key head k is number r * (key heads) + k in a file,
-  and number k * (value heads of a key head) + r in transformers. This order is that of rows, and of columns of
+- qwen35: the value heads of a key head are not neighbours. Value head r of key head k is number r * (key heads) + k in
+  a file, and number k * (value heads of a key head) + r in transformers. Rows have this order, and also the columns of
   `ssm_out`.
 
 Sources: llama.cpp's convert_hf_to_gguf.py, and transformers' integrations/gguf/gguf_conversion_mapping.py.
@@ -79,12 +79,12 @@ class LinearHeads:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """A weight matrix that is made of matrices of a file, with rows or columns in another order.
+    """A weight matrix that consists of matrices of a file, with rows or columns in another order.
 
     Attributes:
         name: The parameter.
         parts: The matrices, whose rows follow each other. All have one packed format, or all are floats.
-        rows: For each row its number in the parts; empty for the same order.
+        rows: For each row its number in the parts; empty if the order is the same.
         columns: For each of equally many columns its number in the parts, such as heads; empty for the same order.
     """
 
@@ -130,7 +130,7 @@ class Ordered:
         name: The parameter.
         entry: The tensor of the file.
         full_shape: The shape of the parameter.
-        first: For each number of the first dimension its number in the file; empty for the same order.
+        first: For each index of the first dimension its index in the file; empty if the order is the same.
         logarithm: Whether the parameter is the logarithm of minus the stored values.
     """
 
@@ -150,7 +150,7 @@ class Ordered:
         """Yield the whole parameter in float32.
 
         Raises:
-            UsageError: A logarithm is of a number that is not negative in the file.
+            UsageError: The file has a number that is not negative where a logarithm of minus the number is needed.
         """
         values = load_tensor(self.entry, "float32").reshape(self.full_shape[0], -1)
         if self.first:

@@ -110,7 +110,7 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
 
 
 def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
-    """Return the number of the layer that predicts tokens after the next one, which is not read; None without it."""
+    """Return the number of the layer that predicts tokens after the next one, which is ignored; None without one."""
     drafted, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
     return str(layers - 1) if drafted == 1 and type(layers) is int else None
 
@@ -134,7 +134,7 @@ def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:
 
 
 def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, entry: TensorEntry) -> int:
-    """Return the number of heads whose rows a tensor stores as rotary pairs; 0 if it stores none so.
+    """Return the number of heads whose rows a tensor stores as rotary pairs; 0 if it stores no pairs.
 
     Raises:
         UsageError: The rows are not those of as many heads as the metadata has.
@@ -200,7 +200,7 @@ def write_texts(gguf: Gguf, folder: Path) -> None:
 
 
 class _Metadata(dict[str, Any]):
-    """The metadata of an architecture by keys without its name, which the error of a missing key has."""
+    """The metadata of an architecture, by keys without the architecture's name."""
 
     def __init__(self, kind: str, metadata: Mapping[str, Any]) -> None:
         prefix = f"{kind}."

@@ -1,4 +1,4 @@
-"""Weights of GGUF files that are no single matrix: those of all experts of a layer, and small tensors that change."""
+"""Weights of GGUF files that are not one matrix of the file: experts of a layer, and changed small tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True)
 class SmallTensor:
-    """A float tensor that is made of small tensors of a file: joined along the last dimension, and a number added.
+    """A float tensor: small tensors of a file, joined along the last dimension, plus a number.
 
     Attributes:
         name: The parameter.

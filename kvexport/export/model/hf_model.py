@@ -98,7 +98,7 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
 def _by_part(config: Any, attention: str) -> Any:
     """Return the attention implementation of each part of a model: `attention` of its decoder of text.
 
-    Image and audio encoders, of which nothing is exported, keep transformers' own: some know no other.
+    Image and audio encoders, which are not exported, keep transformers' default, because some support no other.
     """
     text = config.get_text_config()
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
@@ -109,8 +109,8 @@ def _by_part(config: Any, attention: str) -> Any:
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that makes the decoder of a config.
 
-    That is AutoModelForCausalLM where transformers has a decoder of text for the config, else
-    AutoModelForImageTextToText, whose models also read `input_ids` alone.
+    This is AutoModelForCausalLM if transformers has a text decoder for the config, otherwise
+    AutoModelForImageTextToText, whose models also accept only `input_ids`.
     """
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
@@ -140,8 +140,8 @@ def _initialize_buffers(module: Any, owner: Any) -> None:
 def buffers_as_parameters(model: Any) -> None:
     """Turn the persistent buffers of a model into parameters.
 
-    Checkpoints store them (Apertus' activation, Gemma 4's layer scalars), so the values that transformers computes are
-    only their initial ones. Buffers of integers stay: a probe refuses those that a decoder reads.
+    Checkpoints store these buffers (Apertus' activation, Gemma 4's layer scalars), so the values that transformers
+    computes are only initial values. Buffers of integers stay: a probe refuses those that a decoder reads.
     """
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
@@ -193,7 +193,7 @@ def _refuse_indexers(model: Any) -> None:
 
 
 def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
-    """Fix rotary frequencies that depend on the length so far (dynamic, longrope) at those of the longest sequence.
+    """Fix rotary frequencies that depend on the sequence length (dynamic, longrope) at those of the longest sequence.
 
     An ONNX graph has one set of frequencies, and rotated keys cannot be rotated again.
     """
@@ -246,8 +246,8 @@ def text_part_notes(config: Any) -> list[str]:
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
     """Return the name of the checkpoint tensor of each parameter, by transformers' renaming rules.
 
-    Tied parameters share a tensor. Parameters that transformers would assemble from several tensors (experts stored one
-    by one) are left out.
+    Tied parameters share a tensor. Parameters that transformers would assemble from several tensors (separate tensors
+    for each expert) are left out.
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

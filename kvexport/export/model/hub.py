@@ -16,8 +16,8 @@ _NOT_DOWNLOADED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 def download(hub_id: str, revision: str | None, *, weights: bool = True) -> Path:
     """Return the folder of a hub model in the hub's cache, after downloading the files that the cache lacks.
 
-    Pickles and code are never downloaded. Offline this function fails within a second and prints nothing, while
-    transformers' own readers of single files repeat every request for 25 seconds and print each failure.
+    Pickles and code are never downloaded. Offline this function fails within a second and prints nothing. transformers'
+    own readers of single files would repeat every request for 25 seconds and print each failure.
 
     Args:
         hub_id: "organisation/name".

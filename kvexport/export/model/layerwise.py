@@ -1,8 +1,8 @@
 """A Hugging Face decoder that is run and differentiated layer by layer.
 
 The forward pass stores the input of every layer. A layer's backward pass runs that layer again from its input. Each
-module reads its own weights when it is called (`kvexport.export.model.streamed`), so that memory holds the weights and
-activations of one layer, the inputs of all layers, and the output head.
+module reads its own weights when it is called (`kvexport.export.model.streamed`). The memory therefore contains the
+weights and activations of one layer, the inputs of all layers, and the output head.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerwiseDecoder:
 
     @contextmanager
     def _running(self, attention: Attending) -> Iterator[None]:
-        """Run attention with `attention`, and turn errors of the model into UsageError."""
+        """Compute attention with `attention` within this context, and turn errors of the model into UsageError."""
         try:
             with quiet_exporter(), attending(attention):
                 yield
@@ -69,7 +69,7 @@ class LayerwiseDecoder:
             ) from error
 
     def passes(self, ids: Sequence[int], attention: Attending, advance: Callable[[], None] = lambda: None) -> _Passes:
-        """Run the layers forward over a text, and return the passes that can follow.
+        """Run the layers forward over a text, and return an object for backward passes.
 
         Args:
             ids: Token ids of the text.
@@ -121,7 +121,7 @@ class _Passes:
 
         Args:
             kept: The positions whose logits count.
-            attention: Any attention; none runs.
+            attention: Any attention; it is not called.
             directions: Yields the gradients at the logits [kept, vocabulary].
         """
         decoder, is_tuple = self._decoder, isinstance(self._output, tuple)
@@ -144,7 +144,7 @@ class _Passes:
         Args:
             i: The number of the layer.
             attention: Computes the layer's attention.
-            output_of: Returns the attention output whose gradients are asked for, after the layer has run.
+            output_of: Returns the attention output for which gradients are computed, after the layer has run.
             gradients: Gradients at the layer's output.
         """
         args, kwargs = self._calls[i]

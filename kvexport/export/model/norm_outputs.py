@@ -43,7 +43,7 @@ class NormOutputs(TorchFunctionMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Suspend the record of operations that read the output of a norm, within this context."""
+        """Do not record operations that read the output of a norm, within this context."""
         self._aside = True
         try:
             yield
@@ -68,7 +68,7 @@ class NormOutputs(TorchFunctionMode):
         return tensor if output is not None and output() is x else ""
 
     def read_by(self, weight: Any) -> None:
-        """Announce that the next matrix product with `weight` is that of a projection.
+        """Note that the next matrix product with `weight` is that of a projection.
 
         A norm's output that the projection reads is then not counted as read by another operation.
         """

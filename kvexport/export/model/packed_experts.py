@@ -1,4 +1,4 @@
-"""The weight of all experts of a layer, from a checkpoint that has packed the matrices of its experts one by one.
+"""The weight of all experts of a layer, from a checkpoint with a packed matrix for each expert.
 
 The rows of the weight are those of its matrices, one matrix after another, so a build copies packed numbers and scales,
 and dequantizes nothing. All matrices of a weight have one packed format.
@@ -32,7 +32,7 @@ _ROUTER = re.compile(r"\.(gate|router)\.")
 def kept_packed(
     name: str, rule: Any, named: Mapping[str, Sequence[Any]], shape: tuple[int, ...], layout: Layout
 ) -> PackedExperts | None:
-    """Return the packed weight that a conversion rule of transformers makes of the packed matrices of experts.
+    """Return the packed weight that a conversion rule of transformers assembles from the packed matrices of experts.
 
     Args:
         name: The parameter.
@@ -59,7 +59,7 @@ def kept_packed(
 
 
 def _as_experts(matrix: Any) -> Any:
-    """Return a matrix as experts keep it: 4-bit floats stay in 4 bits, because Experts looks them up in a table."""
+    """Return a matrix in the form for Experts: 4-bit floats stay in 4 bits, because Experts supports tables."""
     return replace(matrix, packing=matrix.packed_by_table) if isinstance(matrix, Float4) else matrix
 
 
@@ -74,13 +74,13 @@ def why_floats(matrices: Sequence[Any]) -> str:
 
 
 def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter: str) -> None:
-    """Check that a checkpoint has a tensor for each expert that config.json says a layer has.
+    """Check that a checkpoint has a tensor for each of a layer's experts, whose number is in config.json.
 
     Args:
         named: The names of the tensors of a layer's experts by the source patterns of a conversion rule, in which `*`
             is the number of an expert.
         experts: The number of experts of the model.
-        parameter: The parameter that is assembled of the tensors.
+        parameter: The parameter that is assembled from the tensors.
 
     Raises:
         UsageError: Experts are missing, or the checkpoint has more.

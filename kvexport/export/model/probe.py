@@ -28,7 +28,7 @@ STATELESS = ("moe", "mlp")  # names of layers in configs that compute each token
 
 
 class _Mask:
-    """An attention mask as a function of positions, in place of the tensor that a model expects.
+    """An attention mask as a function of positions, instead of the tensor that a model expects.
 
     Attributes:
         visible: The function of batch, head, query position and key position.
@@ -38,7 +38,7 @@ class _Mask:
         self.visible = visible
 
     def __getitem__(self, index: Any) -> _Mask:
-        """Return the mask itself for all of its rows (Gemma 4 picks the rows whose logits are kept, here all)."""
+        """Return the mask itself if all of its rows are selected (Gemma 4 selects the rows whose logits it keeps)."""
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError(f"{_Mask.__name__} has no part {index}")
         return self
@@ -133,7 +133,7 @@ class _Probe:
 
 
 class Layout(NamedTuple):
-    """The layers of a model as a probe found them.
+    """The layers of a model, found by a probe.
 
     Attributes:
         geometry: The attention of each layer that attends.
@@ -198,7 +198,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
 
 
 def _require_same_attention(name: str, geometry: LayerGeometry, source: int, own: LayerGeometry) -> None:
-    """Raise UsageError unless a layer attends to another layer's cache as that layer does, query heads aside."""
+    """Raise UsageError unless a layer that reads another's cache has the same attention, except for query heads."""
     for field in ("sliding_window", "softcap", "scale", "sink_logits", "kv_heads", "key_size", "value_size"):
         here, there = getattr(geometry, field), getattr(own, field)
         if here != there:
@@ -221,7 +221,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _keep_read(model: Any, reads: _Reads) -> None:
-    """Remove the parameters that a forward pass on tokens does not read: those of image and audio encoders."""
+    """Keep only the parameters that a forward pass on tokens reads, without those of image and audio encoders."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in reads.ids:
@@ -229,7 +229,7 @@ def _keep_read(model: Any, reads: _Reads) -> None:
 
 
 def _refuse_other_inputs(model: Any) -> None:
-    """Raise UsageError if the model does not run on tokens alone."""
+    """Raise UsageError if the model needs other inputs than tokens."""
     for name, parameter in inspect.signature(model.forward).parameters.items():
         required = parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
         if required and name != "input_ids":
@@ -281,7 +281,7 @@ def _refuse_own_positions(model: Any) -> None:
 
 
 def _refuse_experts(model: Any) -> None:
-    """Raise UsageError if the model computes experts in code of its own, which no registered function can replace."""
+    """Raise UsageError if the model computes experts in its own code, which no registered function can replace."""
     known = {name for name, _ in expert_modules(model)}
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Experts") and name not in known:

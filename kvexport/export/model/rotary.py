@@ -1,7 +1,7 @@
 """The rotary embedding of a decoder as frequencies.
 
 Methods that rotate keys, and positions in the cache, need these frequencies. They are measured on the model's own
-functions; unusual embeddings are refused by name.
+functions. Unusual embeddings are refused.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def read_rotary(
     A layer that rotates nothing gets no rotary embedding.
 
     Raises:
-        UsageError: An embedding is not a rotation of the first dimensions by position times fixed frequencies; for
-            positions in the cache also: the model knows positions in any other way.
+        UsageError: An embedding is not a rotation of the first dimensions by position times fixed frequencies; or, with
+            positions in the cache, the model also uses positions in another way.
     """
     try:
         read = _read(model, mode, geometry)

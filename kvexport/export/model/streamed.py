@@ -1,7 +1,7 @@
 """A Hugging Face model that runs without having all its weights in memory.
 
-Each module reads its own weights when it is called and frees them when it returns. So memory is that of the largest
-weight and of the activations between layers.
+Each module reads its own weights when it is called and frees them when it returns. The peak memory is therefore that of
+the largest weight and of the activations between layers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_streamed(
         The record of the operations that read norm outputs; empty if `of_norm` is None.
 
     Raises:
-        UsageError: The model takes weights other than by calling the module that has them, or a weight cannot be read.
+        UsageError: The model uses a weight without calling the module that has it, or a weight cannot be read.
     """
     outputs = NormOutputs()
     with quiet_exporter():

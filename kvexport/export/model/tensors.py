@@ -1,4 +1,4 @@
-"""The two kinds of a checkpoint's weights: a tensor in one of its files, or a source that computes the weight."""
+"""Two kinds of weights of a checkpoint: a tensor in one of its files, or a source that computes the weight."""
 
 from __future__ import annotations
 

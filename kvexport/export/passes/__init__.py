@@ -1,10 +1,10 @@
 """Every rewrite of a traced decoder's ONNX graph, in the order in which they run.
 
 Most are a `Rewrite` (`report.py`): a *pattern*, a *check* and a *rewrite*, tried at every node. If the pattern matches
-and the check refuses, the report has the reason. Each module shows at its head which nodes it looks for and which nodes
-replace them. A pass that cannot be sure leaves the nodes as they are; the graph computes the same either way. To see
-how often each pass applied, where it was refused and why, call `logging.basicConfig(level="DEBUG")` before
-`kvexport.build`; the logger is `kvexport.export.passes`.
+and the check refuses, the report has the reason. The docstring of each module shows the nodes that it looks for, and
+the nodes that replace them. A pass that is not certain does not change the nodes; the graph computes the same in both
+cases. To see how often each pass applied, where it was refused and why, call `logging.basicConfig(level="DEBUG")`
+before `kvexport.build`; the logger is `kvexport.export.passes`.
 
 `GRAPH_CHECKS` has the checks that change nothing. They run on every finished graph, with the functions of its
 operators.

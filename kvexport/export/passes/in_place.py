@@ -1,8 +1,8 @@
 """A proof from the nodes of an ONNX graph that past and present cache state may share their buffers.
 
-ONNX Runtime's planner does not know that two of its buffers are one. Writing `present.x` over `past.x` is safe iff
-every other node that reads `past.x`, or a view of it, must run before the writer, and the writer itself reads it only
-in ways that do not care (it writes single rows, or element by element).
+ONNX Runtime's planner does not know that two of its buffers are one. Writing `present.x` over `past.x` is safe under
+two conditions. Every other node that reads `past.x`, or a view of it, must run before the node that writes. The node
+that writes must read each element before it overwrites it (it writes single rows, or element by element).
 """
 
 from __future__ import annotations

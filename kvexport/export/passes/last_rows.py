@@ -1,11 +1,11 @@
-"""The graph pass that picks the last token's row right after the last layer's attention, not before the logits.
+"""The graph pass that selects the last token's row already after the last layer's attention.
 
     m = ... Linear(...), norms, residuals ...       [B, T, C], each row computed by itself; nothing else reads it
     y = GatherElements<axis = 1>(m, Expand(row))    row [B, 1, 1]: one row of every sequence, [B, 1, C]
 =>  GatherElements of every x that these nodes read rows of; they compute one row, [B, 1, C]; that of m is gone
 
-A decoder that gives logits of the last token alone ends with these nodes. For a chunk of a prompt it needs the nodes
-after the last attention (output projection, norms, MLP, residuals) for one row of each sequence.
+A decoder that returns only the logits of the last token ends with these nodes. For a chunk of a prompt it needs the
+nodes after the last attention (output projection, norms, MLP, residuals) for one row of each sequence.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
 
 
 def _sources(moved: dict[ir.Node, list[ir.Value]]) -> list[ir.Value]:
-    """Return the values, each once, that nodes of `moved` read rows of and no node of `moved` computes."""
+    """Return the values, each once, whose rows nodes of `moved` read and that no node of `moved` computes."""
     return list(dict.fromkeys(x for inputs in moved.values() for x in inputs if x.producer() not in moved))
 
 
@@ -110,7 +110,7 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
     """Return the inputs that an ONNX node reads row by row, for rows [B, T].
 
     Each row of all the node's outputs has to depend on that row of these inputs only, and on values that all rows
-    share. The result is empty if the shapes leave a doubt.
+    share. The result is empty if the shapes do not prove this.
     """
     inputs = [value for value in node.inputs if value is not None]
     if not inputs or not all(_has_rows(value, rows) for value in node.outputs):

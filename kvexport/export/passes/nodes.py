@@ -1,4 +1,4 @@
-"""Questions that graph passes ask about ONNX nodes and values, and the replacement of several nodes by one."""
+"""Helpers of graph passes: properties of ONNX nodes and values, and the replacement of several nodes by one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def known_shape(value: ir.Value | None) -> tuple[int | str, ...]:
 
 
 def show(shape: Sequence[int | str | None]) -> str:
-    """Return a tensor shape as text, for the reason of a refusal."""
+    """Return a tensor shape as text, for messages."""
     return f"[{', '.join('?' if d is None else str(d) for d in shape)}]" if shape else "an unknown shape"
 
 
@@ -69,7 +69,7 @@ def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] 
 
 
 def _remove_unread(node: ir.Node) -> None:
-    """Remove a node whose outputs no node reads, and the nodes that computed values for it alone."""
+    """Remove a node whose outputs no node reads, and the nodes that computed values only for it."""
     graph = node.graph
     if not isinstance(graph, ir.Graph) or any(x.uses() or x.is_graph_output() for x in node.outputs):
         return

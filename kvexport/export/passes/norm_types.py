@@ -3,9 +3,9 @@
     y = RMSNormalization(x, scale)      x float16, scale float32
 =>  y = RMSNormalization(Cast<to = float32>(x), scale)
 
-The exporter makes such norms of models that scale before they round (Gemma, Olmo 2): it leaves out their cast of the
-rows, for the operator normalises in float32 by itself. But as ONNX defines it, it then rounds to the type of the rows
-before it scales, and its function multiplies two types, which ONNX Runtime refuses.
+The exporter creates such norms for models that scale before they round (Gemma, Olmo 2). It omits the model's cast of
+the rows, because the operator normalises in float32 anyway. By ONNX's definition, however, the operator rounds to the
+type of the rows before it scales. Its function also multiplies two types, which ONNX Runtime refuses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pattern(node: ir.Node) -> list[ir.Node]:
 def check(norm: ir.Node) -> str:
     """Return why the rows of an RMSNormalization cannot be cast to the type of its scale; empty if they can.
 
-    Only the cast from float16 to float32 is made, because it loses nothing.
+    Only a cast from float16 to float32 is allowed, because it is exact.
     """
     rows, scale = _inputs(norm)
     if (rows.dtype, scale.dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT):

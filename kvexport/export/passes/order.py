@@ -21,7 +21,8 @@ def remove_unused(model: ir.Model) -> PassReport:
 def sort_nodes(model: ir.Model) -> PassReport:
     """Sort the nodes of a graph so that each comes after the nodes whose outputs it reads.
 
-    A Linear of several products stands at the place of the last of them, which may come after a reader of the first.
+    A fused Linear of several products is at the place of the last of them, so a node that reads the first one may come
+    before it.
 
     Returns:
         The report; `applied` is the number of moved nodes.

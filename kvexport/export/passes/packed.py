@@ -13,7 +13,7 @@ A Gather of the rows of w (an embedding) becomes nodes that dequantize those row
     y = Gather<axis = 0>(w, ids)  =>  r = Gather<axis = 0>(rows, ids), scale, zero and minimum likewise;
                                       four bits set apart, cast to float32, (r - zero) * scale + minimum
 
-`rows` are w's bytes once more, of four bits as uint8 [N, K / 2], because Gather takes no four-bit types.
+`rows` are the same bytes as w. Weights of four bits are uint8 [N, K / 2], because Gather supports no four-bit types.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROWS = "rows"
 
 
 class Packed(NamedTuple):
-    """The tensors of a packed weight as values of an ONNX graph. group: the number of inputs that share a scale."""
+    """The tensors of a packed weight as values of an ONNX graph. `group` inputs share a scale."""
 
     weight: ir.Value
     scale: ir.Value
@@ -52,7 +52,7 @@ class Packed(NamedTuple):
 
 
 def packed_of(value: ir.Value | None) -> Packed | None:
-    """Return the packed weight that the graph's nodes dequantize to `value`; None if `value` is no such result.
+    """Return the packed weight that nodes of the graph dequantize to `value`; None if there is none.
 
     `value` has the columns in their stored order.
     """
@@ -182,7 +182,7 @@ class _Putter:
         return node.outputs[0]
 
     def constant(self, numbers: Sequence[int], dtype: type = np.int64) -> ir.Value:
-        """Return an initializer of these whole numbers; equal numbers share one initializer."""
+        """Return an initializer with these integers; equal arrays share one initializer."""
         name = f"kvexport.{np.dtype(dtype).name}.{'_'.join(map(str, numbers))}"
         if name not in self.graph.initializers:
             tensor = ir.tensor(np.array(numbers, dtype), name=name)
@@ -192,7 +192,7 @@ class _Putter:
         return self.graph.initializers[name]
 
     def cast(self, value: ir.Value, stored: ir.DataType, target: ir.DataType) -> ir.Value:
-        """Return `value`, whose type is `stored`, as type `target`, with a Cast node if the types differ."""
+        """Return `value` of type `stored` as type `target`, with a new Cast node if the types differ."""
         return value if stored == target else self.node("Cast", [value], to=int(target))
 
     def dense(self) -> ir.Value:

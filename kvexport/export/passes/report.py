@@ -44,8 +44,7 @@ class Rewrite(Generic[Match]):
 
     Attributes:
         name: The name of the pass.
-        pattern: Returns the matches that end at a node, by the types of nodes and by which node reads which; no match
-            if the nodes are others.
+        pattern: Returns the matches that end at a node. It compares only operators and the connections between nodes.
         check: Returns why a match must stay (shapes, types, other readers); empty if it may be rewritten.
         rewrite: Changes the graph. The first match of a node without a reason is rewritten.
     """

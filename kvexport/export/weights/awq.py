@@ -5,9 +5,9 @@ s_j. The channel's relative rounding error gets smaller and nothing else changes
 
     x W^T = (x / s) (W diag(s))^T        s_j = mean |x_j|^alpha / root of the largest times the smallest
 
-alpha is the one of a few candidates with the least squared error of the products on a text, for all projections of a
-norm; 0 means no scaling. Errors within a group still count by importance, which is that of the scaled inputs. Scales of
-inputs that do not come from a norm would have to be folded into other projections; they bring little more
+Of a few candidates, the alpha with the smallest squared error of the products on a text is taken, for all projections
+of a norm; 0 means no scaling. Errors within a group still count by importance, which is that of the scaled inputs.
+Scales of inputs that do not come from a norm would have to be folded into other projections, and would help little
 (`benchmarks/awq_scales.py`).
 """
 

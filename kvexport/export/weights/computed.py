@@ -1,7 +1,7 @@
 """Weights that are not copies of a checkpoint's tensor.
 
 They are packed weights of a quantized checkpoint, weights that the build quantizes, or weights that have to be
-computed. All are made block by block of rows when they are written.
+computed. All are computed when they are written, in blocks of rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ComputedSpec:
 
     @property
     def components(self) -> dict[str, PackedTensor]:
-        """The tensors that store an initializer: weight, scale and so on of a packed weight, or the weight alone."""
+        """The tensors that store an initializer: weight, scale and so on of a packed weight, or only the weight."""
         packing = self.source.packing
         return (
             {"weight": PackedTensor(self.dtype, self.shape)} if packing is None else packing.tensors(*self.source.shape)

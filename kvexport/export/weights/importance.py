@@ -1,9 +1,9 @@
 """The importance of each input of a projection: its mean square over a text that the float model reads.
 
-The error of a product is `sum_j e_j x_j`, e the errors of a weight's row; where inputs x are uncorrelated its mean
-square is `sum_j e_j^2 E[x_j^2]`. So a group's scale is chosen by squared errors that count by `E[x_j^2]` (llama.cpp's
-importance matrix), relative to the mean over the projection's inputs. The artifact keeps these numbers in a file: with
-them the same weights are rounded in the same way again, without the text.
+The error of a product is `sum_j e_j x_j`, where e are the errors of a weight's row. If the inputs x are uncorrelated,
+its mean square is `sum_j e_j^2 E[x_j^2]`. A group's scale therefore minimizes squared errors that are multiplied with
+`E[x_j^2]` (llama.cpp's importance matrix), relative to the mean over the projection's inputs. The artifact stores these
+numbers in a file, so that the same weights can be rounded in the same way again, without the text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def weigh(
     recipe: Recipe,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> list[Spec]:
-    """Return the specs of an artifact's weights with the importance of their inputs, if the recipe asks for it.
+    """Return the specs of an artifact's weights, with the importance of their inputs if the recipe uses it.
 
     Importance is read from the recipe's file, or measured on a text.
 
@@ -120,7 +120,7 @@ def _measure(
 ) -> Importance:
     """Run the float model on a text, and return the importance [inputs] of every rounded weight, and AWQ's scales.
 
-    The importance of an embedding, whose rows are only picked, is 1 for all inputs.
+    The importance of an embedding, which is not multiplied, is 1 for all inputs.
     """
     import torch
 

@@ -1,12 +1,12 @@
 """Quantization at build time: a float weight of a checkpoint is rounded to 4 or 8 bits in groups of inputs.
 
-Each group takes, of a few scales, the one with the least squared error: its largest value goes to the lowest number, or
-to a little less of it, of either sign; then the scale is fitted to the rounded numbers by least squares and they are
-rounded again. For normally distributed weights in 4 bits the squared error is nine tenths of that of the first scale
-alone, and 1.02 times that of a search through 80 scales.
+Each group gets the scale with the smallest squared error of a few candidates. A candidate maps the value with the
+largest magnitude to the lowest number, or slightly beyond it, with either sign. The candidate is then fitted to the
+rounded numbers by least squares, and the numbers are rounded again. For normally distributed weights in 4 bits the
+squared error is 0.9 times that of the first candidate alone, and 1.02 times that of a search through 80 scales.
 
-Where it is known how much each input matters (`importance.py`), squared errors count by it: the scale then has the
-least squared error of the products with inputs that are uncorrelated, and not of the weights.
+If the importance of inputs is known (`importance.py`), squared errors are multiplied with it. The scale then minimizes
+the squared error of products with uncorrelated inputs instead of that of the weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rounded:
     Attributes:
         entry: The weight [outputs, inputs]: a tensor, or a source of floats.
         packing: The format of the rounded numbers.
-        importance: The bytes of [inputs] float32 of at least 0, the weights of squared errors; empty for equal weights.
+        importance: The bytes of [inputs] float32, at least 0: the factors of squared errors; empty for equal factors.
         positive: Whether all scales are above 0.
         channels: The bytes of [inputs] float32, factors of the inputs' weights (`kvexport.export.weights.awq`); empty
             for none.
@@ -119,7 +119,7 @@ def round_groups(
     Args:
         groups: [rows, groups of a row, group].
         packing: The format of the rounded numbers.
-        importance: [groups of a row, group], the weights of squared errors; None for equal weights.
+        importance: [groups of a row, group], the factors of squared errors; None for equal factors.
         positive: Whether scales have to be above 0. A largest number above 0 then maps to the top of the range or is
             clipped.
 
@@ -149,9 +149,9 @@ def round_groups(
 
 
 def rounded_values(rows: Floats, packing: PackedFormat, importance: Floats, *, positive: bool) -> Floats:
-    """Return the values [rows, inputs] that weight rows have after rounding.
+    """Return the values [rows, inputs] of weight rows after rounding.
 
-    `importance` [inputs] weights squared errors.
+    `importance` [inputs] has the factors of squared errors.
     """
     groups = rows.reshape(len(rows), -1, packing.group)
     matter = importance.reshape(-1, packing.group)
@@ -182,8 +182,8 @@ def _best(
 
     Args:
         columns: [group, columns], a group of weights in each column.
-        matter: The weights of squared errors, of the shape of `columns`; None: all errors count alike.
-        starts: The scales to begin with, one for each column.
+        matter: The factors of squared errors, in the shape of `columns`; None for equal factors.
+        starts: The first scale of each column.
         zero: The zero point of each column.
         low: The least number.
         high: The largest number.

@@ -1,4 +1,4 @@
-"""The decision for every parameter of a model: copied, cast, rounded, or stored as the checkpoint has packed it."""
+"""The decision for every parameter of a model: copied, cast, rounded, or kept packed as in the checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
     """Return the source of every initializer's bytes: a checkpoint tensor to copy or cast, or a computed weight.
 
     Raises:
-        UsageError: Parameters are missing or have another dtype or shape, or the backend does not take the rounding.
+        UsageError: Parameters are missing or have another dtype or shape, or the backend does not support the rounded
+            weights.
     """
     section, positive = recipe.weights, backends.get(recipe.backend.name).positive_scales
     tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}
@@ -108,7 +109,7 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
     The parameters are projections, the head, the embeddings and the experts.
 
     Raises:
-        UsageError: The backend does not take the format of the projections.
+        UsageError: The backend does not support the format of the projections.
     """
     section = recipe.weights
     if section.bits is None:
@@ -163,7 +164,7 @@ def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> i
     """Return the bytes of the weights in an artifact; tied weights count once.
 
     Args:
-        checkpoint: The checkpoint; None if only its config was read, which then declares no quantized weights.
+        checkpoint: The checkpoint; None if only its config was read, which is possible for float weights.
         model: The model without its weights.
         recipe: The recipe.
     """
@@ -173,7 +174,7 @@ def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> i
 
 
 def expert_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> tuple[int, int]:
-    """Return the bytes of the experts' weights in an artifact, and those that one token's decode step reads of them.
+    """Return the bytes of the experts' weights in an artifact, and the bytes that a decode step of one token reads.
 
     Args:
         checkpoint: The checkpoint; None if only its config was read.
@@ -219,8 +220,8 @@ def _embeddings(model: Any) -> set[str]:
 def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
     """Return why a packed weight of the checkpoint is stored as floats in the artifact; "" if it stays packed.
 
-    If `picked`, rows of an embedding are read one by one. Its columns then have to be in order, and no row of zero
-    points may begin within a byte.
+    With `picked`, the weight is an embedding whose rows are read one by one. Its columns then have to be in order, and
+    every row of zero points has to begin at a byte.
     """
     packing = source.packing
     assert packing is not None

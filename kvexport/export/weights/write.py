@@ -1,7 +1,7 @@
 """The writer of a checkpoint's tensors into an artifact as ONNX external data, block by block.
 
-Memory does not grow with the model. Not covered: the manifest, syncing, and cleaning up the staging folder of a build
-that failed. These belong to `kvexport.artifact`.
+Memory does not grow with the model. `kvexport.artifact` writes the manifest, syncs the files, and removes the staging
+folder of a build that failed.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def write_weights(
     """Write every weight of `specs` into the folder `staging`: copied, cast to the data type of its spec, or computed.
 
     Two specs with the same checkpoint entry and dtype, or with the same source, share their bytes. Equal permutations
-    of columns are written once. Peak memory is some tens of MiB, whatever the size of a tensor.
+    of columns are written once. Peak memory is some tens of MiB for tensors of any size.
 
     Args:
         specs: The weights.
@@ -158,7 +158,7 @@ def write_weights(
             "link" hard-links a source file whose tensors need no cast to `weights/<file name>` (or copies the whole
             file if the file system cannot link); the other weights go to `decoder.weights`, and so do all weights if
             some are computed. A hard link shares its bytes with the checkpoint: rewriting that file in place changes
-            the artifact, as its digest will tell.
+            the artifact, which its digest detects.
         progress: Receives the number of bytes of initializers that were written since its last call.
 
     Returns:
@@ -166,8 +166,8 @@ def write_weights(
         `linked_digests` reads them.
 
     Raises:
-        UsageError: A shape is not the graph's, a dtype is no float, a value is infinite or NaN or does not fit the
-            wanted dtype, or a source is shorter than its header says.
+        UsageError: A shape is not the graph's, a dtype is not a float type, a value is infinite or NaN or overflows in
+            the cast, or a file is shorter than its header says.
         ValueError: Two specs have one name.
         OSError: Reading or writing fails.
     """
@@ -341,7 +341,7 @@ def _copy_file(
         target: The copy.
         counted: The number of its bytes that belong to initializers, for `progress`.
         progress: Called with copied bytes.
-        seen: Called as by `file_digests`.
+        seen: Called with each block, as by `file_digests`.
     """
     digest, left, size = hashlib.sha256(), counted, 0
     with source.open("rb") as reader, target.open("xb") as writer:
@@ -356,7 +356,7 @@ def _copy_file(
 
 
 def _finite(entries: Sequence[TensorEntry]) -> Callable[[int, memoryview], None]:
-    """Return a function that takes the blocks of a file and raises UsageError if a value of `entries` is not finite.
+    """Return a function that receives blocks of a file, and raises UsageError if a value of `entries` is not finite.
 
     No block begins or ends within a value, because both lie at multiples of its size.
     """

@@ -1,9 +1,9 @@
 """The layouts of GPTQ and AWQ checkpoints: 32-bit words that pack a weight matrix [inputs, outputs].
 
 GPTQ packs neighbouring inputs: word [k / 8, n] holds inputs k to k + 7 of output n, from the lowest bits up. Version 1
-stores each zero point less 1. `g_idx` names every input's group; where groups are not contiguous ("act-order") columns
-are put in the order of their groups. AWQ packs outputs: word [k, n / 8] holds outputs n to n + 7 of input k, in the
-order 0, 2, 4, 6, 1, 3, 5, 7. In both a weight is (number - zero) * scale. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's
+stores each zero point minus 1. `g_idx` has the group of every input. If groups are not contiguous ("act-order"), the
+columns are sorted by group. AWQ packs outputs: word [k, n / 8] holds outputs n to n + 7 of input k, in the order 0, 2,
+4, 6, 1, 3, 5, 7. In both a weight is (number - zero) * scale. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's
 convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
 """
 

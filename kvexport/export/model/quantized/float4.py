@@ -1,13 +1,12 @@
 """Readers of weights in 4-bit floats: NVFP4, MXFP4, and bitsandbytes' NF4 and FP4.
 
 E2M1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two in a byte, the first input in the low half.
-Twice each is a whole number, so these weights are kept as packed weights with half the scale: each number in 8 bits, or
-of experts in 4 bits, which a table of sixteen numbers explains. A
-scale is an 8-bit float for 16 inputs times one float for the tensor (NVFP4; compressed-tensors stores its reciprocal),
-or a power of two for 32 (MXFP4). bitsandbytes' sixteen numbers are a table of floats, and its blocks of 64 run over the
-flattened matrix, the first number of two in the high half: these weights are cast. Sources: compressed-tensors'
-NVFP4PackedCompressor, ModelOpt's NVFP4QTensor, bitsandbytes' QuantState and dequantize_4bit; OCP Microscaling Formats
-1.0.
+Twice each number is an integer, so these weights become packed weights with half the scale. Each number takes 8 bits;
+in experts it takes 4 bits and is an index of a table of sixteen numbers. A scale is an 8-bit float for 16 inputs times
+one float for the tensor (NVFP4; compressed-tensors stores its reciprocal), or a power of two for 32 (MXFP4).
+bitsandbytes' sixteen numbers are a table of floats, and its blocks of 64 run over the flattened matrix, the first
+number of two in the high half: these weights are cast. Sources: compressed-tensors' NVFP4PackedCompressor, ModelOpt's
+NVFP4QTensor, bitsandbytes' QuantState and dequantize_4bit; OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ _DOUBLED = np.array(E2M1, np.int8)
 class Float4:
     """A weight of 4-bit floats (E2M1), as in NVFP4 and MXFP4.
 
-    total: the scale of the whole tensor, by which the scales of its groups are multiplied, or divided if `divides`.
+    `total` is the scale of the whole tensor. The scales of groups are multiplied by it, or divided if `divides` is
+    true.
     """
 
     weight: TensorEntry

@@ -2,7 +2,7 @@
 
 A checkpoint has `{name}_blocks` [experts, outputs, groups, 16] U8, two numbers in a byte, the first input in the low
 half, and `{name}_scales` [experts, outputs, groups] U8, the exponents plus 127. Rows of gates and ups alternate. An
-artifact holds the same bytes, and a table of twice the numbers, which are whole. Sources: transformers'
+artifact has the same bytes, and a table of the doubled numbers, which are integers. Sources: transformers'
 `convert_moe_packed_tensors`; OCP Microscaling Formats 1.0.
 """
 
@@ -60,7 +60,7 @@ class Mxfp4Experts:
         """Yield the packed rows of one expert after another.
 
         Raises:
-            UsageError: A scale is no number, or the file ends early.
+            UsageError: A scale is NaN, or the file ends early.
         """
         experts, outputs, inputs = self.full_shape
         for expert in range(experts):

@@ -1,7 +1,7 @@
 """Readers of compressed-tensors checkpoints and of 8-bit floats: numbers of a weight matrix [outputs, inputs].
 
-`pack-quantized`: words of 32 bits along the inputs, from the lowest bits up, of numbers to which half their range was
-added; zero points likewise, along the outputs. `int-quantized`: int8. 4-bit floats: float4.py. 8-bit floats
+`pack-quantized`: words of 32 bits along the inputs, from the lowest bits up. Half the range was added to each number.
+Zero points have the same form along the outputs. `int-quantized`: int8. 4-bit floats: float4.py. 8-bit floats
 (`float-quantized`, ModelOpt's FP8, transformers' fp8) are cast: value = float * scale, one scale for the tensor, a row,
 or a block. Sources: compressed-tensors' pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's
 hf_quant_config.
@@ -103,7 +103,7 @@ def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
 class Float8:
     """A weight of 8-bit floats [outputs, inputs], read as float32.
 
-    block: the numbers of rows and of columns that share a scale.
+    `block` has the numbers of rows and of columns that share a scale.
     """
 
     weight: TensorEntry

@@ -49,7 +49,7 @@ def pattern(node: ir.Node) -> list[Match]:
 def check(match: Match) -> str:
     """Return why two products of low rank are not adapters of a Linear node; empty if they are.
 
-    The reasons: they read another input, their shapes are not those of adapters, or the Linear node does more already.
+    The reasons: they read another input, their shapes are not those of adapters, or the Linear node has further steps.
     """
     linear, data, rows, first, second, _ = match
     if not read_only(linear.outputs[0]):

@@ -1,4 +1,4 @@
-"""Functions with which graph passes read the attributes of a Linear node and replace it by a Linear that does more."""
+"""Functions of graph passes that read the attributes of a Linear node, and replace it by a Linear of more steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
 
 
 def take_floats(graph: ir.Graph) -> None:
-    """Set every Linear node of packed weights to multiply the weights with its float input, without rounding it."""
+    """Set every Linear node of packed weights to multiply them with its unrounded float input."""
     for node in graph:
         if is_linear(node) and (form := form_of(node)).packed:
             form = replace(form, float_input=1)
@@ -59,7 +59,7 @@ def steps_of(linear: ir.Node) -> Form:
 
 
 def join(form: Form, linears: Iterable[ir.Node]) -> Form:
-    """Return the form `form` of a fused Linear with the packed formats and adapters of the weights of `linears`."""
+    """Return `form`, the form of a fused Linear, completed by the packed formats and adapters of `linears`."""
     forms = [form_of(linear) for linear in linears]
     lists: dict[str, Any] = {
         name: tuple(x for one in forms for x in getattr(one, name) or (0,) * one.weights)

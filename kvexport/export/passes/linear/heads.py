@@ -53,8 +53,8 @@ def output_pattern(node: ir.Node) -> list[Match]:
 def output_check(match: Match) -> str:
     """Return why a Linear node cannot split its output into heads; an empty text if it can.
 
-    It cannot if other nodes read the values between the Linear and the Transpose, if it splits heads already, or if the
-    shapes are not those of heads.
+    The reasons: other nodes read the values between the Linear and the Transpose, the Linear already splits heads, or
+    the shapes are not those of heads.
     """
     if not read_only(match.linear.outputs[0]) or not read_only(match.reshape.outputs[0]):
         return READ_TWICE
@@ -81,7 +81,8 @@ def input_pattern(node: ir.Node) -> list[Match]:
 def input_check(match: Match) -> str:
     """Return why a Linear node cannot read heads [B, H, T, D]; empty if it can.
 
-    The reasons: the shapes are not those of heads, its steps begin otherwise, or other nodes need a value between.
+    The reasons: the shapes are not those of heads, the Linear has other first steps, or other nodes read a value in
+    between.
     """
     if not read_only(match.transpose.outputs[0]) or not read_only(match.reshape.outputs[0]):
         return "its input without heads is read by other nodes too"

@@ -1,10 +1,10 @@
-"""The graph pass that makes an RMSNorm the first step of the Linear node that alone reads its output.
+"""The graph pass that makes an RMSNorm the first step of the only Linear node that reads its output.
 
     n = RMSNormalization<axis = -1>(x, scale)       scale [inputs], of the type of x and of the weights
     y = Linear(n, w, ...)
 =>  y = Linear(x, scale, w, ...)                    norm = 1, epsilon
 
-A Linear normalises in float32, whatever the node's stash_type.
+A Linear always normalises in float32; the node's stash_type has no effect.
 """
 
 from __future__ import annotations

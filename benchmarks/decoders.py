@@ -29,8 +29,8 @@ from typing import Any
 
 import gguf
 import numpy as np
-from common import RESULTS, read_bandwidth, save
-from workers import Run, Worker, engine_run, llamacpp_run, serve
+from common import RESULTS, save
+from workers import Run, Worker, engine_run, in_turn, llamacpp_run, serve
 
 THREADS = 2
 VOCABULARY = 8192
@@ -251,16 +251,7 @@ def compare(kind: str, name: str, context: int, options: argparse.Namespace) -> 
         Worker(side, [__file__, *sys.argv[1:], "--run", json.dumps([kind, side, name, context])], THREADS, options.work)
         for side in ("kvexport", "llamacpp")
     ]
-    for worker in workers:
-        worker.read()
-    figures: dict[str, list[float]] = {worker.side: [] for worker in workers}
-    bandwidth = [read_bandwidth(256, THREADS, 0.5)]
-    for _ in range(options.rounds):
-        for worker in workers:
-            figures[worker.side].append(worker.figure())
-    bandwidth.append(read_bandwidth(256, THREADS, 0.5))
-    for worker in workers:
-        worker.end()
+    figures, bandwidth = in_turn(workers, 1, THREADS, options.rounds)
     tokens = 1 if kind == "decode" else context
     ratios = [theirs / own for own, theirs in zip(figures["kvexport"], figures["llamacpp"], strict=True)]
     goal = GOALS[name][kind == "prefill"]

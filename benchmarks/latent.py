@@ -26,17 +26,14 @@ import numpy as np
 import torch
 from common import save
 from latent_model import MAX_LENGTH, code_row, load_data, make_model, train
+from simulated_cache import SimulatedCache, kl
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-from kvexport.cache import CachePlan, LayerGeometry
+from kvexport.cache import LayerGeometry
 from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.statistics import mean
-from kvexport.export.graph.graphs import merge_attributes
-from kvexport.export.graph.tracer import layer_attributes
-from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
-from kvexport.ops.merge_cache import merge_cache
-from kvexport.ops.vote_attention import vote_attention
+from kvexport.export.hooks.attention import IMPLEMENTATION
 from kvexport.recipe.fields import Recipe
 
 EXPANDED = "kvexport-expanded"  # an attention function that receives the keys and values of every head
@@ -45,7 +42,7 @@ METHODS = ("keepkv", "ballot")
 FORMS = ("latent", "expanded", "expanded, equal slots")
 
 
-class Reader:
+class Reader(SimulatedCache):
     """The model over a cache of latents, or of the keys and values of every head."""
 
     def __init__(self, folder: Path) -> None:
@@ -68,9 +65,9 @@ class Reader:
             for latent, size in sizes.items()
         }
 
-    def plan(self, latent: bool, method: str, slots: int, dtype: str = "float32") -> tuple[Any, CachePlan]:
-        """Return the method and the cache plan of a budget of `slots`."""
-        recipe = Recipe.model_validate(
+    def recipe(self, method: str, slots: int, dtype: str = "float32") -> Recipe:
+        """Return the recipe of a budget of `slots`."""
+        return Recipe.model_validate(
             {
                 "model": {"path": str(self.folder), "dtype": dtype},
                 "cache": {"method": method, "budget": slots, "sinks": 4, "recent": 0.5, "merge_every": CHUNK},
@@ -78,11 +75,10 @@ class Reader:
                 "limits": {"max_length": MAX_LENGTH, "max_batch": 1},
             }
         )
-        return recipe.cache.build_method(), plan_cache(recipe, self.geometry[latent])
 
     def bytes(self, latent: bool, method: str, slots: int) -> int:
         """Return the bytes of the cache of a sequence, with keys and values in float16."""
-        return self.plan(latent, method, slots, "float16")[1].bytes()
+        return plan_cache(self.recipe(method, slots, "float16"), self.geometry[latent]).bytes()
 
     def expanded_slots(self, method: str, slots: int) -> int:
         """Return the most slots of expanded keys and values that fit into the bytes of `slots` latents."""
@@ -97,50 +93,9 @@ class Reader:
         options["layer"] = module.layer_idx
         return self.attend(module, query, key, value, options).transpose(1, 2), None
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
-        """Compute attention over the state of the layer; see `kvexport.export.hooks.attention`."""
-        layer: int = options["layer"]
-        output, *self.state[layer] = vote_attention(
-            query, key, value, self.position, torch.tensor([[key.shape[2]]]), *self.state[layer],
-            attributes=layer_attributes(self.method, self.layers[layer]),
-        )  # fmt: skip
-        return output
-
-    def mask(self, mask_function: Any) -> Any:
-        """Return None: VoteAttention masks by itself."""
-        return None
-
-    @torch.no_grad()
-    def logits(self, ids: list[int], latent: bool, method: str, slots: int) -> Tensor:
+    def read(self, ids: list[int], latent: bool, method: str, slots: int) -> Tensor:
         """Return the logits [tokens, vocabulary] of every token of a text."""
-        self.method, plan = self.plan(latent, method, slots)
-        self.layers = self.geometry[latent]
-        self.state = [
-            [torch.from_numpy(np.zeros(shape, x.dtypes()[name])) for name, shape in x.shapes(1).items()]
-            for x in plan.caches
-        ]
-        rows = []
-        for first in range(0, len(ids), CHUNK):
-            self.position = torch.arange(first, min(first + CHUNK, len(ids)))[None]
-            with attending(self):
-                result = self.models[latent](
-                    input_ids=torch.tensor([ids[first : first + CHUNK]]),
-                    position_ids=self.position,
-                    past_key_values=PassThroughCache(),
-                    use_cache=True,
-                )
-            rows.append(result.logits[0])
-            for i, layer in enumerate(plan.caches):
-                if layer.merges and int((self.state[i][2] > 0).sum(-1).max()) > layer.budget:
-                    self.state[i] = list(merge_cache(*self.state[i], attributes=merge_attributes(layer, self.method)))
-        return torch.cat(rows)
-
-
-def kl(full: Tensor, other: Tensor) -> float:
-    """Return the mean KL over the second half of the text."""
-    half = len(full) // 2
-    p, q = (torch.log_softmax(x[half:].double(), -1) for x in (full, other))
-    return float((p.exp() * (p - q)).sum(-1).mean())
+        return self.logits(self.models[latent], ids, self.recipe(method, slots), self.geometry[latent])
 
 
 def texts(count: int) -> dict[str, list[list[int]]]:
@@ -177,7 +132,7 @@ def main() -> None:
     apart = 0.0  # the largest difference of the two forms of a full cache
     for kind, several in rows.items():
         for i, ids in enumerate(several):
-            full[kind, i], expanded = (reader.logits(ids, latent, "full", MAX_LENGTH) for latent in (True, False))
+            full[kind, i], expanded = (reader.read(ids, latent, "full", MAX_LENGTH) for latent in (True, False))
             apart = max(apart, float((full[kind, i] - expanded).abs().max()))
     results = []
     for method in METHODS:
@@ -188,8 +143,7 @@ def main() -> None:
                 row["bytes"] = reader.bytes(form == "latent", method, own)
                 for kind, several in rows.items():
                     each = [
-                        kl(full[kind, i], reader.logits(x, form == "latent", method, own))
-                        for i, x in enumerate(several)
+                        kl(full[kind, i], reader.read(x, form == "latent", method, own)) for i, x in enumerate(several)
                     ]
                     figure = mean(each)
                     row[kind] = [round(x, 5) for x in (figure.value, figure.low, figure.high)]

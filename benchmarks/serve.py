@@ -18,7 +18,6 @@ peers can run one by one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ from typing import Any
 import numpy as np
 from common import save
 from serve_client import Answer, Objective, Result, Server, Workload, drive
+from workers import genai_model
 
 ROOT = Path(__file__).parent.parent
 TOKENS_PER_WORD = 2.2  # for the words of the workload and SmolLM2's tokenizer
@@ -54,19 +54,6 @@ def kvexport_model(work: Path) -> Path:
         words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "kvexport", "build", "--recipe", "smollm2-135m-keepkv", "--out", str(out)]
         subprocess.run([*command, *words], check=True, cwd=ROOT)
-    return out
-
-
-def genai_model(work: Path, genai: str) -> Path:
-    out = work / "smollm2-genai"
-    if not out.exists():
-        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(checkpoint()), "-o", str(out)]
-        environment = {**os.environ, "PYTHONPATH": genai}
-        subprocess.run([*command, "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], env=environment, check=True)
-    path = out / "genai_config.json"
-    config = json.loads(path.read_text())
-    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = THREADS  # its default is lower
-    path.write_text(json.dumps(config))
     return out
 
 
@@ -110,7 +97,7 @@ def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
         elif side == "llamacpp":
             lines[side] = [*peer, side, str(gguf_model(work, options.llamacpp)), *sizes], options.llamacpp
         elif side == "genai":
-            model = genai_model(work, options.genai)
+            model = genai_model(checkpoint(), work / "smollm2-genai", options.genai, THREADS, "fp32")
             lines[side] = [*peer, side, str(model), "--tokenizer", str(checkpoint()), *sizes], options.genai
         else:
             lines[side] = [*peer, side, str(checkpoint()), *sizes], ""

@@ -1,6 +1,6 @@
-"""Processes that measure one side of a comparison each, and the runs of llama.cpp and onnxruntime-genai.
+"""Processes that measure one side of a comparison each, and the models and runs of llama.cpp and onnxruntime-genai.
 
-A script starts a `Worker` for every side. The process of a worker runs the same script with `--run`, and calls `serve`.
+A script starts a `Worker` for every side. The process of a worker runs the same script again, and calls `serve`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import read_bandwidth
 
 BLOCK = 32  # tokens: one merge interval
 Run = Callable[[], float]
@@ -66,6 +67,27 @@ class Worker:
         self.process.wait()
 
 
+def in_turn(
+    workers: Sequence[Worker], rounds: int, threads: int, blocks: int = 1
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Return the figures of every side, which measure in turn, and the read bandwidth in bytes per second.
+
+    The bandwidth is measured before and after each round of `blocks` figures a side. The processes are ended.
+    """
+    for worker in workers:
+        worker.read()
+    figures: dict[str, list[float]] = {worker.side: [] for worker in workers}
+    bandwidth = [read_bandwidth(256, threads, 0.5)]
+    for _ in range(rounds):
+        for _ in range(blocks):
+            for worker in workers:
+                figures[worker.side].append(worker.figure())
+        bandwidth.append(read_bandwidth(256, threads, 0.5))
+    for worker in workers:
+        worker.end()
+    return figures, bandwidth
+
+
 def serve(run: Run) -> None:
     """Print a line with a figure for every line of input. A first run warms up."""
     run()
@@ -82,44 +104,73 @@ def timed_block(step: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) / BLOCK
 
 
-def engine_run(kind: str, artifact: Path, ids: Any) -> Run:
-    """Return a function that returns the seconds of a decoded token (`decode`) of kvexport, or of a prompt."""
+def engine_run(kind: str, artifact: Path, ids: Any, batch: int = 1) -> Run:
+    """Return a function that returns the seconds of a step (`decode`) of kvexport, or of prompts.
+
+    All `batch` sequences begin with the prompt `ids`.
+    """
     import kvexport
 
     engine = kvexport.load(artifact, verify=False)
-    lanes = engine.lanes(1)  # for all prompts, as an engine keeps them: new memory would be touched for the first time
+    lanes = engine.lanes(
+        batch
+    )  # for all prompts, as an engine keeps them: new memory would be touched for the first time
 
     def prompt() -> float:
         lanes.clear()
         start = time.perf_counter()
-        lanes.prefill([ids])
+        lanes.prefill([ids] * batch)
         return time.perf_counter() - start
 
     if kind == "prefill":
         return prompt
-    lanes.prefill([ids])
+    lanes.prefill([ids] * batch)
     # Other tokens choose other experts.
     tokens = itertools.cycle(ids[i : i + 1] for i in range(len(ids)))
-    return lambda: timed_block(lambda: lanes.append([next(tokens)]))
+    return lambda: timed_block(lambda: lanes.append([next(tokens)] * batch))
 
 
-def genai_run(kind: str, model: Path, ids: Any, length: int) -> Run:
-    """Return a function that returns the seconds of a decoded token (`decode`) of onnxruntime-genai, or of a prompt.
+def genai_model(checkpoint: Path, out: Path, packages: str, threads: int, precision: str, *options: str) -> Path:
+    """Return the model that onnxruntime-genai's own builder makes of a checkpoint; it is made if it is missing.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+        out: The folder of the model.
+        packages: The folder that has onnxruntime_genai.
+        threads: The threads of the model; genai's default is lower than the machine's.
+        precision: fp32 or int4.
+        options: Extra options of the builder.
+    """
+    if not out.exists():
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(checkpoint), "-o", str(out)]
+        command += ["-p", precision, "-e", "cpu", "-c", str(out.with_name("cache"))]
+        command += ["--extra_options", *options] if options else []
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": packages}, check=True)
+    path = out / "genai_config.json"
+    config = json.loads(path.read_text())
+    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
+    path.write_text(json.dumps(config))
+    return out
+
+
+def genai_run(kind: str, model: Path, ids: Any, length: int, batch: int = 1) -> Run:
+    """Return a function that returns the seconds of a step (`decode`) of onnxruntime-genai, or of prompts.
 
     Args:
         kind: `decode` or `prefill`.
         model: The folder of the model.
         ids: The prompt.
         length: The most tokens of a sequence.
+        batch: The number of sequences, which begin with the same prompt.
     """
     import onnxruntime_genai as og
 
     loaded = og.Model(str(model))
-    ids = ids[None].astype(np.int32)
+    ids = ids[None].astype(np.int32).repeat(batch, 0)
 
     def generator() -> Any:
         parameters = og.GeneratorParams(loaded)
-        parameters.set_search_options(max_length=length, min_length=length, batch_size=1)
+        parameters.set_search_options(max_length=length, min_length=length, batch_size=batch)
         return og.Generator(loaded, parameters)
 
     def prompt() -> float:

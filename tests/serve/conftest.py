@@ -1,10 +1,11 @@
-"""A server that the tests of a module share."""
+"""A server and its client that the tests of a module share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from kvexport.engine.engine import Engine
@@ -20,3 +21,9 @@ def engine(tiny_artifact: Path) -> Engine:
 def server(engine: Engine) -> Iterator[Running]:
     with running(engine) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

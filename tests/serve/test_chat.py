@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,12 +12,6 @@ from kvexport.engine.engine import Engine
 from tests.support.http_server import Running, prompt
 
 MESSAGES: list[Any] = [{"role": "user", "content": "anna lamp"}, {"role": "assistant", "content": "yes"}]
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

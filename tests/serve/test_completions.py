@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,12 +11,6 @@ import pytest
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import Request
 from tests.support.http_server import Running
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def engine_answer(engine: Engine, server: Running, prompt: Any, **settings: Any) -> str:

@@ -36,12 +36,6 @@ def server(tiny_artifact: Path) -> Iterator[Running]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_chat_completions(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ASKED, extra_body=FORM)
     message: Any = answer.choices[0].message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -13,12 +12,6 @@ from kvexport.serve.errors import ApiError
 from kvexport.serve.response_store import ResponseStore
 from kvexport.serve.responses import ResponsesBody
 from tests.support.http_server import Running, prompt
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def engine_answer(engine: Engine, server: Running, *messages: tuple[str, str], tokens: int = 40) -> str:

@@ -37,12 +37,6 @@ def server(tiny_artifact: Path) -> Iterator[Running]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def only_answer(server: Running, text: str) -> dict[str, Any]:
     """Return the setting that makes the model write a text: a grammar that allows nothing else."""
     assert isinstance(server.service.engine.tokenizer, Tokenizer)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from . import headers, resources
 from .ptx import library as ptx
@@ -147,45 +146,44 @@ def _by_cmake(onnxruntime: Path, sanitize: str, machine: str, library: Path | No
 def compile_kernels(capabilities: Sequence[str] = ()) -> tuple[list[Path], resources.Report]:
     """Compile the kernels for these compute capabilities, and for later ones as PTX of the latest.
 
+    Sources that were compiled before, with the same headers, flags and nvcc, are not compiled again.
+
     Returns:
         The object files, and the resources of each kernel (for one of the capabilities if there are several).
     """
     known = chosen_capabilities(capabilities)
     codes = [f"arch=compute_{x},code=sm_{x}" for x in known]
     codes.append(f"arch=compute_{known[-1]},code=compute_{known[-1]}")
-    command = [tool("nvcc"), *DEVICE_FLAGS, *(flag for code in codes for flag in ("-gencode", code))]
-    objects, logs = _compile(command, KERNELS, CACHE / "cuda", "device")
-    return objects, resources.read_report("\n".join(logs))
+    flags = [*DEVICE_FLAGS, *(flag for code in codes for flag in ("-gencode", code)), "-c"]
+    with ThreadPoolExecutor(2) as pool:
+        compiled = list(pool.map(lambda unit: ptx.device_code(flags, PLUGINS / unit, ".o"), KERNELS))
+    return [path for path, _ in compiled], resources.read_report("\n".join(log for _, log in compiled))
 
 
 def assembled() -> resources.Report:
     """Return the resources of each kernel for ptx.CAPABILITY: those of the PTX of `cuda-ptx`, compiled by ptxas."""
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        command = [tool("nvcc"), "-cubin", f"-arch=sm_{ptx.CAPABILITY}", *DEVICE_FLAGS]
-        units = [(ptx.ptx_of(unit), Path(folder, f"{i}.cubin")) for i, unit in enumerate(KERNELS)]
-        logs = pool.map(lambda unit: run([*command, str(unit[0]), "-o", str(unit[1])], "compiler"), units)
+    flags = [*DEVICE_FLAGS, "-cubin", f"-arch=sm_{ptx.CAPABILITY}"]
+    with ThreadPoolExecutor(2) as pool:
+        logs = pool.map(lambda unit: ptx.device_code(flags, ptx.ptx_of(unit), ".cubin")[1], KERNELS)
         return resources.read_report("\n".join(logs))
 
 
 def record_resources(capabilities: Sequence[str]) -> None:
     """Compile the kernels for each of these compute capabilities, and write their resources to resources.json."""
     for capability in capabilities:
-        objects, report = compile_kernels([capability])
-        for path in objects:
-            path.unlink()
+        _, report = compile_kernels([capability])
         resources.record(capability, report)
         print(f"sm_{capability}: {len(report)} kernels", file=sys.stderr)
 
 
-def link_device(name: str, kernels: list[Path], capabilities: Sequence[str], library: Path) -> Path:
-    """Link a target of nvcc with the object files of the kernels, which it removes; return its path."""
-    target, objects = TARGETS[name], kernels
+def link_device(name: str, kernels: Sequence[Path], capabilities: Sequence[str], library: Path) -> Path:
+    """Link a target of nvcc with the object files of the kernels; return its path."""
+    target = TARGETS[name]
     compiled_for = f"-DKV_CUDA_ARCHITECTURES={'_'.join(chosen_capabilities(capabilities))}"
     flags = [*BINDING_FLAGS, *_include(target), compiled_for]
-    if target.sources:
-        objects = _compile([tool("nvcc"), *flags], target.sources, CACHE / "cuda", "binding")[0] + kernels
+    objects, _ = _compile([tool("nvcc"), *flags], target.sources, CACHE / "cuda", "binding")
     exports = ["-Xlinker", f"--version-script={PLUGINS / target.exports}"] if target.exports else []
-    return link([tool("nvcc"), "-shared", *exports], objects, library)
+    return link([tool("nvcc"), "-shared", *exports], objects, library, [str(path) for path in kernels])
 
 
 def chosen_capabilities(named: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.devices import driver_problem
 from kvexport.errors import EnvironmentProblem
 from kvexport.methods.keepkv import KeepKV
-from plugins.building import make, resources
+from plugins.building import make, resources, tools
 from plugins.building.ptx import library as ptx
 from plugins.building.targets import CAPABILITIES, KERNELS
 from tests.support.one_node import VOTE_ATTENTION, model, vote_attention_shapes
@@ -57,7 +57,8 @@ def test_every_supported_architecture_is_recorded_and_none_spills() -> None:
 def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_path: Path) -> None:
     """Kernels compile within their recorded resources.
 
-    For one capability the PTX exists already, because other tests run it on the host (tests/conformance/test_ptx.py).
+    They are compiled again only after a change of their sources. For one capability the PTX exists already, because
+    other tests run it on the host (tests/conformance/test_ptx.py).
     """
     if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
         pytest.skip("not reached: there is no nvcc on this machine")
@@ -65,12 +66,8 @@ def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_
         hold_to_record(architecture, make.assembled())
         return
     objects, report = make.compile_kernels([architecture])
-    try:
-        lacking = binding_links(objects, architecture, tmp_path / "libkvexport_onnxruntime_cuda.so")
-        hold_to_record(architecture, report)
-    finally:
-        for path in objects:
-            path.unlink(missing_ok=True)
+    lacking = binding_links(objects, architecture, tmp_path / "libkvexport_onnxruntime_cuda.so")
+    hold_to_record(architecture, report)
     if lacking:
         pytest.skip(f"not reached: the binding for ONNX Runtime: {lacking}")
 
@@ -139,14 +136,29 @@ def test_kernels_and_binding_are_compiled_for_the_chosen_capabilities(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     commands: list[Sequence[str]] = []
+
+    def compile_nothing(command: Sequence[str], what: str) -> str:
+        commands.append(command)
+        Path(command[-1]).touch()
+        return ""
+
     monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", str(tmp_path))
     (tmp_path / "onnxruntime_cxx_api.h").touch()
     monkeypatch.setattr(make, "tool", lambda name: name)
     monkeypatch.setattr(make, "run", lambda command, what: commands.append(command) or "")
-    monkeypatch.setattr(make, "link", lambda command, objects, library: commands.append(command) or library)
+    monkeypatch.setattr(make, "link", lambda command, objects, library, _: commands.append(command) or library)
+    monkeypatch.setattr(ptx, "CACHED", tmp_path / "cached")
+    monkeypatch.setattr(ptx, "tool", lambda name: name)
+    monkeypatch.setattr(ptx, "version", lambda program: "Cuda compilation tools, release 13.0")
+    monkeypatch.setattr(tools, "run", compile_nothing)
     built = make.build("onnxruntime-cuda", capabilities=["90", "86"], out=tmp_path)
     assert built == tmp_path / "libkvexport_onnxruntime_cuda.so"
     *compiled, linked = [" ".join(command) for command in commands]
+    make.compile_kernels(["90", "86"])
+    assert len(commands) == len(compiled) + 1, "kernels were compiled again"
+    next((tmp_path / "cached").glob("*.log")).unlink()
+    make.compile_kernels(["90", "86"])
+    assert len(commands) == len(compiled) + 2, "without its report a source is compiled again"
     kernels = [command for command in compiled if ".cu " in command]
     assert len(kernels) == len(KERNELS)
     for command in kernels:

@@ -6,7 +6,6 @@ runtime's headers and the compiler. So a second build compiles nothing, and unch
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -19,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from ..targets import HOST_FLAGS, KERNEL_FILES, KERNELS
-from ..tools import CACHE, PLUGINS, Missing, host_compiler, publish, run, tool
+from ..tools import CACHE, PLUGINS, Missing, cached, digest, host_compiler, publish, run, tool, version
 from . import read, translate
 from .instructions import Unknown
 
@@ -148,47 +147,39 @@ def compiled(*, everything: bool = False) -> dict[str, read.Kernel]:
 def _key(everything: bool) -> str:
     """Return a digest of everything from which a library is built."""
     own = sorted([*(PLUGINS / RUNTIME).glob("*"), *Path(__file__).parent.glob("*.py")])
-    versions = (_version(tool("nvcc")), _version(host_compiler()))
-    return _digest(*versions, str(everything), *(path.read_bytes() for path in (*_sources(), *own)))
+    versions = (version(tool("nvcc")), version(host_compiler()))
+    return digest(*versions, str(everything), *(path.read_bytes() for path in (*kernel_sources(), *own)))
 
 
-def _sources(plugins: Path = PLUGINS) -> list[Path]:
+def kernel_sources(plugins: Path = PLUGINS) -> list[Path]:
     """Return the files that nvcc reads."""
     patterns = [pattern for pattern in KERNEL_FILES if not pattern.endswith(".py")]
     return sorted(path for pattern in patterns for path in plugins.glob(pattern))
 
 
-def _digest(*contents: str | bytes) -> str:
-    digest = hashlib.sha256()
-    for content in contents:
-        digest.update(content.encode() if isinstance(content, str) else content)
-        digest.update(b"\0")
-    return digest.hexdigest()[:32]
-
-
-@cache
-def _version(program: str) -> str:
-    return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
-
-
-def _cached(path: Path, command: Sequence[str], what: str) -> Path:
-    """Return `path`, which the command writes unless it exists; `what` names the program in error messages."""
-    if path.is_file():
-        path.touch()
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{os.getpid()}-{path.name}")
-    run([*command, "-o", str(new)], what)
-    return publish(new, path)
-
-
 def ptx_of(unit: str, plugins: Path = PLUGINS) -> Path:
     """Return the path of the PTX of a source of the kernels, for CAPABILITY."""
     nvcc = tool("nvcc")
-    texts = [text for path in _sources(plugins) for text in (str(path.relative_to(plugins)), path.read_bytes())]
-    name = f"{Path(unit).stem}-{_digest(_version(nvcc), unit, CAPABILITY, *texts)}.ptx"
+    texts = [text for path in kernel_sources(plugins) for text in (str(path.relative_to(plugins)), path.read_bytes())]
+    name = f"{Path(unit).stem}-{digest(version(nvcc), unit, CAPABILITY, *texts)}.ptx"
     command = [nvcc, "-std=c++17", "-O3", f"-arch=compute_{CAPABILITY}", "-lineinfo", "-ptx", str(plugins / unit)]
-    return _cached(CACHED / name, command, "compiler")
+    return cached(CACHED / name, command, "compiler")
+
+
+def device_code(flags: Sequence[str], source: Path, suffix: str) -> tuple[Path, str]:
+    """Return nvcc's output for a source of the kernels, or for its PTX, and nvcc's report.
+
+    Args:
+        flags: The flags of nvcc.
+        source: The file.
+        suffix: The suffix of the output.
+    """
+    nvcc = tool("nvcc")
+    read_files = [path.read_bytes() for path in (source, *kernel_sources())]
+    path = CACHED / f"{source.stem}-{digest(version(nvcc), *flags, *read_files)}{suffix}"
+    log = path.with_suffix(".log")
+    cached(path, [nvcc, *flags, str(source)], "compiler", log)
+    return path, log.read_text()
 
 
 @cache
@@ -221,24 +212,24 @@ def _translate(module: read.Module, program: str, kernel: read.Kernel) -> str:
 def _object(text: str) -> Path:
     """Return the object file of a kernel's C++."""
     headers = [path.read_bytes() for path in sorted((PLUGINS / RUNTIME).glob("*.h"))]
-    name = _digest(_version(host_compiler()), *FLAGS, text, *headers)
+    name = digest(version(host_compiler()), *FLAGS, text, *headers)
     source, path = CACHED / f"{name}.{os.getpid()}.cpp", CACHED / f"{name}.o"
     if not path.is_file():
         source.write_text(text)
     command = [host_compiler(), *FLAGS, f"-I{PLUGINS / RUNTIME}", "-c", str(source)]
     try:
-        return _cached(path, command, "compiler")
+        return cached(path, command, "compiler")
     finally:
         source.unlink(missing_ok=True)
 
 
 def _own_object(source: str) -> Path:
     """Return the object file of a source of the runtime, or of the kernels' entry points, which launch PTX."""
-    files = [*_sources(), *sorted((PLUGINS / RUNTIME).glob("*"))]
-    name = f"{Path(source).stem}-{_digest(_version(host_compiler()), *(path.read_bytes() for path in files))}.o"
+    files = [*kernel_sources(), *sorted((PLUGINS / RUNTIME).glob("*"))]
+    name = f"{Path(source).stem}-{digest(version(host_compiler()), *(path.read_bytes() for path in files))}.o"
     kind = ["-x", "c++"] if source.endswith(".cu") else []
     flags = [*HOST_FLAGS, "-DKV_PTX", *kind]
-    return _cached(CACHED / name, [host_compiler(), *flags, "-c", str(PLUGINS / source)], "compiler")
+    return cached(CACHED / name, [host_compiler(), *flags, "-c", str(PLUGINS / source)], "compiler")
 
 
 def _remove_unused() -> None:

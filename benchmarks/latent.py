@@ -152,7 +152,15 @@ def main() -> None:
                 results.append(row)
     heads = {"latent": reader.geometry[True][0], "expanded": reader.geometry[False][0]}
     sizes = {name: [x.kv_heads, x.key_size, x.value_size] for name, x in heads.items()}
-    save("latent", {"model": model, "kv_heads, key_size, value_size": sizes, "full_apart": apart, "rows": results})
+    save(
+        "latent",
+        {
+            "model": model,
+            "kv_heads, key_size, value_size": sizes,
+            "largest logit difference of the two full caches": apart,
+            "rows": results,
+        },
+    )
 
 
 if __name__ == "__main__":

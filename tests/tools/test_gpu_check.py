@@ -38,7 +38,7 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> No
     report = json.loads((tmp_path / "check.json").read_text())
     outcomes = {name: part["status"] for name, part in report["parts"].items()}
     assert outcomes == dict.fromkeys(parts.split(","), "passed") | ({"memcheck": "skipped"} if flags else {})
-    assert all(row["met"] is None for row in report["goals"] if row["found"] is None)
+    assert all(row["met"] is None for row in report["goals"] if row["measured"] is None)
     if flags:
         (row,) = report["parts"]["ranks"]["figures"]["rows"]
         assert row["ranks"] == 2 and row["bytes"] == 8192, "two processes, over a driver of the host"
@@ -47,7 +47,7 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> No
         assert {row["figure"]: row["met"] for row in report["goals"]}[
             "Largest error against the float64 oracle, bfloat16"
         ]
-        measured = {row["figure"] for row in report["goals"] if row["found"] is not None}
+        measured = {row["figure"] for row in report["goals"] if row["measured"] is not None}
         assert "Throughput of full batches: keepkv, 64 slots, over transformers, static, 64 slots" in measured
     assert "Merge" in (tmp_path / "check.html").read_text()
 
@@ -98,7 +98,7 @@ def test_figures_are_compared_with_their_goals() -> None:
         "A step with merging every 32 over one without",
         "Throughput: keepkv over h2o",
     ]
-    assert next(row["found"] for row in goals if "over flash" in row["figure"]) == 4.0
+    assert next(row["measured"] for row in goals if "over flash" in row["figure"]) == 4.0
     assert next(row["goal"] for row in goals if "time of its bytes" in row["figure"]) == "at most 1.2"
     html = gpu_report.page({"gpu": {"name": "a GPU"}, "date": "", "commit": "", "goals": goals, "parts": parts})
     assert "not fit into this GPU" in html

@@ -56,7 +56,7 @@ def test_every_measurement_runs_to_its_goals(clock: Clock) -> None:
         }.items()
     }
     assert clock.captured > 20 and clock.replayed > 10 * clock.captured
-    held_goals = {row["figure"]: row["found"] for row in goals.goals(found)}
+    held_goals = {row["figure"]: row["measured"] for row in goals.goals(found)}
     lacking = [figure for figure, number in held_goals.items() if number is None]
     assert lacking == [
         "Decode, layers of 64 MB and more: share of the copy bandwidth",

@@ -116,7 +116,7 @@ def check(options: argparse.Namespace) -> int:
         report = {"date": date.today().isoformat(), **sources(), "gpu": gpu, "goals": compared, "parts": results}
         write_report(folder, report)
     for row in compared:
-        verdict, figure = {True: "met", False: "NOT MET", None: ""}[row["met"]], row["found"]
+        verdict, figure = {True: "met", False: "NOT MET", None: ""}[row["met"]], row["measured"]
         number = "not measured" if figure is None else format(figure, ".4g")
         print(f"{verdict:8} {number:>12}  {row['figure']} {row['goal']}".rstrip())
     print(folder / "check.json")

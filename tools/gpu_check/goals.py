@@ -25,23 +25,23 @@ def goals(parts: dict[str, Any]) -> list[Row]:
     rows.append(_goal("Runs of the same bits", figures.get("repeat", {}).get("runs"), least=1000))
     proof = figures.get("conformance", {})
     for dtype, allowed in {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}.items():
-        found = proof.get("largest error", {}).get(dtype)
-        rows.append(_goal(f"Largest error against the float64 oracle, {dtype}", found, most=allowed))
+        error = proof.get("largest error", {}).get(dtype)
+        rows.append(_goal(f"Largest error against the float64 oracle, {dtype}", error, most=allowed))
     return rows
 
 
-def _goal(figure: str, found: float | None, least: float | None = None, most: float | None = None) -> Row:
+def _goal(figure: str, measured: float | None, least: float | None = None, most: float | None = None) -> Row:
     goal = f"at least {least:g}" if least is not None else f"at most {most:g}" if most is not None else ""
     met = None
-    if found is not None and goal:
-        met = (least is None or found >= least) and (most is None or found <= most)
-    return {"figure": figure, "found": found, "goal": goal, "met": met}
+    if measured is not None and goal:
+        met = (least is None or measured >= least) and (most is None or measured <= most)
+    return {"figure": figure, "measured": measured, "goal": goal, "met": met}
 
 
 def _of(rows: list[Row], worst: Any, value: Any) -> float | None:
     """Return the worst number of the rows that have the value."""
-    found = [value(row) for row in rows if value(row) is not None]
-    return worst(found) if found else None
+    values = [value(row) for row in rows if value(row) is not None]
+    return worst(values) if values else None
 
 
 def _decode(rows: list[Row]) -> list[Row]:
@@ -83,23 +83,23 @@ def _prefill(rows: list[Row]) -> list[Row]:
 
 def _linear(rows: list[Row]) -> list[Row]:
     one = [row for row in rows if row["rows"] == 1]
-    found = []
+    compared = []
     for kind, least in {"int4": 0.6, "int8": 0.7, "float16": 0.7}.items():
         share = _of([row for row in one if row["weights"] == kind], min, lambda row: row["share of bandwidth"])
-        found.append(_goal(f"Linear of one row, {kind}: share of the copy bandwidth", share, least=least))
-    return found
+        compared.append(_goal(f"Linear of one row, {kind}: share of the copy bandwidth", share, least=least))
+    return compared
 
 
 def _launches(rows: list[Row]) -> list[Row]:
-    found = []
+    compared = []
     for model, weights in {"SmolLM2-135M": "float16", "Llama-2-7B": "int4"}.items():
         early = [row for row in rows if row["model"] == model and row["begin"] == "early, weights first"]
         floor = _of(early, max, lambda row: row["over the floor"])
         order = _of(early, max, lambda row: row["over in order"])
         what = f"The layers of a step, {model} in {weights}"
-        found.append(_goal(f"{what}: over the time of their bytes", floor, most=1.2))
-        found.append(_goal(f"{what}: early launches over those in order", order, most=1))
-    return found
+        compared.append(_goal(f"{what}: over the time of their bytes", floor, most=1.2))
+        compared.append(_goal(f"{what}: early launches over those in order", order, most=1))
+    return compared
 
 
 def _model(model: Row, peer: Row) -> list[Row]:
@@ -108,7 +108,7 @@ def _model(model: Row, peer: Row) -> list[Row]:
     merging = _of(
         [*rows, *(row for row in model.get("methods", []) if "ms" in row)], max, lambda row: row["merging over without"]
     )
-    found = [
+    compared = [
         _goal(
             "Llama-2-7B's shape: a step over the time of its bytes",
             _of(rows, max, lambda row: row["over the floor"]),
@@ -118,7 +118,7 @@ def _model(model: Row, peer: Row) -> list[Row]:
     ]
     for method in ("keepkv", "ballot"):
         both = speed.get(method), speed.get("h2o")
-        found.append(_goal(f"Throughput: {method} over h2o", both[0] / both[1] if all(both) else None, least=0.97))
+        compared.append(_goal(f"Throughput: {method} over h2o", both[0] / both[1] if all(both) else None, least=0.97))
     full = [row for row in (*model.get("largest batch", []), *peer.get("largest batch", [])) if "ms" in row]
     ours = next((row for row in full if row["cache"] == "keepkv"), None)
     for row in full:
@@ -126,5 +126,5 @@ def _model(model: Row, peer: Row) -> list[Row]:
             what = (
                 f"Throughput of full batches: keepkv, {ours['slots']} slots, over {row['cache']}, {row['slots']} slots"
             )
-            found.append(_goal(what, ours["tokens per second"] / row["tokens per second"]))
-    return found
+            compared.append(_goal(what, ours["tokens per second"] / row["tokens per second"]))
+    return compared

@@ -74,12 +74,12 @@ class Layers:
             "gate": ((shape.inner,), shape.hidden, {**normed, "gate": 1}),
             "down": ((shape.hidden,), shape.inner, {"residual": 1}),
         }
-        made = [{name: self.linear(*form) for name, form in forms.items()} for _ in range(shape.distinct)]
+        products = [{name: self.linear(*form) for name, form in forms.items()} for _ in range(shape.distinct)]
         self.attention = [Step(target, arrays, attributes_of("log_ema")) for _ in range(shape.layers)]
         self.calls: list[tuple[str, Any]] = []
         hidden = memory.address(self.hidden)
         for i, attend in enumerate(self.attention):
-            qkv, out, gate, down = (type(call).from_buffer_copy(call) for call in made[i % shape.distinct].values())
+            qkv, out, gate, down = (type(call).from_buffer_copy(call) for call in products[i % shape.distinct].values())
             qkv.input = out.residual = hidden
             for j, name in enumerate(("query", "key", "value")):
                 setattr(attend.call, name, qkv.products[j].output)
@@ -140,10 +140,10 @@ class Layers:
         """Return the bits of the last layer's output in the first step."""
         self.reset()
         step()
-        made = self.target.caller.memory.get(self.last)
-        if not np.isfinite(made).all():
+        output = self.target.caller.memory.get(self.last)
+        if not np.isfinite(output).all():
             raise RuntimeError(f"{self.shape.name}: a layer's numbers are not finite")
-        return bytes(made.tobytes())
+        return bytes(output.tobytes())
 
 
 def launches(target: Target) -> Figures:
@@ -159,9 +159,9 @@ def rows_of(target: Target, shape: Shape, figures: Figures) -> list[Row]:
     floor, replays = layers.bytes() / figures["bytes per second"], target.scaled(REPLAYS, 2)
     for name, begin in BEGIN.items():
         step = layers.replayed(begin)
-        found = [layers.outcome(step) for _ in range(target.scaled(20, 1))]
-        expected = expected or found[0]
-        if set(found) != {expected}:
+        outcomes = [layers.outcome(step) for _ in range(target.scaled(20, 1))]
+        expected = expected or outcomes[0]
+        if set(outcomes) != {expected}:
             raise RuntimeError(f"{shape.name}: launches that begin {name} make other bits than those in order")
 
         def run(step: Callable[[], Any] = step) -> None:

@@ -113,11 +113,11 @@ def products_by_torch(rows: int, sizes: tuple[int, ...], inputs: int, one: Case,
 
     outputs = sum(weight.values.shape[0] for weight in one.weights.values())
     x = torch.zeros(rows, inputs, dtype=torch.float16, device="cuda")
-    made = [
+    weights = [
         torch.zeros(outputs, inputs, dtype=torch.float16, device="cuda")
         for _ in range(max(2, min(copies, int(COLD / (2 * outputs * inputs)))))
     ]
-    return [lambda weight=weight: torch.nn.functional.linear(x, weight) for weight in made]
+    return [lambda weight=weight: torch.nn.functional.linear(x, weight) for weight in weights]
 
 
 PARTS = {"linear": linear}

@@ -133,7 +133,7 @@ class Slots:
         from kvexport.ops.merge_cache import MergeCacheAttributes
         from kvexport.ops.vote_attention import VoteAttentionAttributes
 
-        shape, made = model.shape, all_methods()[method]()
+        shape, compression = model.shape, all_methods()[method]()
         self.target, self.slots = model.target, slots
         capacity, device = slots + SLACK, model.where["device"]
         dims = (batch, shape.heads, capacity)
@@ -141,20 +141,20 @@ class Slots:
         used = torch.arange(capacity, device=device, dtype=torch.int32)
         self.votes, self.positions = (used < slots).float().expand(dims).contiguous(), used.expand(dims).contiguous()
         self.length = torch.ones(batch, 1, dtype=torch.int64, device=device)
-        attention = VoteAttentionAttributes(shape.size**-0.5, made.vote_exponent, made.statistics)
-        merging = MergeCacheAttributes(made, slots, 4, slots // 2)
+        attention = VoteAttentionAttributes(shape.size**-0.5, compression.vote_exponent, compression.statistics)
+        merging = MergeCacheAttributes(compression, slots, 4, slots // 2)
         self.held, self.attends, self.merges = [], [], []
         for _ in range(shape.layers):
             # Keys in bundles, so that some of them merge.
             key = centre[torch.randint(64, dims, device=device)]
             key += 0.3 * torch.randn(*dims, shape.size, **model.where)
             state = [key, torch.randn(*dims, shape.size, **model.where), self.votes.clone()]
-            state.append(torch.rand(batch, shape.heads, len(made.statistics), capacity, device=device) + 0.1)
+            state.append(torch.rand(batch, shape.heads, len(compression.statistics), capacity, device=device) + 0.1)
             state.append(self.positions.clone())
             call = vote_attention_call(
                 attention, "float16", (batch, shape.heads, 1, shape.size), (*dims, shape.size), shape.size
             )
-            merge = merge_cache_call(merging, "float16", (*dims, shape.size), shape.size, len(made.statistics))
+            merge = merge_cache_call(merging, "float16", (*dims, shape.size), shape.size, len(compression.statistics))
             for each in (call, merge):
                 each.past = each.present = State(*(x.data_ptr() for x in state))
             call.query_length = self.length.data_ptr()
@@ -289,12 +289,12 @@ def model(target: Target) -> Figures:
     Each row also has the time in which the step's bytes are copied.
     """
     copied = bandwidth(target)["bytes per second"]
-    made = Model(target, ON_HOST if target.small else Shape())
+    llama = Model(target, ON_HOST if target.small else Shape())
     if not target.on_host:
-        made.compile()
-    steps, lengths = StepTimes(target, made, copied), (160,) if target.small else (4096, 32768)
+        llama.compile()
+    steps, lengths = StepTimes(target, llama, copied), (160,) if target.small else (4096, 32768)
     budgets, batches = ((64,), (2,)) if target.small else (BUDGETS, BATCHES)
-    figures = {"harness": made.harness, "bytes per second": copied, "weight bytes": made.shape.weight_bytes}
+    figures = {"harness": llama.harness, "bytes per second": copied, "weight bytes": llama.shape.weight_bytes}
     figures |= {"methods": [], "largest batch": []}
     # The figures that every version needs come first: methods beside one another, then budgets and batches, then full
     # batches.
@@ -319,13 +319,13 @@ def model(target: Target) -> Figures:
 class StepTimes:
     """The rows of figures. The state of each row is freed before the next."""
 
-    def __init__(self, target: Target, made: Model, copied: float) -> None:
-        self.target, self.made, self.copied = target, made, copied
+    def __init__(self, target: Target, llama: Model, copied: float) -> None:
+        self.target, self.llama, self.copied = target, llama, copied
         self.bare: dict[int, float] = {}
 
     def floor(self, batch: int, slots: int) -> float:
         """Return the seconds in which the weights and a batch's keys and values are copied."""
-        return (self.made.shape.weight_bytes + batch * slots * self.made.shape.slot_bytes()) / self.copied
+        return (self.llama.shape.weight_bytes + batch * slots * self.llama.shape.slot_bytes()) / self.copied
 
     def fits(self, each: int) -> int:
         """Return how many sequences of `each` bytes fit next to the weights."""
@@ -341,16 +341,16 @@ class StepTimes:
 
     def decoder(self, kind: str, batch: int, slots: int) -> Decoder:
         """Return a decoder; `kind` is a method, or "flash"."""
-        attention = FlashCache(self.made, batch, slots) if kind == "flash" else Slots(self.made, batch, slots, kind)
-        return Decoder(self.made, batch, slots, attention)
+        attention = FlashCache(self.llama, batch, slots) if kind == "flash" else Slots(self.llama, batch, slots, kind)
+        return Decoder(self.llama, batch, slots, attention)
 
     def row(self, method: str, budget: int, batch: int) -> Figures:
         """Return the row of one budget and batch."""
         row: Figures = {"method": method, "batch": batch, "budget": budget}
-        if self.fits(Slots.bytes_of(self.made.shape, budget)) < batch:
+        if self.fits(Slots.bytes_of(self.llama.shape, budget)) < batch:
             return row | {"why": "it does not fit into this GPU's memory"}
         if batch not in self.bare:
-            self.bare[batch] = Decoder(self.made, batch, budget, Nothing()).seconds()
+            self.bare[batch] = Decoder(self.llama, batch, budget, Nothing()).seconds()
         decoder = self.decoder(method, batch, budget)
         plain, merging, floor = decoder.seconds(), decoder.seconds(merging=True), self.floor(batch, budget)
         row |= {
@@ -364,7 +364,7 @@ class StepTimes:
 
     def fullest(self, kind: str, slots: int) -> Figures:
         """Return the row with as many sequences as fit."""
-        each = (FlashCache if kind == "flash" else Slots).bytes_of(self.made.shape, slots)
+        each = (FlashCache if kind == "flash" else Slots).bytes_of(self.llama.shape, slots)
         batch, row = self.fits(each), {"cache": kind, "slots": slots}
         if batch == 0:
             return row | {"batch": 0, "why": "not one sequence fits into this GPU's memory"}

@@ -71,8 +71,8 @@ def prepare(target: Target) -> None:
     if not target.on_host:
         from kvexport.backends.onnxruntime.devices import problems
 
-        if found := problems("cuda"):
-            raise Skipped("; ".join(problem for problem, _ in found))
+        if missing := problems("cuda"):
+            raise Skipped("; ".join(problem for problem, _ in missing))
     try:
         headers.find("onnxruntime")
     except make.Missing as error:
@@ -143,9 +143,9 @@ def largest_difference(
     running = list(range(len(sequences)))
     position = max(len(s) - n for s, n in zip(sequences, prompts, strict=True))
     for step in range(position + 1):
-        found, expected = (x[running] for x in logits)
-        worst = max(worst, float(np.abs(found - expected).max() / max(1.0, float(np.abs(expected).max()))))
-        assert np.isfinite(found).all(), "a logit is not finite"
+        actual, expected = (x[running] for x in logits)
+        worst = max(worst, float(np.abs(actual - expected).max() / max(1.0, float(np.abs(expected).max()))))
+        assert np.isfinite(actual).all(), "a logit is not finite"
         parts = [s[n:][step : step + 1] for s, n in zip(sequences, prompts, strict=True)]
         running = [lane for lane, part in enumerate(parts) if len(part)]
         if not running:

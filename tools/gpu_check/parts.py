@@ -164,8 +164,8 @@ def merge_state(
     from kvexport.methods import all_methods
     from kvexport.ops.merge_cache import MergeCacheAttributes
 
-    made, rng = all_methods()[method](), np.random.default_rng(seed)
-    arrays = layer(batch, heads, heads, budget + MERGE_EVERY, 1, len(made.statistics), "float16")
+    compression, rng = all_methods()[method](), np.random.default_rng(seed)
+    arrays = layer(batch, heads, heads, budget + MERGE_EVERY, 1, len(compression.statistics), "float16")
     state = {name: arrays[f"past_{name}"] for name in STATE}
     capacity = state["votes"].shape[2]
     state["score"] = rng.permuted(
@@ -173,7 +173,7 @@ def merge_state(
     ).astype(np.float32)
     if not in_order:
         state["position"] = state["position"][:, :, ::-1].copy()
-    return state, MergeCacheAttributes(made, budget, 4, budget // 2)
+    return state, MergeCacheAttributes(compression, budget, 4, budget // 2)
 
 
 def bandwidth(target: Target) -> Figures:

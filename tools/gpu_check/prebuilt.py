@@ -22,10 +22,10 @@ FOLDER = CACHE / "prebuilt"
 
 def digest() -> str:
     """Return a digest, in hexadecimal, of the kernels' sources and of the way they are compiled."""
-    found = hashlib.sha256(json.dumps(DEVICE_FLAGS).encode())
+    sources = hashlib.sha256(json.dumps(DEVICE_FLAGS).encode())
     for path in sorted({path for pattern in KERNEL_FILES for path in PLUGINS.glob(pattern)}):
-        found.update(str(path.relative_to(PLUGINS)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
+        sources.update(str(path.relative_to(PLUGINS)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return sources.hexdigest()[:16]
 
 
 def library(capability: str, folder: Path = FOLDER) -> Path:
@@ -39,23 +39,23 @@ def write(capabilities: Sequence[str], folder: Path = FOLDER) -> list[Path]:
     Raises:
         Missing: Nvcc is missing or failed.
     """
-    made = []
+    libraries = []
     for capability in capabilities:
         objects, report = make.compile_kernels([capability])
         path = make.link_device("cuda", objects, [capability], library(capability, folder))
         text = json.dumps({"compiler": resources.compiler_version(), "kernels": report})
         path.with_suffix(".json").write_text(text + "\n")
-        made.append(path)
-    return made
+        libraries.append(path)
+    return libraries
 
 
 def take(capability: str, to: Path, folder: Path = FOLDER) -> dict[str, Any] | None:
     """Copy the library of these sources to `to`; return the compiler's report, or None if there is no library."""
-    found = library(capability, folder)
-    if not found.is_file():
+    compiled = library(capability, folder)
+    if not compiled.is_file():
         return None
     to.parent.mkdir(parents=True, exist_ok=True)
     copied = to.with_suffix(".copied")
-    shutil.copyfile(found, copied)
+    shutil.copyfile(compiled, copied)
     publish(copied, to)
-    return {"prebuilt": found.name} | json.loads(found.with_suffix(".json").read_text())
+    return {"prebuilt": compiled.name} | json.loads(compiled.with_suffix(".json").read_text())

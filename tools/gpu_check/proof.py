@@ -107,8 +107,8 @@ def large_cases(target: Target, errors: dict[str, float]) -> int:
             expected = oracle.vote_attention(exact, attributes)
             output, score = expected["output"], expected["present_score"]
         else:
-            found = vote_attention(*(torch.from_numpy(exact[name]) for name in INPUTS), attributes=attributes)
-            output, score = found[0].numpy(), found[4].numpy()
+            results = vote_attention(*(torch.from_numpy(exact[name]) for name in INPUTS), attributes=attributes)
+            output, score = results[0].numpy(), results[4].numpy()
         error = error_of(widened(actual["output"], dtype), output)
         assert error <= TOLERANCE[dtype] * (2 if tokens > 1 else 1), f"{what}: an output is off by {error:.3g}"
         errors[dtype] = max(errors[dtype], error) if tokens == 1 else errors[dtype]
@@ -157,12 +157,12 @@ def repeat(target: Target) -> Figures:
             for name, x in original.items():
                 step.held[name][...] = x
             step()
-            found = {name: step.memory.get(step.held[name]).tobytes() for name in state} | {
+            bits = {name: step.memory.get(step.held[name]).tobytes() for name in state} | {
                 "output": step.memory.get(step.output).tobytes()
             }
-            first = first or found
-            assert found == first, (
-                f"bits differ with {tokens} tokens in {[name for name in found if found[name] != first[name]]}"
+            first = first or bits
+            assert bits == first, (
+                f"bits differ with {tokens} tokens in {[name for name in bits if bits[name] != first[name]]}"
             )
     for method in ("keepkv", "ballot", "zeromerge", "kvslimmer"):
         state, attributes = merge_state(target, method, 2, 4, target.scaled(2048, 200), 2)

@@ -43,8 +43,8 @@ def _gpus() -> int:
     count = devices.gpu_count()
     if count < 2:
         raise Skipped("it takes two GPUs")
-    if found := devices.rank_problems(min(count, MOST)):
-        raise Skipped(found[0][0])
+    if missing := devices.rank_problems(min(count, MOST)):
+        raise Skipped(missing[0][0])
     return count
 
 

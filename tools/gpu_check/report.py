@@ -25,8 +25,8 @@ def page(report: dict[str, Any]) -> str:
     tables += [("A step of Llama-2-7B's shape", "model", "rows"), ("The same, by method", "model", "methods")]
     tables += [("With as many sequences as fit", part, "largest batch") for part in ("model", "transformers")]
     for title, part, kind in tables:
-        if found := parts.get(part, {}).get("figures", {}).get(kind, []):
-            sections.append(_table(title, found))
+        if measured := parts.get(part, {}).get("figures", {}).get(kind, []):
+            sections.append(_table(title, measured))
     decode = parts.get("decode", {}).get("figures", {}).get("rows", [])
     if decode:
         kinds = dict.fromkeys((row["cache"], row["statistic"]) for row in decode)
@@ -54,7 +54,7 @@ def page(report: dict[str, Any]) -> str:
     engines = parts.get("onnxruntime", {}).get("figures", {})
     if engines:
         note = "Beside the graphs' functions on the CPU; over the largest logit."
-        table = [[name, *found.values()] for name, found in engines.items()]
+        table = [[name, *figures.values()] for name, figures in engines.items()]
         sections.append(Table("Engines on ONNX Runtime", ["engine", *next(iter(engines.values()))], table, note))
     return render_html(
         "CUDA kernels", f"{report['gpu']['name']}, {report['date']}, commit {report['commit']}", sections

@@ -49,8 +49,8 @@ class Target:
             if began + 1.2 * longest > self.until:
                 figures["left out for want of time"] = [str(one) for one in cases[i:]]
                 break
-            found = measure(case)
-            figures["rows"] += found if isinstance(found, list) else [found]
+            measured = measure(case)
+            figures["rows"] += measured if isinstance(measured, list) else [measured]
             longest = max(longest, time.monotonic() - began)
             self.keep(figures)
         return figures
@@ -92,13 +92,13 @@ class Target:
 
         A GPU's events measure them, on the host the clock.
         """
-        found = []
+        seconds = []
         for _ in range(2 if self.on_host else rounds + warm):
             reset()
             if self.on_host:
                 begin = time.perf_counter()
                 run()
-                found.append(time.perf_counter() - begin)
+                seconds.append(time.perf_counter() - begin)
                 continue
             import torch
 
@@ -107,8 +107,8 @@ class Target:
             run()
             end.record()
             end.synchronize()
-            found.append(start.elapsed_time(end) / 1e3)
-        return found[0 if self.on_host else warm :]
+            seconds.append(start.elapsed_time(end) / 1e3)
+        return seconds[0 if self.on_host else warm :]
 
     def seconds(
         self, calls: list[Callable[[], Any]], reset: Callable[[], Any] = lambda: None, rounds: int = 15

@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvexport
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request, State
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
-from tests.support.on_device import onto_device
-from tests.support.tensorrt_artifacts import engines
 
-CHUNK, LANES, VOCABULARY = 16, 4, 64  # the chunk, the lanes and the vocabulary of the tiny artifact
+CHUNK, LANES = 16, 4  # the chunk and the lanes of the tiny artifact
 
 
 @pytest.fixture(scope="module")
@@ -50,68 +47,6 @@ def run(engine: Engine, steps: int = 10**6) -> None:
 def lane_bytes(engine: Engine, lane: int) -> list[bytes]:
     lanes: Any = engine._pool._lanes
     return [array[lane].tobytes() for array in [*lanes.state.state.values(), lanes.state.past_length]]
-
-
-# Random schedules.
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_answers_do_not_depend_on_requests_that_join_or_leave(
-    tiny_artifact: Path, solo: Callable[..., list[int]], seed: int
-) -> None:
-    check_random_schedule(load(tiny_artifact), solo, seed)
-
-
-def test_the_same_on_a_device_with_graphs(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
-    check_random_schedule(onto_device(load(tiny_artifact), graphs=True), solo, 100)
-
-
-def test_the_same_on_engines_of_tensorrt(
-    tiny_artifact: Path, tmp_path: Path, plugins: Path, solo: Callable[..., list[int]]
-) -> None:
-    check_random_schedule(kvexport.load(engines(tiny_artifact, tmp_path / "engines")), solo, 101)
-
-
-def check_random_schedule(engine: Engine, solo: Callable[..., list[int]], seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in (1, 3, 15, 16, 17, 40, 70, 100)]
-    choices = [{"max_new_tokens": n} for n in (1, 2, 9, 30)]
-    choices += [{"max_new_tokens": 12, "do_sample": True, "seed": 5}, {"max_new_tokens": 25, "eos_token_ids": (7, 30)}]
-    added: list[tuple[Request, list[int], dict[str, Any]]] = []
-    streams: list[Any] = []
-    most, cancelled = 0, 0
-    for _ in range(250):
-        if rng.random() < 0.18:
-            ids, settings = prompts[rng.integers(len(prompts))], choices[rng.integers(len(choices))]
-            request = Request(ids, engine.settings(**settings))
-            assert engine.add(request) == request.id
-            added.append((request, ids, settings))
-        if rng.random() < 0.03:
-            batch = [prompts[i] for i in rng.integers(len(prompts), size=2)]
-            streams.append((engine.stream(batch, max_new_tokens=11), batch, [[], []]))
-        running = [request for request, *_ in added if request.state is not State.FINISHED]
-        if rng.random() < 0.06 and running:
-            cancelled += engine.cancel(running[rng.integers(len(running))].id)
-        if streams and rng.random() < 0.5:
-            stream, _, actual = streams[rng.integers(len(streams))]
-            if (token := next(stream, None)) is not None:
-                actual[token.sequence].append(token.id)
-        engine.step()
-        most = max(most, len(engine._scheduler.running()))
-    run(engine)
-    for stream, _, actual in streams:
-        for token in stream:
-            actual[token.sequence].append(token.id)
-    assert most == LANES and cancelled > 0 and len(streams) > 2, "every event happened"
-    for request, ids, settings in added:
-        expected = solo(ids, **settings)
-        if request.finish_reason == "cancelled":
-            assert answer_of(request) == expected[: len(request.tokens)]
-        else:
-            assert answer_of(request) == expected
-    for _, batch, actual in streams:
-        assert actual == [solo(ids, max_new_tokens=11) for ids in batch]
-    assert engine._scheduler.running() == [] and engine._requests == {}
 
 
 # Joining and leaving.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request, State
 from kvexport.errors import DeadlineError
+from kvexport.language.token import Token
 from kvexport.state.session_store import SessionStore
 from kvexport.state.snapshot import Snapshot
 
 CHUNK, VOCABULARY = 16, 64  # the chunk and the vocabulary of the tiny artifact
+STREAMED = 11  # tokens of a sequence of a stream
 Turn = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]  # a prompt and its settings
 CHOICES: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 1},
@@ -95,12 +97,13 @@ class Schedule:
         self.running: list[tuple[Engine, Talk]] = []
         self.parked: list[tuple[Snapshot, Talk]] = []
         self.idle: list[Talk] = []
+        self.streams: list[tuple[Iterator[Token], list[list[int]], list[list[int]]]] = []
         self.happened: Counter[str] = Counter()
 
     def run(self, steps: int) -> Counter[str]:
         """Run the schedule to its end, and return how often each event happened."""
         events = {self.join: 0.25, self.fork: 0.1, self.cancel: 0.06, self.preempt: 0.12, self.resume: 0.12}
-        events |= {self.turn: 0.15, self.expire: 0.02}
+        events |= {self.turn: 0.15, self.expire: 0.02, self.stream: 0.03, self.read: 0.5}
         for _ in range(steps):
             for event, chance in events.items():
                 if self.rng.random() < chance:
@@ -110,6 +113,8 @@ class Schedule:
             if self.parked:
                 self.resume()
             self.step()
+        while self.streams:
+            self.read()
         for engine in self.engines:
             assert engine.step() == [] and not engine.busy
             assert engine._scheduler.running() == [] and engine._requests == {} and len(engine._forks) == 0
@@ -194,6 +199,26 @@ class Schedule:
         engine.add(late)
         assert late in engine.step() and isinstance(late.error, DeadlineError)
         self.happened["expire"] += 1
+
+    def stream(self) -> None:
+        """Start a stream of two prompts."""
+        prompts = [self.rng.integers(0, VOCABULARY, n).tolist() for n in self.rng.integers(1, 60, 2)]
+        stream = self._one(self.engines).stream(prompts, max_new_tokens=STREAMED)
+        self.streams.append((stream, prompts, [[], []]))
+        self.happened["stream"] += 1
+
+    def read(self) -> None:
+        """Read the next token of a stream, which runs its engine until there is one."""
+        if self.streams:
+            at = int(self.rng.integers(len(self.streams)))
+            stream, prompts, tokens = self.streams[at]
+            token = next(stream, None)
+            if token is not None:
+                tokens[token.sequence].append(token.id)
+            else:
+                del self.streams[at]
+                settings = (("max_new_tokens", STREAMED),)
+                assert tokens == [self.alone.answer(((tuple(ids), settings),))[0] for ids in prompts]
 
     def _add(self, talk: Talk, start: Snapshot | None) -> None:
         engine = self._one(self.engines)

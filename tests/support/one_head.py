@@ -54,13 +54,12 @@ def tensors_of(cache: Arrays, spare: int = 0) -> list[torch.Tensor]:
     return [key, value, votes, score[:, :, None], padded(cache["position"], torch.int32)]
 
 
-def attended(cache: Arrays, query: Any, *, alpha: float, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the output and the probabilities of one query over a cache, in float64, by the definition of attention."""
-    logits = cache["key"] @ np.asarray(query, np.float64) * scale
-    mass = cache["votes"] ** alpha * np.exp(logits - logits.max())
-    probability = mass / mass.sum()
-    output: np.ndarray = probability @ cache["value"]
-    return output, probability
+def attended(cache: Arrays, query: np.ndarray) -> np.ndarray:
+    """Return the output of one query over a cache, in float64, by the definition of attention."""
+    logits = cache["key"] @ query
+    mass = cache["votes"] * np.exp(logits - logits.max())
+    output: np.ndarray = mass @ cache["value"] / mass.sum()
+    return output
 
 
 def score_for(logit: Any, position: Any) -> np.ndarray:
@@ -97,25 +96,17 @@ def appended(
         attributes=VoteAttentionAttributes(1.0, alpha, statistics),
     )
     used = int((out[3] > 0).sum())
-    rows = dict(
-        zip(
-            STATE_NAMES,
-            (out[1], out[2], out[3], out[4][:, :, 0], out[5]),
-            strict=True,
-        )
-    )
+    rows = dict(zip(STATE_NAMES, (out[1], out[2], out[3], out[4][:, :, 0], out[5]), strict=True))
     return out[0][0, 0].double().numpy(), {
         name: x[0, 0, :used].numpy().astype(np.int64 if name == "position" else np.float64) for name, x in rows.items()
     }
 
 
-def random_cache(seed: int, count: int = 14, size: int = 6, *, shift: float = 0.0) -> tuple[Arrays, np.ndarray]:
+def random_cache(seed: int, *, shift: float = 0.0) -> tuple[Arrays, np.ndarray]:
     """Return a cache with fractional votes, and the query whose logits (plus `shift`) are the cache's scores."""
-    rng = np.random.default_rng(seed)
+    rng, count, size = np.random.default_rng(seed), 14, 6
     query = rng.normal(size=size)
     key = rng.normal(size=(count, size)) + shift * query / (query @ query)
     position = np.sort(rng.choice(3 * count, count, replace=False))
-    cache = cache_of(
-        key, rng.normal(size=(count, size)), np.exp(rng.normal(size=count)), score_for(key @ query, position), position
-    )
-    return cache, query
+    value, votes = rng.normal(size=(count, size)), np.exp(rng.normal(size=count))
+    return cache_of(key, value, votes, score_for(key @ query, position), position), query

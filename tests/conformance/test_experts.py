@@ -189,6 +189,12 @@ def test_experts_of_floats_are_the_oracles(form: ExpertsForm, dtype: str, runs: 
         assert difference(actual, form, tensors) < (5e-3 if dtype == "float16" else 3e-6), (tokens, count, top_k)
 
 
+def test_forms_that_compute_differently_have_functions_of_different_names() -> None:
+    assert len({form.overload for form in FORMS}) == len(FORMS)
+    for form in FORMS:
+        onnx.checker.check_model(model_of(form, draw(form, 1, 6, 2), [], "float32"))
+
+
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4], FORMS[6]], ids=lambda form: form.overload)
 @pytest.mark.parametrize("runs", ["native", "native, float input", CUDA, "function"])

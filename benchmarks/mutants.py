@@ -318,7 +318,7 @@ def _choice(linears: Sequence[str]) -> str:
     lines = [
         'const char* asked = getenv("KVEXPORT_CPU_ISA");',
         f'const std::string wanted = asked && (strcmp(asked, "amx") || {tiles}) ? asked : "{ISA}";',
-        f"Kernels chosen = KV_KERNELS({ISA});",
+        f"Kernels chosen = KV_KERNELS({ISA}, {ISA}, {ISA}, linear);",
     ]
     body = "\n  ".join([*lines, *cases, "return chosen;"])
     return f"Kernels choose() {{\n  {body}\n}}\n"

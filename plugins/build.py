@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
         "--this-machine",
         dest="here",
         action="store_true",
-        help="onnxruntime: with AVX-512 here, leave out other instruction sets unless they were built before",
+        help="onnxruntime: the best instruction set of this machine alone, unless all were built before",
     )
     parser.add_argument("--out", type=Path, help="the folder of the library, for targets that nvcc or cmake builds")
     parser.add_argument(

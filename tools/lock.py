@@ -4,7 +4,8 @@
 
 For each of `TARGETS`, pip reports the wheels that it would install from its configured index. Only metadata is
 downloaded, and nothing is installed. torch is not locked: every kind of processor and GPU needs another wheel of torch
-and of its dependencies, so set-up installs it by its version alone.
+and of its dependencies, so set-up installs it by its version alone. Like constraints.txt the lock file begins with the
+packages for engines, which `make demo` installs, and ends with those that development adds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "requirements-lock.txt"
 NOT_LOCKED = {"torch"}
+DEVELOPMENT = "# For development"  # begins the line between both kinds of packages, which the Makefile looks for
 PYTHONS = ("3.11", "3.12", "3.13")
 LINUX = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{n}" for n in range(5, 40)))
 TARGETS = {
@@ -60,19 +62,26 @@ def wheels(locked: Mapping[str, str], python: str, platforms: Iterable[str]) -> 
     }
 
 
-def render(locked: Mapping[str, str], hashes: Mapping[str, set[str]]) -> str:
-    """Return the text of the lock file: pins sorted by name, each with its sorted hashes."""
-    lines = ["# Written by `make lock` (tools/lock.py) of constraints.txt: add and change pins there."]
-    for name in sorted(locked):
-        lines.append(
-            " \\\n".join([f"{name}=={locked[name]}", *(f"    --hash=sha256:{h}" for h in sorted(hashes[name]))])
-        )
-    return "\n".join(lines) + "\n"
+def for_engines(text: str) -> dict[str, str]:
+    """Return {name: version} of the pins for engines, those before the line that begins with DEVELOPMENT."""
+    return pins(text.partition(DEVELOPMENT)[0])
+
+
+def render(engines: Mapping[str, str], others: Mapping[str, str], hashes: Mapping[str, set[str]]) -> str:
+    """Return the text of the lock file: the pins for engines and the others, sorted by name, with sorted hashes."""
+
+    def lines(locked: Mapping[str, str]) -> list[str]:
+        digests = {name: [f"    --hash=sha256:{digest}" for digest in sorted(hashes[name])] for name in locked}
+        return [" \\\n".join([f"{name}=={locked[name]}", *digests[name]]) for name in sorted(locked)]
+
+    head = "# Written by `make lock` (tools/lock.py) of constraints.txt: add and change pins there."
+    return "\n".join([head, *lines(engines), f"{DEVELOPMENT}.", *lines(others)]) + "\n"
 
 
 def main() -> None:
     """Write the lock file: every pinned package with the hashes of its wheels for all targets."""
-    locked = {name: v for name, v in pins(CONSTRAINTS.read_text()).items() if name not in NOT_LOCKED}
+    text = CONSTRAINTS.read_text()
+    locked = {name: version for name, version in pins(text).items() if name not in NOT_LOCKED}
     hashes: dict[str, set[str]] = {name: set() for name in locked}
     for target, platforms in TARGETS.items():
         for python in PYTHONS:
@@ -85,7 +94,9 @@ def main() -> None:
             print(f"{target}, Python {python}: covered", flush=True)
     if missing := [name for name, digests in hashes.items() if not digests]:
         sys.exit(f"no wheel was found for {', '.join(missing)}")
-    LOCK.write_text(render(locked, hashes))
+    engines = {name: locked[name] for name in for_engines(text).keys() - NOT_LOCKED}
+    others = {name: locked[name] for name in locked.keys() - engines.keys()}
+    LOCK.write_text(render(engines, others, hashes))
 
 
 if __name__ == "__main__":

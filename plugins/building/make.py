@@ -16,8 +16,10 @@ from .ptx import library as ptx
 from .targets import BINDING_FLAGS, CAPABILITIES, DEVICE_FLAGS, HOST_FLAGS, KERNELS, TARGETS, Target
 from .tools import CACHE, PLUGINS, ROOT, Missing, host_compiler, link, publish, run, tool
 
-# The flags of /proc/cpuinfo that the kernels for AVX-512 need.
-AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# The flags of /proc/cpuinfo that the kernels of an instruction set need; the best set first.
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+SETS = {"avx512vnni": AVX512 | {"avx512_vnni"}, "avx512": AVX512, "avxvnni": AVX2 | {"avx_vnni"}, "avx2": AVX2}
 
 
 def build(
@@ -40,7 +42,7 @@ def build(
         sanitize: Sanitizers ("address,undefined"), only for `onnxruntime`.
         machine: Another processor ("aarch64") to compile for, only for `onnxruntime`. Without `out`, the library is
             then in a folder of its own below build-cache.
-        here: Whether `onnxruntime` may leave out instruction sets that this machine has better ones than, unless it was
+        here: Whether `onnxruntime` may leave out all instruction sets but the best that this machine has, unless it was
             built for all before. The library then runs on no lesser machine.
         out: The folder of the library.
         fetch: Whether headers may be fetched.
@@ -107,21 +109,22 @@ def _cmake() -> str:
     return "cmake"
 
 
-def has_avx512(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether this machine runs the kernels for AVX-512."""
+def best_set(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the best instruction set of SETS that this machine has; "" if it has none."""
     if not cpu_info.is_file():
-        return False
+        return ""
     flags = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(), re.MULTILINE)
-    return flags is not None and set(flags[1].split()) >= AVX512
+    known = set(flags[1].split()) if flags else set()
+    return next((name for name, needed in SETS.items() if needed <= known), "")
 
 
 def _by_cmake(onnxruntime: Path, sanitize: str, machine: str, library: Path | None, here: bool) -> Path:
     """Build the operators of the CPU: one object library per instruction set; copy the library unless it is None."""
     folder = CACHE / "-".join(["native", *filter(None, [*sanitize.split(","), machine and f"{machine}-wheel"])])
     settings = folder / "CMakeCache.txt"
-    for_all = settings.is_file() and "KV_AVX512_ALONE:BOOL=OFF" in settings.read_text()
-    alone = "ON" if here and not machine and not for_all and has_avx512() else "OFF"
-    options = [f"-DONNXRUNTIME_INCLUDE_DIR={onnxruntime}", f"-DKV_SANITIZE={sanitize}", f"-DKV_AVX512_ALONE={alone}"]
+    for_all = settings.is_file() and "KV_ALONE:STRING=\n" in settings.read_text()
+    alone = best_set() if here and not machine and not for_all else ""
+    options = [f"-DONNXRUNTIME_INCLUDE_DIR={onnxruntime}", f"-DKV_SANITIZE={sanitize}", f"-DKV_ALONE={alone}"]
     if machine:
         compiler = tool(f"{machine}-linux-gnu-g++", get=f"apt-get install g++-{machine}-linux-gnu")
         options += [

@@ -2,7 +2,7 @@
 //
 //   at the first call: choose the kernels of the first instruction set that this machine has: amx, avx512vnni, avx512,
 //                      avxvnni, avx2 (x86); i8mm, dotprod, neon (Arm); portable. KVEXPORT_CPU_ISA names another set.
-//                      A library that was compiled for AVX-512 alone has no kernels for other sets.
+//                      A library that was compiled for one set alone (KV_ALONE) has no kernels for others.
 //   at each call:      check the sizes, and return the reason if the kernels cannot compute the call;
 //                      return if the batch is empty;
 //                      kernels().operator(call, runner): the runner runs its tasks in parallel
@@ -33,19 +33,20 @@ struct Kernels {
   void (*linear_attention)(const KvLinearAttention&, KvRunner);
 };
 
-#define KV_KERNELS(isa)                                                                                            \
-  Kernels {                                                                                                        \
-    #isa, kv::isa::vote_attention, kv::isa::keep_queries, kv::isa::merge_cache, kv::isa::linear, kv::isa::experts, \
-        kv::isa::linear_attention                                                                                  \
+// The kernels of the instruction set `name`: the products of `products`, with its function `linear` for Linear, and the
+// rest of `base`.
+#define KV_KERNELS(name, base, products, linear)                                                          \
+  Kernels {                                                                                               \
+    #name, kv::base::vote_attention, kv::base::keep_queries, kv::base::merge_cache, kv::products::linear, \
+        kv::products::experts, kv::base::linear_attention                                                 \
   }
 
-// Returns kernels with the Linear and the Experts of another instruction set.
-[[maybe_unused]] Kernels with_products(Kernels all, const char* name,
-                                       void (*linear)(const KvLinear&, const KvAdapters*, KvRunner),
-                                       void (*experts)(const KvExperts&, KvRunner)) {
-  all.name = name, all.linear = linear, all.experts = experts;
-  return all;
-}
+// Whether the library has the kernels of an instruction set.
+#ifdef KV_ALONE
+#define KV_HAS(isa) KV_ALONE_##isa  // 1, or undefined, which #if takes as 0
+#else
+#define KV_HAS(isa) 1
+#endif
 
 #if defined(__aarch64__)
 // Return whether the machine has dot products of four bytes, and products of matrices of bytes.
@@ -87,31 +88,33 @@ Kernels choose() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512cd");
+  [[maybe_unused]] const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+#if KV_HAS(avx512vnni)
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  if (vnni && allowed("amx") && may_use_tiles())
-    return with_products(KV_KERNELS(avx512), "amx", kv::avx512vnni::linear_amx, kv::avx512vnni::experts);
-  if (vnni && allowed("avx512vnni"))
-    return with_products(KV_KERNELS(avx512), "avx512vnni", kv::avx512vnni::linear, kv::avx512vnni::experts);
-  if (avx512 && allowed("avx512")) return KV_KERNELS(avx512);
-#ifndef KV_AVX512_ALONE
+  if (vnni && allowed("amx") && may_use_tiles()) return KV_KERNELS(amx, avx512, avx512vnni, linear_amx);
+  if (vnni && allowed("avx512vnni")) return KV_KERNELS(avx512vnni, avx512, avx512vnni, linear);
+#endif
+#if KV_HAS(avx512)
+  if (avx512 && allowed("avx512")) return KV_KERNELS(avx512, avx512, avx512, linear);
+#endif
+#if KV_HAS(avxvnni)
   if (avx2 && __builtin_cpu_supports("avxvnni") && allowed("avxvnni"))
-    return with_products(KV_KERNELS(avx2), "avxvnni", kv::avxvnni::linear, kv::avxvnni::experts);
-  if (avx2 && allowed("avx2")) return KV_KERNELS(avx2);
+    return KV_KERNELS(avxvnni, avx2, avxvnni, linear);
+#endif
+#if KV_HAS(avx2)
+  if (avx2 && allowed("avx2")) return KV_KERNELS(avx2, avx2, avx2, linear);
 #endif
 #elif defined(__aarch64__)
-  if (has_matrices() && allowed("i8mm"))
-    return with_products(KV_KERNELS(neon), "i8mm", kv::i8mm::linear, kv::i8mm::experts);
-  if (has_dots() && allowed("dotprod"))
-    return with_products(KV_KERNELS(neon), "dotprod", kv::dotprod::linear, kv::dotprod::experts);
-  if (allowed("neon")) return KV_KERNELS(neon);
+  if (has_matrices() && allowed("i8mm")) return KV_KERNELS(i8mm, neon, i8mm, linear);
+  if (has_dots() && allowed("dotprod")) return KV_KERNELS(dotprod, neon, dotprod, linear);
+  if (allowed("neon")) return KV_KERNELS(neon, neon, neon, linear);
 #endif
-#ifdef KV_AVX512_ALONE
+#ifdef KV_ALONE
   return {};  // kv_cpu_problem tells why
 #else
-  return KV_KERNELS(portable);
+  return KV_KERNELS(portable, portable, portable, linear);
 #endif
 }
 
@@ -180,8 +183,11 @@ const char* rings_problem(const KvRing* ring, const KvHeadCache* caches, int bat
 extern "C" {
 
 const char* kv_cpu_problem(void) {
-  if (kernels().name) return nullptr;
-  return "its kernels were compiled for AVX-512 alone, which this machine does not have, or KVEXPORT_CPU_ISA rules out";
+#ifdef KV_ALONE
+  if (!kernels().name)
+    return "its kernels were compiled for " KV_ALONE " alone, which this machine lacks, or KVEXPORT_CPU_ISA rules out";
+#endif
+  return nullptr;
 }
 
 const char* kv_cpu_isa(void) { return kernels().name ? kernels().name : ""; }

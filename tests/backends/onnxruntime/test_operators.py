@@ -56,7 +56,7 @@ def fuzz(folder: str, *options: str) -> Path:
     build = ROOT / "build-cache" / folder
     jobs = str(os.cpu_count() or 1)
     for command in (
-        ["-S", str(PLUGINS), "-B", str(build), "-DKV_AVX512_ALONE=OFF", *options],
+        ["-S", str(PLUGINS), "-B", str(build), "-DKV_ALONE=", *options],
         ["--build", str(build), "--target", "kv_fuzz", "--parallel", jobs],
     ):
         done = subprocess.run([cmake, *command], capture_output=True, text=True, check=False)
@@ -104,8 +104,9 @@ def test_cases_that_once_failed_hold() -> None:
 def test_random_calls_under_thread_sanitizer() -> None:
     """No threads race on this machine's best instruction set: all sets share the code that divides the work."""
     output = subprocess.run([fuzz("native"), "0", "0"], capture_output=True, text=True, check=True).stdout
-    alone = ["-DKV_AVX512_ALONE=ON"] if output.partition(":")[0] in ("avx512", "avx512vnni", "amx") else []
-    calls_hold([str(fuzz("native-thread", "-DKV_SANITIZE=thread", *alone))], 30_000, 30)
+    best = output.partition(":")[0].replace("amx", "avx512vnni")  # whose kernels have both
+    alone = best if best in make.SETS else ""
+    calls_hold([str(fuzz("native-thread", "-DKV_SANITIZE=thread", f"-DKV_ALONE={alone}"))], 30_000, 30)
 
 
 # Kernels of AVX-512 without content, and a program that tells whether they would run.
@@ -134,11 +135,11 @@ int main() {
   printf("%s: %s", kv_cpu_isa(), problem ? problem : "");
 }
 """
-ALONE = "its kernels were compiled for AVX-512 alone"
 
 
 @pytest.mark.skipif(ON_ARM, reason="not reached: AVX-512 is of x86")
-def test_kernels_of_avx512_alone_refuse_machines_without_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("alone", "left_out"), [("avx512", "avx512vnni"), ("avx512vnni", "avx512")])
+def test_kernels_of_one_set_alone_refuse_machines_without_it(alone: str, left_out: str, tmp_path: Path) -> None:
     compiler, source = tool(os.environ.get("CXX", "c++")), tmp_path / "program.cpp"
     source.write_text(EMPTY_KERNELS)
 
@@ -146,15 +147,15 @@ def test_kernels_of_avx512_alone_refuse_machines_without_it(tmp_path: Path) -> N
         """Return the answer of the program on a machine that has all instruction sets, or none."""
         program = tmp_path / f"program{supports}"
         if not program.exists():
-            flags = ["-std=gnu++17", "-DKV_AVX512_ALONE", f"-D__builtin_cpu_supports(x)={supports}", f"-I{PLUGINS}"]
-            command = [compiler, *flags, str(source), str(PLUGINS / "cpu" / "dispatch.cpp"), "-o", str(program)]
-            subprocess.run(command, check=True)
+            flags = [f'-DKV_ALONE="{alone}"', f"-DKV_ALONE_{alone}", f"-D__builtin_cpu_supports(x)={supports}"]
+            sources = [str(source), str(PLUGINS / "cpu" / "dispatch.cpp")]
+            subprocess.run([compiler, "-std=gnu++17", *flags, f"-I{PLUGINS}", *sources, "-o", program], check=True)
         environment = {**os.environ, "KVEXPORT_CPU_ISA": isa}
         return subprocess.run([program], check=True, capture_output=True, text=True, env=environment).stdout
 
-    assert said(1, "avx512") == "avx512: a dimension is zero or negative"
-    assert said(0, "").startswith(f": {ALONE}")
-    assert said(1, "avx2").startswith(f": {ALONE}")
+    assert said(1, alone) == f"{alone}: a dimension is zero or negative"
+    for answer in (said(0, ""), said(1, "avx2"), said(1, left_out)):
+        assert answer.startswith(f": its kernels were compiled for {alone} alone")
 
 
 @pytest.mark.parametrize("isa", ["neon", "portable", "dotprod", "i8mm"])
@@ -322,32 +323,38 @@ def test_without_headers(fetch: bool, monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize(
     ("here", "flags", "before", "alone"),
     [
-        (True, sorted(make.AVX512), "", "ON"),
-        (True, sorted(make.AVX512), "ON", "ON"),
-        (True, sorted(make.AVX512), "OFF", "OFF"),
-        (True, sorted(make.AVX512 - {"avx512dq"}), "", "OFF"),
-        (False, sorted(make.AVX512), "ON", "OFF"),
+        (True, make.SETS["avx512vnni"], None, "avx512vnni"),
+        (True, make.SETS["avx512vnni"], "avx512", "avx512vnni"),
+        (True, make.SETS["avx512vnni"], "", ""),
+        (True, make.AVX512, None, "avx512"),
+        (True, make.AVX512 - {"avx512dq"}, None, "avx2"),
+        (True, make.SETS["avxvnni"], None, "avxvnni"),
+        (True, make.AVX2 - {"fma"}, None, ""),
+        (False, make.AVX512, "avx512", ""),
     ],
-    ids=["first", "again", "after a build for all", "on a lesser machine", "for all"],
-)
-def test_a_build_for_this_machine_leaves_out_lesser_instruction_sets(
-    here: bool, flags: list[str], before: str, alone: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ids=[
+        "first", "again", "after a build for all", "without VNNI", "without a part of AVX-512", "AVX2 with VNNI",
+        "of no set", "for all",
+    ],
+)  # fmt: skip
+def test_a_build_for_this_machine_leaves_out_other_instruction_sets(
+    here: bool, flags: set[str], before: str | None, alone: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cpu_info, folder, commands = tmp_path / "cpuinfo", tmp_path / "native", []
-    cpu_info.write_text(f"vendor_id\t: Any\nflags\t\t: fpu {' '.join(flags)}\n")
-    has_avx512 = make.has_avx512(cpu_info)
-    assert not make.has_avx512(tmp_path / "missing")
+    cpu_info.write_text(f"vendor_id\t: Any\nflags\t\t: fpu {' '.join(sorted(flags))}\n")
+    best = make.best_set(cpu_info)
+    assert not make.best_set(tmp_path / "missing")
     folder.mkdir()
     (folder / "libkvexport_onnxruntime.so").touch()
-    if before:
-        (folder / "CMakeCache.txt").write_text(f"KV_AVX512_ALONE:BOOL={before}\n")
+    if before is not None:
+        (folder / "CMakeCache.txt").write_text(f"KV_ALONE:STRING={before}\n")
     monkeypatch.setattr(make, "CACHE", tmp_path)
-    monkeypatch.setattr(make, "has_avx512", lambda: has_avx512)
+    monkeypatch.setattr(make, "best_set", lambda: best)
     monkeypatch.setattr(make, "_cmake", lambda: "cmake")
     monkeypatch.setattr(make, "run", lambda command, what: commands.append(command) or "")
     monkeypatch.setattr(headers, "find", lambda name, **options: tmp_path)
     make.build("onnxruntime", here=here, out=tmp_path / "out")
-    assert [word for word in commands[0] if "ALONE" in word] == [f"-DKV_AVX512_ALONE={alone}"]
+    assert [word for word in commands[0] if "ALONE" in word] == [f"-DKV_ALONE={alone}"]
 
 
 def test_an_unknown_target_is_refused_with_those_that_are_known() -> None:

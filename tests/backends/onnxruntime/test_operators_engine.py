@@ -174,7 +174,7 @@ def test_a_library_of_other_machines_is_refused_before_a_kernel_runs(
 ) -> None:
     if not shutil.which("cc"):
         pytest.skip("not reached: cc was not found")
-    answers = {"schema": schema_digest(), "device_problem": "its kernels were compiled for AVX-512 alone"}
+    answers = {"schema": schema_digest(), "device_problem": "its kernels were compiled for avx512 alone"}
     lines = [f'const char* kvexport_{name}(void) {{ return "{text}"; }}' for name, text in answers.items()]
     (tmp_path / "other.c").write_text("\n".join(lines) + "\n")
     other = tmp_path / "other.so"

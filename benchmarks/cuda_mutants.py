@@ -88,7 +88,8 @@ SELECT, POSITIONS, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
 )
 LINEAR_MMA = "cuda/linear/linear_mma.h"
 FIRST_WAIT = "if (!args.weights_stay) block.wait_for_earlier();"
-FIRST_GROUPS = "load_groups(r, args, work.p, work.range.from, t); });\n"  # the last step that Linear takes early
+# The last step that Linear takes early.
+FIRST_GROUPS = "r.next_groups.load(args, work.p, r.column, kInputs, work.range.from, t); });\n"
 # Bugs that exist only on a GPU.
 ORDERING = (
     Mutant(

@@ -1,13 +1,12 @@
 """Predicted time of a decode step on a GPU, from bytes, instructions, round trips to memory, and launches.
 
-The script prints the table of docs/measurements/cuda.md and writes results/step_on_paper.json.
+The script prints a table of docs/measurements/cuda.md and writes results/step_on_paper.json.
 
 No kernel has run on a GPU. The time of a kernel has three parts, one after the other: the round trips before its first
 product, its loop, and the round trips after its last product. The loop takes the longest of four times: its memory, its
 instructions, its products, and the round trips of one block. Instructions are counts of PTX, from
-plugins/cuda/instructions.json or, if they are not recorded there, from the table of Linear in
-docs/measurements/cuda.md. Round trips are those of the PTX that nothing hides (plugins/building/ptx/trips.py). Launches
-are the nodes of a built decoder.
+plugins/cuda/instructions.json or, if they are not recorded there, from docs/measurements/cuda.md. Round trips are those
+of the PTX that nothing hides (plugins/building/ptx/trips.py). Launches are the nodes of a built decoder.
 """
 
 from __future__ import annotations
@@ -31,12 +30,30 @@ LAUNCH = 1e-6  # seconds from one kernel of a CUDA graph to the next
 # meanwhile is not included.
 SAVED = (0.2e-6, 0.96e-6)
 TRIP = 0.3e-6  # seconds of a round trip to the L2 cache
-# Instructions of a lane per weight, by rows (docs/measurements/cuda.md). One row of float16 was counted.
-LINEAR = {
-    "float16": {1: 3.7, 8: 3.7, 32: 3.7},
-    "int4": {1: COUNTS["linear, int4, rows 1, per weight"], 8: 4.7, 32: 6.5},
-}
-INT4_BEFORE = 4.0  # for one row, before rows were loaded a chunk ahead
+
+
+@dataclass(frozen=True)
+class Version:
+    """The counts of one version of the kernels.
+
+    Attributes:
+        int4: Instructions of a lane per weight of 4 bits, by rows.
+        pairs: The pairs of sums that a thread of Linear's epilogue loads at a time.
+        joint: Whether it loads the sums of splits together with bias, residual, cosine and sine.
+        norm: Round trips of the launch of a norm; and those of Linear for its result.
+    """
+
+    int4: dict[int, float]
+    pairs: int
+    joint: bool
+    norm: tuple[int, int]
+
+
+BEFORE = Version({1: 4.17, 8: 4.7, 32: 6.5}, pairs=1, joint=False, norm=(1, 1))
+NOW = Version(
+    {rows: COUNTS[f"linear, int4, rows {rows}, per weight"] for rows in (1, 8, 32)}, pairs=4, joint=True, norm=(2, 0)
+)
+FLOAT16 = 4.5  # instructions of a lane per weight of 16 bits, counted for 8 rows
 BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # bytes of a weight; groups of 32 with a float16 scale each
 # Launches of a step outside of its layers, by the nodes of a decoder (docs/measurements/cuda.md): positions and rotary
 # factors 8, the embedding 1, the last row 6, the cast of the logits 1, the length 2, and 6 that find the largest
@@ -119,53 +136,48 @@ SHAPES = (
 )
 
 
-def norm_is_launched(inputs: int, rows: int, *, now: bool) -> bool:
-    """Return whether the factors of a norm are a launch of their own; `now` selects this version's kernels."""
-    return rows > 8 or (now and rows > 1 and rows * inputs * 2 > OWN_BYTES)
+def norm_is_launched(inputs: int, rows: int) -> bool:
+    """Return whether the norm is a launch of its own."""
+    return rows > 8 or (rows > 1 and rows * inputs * 2 > OWN_BYTES)
 
 
 def linear_seconds(
-    device: Device, product: tuple[int, int, bool, bool], weights: str, rows: int, *, now: bool
+    device: Device, product: tuple[int, int, bool, bool], weights: str, rows: int, version: Version
 ) -> tuple[float, float]:
     """Return the seconds of a product without its launch, and the part of them that round trips take."""
     inputs, outputs, norm, epilogue = product
     many, count = rows > 8, inputs * outputs
     columns, held = (128, 2) if many else (64, device.held[0])
-    if now and weights == "int4" and not many:
+    if weights == "int4" and not many:
         held = min(held, 3)  # rows loaded ahead need registers
     chunk = 256 if weights == "int4" else 64
     strips, chunks, places = ceil(outputs / columns), ceil(inputs / chunk), held * device.multiprocessors
     splits = max(1, min(chunks, places // strips))
     waves = ceil(strips * splits / places)
-    own = norm and not norm_is_launched(inputs, rows, now=now)
+    launched = norm and norm_is_launched(inputs, rows)
     vectors = ceil(inputs / 8)
-    # Before, a warp read a row, 32 inputs a trip. Now a row's vectors are read at once, four rows at a time if they are
-    # short.
-    factors = ceil(rows / 4) * ceil(inputs / 32)
-    if now:
-        factors = ceil(rows / (4 if vectors <= 128 else 1)) * ceil(vectors / (128 if vectors <= 128 else 512))
-    # The rows of a chunk: before, two trips for each row of a thread; now they are loaded a chunk ahead, or four at a
-    # time.
-    own_rows = ceil(rows / (16 if chunk == 64 else 4))
-    in_chunk = (ceil(own_rows / 4) if many else 1) if now else (own_rows + 1 if many else 2 * own_rows)
-    before = (factors if own else norm) + (1 if now else in_chunk)
-    instructions = INT4_BEFORE if (weights, rows, now) == ("int4", 1, False) else LINEAR[weights][rows]
-    # A thread adds up the splits' sums one sum after another. 3: fence, ticket, fence.
-    combined = ceil(rows * columns / 128) * (ceil(splits / 8) if now else splits) + 3 if splits > 1 else 0
-    after = combined + epilogue * (1 if now else 2) * ceil(rows * columns / 2 / 128)
-    panel = 32 if many else 8
+    # A row's vectors are read at once, four rows at a time if they are short.
+    factors = ceil(rows / (4 if vectors <= 128 else 1)) * ceil(vectors / (128 if vectors <= 128 else 512))
+    # The rows of a chunk are loaded a chunk ahead, or four at a time.
+    in_chunk = ceil(ceil(rows / (16 if chunk == 64 else 4)) / 4) if many else 1
+    before = (version.norm[1] if launched else norm * factors) + 1
+    sums = ceil(rows * columns / 2 / 128)  # pairs of sums of a thread
+    if version.joint:
+        after = ceil(sums / version.pairs) * max(epilogue, ceil(splits / 8) if splits > 1 else 0)
+    else:
+        summed = ceil(rows * columns / 128) * ceil(splits / 8) if splits > 1 else 0
+        after = summed + epilogue * ceil(sums / version.pairs)
+    after += 3 if splits > 1 else 0  # fence, ticket, fence
     stream = max(
         count * BYTES[weights] / device.copy,
-        count * instructions / (device.multiprocessors * device.cycles * LANES),
-        2 * count * panel / device.products,
+        count
+        * (version.int4[rows] if weights == "int4" else FLOAT16)
+        / (device.multiprocessors * device.cycles * LANES),
+        2 * count * (32 if many else 8) / device.products,
     )
     looped = waves * ceil(chunks / splits) * in_chunk * TRIP
-    trips = (before + after) * TRIP
-    seconds = max(stream, looped) + trips
-    if norm and not own:  # the launch of the factors
-        longest = 1 if now else ceil(inputs / 32)
-        seconds, trips = seconds + longest * TRIP, trips + longest * TRIP
-    return seconds, trips + max(0.0, looped - stream)
+    trips = (before + after + (version.norm[0] if launched else 0)) * TRIP
+    return max(stream, looped) + trips, trips + max(0.0, looped - stream)
 
 
 def attention_seconds(device: Device, shape: Shape, batch: int) -> tuple[float, float]:
@@ -192,22 +204,22 @@ def slot_bytes(shape: Shape) -> int:
     return 4 * shape.size + 12
 
 
-def own_launches(shape: Shape, batch: int, *, now: bool) -> int:
+def own_launches(shape: Shape, batch: int) -> int:
     """Return the number of kvexport's launches in a step, which can begin early.
 
     They are four products and attention in each layer, the head, and norms.
     """
-    norms = 2 * shape.layers + 1 if norm_is_launched(shape.hidden, batch, now=now) else 0
+    norms = 2 * shape.layers + 1 if norm_is_launched(shape.hidden, batch) else 0
     return 5 * shape.layers + 1 + norms
 
 
-def step(device: Device, shape: Shape, weights: str, batch: int, *, now: bool) -> dict[str, float]:
+def step(device: Device, shape: Shape, weights: str, batch: int, version: Version) -> dict[str, float]:
     """Return the microseconds of one step."""
-    parts = [linear_seconds(device, product, weights, batch, now=now) for product in shape.products]
+    parts = [linear_seconds(device, product, weights, batch, version) for product in shape.products]
     parts.append(attention_seconds(device, shape, batch))
-    head = linear_seconds(device, shape.head, weights, batch, now=now)
+    head = linear_seconds(device, shape.head, weights, batch, version)
     seconds, trips = (shape.layers * sum(part[i] for part in parts) + head[i] for i in range(2))
-    own = own_launches(shape, batch, now=now)
+    own = own_launches(shape, batch)
     launches = own + BESIDE + (PACKED_EMBEDDING if weights == "int4" else 0)
     whole = seconds + launches * LAUNCH
     early = [whole - own * saved if device.early else whole for saved in SAVED]
@@ -227,8 +239,8 @@ def row(device: Device, shape: Shape, weights: str, batch: int) -> dict[str, Any
     floor = (shape.weights * BYTES[weights] + cache) / device.copy * 1e6
     figures: dict[str, Any] = {"device": device.name, "model": shape.name, "weights": weights, "batch": batch}
     figures |= {"floor us": floor}
-    for name, now in (("before", False), ("now", True)):
-        times = step(device, shape, weights, batch, now=now)
+    for name, version in (("before", BEFORE), ("now", NOW)):
+        times = step(device, shape, weights, batch, version)
         figures[name] = times | {"over the floor": [times["early least us"] / floor, times["early most us"] / floor]}
     return figures
 

@@ -182,7 +182,7 @@ def test_no_loop_over_inputs_loads_less_than_4_bytes_in_a_round_trip() -> None:
         f"{name}, {loop.label}: {loop.bytes} bytes in {loop.trips} round trips"
         for name, kernel in library.compiled().items()
         for loop in trips.loops(trips.stretches(kernel))
-        if loop.is_narrow and name.startswith(("LinearMma", "LinearFactors"))
+        if loop.is_narrow and name.startswith(("LinearMma", "LinearRows"))
     }
     assert not narrow
 

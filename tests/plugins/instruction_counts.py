@@ -44,11 +44,13 @@ DECODE = (
     *(("int4", group, "DecodeSmall<4, 4, 128>") for group in (4, 8)),
 )
 LOG_EMA = (Statistic("log_ema", 0.9),)
-COLUMNS, INPUTS = 320, (512, 1024)
+COLUMNS, INPUTS = 384, (512, 1024)
 EXPERT_INPUTS, OUTPUTS = 2048, (128, 256)  # inputs of the first product, and its outputs
 STATE = 128 * 32  # numbers of a block's share of a head's state
 LINEAR = (
     ("int4", "float16", PackedFormat(4, True, 32), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
+    ("int4", "float16", PackedFormat(4, True, 32), 8, "LinearMma<kv::cuda::Half, 4, 1>"),
+    ("int4", "float16", PackedFormat(4, True, 32), 32, "LinearMma<kv::cuda::Half, 4, 4>"),
     ("int4, groups of 128", "float16", PackedFormat(4, True, 128), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
     ("float32", "float32", None, 1, "LinearCores<float, 8>"),
 )
@@ -109,10 +111,14 @@ def measured_trips(caller: PtxCaller) -> dict[str, int]:
             (f"linear, int4, norm of {inputs} inputs, rows {rows}", "LinearMma<Half, 4, 1>", (rows, inputs))
             for rows, inputs in ((1, 4096), (2, 4096), (8, 576))
         ),
-        ("factors of 4096 inputs, rows 8", "LinearFactors<Half>", (8, 4096)),
+        ("norm of 4096 inputs, rows 8", "LinearRows<Half>", (8, 4096)),
     ):
         _linear(caller, "float16", PackedFormat(4, True, 32), run[0], run[1], Form(norm=1, packed=(1,), group=(32,)))
         figures[name] = _trips(caller, kernels, program)
+    for rows, program in ((8, "LinearMma<Half, 4, 1>"), (32, "LinearMma<Half, 4, 4>")):
+        form = Form(residual=1, packed=(1,), group=(32,))
+        _linear(caller, "float16", PackedFormat(4, True, 32), rows, 256, form)
+        figures[f"linear, int4, residual, 256 inputs, rows {rows}"] = _trips(caller, kernels, program)
     return figures
 
 

@@ -172,20 +172,21 @@ struct ExpertsMma {
   }
 
   static KV_DEVICE void multiply_unit(Block<ExpertsMma>& block, const Work& w, const Group* groups, int u, int count) {
-    const uint32_t flip = U::flip(w.weight.is_signed);
+    const uint32_t flip = U::flip(w.weight.is_signed), flips[2] = {flip, U::upper_flip(flip)};
     block.each_alone([&](int t, Registers& r) {
 #pragma unroll
       for (int m = 0; m < kHigh; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t less = kBits ? groups[u * kStrip + row_of(t, m, half)].less : 0;
+          const uint32_t lower = kBits ? groups[u * kStrip + row_of(t, m, half)].less : 0;
+          const uint32_t less[2] = {lower, U::upper_less(lower)};
 #pragma unroll
           for (int step = 0; step < U::kSteps; ++step)
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair)
               r.a[m][step][2 * pair + half] = kBits == 4 && w.weight.table
                                                   ? numbers_at(r.table, r.word[m][half][u][0], 2 * step + pair)
-                                                  : U::pair(r.word[m][half][u], step, pair, flip, less);
+                                                  : U::pair(r.word[m][half][u], step, pair, flips[pair], less[pair]);
         }
     });
 #pragma unroll

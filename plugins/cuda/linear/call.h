@@ -25,9 +25,9 @@ struct LinearArgs {
   int splits;                   // splits of the inputs
   int* counters;                // [strips, panels]
   float* partial;               // [strips, panels, splits, rows of a panel, columns of a strip]
-  float* factors;               // [rows]: 1 / a row's root mean square; nullptr: every block computes its rows' factors
-  bool whole_vectors;           // whether heads of the input are whole vectors of 16 bytes, at aligned addresses
-  bool weights_stay;            // no launch writes the weights: they may be read before earlier launches have ended
+  void* normed;        // [rows, inputs], of the input's type: the rows after the norm, if a launch computes them
+  bool whole_vectors;  // whether heads of the input are whole vectors of 16 bytes; these and the norm aligned
+  bool weights_stay;   // no launch writes the weights: they may be read before earlier launches have ended
 
   KV_HD int rows() const { return static_cast<int>(call.batch * call.tokens); }
   KV_HD int inputs() const { return static_cast<int>(call.inputs); }
@@ -85,28 +85,23 @@ KV_DEVICE int column_in(const Half8& half, int i, int outputs) {
 
 // ---- rows ----
 
-// Returns the index of input k of a row, for any layout of its heads.
-KV_DEVICE size_t input_at(const KvLinear& a, int row, int k) {
-  if (a.input_heads == 1 || a.tokens == 1) return static_cast<size_t>(row) * a.inputs + k;
-  const int size = static_cast<int>(a.inputs / a.input_heads), tokens = static_cast<int>(a.tokens);
-  const int b = row / tokens, t = row % tokens, h = k / size;
-  return ((static_cast<size_t>(b) * a.input_heads + h) * tokens + t) * size + k - h * size;
-}
+// Where a row's inputs are, for any layout of its heads: input k of a row is element of_row(row) + of_input(k).
+struct InputLayout {
+  bool contiguous;       // whether input k is k elements after the first
+  size_t inputs, apart;  // inputs of a row; elements from one head to the next
+  int size, tokens;      // inputs of a head
 
-// One row of the input, in any layout of its heads.
-struct InputRow {
-  size_t first, apart;  // the index of the row's first element; elements from one head to the next
-  int size;             // elements of a head
-
-  KV_DEVICE InputRow(const KvLinear& a, int row)
-      : first(static_cast<size_t>(row) * a.inputs), apart(0), size(a.inputs) {
-    if (a.input_heads == 1 || a.tokens == 1) return;
-    const int tokens = static_cast<int>(a.tokens);
-    size = static_cast<int>(a.inputs / a.input_heads), apart = static_cast<size_t>(tokens) * size;
-    first = static_cast<size_t>(row / tokens) * a.input_heads * apart + static_cast<size_t>(row % tokens) * size;
+  KV_DEVICE explicit InputLayout(const KvLinear& a)
+      : contiguous(a.input_heads == 1 || a.tokens == 1), inputs(a.inputs), apart(0), size(a.inputs), tokens(a.tokens) {
+    if (!contiguous) size = static_cast<int>(a.inputs / a.input_heads), apart = static_cast<size_t>(tokens) * size;
   }
-  // Returns the index of input k. There is no branch, so that the loads of several inputs can be under way together.
-  KV_DEVICE size_t at(int k) const { return first + k / size * apart + k % size; }
+  KV_DEVICE size_t of_row(int row) const {
+    if (contiguous) return row * inputs;
+    return static_cast<size_t>(row / tokens) * inputs * tokens + static_cast<size_t>(row % tokens) * size;
+  }
+  KV_DEVICE size_t of_input(int k) const { return contiguous ? k : without_branch(k); }
+  // The same, for several loads that are to be under way together, which a branch would prevent.
+  KV_DEVICE size_t without_branch(int k) const { return k / size * apart + k % size; }
 };
 
 // A thread has this many loads of a row under way at a time.
@@ -115,15 +110,17 @@ constexpr int kAhead = 4;
 // Returns the sum of squares of every `step`-th load of a row, from load `from` on. A load has kEach inputs: a vector,
 // or one input if vectors would not be aligned.
 template <class T, int kEach>
-KV_DEVICE float squares_of(const KvLinear& a, const InputRow& row, int from, int step) {
-  const T* const input = static_cast<const T*>(a.input);
+KV_DEVICE float squares_of(const KvLinear& a, int row, int from, int step) {
+  const InputLayout layout(a);
+  const T* const input = static_cast<const T*>(a.input) + layout.of_row(row);
   const int loads = static_cast<int>(a.inputs) / kEach;
   float squares = 0.0f;
   for (int i = from; i < loads; i += kAhead * step) {
     float x[kAhead][kEach];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const size_t at = row.at(min_of(i + j * step, loads - 1) * kEach);  // past the end it loads the last one again
+      // Past the end: a load of no use instead of a branch.
+      const size_t at = layout.without_branch(min_of(i + j * step, loads - 1) * kEach);
       if constexpr (kEach == 1)
         x[j][0] = to_float(input[at]);
       else
@@ -158,9 +155,9 @@ KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int f
       r.squares = 0.0f;
       if (row >= rows) return;
       if (kAligned || args.whole_vectors)
-        r.squares = squares_of<T, kLanes<T>>(a, InputRow(a, first + row), lane, warps * kWarp);
+        r.squares = squares_of<T, kLanes<T>>(a, first + row, lane, warps * kWarp);
       else
-        r.squares = squares_of<T, 1>(a, InputRow(a, first + row), lane, warps * kWarp);
+        r.squares = squares_of<T, 1>(a, first + row, lane, warps * kWarp);
     });
     block.warp_sum([](auto& r) -> float& { return r.squares; });
     block.each_alone([&](int t, auto& r) {
@@ -177,23 +174,61 @@ KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int f
   });
 }
 
-// A launch that computes the factors of all rows. Calls use it if every block would read too much to compute the
-// factors of its own rows.
+// A launch that computes all rows after the norm, for calls whose blocks would read and multiply too much to do it
+// each.
 template <class T>
-struct LinearFactors {
+struct LinearRows {
   using Args = LinearArgs;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 8, kWarps = kThreads / kWarp;
   struct Registers {
     float squares;
   };
-  static constexpr size_t shared_size() { return kWarps * sizeof(float); }
+  static constexpr size_t shared_size() { return 2 * kWarps * sizeof(float); }
   // Returns the rows of a block, which reads them at once.
   static KV_HD int rows(const KvLinear& a) { return kWarps / warps_of_row<T, kWarps>(a); }
 
-  static KV_DEVICE void run(Block<LinearFactors>& block, const LinearArgs& args) {
-    const int each = rows(args.call), first = block.index() * each;
-    find_factors<T, false>(block, args, first, min_of(each, args.rows() - first), args.factors + first,
-                           reinterpret_cast<float*>(block.shared));
+  static KV_DEVICE void run(Block<LinearRows>& block, const LinearArgs& args) {
+    const int each = rows(args.call), first = block.index() * each, count = min_of(each, args.rows() - first);
+    float* const factors = reinterpret_cast<float*>(block.shared);
+    find_factors<T, false>(block, args, first, count, factors, factors + kWarps);
+    block.each_alone([&](int t, Registers&) {
+      if (args.whole_vectors)
+        store_rows<kLanes<T>>(args, factors, first, count, t);
+      else
+        store_rows<1>(args, factors, first, count, t);
+    });
+  }
+
+  // Within a phase: stores the rows after the norm, kEach inputs at a time.
+  template <int kEach>
+  static KV_DEVICE void store_rows(const LinearArgs& args, const float* factors, int first, int count, int t) {
+    struct alignas(kEach * sizeof(T)) Elements {
+      T element[kEach];
+    };
+    const InputLayout layout(args.call);
+    const T *const input = static_cast<const T*>(args.call.input), *const norm = static_cast<const T*>(args.call.norm);
+    const int loads = args.inputs() / kEach;
+    for (int row = 0; row < count; ++row) {
+      const T* const from = input + layout.of_row(first + row);
+      T* const to = static_cast<T*>(args.normed) + static_cast<size_t>(first + row) * args.inputs();
+      for (int i = t; i < loads; i += kAhead * kThreads) {
+        Elements x[kAhead], scale[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          const int k = min_of(i + j * kThreads, loads - 1) * kEach;
+          x[j] = *reinterpret_cast<const Elements*>(from + layout.without_branch(k));
+          scale[j] = *reinterpret_cast<const Elements*>(norm + k);
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          if (i + j * kThreads >= loads) break;
+#pragma unroll
+          for (int e = 0; e < kEach; ++e)
+            assign(x[j].element[e], to_float(x[j].element[e]) * factors[row] * to_float(scale[j].element[e]));
+          *reinterpret_cast<Elements*>(to + (i + j * kThreads) * kEach) = x[j];
+        }
+      }
+    }
   }
 };
 

@@ -42,9 +42,8 @@ struct LinearCores {
     const KvProduct& p = a.products[w.product];
     const Shared s = divide(block.shared);
     const int first = w.panel * kRows, rows = min_of(kRows, args.rows() - first);
-    if (a.norm && !args.factors) find_factors<T, false>(block, args, first, rows, s.factors, s.rows);
+    if (a.norm) find_factors<T, false>(block, args, first, rows, s.factors, s.rows);
     block.each([&](int t, Registers& r) {
-      if (a.norm && args.factors && t < rows) s.factors[t] = args.factors[first + t];
       if (t < kColumns) {
         const int tile = t / kTileColumns + w.strip * (kColumns / kTileColumns);
         s.number[t] = column_in(half_of(a, p, tile, t / kPair % 2), t % kPair, static_cast<int>(p.outputs));
@@ -53,9 +52,10 @@ struct LinearCores {
       for (int i = 0; i < kOwnRows * kOwnColumns; ++i) r.sum[i / kOwnColumns][i % kOwnColumns] = 0.0f;
     });
     const Range range = share_of(w.split, args.splits, args.inputs(), kInputs);
+    const InputLayout layout(a);
     for (int from = range.from; from < range.to; from += kInputs) {
       const int count = min_of(kInputs, range.to - from);
-      block.each([&](int t, Registers&) { load(args, p, s, first, rows, from, count, t); });
+      block.each([&](int t, Registers&) { load(args, p, layout, s, first, rows, from, count, t); });
       block.each([&](int t, Registers& r) { multiply(r, s, rows, t); });
     }
     block.each([&](int t, Registers& r) {
@@ -70,23 +70,24 @@ struct LinearCores {
   }
 
   // Within a phase: loads rows and columns; neighbouring threads read neighbouring inputs; zeros after the last.
-  static KV_DEVICE void load(const LinearArgs& args, const KvProduct& p, const Shared& s, int first, int rows, int from,
-                             int count, int t) {
+  static KV_DEVICE void load(const LinearArgs& args, const KvProduct& p, const InputLayout& layout, const Shared& s,
+                             int first, int rows, int from, int count, int t) {
     const KvLinear& a = args.call;
     constexpr int kApart = kThreads / kInputs;
     const int i = t % kInputs, k = from + i, last = args.inputs() - 1;
     const float norm = a.norm && i < count ? to_float(static_cast<const T*>(a.norm)[k]) : 1.0f;
+    const T* const input = static_cast<const T*>(a.input) + layout.of_input(min_of(k, last));
     for (int row = t / kInputs; row < rows; row += kAhead * kApart) {
       T stored[kAhead];
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const int at = first + min_of(row + j * kApart, rows - 1);
-        stored[j] = static_cast<const T*>(a.input)[input_at(a, at, min_of(k, last))];
-      }
+      for (int j = 0; j < kAhead; ++j) stored[j] = input[layout.of_row(first + min_of(row + j * kApart, rows - 1))];
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         float x = i < count ? to_float(stored[j]) : 0.0f;
-        if (a.norm) x = x * s.factors[min_of(row + j * kApart, rows - 1)] * norm;
+        if (a.norm) {  // rounded, as LinearRows rounds it
+          assign(stored[j], x * s.factors[min_of(row + j * kApart, rows - 1)] * norm);
+          x = to_float(stored[j]);
+        }
         if (row + j * kApart < rows) s.rows[(row + j * kApart) * kStride + i] = x;
       }
     }

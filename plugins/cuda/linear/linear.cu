@@ -1,7 +1,8 @@
 // The entry points of Linear: check the call, divide the workspace, launch the kernels of each product.
 //
 //   check the call; if the workspace is too small: refuse
-//   with a norm, and rows that are too many or too long for every block to compute their factors: LinearFactors
+//   with a norm, and rows that are too many or too long for every block to compute the norm: LinearRows, and from here
+//   on a call without a norm
 //   the products that fit tensor cores, by the bits of their weights: LinearMma; the others: LinearCores
 #include <type_traits>
 
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int64_t kMostSize = int64_t(1) << 28;
 constexpr int kFewRows = 8, kSomeRows = 32;  // the most rows of a call whose panels have 8 rows, or 32
-// The most bytes of several rows that every block reads for their factors. 528 blocks read 8 MB from the L2 cache in
+// The most bytes of several rows that every block reads for their norm. 528 blocks read 8 MB from the L2 cache in
 // the time that a launch takes.
 constexpr int64_t kOwnBytes = 16384;
 enum { kOnCores = -1 };  // the path of a product: kOnCores, or on tensor cores the bits of its weights
@@ -59,16 +60,16 @@ int path_of(const KvLinear& a, const KvProduct& p) {
   return fits_tensor_cores(a, p) ? p.weight.bits : kOnCores;
 }
 
-// Returns whether a launch computes the factors of the norm, instead of every block those of its rows.
-bool launches_factors(const KvLinear& a) {
+// Returns whether a launch computes the rows after the norm, instead of every block those of its panel.
+bool launches_rows(const KvLinear& a) {
   const int64_t rows = a.batch * a.tokens, element = a.type == KV_FLOAT32 ? 4 : 2;
   return a.norm && rows > 1 && (rows > kFewRows || rows * a.inputs * element > kOwnBytes);
 }
 
-// Returns whether every head of the input is a whole number of vectors of 16 bytes, at an aligned address.
+// Returns whether every head of the input is a whole number of vectors of 16 bytes; these and the norm aligned.
 bool has_whole_vectors(const KvLinear& a) {
   const int64_t lanes = a.type == KV_FLOAT32 ? 4 : 8, heads = a.tokens == 1 ? 1 : a.input_heads;
-  return is_aligned(a.input) && a.inputs / heads % lanes == 0;
+  return is_aligned(a.input) && is_aligned(a.norm) && a.inputs / heads % lanes == 0;
 }
 
 bool has_minima(const KvLinear& a) {
@@ -147,7 +148,7 @@ size_t plan(const KvLinear& a, const Device& device, void* workspace, LinearArgs
   *args = {};
   args->counters = space.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
   args->whole_vectors = has_whole_vectors(a);
-  if (launches_factors(a)) args->factors = space.take<float>(a.batch * a.tokens);
+  if (launches_rows(a)) args->normed = space.take<char>(a.batch * a.tokens * a.inputs * (a.type == KV_FLOAT32 ? 4 : 2));
   args->partial = space.take<float>(a.type == KV_FLOAT32   ? partial_of_type<float>(a, device)
                                     : a.type == KV_FLOAT16 ? partial_of_type<Half>(a, device)
                                                            : partial_of_type<BFloat>(a, device));
@@ -171,14 +172,15 @@ const char* run_mma(const KvLinear& a, const LinearArgs& args, const Device& dev
 }
 
 template <class T>
-const char* run_type(const KvLinear& a, LinearArgs args, const Device& device, Stream stream) {
+const char* run_type(KvLinear a, LinearArgs args, const Device& device, Stream stream) {
   using Tensor = std::conditional_t<sizeof(T) == 4, BFloat, T>;
   const bool few = a.batch * a.tokens <= kFewRows;
-  if (launches_factors(a)) {
-    using Factors = LinearFactors<T>;
+  if (launches_rows(a)) {
+    using Rows = LinearRows<T>;
     args.call = a;
-    const size_t each = Factors::rows(a), blocks = (args.rows() + each - 1) / each;
-    if (const char* problem = launch<Factors>(args, blocks, Factors::shared_size(), device, stream)) return problem;
+    const size_t each = Rows::rows(a), blocks = (args.rows() + each - 1) / each;
+    if (const char* problem = launch<Rows>(args, blocks, Rows::shared_size(), device, stream)) return problem;
+    a.input = args.normed, a.input_heads = 1, a.norm = nullptr;
   }
   if (const char* problem = run_mma<Tensor, 8>(a, args, device, stream)) return problem;
   if (const char* problem = run_mma<Tensor, 4>(a, args, device, stream)) return problem;

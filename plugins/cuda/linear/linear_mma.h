@@ -3,7 +3,7 @@
 // four warps computes a strip of columns for a panel of rows, over a split of the inputs:
 //
 //   for each chunk of the strip's columns           128 (or 64) bytes of each by asynchronous copies, kStages at a time
-//     store the rows and groups of the next chunk   rows are normalised, in 16 bits, in the order of `Unit`
+//     store the rows and groups of the next chunk   rows are in 16 bits, in the order of `Unit`
 //     load the rows after these                     panels of 8 rows, into registers; larger ones as they are stored
 //     for each group of inputs in the chunk
 //       partial[column, row] += (integer - zero) x  16 or 32 columns of all rows per warp
@@ -14,7 +14,7 @@
 #pragma once
 
 #include "finish.h"
-#include "pairs.h"
+#include "groups.h"
 
 namespace kv {
 namespace cuda {
@@ -48,7 +48,7 @@ struct LinearMma {
   static constexpr int kOwnRows = kLoadsAhead ? (kRows + kApart - 1) / kApart : 1;
   static constexpr int kRowsAhead = T::kBrain && kTiles == 8 ? 2 : 4;  // 4 would spill registers on capability 8.6
   static_assert(kThreads % kEights == 0, "a thread loads the same inputs of each of its rows");
-  static constexpr int kGroups = kAcross, kGroupStride = kColumns + 4;  // kGroups: the most groups of a chunk
+  using OfGroups = Groups<T, kBits, kColumns, kThreads, kAcross>;
 
   struct Registers {
     float sum[kHigh][kTiles][4], partial[kHigh][kTiles][4];  // partial: sums of a group
@@ -56,18 +56,13 @@ struct LinearMma {
     uint32_t a[kHigh][U::kSteps][4], b[2 * U::kSteps];
     float scale[kHigh][2];
     uint32_t less[kHigh][2];  // Unit::less, or with minima the minima
-    // A thread's share of the copies: 16 bytes of a chunk of its columns, and a group of each.
-    const char* from[kOwn];
+    // A thread's share of the copies: 16 bytes of a chunk of its columns.
+    const char* from;  // the weight, and the bytes of a column
+    uint32_t column_bytes;
     int column[kOwn];
-    float next_scale[kOwn];
-    uint32_t next_less[kOwn];
-    int groups, whole_groups;                // groups of all inputs; groups of every chunk, 0 if they are not whole
+    OfGroups next_groups;                    // groups of a chunk that are not stored yet
     Eight<T> next_row[kOwnRows], next_norm;  // inputs of rows, and of the norm, for a chunk that is not stored yet
     float squares;
-  };
-  struct alignas(8) Group {
-    float scale;
-    uint32_t less;
   };
   struct Shared {
     char *columns, *rows;
@@ -76,11 +71,8 @@ struct LinearMma {
 
     KV_DEVICE char* column(int stage, int i) const { return columns + (stage * LinearMma::kColumns + i) * kStride; }
     KV_DEVICE char* row(int buffer, int i) const { return rows + (buffer * LinearMma::kRows + i) * kRowStride; }
-    KV_DEVICE Group& group(int buffer, int i, int column) const {
-      return groups[(buffer * kGroups + i) * kGroupStride + column];
-    }
   };
-  static constexpr size_t kOfRows = 2 * kRows * kRowStride, kOfGroups = kBits ? 2 * kGroups * kGroupStride * 8 : 0;
+  static constexpr size_t kOfRows = 2 * kRows * kRowStride, kOfGroups = OfGroups::kBytes;
   static constexpr size_t kOfFactors = kRows * sizeof(float) * (kLoadsAhead ? 1 + kThreads / kWarp : 1);
   static constexpr size_t shared_size() { return kStages * kColumns * kStride + kOfRows + kOfGroups + kOfFactors; }
   static KV_DEVICE Shared divide(char* shared) {
@@ -114,7 +106,8 @@ struct LinearMma {
     const BlockWork work(args, block);
     block.each_alone([&](int t, Registers& r) { start(r, args, work.p, work.w.strip, t); });
     for (int i = 0; i < kStages - 1; ++i) fetch(block, work, work.range.from + i, i);
-    block.each_alone([&](int t, Registers& r) { load_groups(r, args, work.p, work.range.from, t); });
+    block.each_alone(
+        [&](int t, Registers& r) { r.next_groups.load(args, work.p, r.column, kInputs, work.range.from, t); });
   }
 
   static KV_DEVICE void run(Block<LinearMma>& block, const LinearArgs& args) {
@@ -169,84 +162,48 @@ struct LinearMma {
     block.each_alone([&](int t, Registers& r) {
       const int at = t % kAcross * 16;
       if (chunk >= work.range.to || at >= work.inputs / U::kInputs * U::kBytes - chunk * kChunk) return;
+      char* const to = work.s.column(stage, t / kAcross) + at;
+      const char* const from = r.from + static_cast<size_t>(chunk) * kChunk + at;
 #pragma unroll
       for (int i = 0; i < kOwn; ++i)
-        block.template copy<16>(work.s.column(stage, i * kDown + t / kAcross) + at,
-                                r.from[i] + static_cast<size_t>(chunk) * kChunk + at);
+        block.template copy<16>(to + i * kDown * kStride,
+                                from + static_cast<uint64_t>(static_cast<uint32_t>(r.column[i])) * r.column_bytes);
     });
     block.cp_async_commit();
   }
 
   static KV_DEVICE int tile_of(int t, int m) { return t / kWarp * kHigh + m; }
-  // Returns the half of the tiles that a thread's columns are in.
-  static KV_DEVICE int own_half(int t) { return t / kAcross / kPair % 2; }
 
   static KV_DEVICE void start(Registers& r, const LinearArgs& args, const KvProduct& p, int strip, int t) {
-    const int half = own_half(t), at = t / kAcross;
-    const char* const data = static_cast<const char*>(weight_of(args.call, p, half).data);
-    const size_t bytes = static_cast<size_t>(args.inputs() / U::kInputs) * U::kBytes;
-    if (kBits) {
-      const int group = static_cast<int>(p.weight.group);
-      r.groups = args.inputs() / group, r.whole_groups = kInputs % group ? 0 : kInputs / group;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) r.next_less[i] = U::less(excess_of(weight_of(args.call, p, half)));
-    }
+    const int half = OfGroups::half_of_thread(t), at = t / kAcross;
+    r.from = static_cast<const char*>(weight_of(args.call, p, half).data);
+    r.column_bytes = static_cast<uint32_t>(args.inputs() / U::kInputs) * U::kBytes;
+    r.next_groups.start(args, p, strip, kInputs, t);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int tile = strip * (kColumns / kTileColumns) + (i * kDown + at) / kTileColumns;
       r.column[i] = column_in(half_of(args.call, p, tile, half), at % kPair, static_cast<int>(p.outputs));
-      r.from[i] = data + r.column[i] * bytes;
     }
 #pragma unroll
     for (int i = 0; i < kHigh * kTiles * 4; ++i) r.sum[i / (kTiles * 4)][i / 4 % kTiles][i % 4] = 0.0f;
   }
 
+  // Finds the factors of the norm. Panels of more than 8 rows have none: a launch before has normalized their rows.
   static KV_DEVICE void factors(Block<LinearMma>& block, const LinearArgs& args, const Shared& s, int first, int rows) {
     const KvLinear& a = args.call;
-    if (!a.norm) return;
-    if (!kLoadsAhead || args.factors)
-      block.each([&](int t, Registers&) {
-        if (t < rows) s.factors[t] = args.factors[first + t];
-      });
-    else if (T::kBrain && a.type == KV_FLOAT32)
+    if (!kLoadsAhead || !a.norm) return;
+    if (T::kBrain && a.type == KV_FLOAT32)
       find_factors<float, true>(block, args, first, rows, s.factors, s.squares);
     else
       find_factors<T, true>(block, args, first, rows, s.factors, s.squares);
-  }
-
-  // Within a phase: reads one of a chunk's groups per thread, for the columns that the thread copies.
-  static KV_DEVICE void load_groups(Registers& r, const LinearArgs& args, const KvProduct& p, int chunk, int t) {
-    if (kBits == 0) return;
-    const KvWeight& weight = weight_of(args.call, p, own_half(t));
-    const int group = static_cast<int>(weight.group), groups = r.groups;
-    const int place = (r.whole_groups ? chunk * r.whole_groups : chunk * kInputs / group) + t % kAcross;
-    if (place >= groups || place * group >= (chunk + 1) * kInputs) return;
-    const auto each_column = [&](auto load) {
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) load(i, static_cast<size_t>(r.column[i]) * groups + place);
-    };
-    with_numbers(weight.scale_type, weight.scale,
-                 [&](auto* scale) { each_column([&](int i, size_t at) { r.next_scale[i] = to_float(scale[at]); }); });
-    if (weight.minimum)
-      with_numbers(weight.minimum_type, weight.minimum, [&](auto* minimum) {
-        each_column([&](int i, size_t at) { r.next_less[i] = bits_as<uint32_t>(to_float(minimum[at])); });
-      });
-    else if (weight.zero)
-      each_column([&](int i, size_t at) { r.next_less[i] = U::less(integer_at<kBits>(weight.zero, weight, at)); });
-  }
-  static KV_DEVICE void store_groups(const Registers& r, const Shared& s, int buffer, int t) {
-    if (kBits == 0) return;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i)
-      s.group(buffer, t % kAcross, i * kDown + t / kAcross) = Group{r.next_scale[i], r.next_less[i]};
   }
 
   // Within a phase: stores the groups and rows of a chunk, and loads those of the chunk after it into registers.
   static KV_DEVICE void prepare(Registers& r, const LinearArgs& args, const BlockWork& work, int first, int rows,
                                 int chunk, int buffer, int t) {
     const bool more = chunk + 1 < work.range.to;
-    store_groups(r, work.s, buffer, t);
-    if (more) load_groups(r, args, work.p, chunk + 1, t);
+    r.next_groups.store(work.s.groups, buffer, t);
+    if (more) r.next_groups.load(args, work.p, r.column, kInputs, chunk + 1, t);
     store_rows(r, args.call, work.s, first, rows, chunk, buffer, t);
     if (more) load_rows(r, args.call, first, rows, chunk + 1, t);
   }
@@ -256,10 +213,12 @@ struct LinearMma {
     const int k = chunk * kInputs + t % kEights * 8;
     if (k >= a.inputs) return;
     if (a.norm) r.next_norm = load_eight<T>(a, a.norm, k);
+    const InputLayout layout(a);
+    const size_t at = layout.of_input(k);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       const int row = t / kEights + i * kApart;
-      if (row < rows) r.next_row[i] = load_eight<T>(a, a.input, input_at(a, first + row, k));
+      if (row < rows) r.next_row[i] = load_eight<T>(a, a.input, at + layout.of_row(first + row));
     }
   }
   // Within a phase: stores a thread's share of the rows of a chunk, which are loaded here if not by load_rows.
@@ -267,31 +226,43 @@ struct LinearMma {
                                    int chunk, int buffer, int t) {
     const int v = t % kEights, k = chunk * kInputs + v * 8;
     if (t / kEights >= rows || k >= a.inputs) return;
-    float norm[8];
-    if (a.norm) widen_eight(a, kLoadsAhead ? r.next_norm : load_eight<T>(a, a.norm, k), norm);
-    const auto store = [&](const Eight<T>& from, int row) {
-      float x[8];
-      widen_eight(a, from, x);
-      if (a.norm)
+    if constexpr (kLoadsAhead) {
+      float norm[8];
+      if (a.norm) widen_eight(a, r.next_norm, norm);
+#pragma unroll
+      for (int i = 0; i < kOwnRows; ++i) {
+        const int row = t / kEights + i * kApart;
+        if (row >= rows) break;
+        if (!a.norm) {
+          store_eight(a, r.next_row[i], s.row(buffer, row), v);
+          continue;
+        }
+        float x[8];
+        widen_eight(a, r.next_row[i], x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] = x[j] * s.factors[row] * norm[j];
-      U::store_inputs(s.row(buffer, row), v, x);
-    };
-    if constexpr (kLoadsAhead) {
-#pragma unroll
-      for (int i = 0; i < kOwnRows; ++i)
-        if (t / kEights + i * kApart < rows) store(r.next_row[i], t / kEights + i * kApart);
+        U::store_inputs(s.row(buffer, row), v, x);
+      }
     } else {
+      const InputLayout layout(a);
+      const size_t at = layout.of_input(k);
+#pragma unroll 1
       for (int row = t / kEights; row < rows; row += kRowsAhead * kApart) {
         Eight<T> from[kRowsAhead];
 #pragma unroll
         for (int i = 0; i < kRowsAhead; ++i)
-          from[i] = load_eight<T>(a, a.input, input_at(a, first + min_of(row + i * kApart, rows - 1), k));
+          from[i] = load_eight<T>(a, a.input, at + layout.of_row(first + min_of(row + i * kApart, rows - 1)));
 #pragma unroll
         for (int i = 0; i < kRowsAhead; ++i)
-          if (row + i * kApart < rows) store(from[i], row + i * kApart);
+          if (row + i * kApart < rows) store_eight(a, from[i], s.row(buffer, row + i * kApart), v);
       }
     }
+  }
+  static KV_DEVICE void store_eight(const KvLinear& a, const Eight<T>& from, char* row, int v) {
+    if (!T::kBrain || a.type != KV_FLOAT32) return U::store_inputs(row, v, from.part[0]);
+    float x[8];
+    widen_eight(a, from, x);
+    U::store_inputs(row, v, x);
   }
 
   // Returns a bit for each unit of a chunk at which a group ends; the chunk's last unit always counts. left: the
@@ -311,10 +282,10 @@ struct LinearMma {
   static KV_DEVICE void multiply_chunk(Block<LinearMma>& block, const KvLinear& a, const KvProduct& p, const Shared& s,
                                        int stage, int buffer, uint32_t ends, int rows) {
     const uint32_t flip[2] = {U::flip(p.weight.is_signed), U::flip(weight_of(a, p, 1).is_signed)};
-    const Group* groups = &s.group(buffer, 0, 0);
+    const Group* groups = OfGroups::at(s.groups, buffer, 0, 0);
     if constexpr (kTiles <= 4 && kBits == 4 && !kMinima) {  // groups of 32, or 128, that fill the chunk
       if (ends == 0xff) return multiply_groups<1>(block, s, stage, buffer, flip, rows);
-      if (kTiles > 1 && ends == 0x88) return multiply_groups<4>(block, s, stage, buffer, flip, rows);
+      if (ends == 0x88) return multiply_groups<4>(block, s, stage, buffer, flip, rows);
     }
     begin_group<kMinima>(block, groups);
     // Unrolled, a unit's place is a constant. Panels of many rows have enough work per unit to hide the loop.
@@ -324,7 +295,7 @@ struct LinearMma {
       if (!(ends >> u & 1)) continue;
       end_group<kMinima>(block);
       if (ends < 2u << u) break;
-      begin_group<kMinima>(block, groups += kGroupStride);
+      begin_group<kMinima>(block, groups += OfGroups::kStride);
     }
   }
 
@@ -335,7 +306,7 @@ struct LinearMma {
                                         const uint32_t (&flip)[2], int rows) {
 #pragma unroll(kTiles == 1 ? 4 : 1)
     for (int u = 0; u < kUnits; u += kEach) {
-      begin_group<false, true>(block, &s.group(buffer, u / kEach, 0));
+      begin_group<false, true>(block, OfGroups::at(s.groups, buffer, u / kEach, 0));
       multiply_unit<false, true>(block, s, stage, buffer, u, flip, rows);
 #pragma unroll
       for (int i = 1; i < kEach; ++i) multiply_unit<false>(block, s, stage, buffer, u + i, flip, rows);
@@ -351,9 +322,12 @@ struct LinearMma {
     if (kBits == 0) return;
     block.each_alone([&](int t, Registers& r) {
 #pragma unroll
-      for (int i = 0; i < kHigh * 2; ++i) {
-        const Group& group = groups[tile_of(t, i / 2) * kTileColumns + i % 2 * kPair + t % kWarp / 4];
-        r.scale[i / 2][i % 2] = group.scale, r.less[i / 2][i % 2] = group.less;
+      for (int m = 0; m < kHigh; ++m) {
+        const Vector both = load_vector(groups + tile_of(t, m) * kTileColumns + t % kWarp / 4 * 2);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          r.scale[m][half] = bits_as<float>(both.word[2 * half]), r.less[m][half] = both.word[2 * half + 1];
+        }
       }
       if (kFirst) return;
 #pragma unroll
@@ -391,12 +365,14 @@ struct LinearMma {
         for (int j = 0; j < U::kWords; ++j)
           word[j] = *reinterpret_cast<const uint32_t*>(column + u * U::kBytes + j * 16 + lane % 4 * 4);
         // With minima the integer 0 represents the minimum.
-        const uint32_t less = kMinima ? U::less(flip[half] == U::flip(true) ? (1 << kBits) / 2 : 0) : r.less[m][half];
+        const uint32_t lower = kMinima ? U::less(flip[half] == U::flip(true) ? (1 << kBits) / 2 : 0) : r.less[m][half];
+        const uint32_t less[2] = {lower, U::upper_less(lower)};
+        const uint32_t flips[2] = {flip[half], U::upper_flip(flip[half])};
 #pragma unroll
         for (int step = 0; step < U::kSteps; ++step)
 #pragma unroll
           for (int pair = 0; pair < 2; ++pair)
-            r.a[m][step][2 * pair + half] = U::pair(word, step, pair, flip[half], less);
+            r.a[m][step][2 * pair + half] = U::pair(word, step, pair, flips[pair], less[pair]);
       }
     });
 #pragma unroll

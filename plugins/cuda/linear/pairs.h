@@ -1,5 +1,6 @@
 // Turns integers of packed weights into pairs of 16-bit elements, exactly and without a conversion: an integer u in the
-// lowest bits of the significand of 1024 (128 in bfloat16) is 1024 + u, from which 1024 + zero is subtracted.
+// lowest bits of the significand of 1024 (128 in bfloat16) is 1024 + u, from which 1024 + zero is subtracted. In
+// float16, 4 bits above the 4 lowest ones of 64's significand are 64 + u likewise, so two integers need no shift.
 #pragma once
 
 #include "../core/mma.h"
@@ -47,6 +48,15 @@ KV_DEVICE uint32_t spread_bytes(uint32_t word, int pair) {
 #endif
 }
 
+// Returns the lower halves (half 0) or upper halves (half 1) of two words, as one word.
+KV_DEVICE uint32_t joined_halves(uint32_t first, uint32_t second, int half) {
+#ifdef __CUDACC__
+  return __byte_perm(first, second, half ? 0x7632 : 0x5410);
+#else
+  return (first >> 16 * half & 0xffff) | second >> 16 * half << 16;
+#endif
+}
+
 // 8 inputs of a row or of the norm as they are stored: in T, or in float32, which may become bfloat16.
 template <class T>
 struct Eight {
@@ -81,20 +91,30 @@ struct Unit {
   static constexpr int kBytes = kBits ? 16 : 32, kInputs = kBits == 4 ? 32 : 16, kSteps = kBits == 4 ? 2 : 1;
   static constexpr int kWords = kBytes / 16;                  // words of a lane
   static constexpr bool kByFloats = T::kBrain && kBits == 8;  // 128 + 8 bits do not fit into a bfloat16: go by float32
+  static constexpr bool kUpper = !T::kBrain && kBits == 4;    // whether half 1 of a pair is read from the upper 4 bits
 
   // Returns the addend of `pair` for this integer `zero`: minus the number that `zero` becomes.
   static KV_DEVICE uint32_t less(int zero) {
     if (kByFloats) return bits_as<uint32_t>(-(8388608.0f + static_cast<float>(zero)));
     return (T::kBrain ? 0xc300c300u : 0xe400e400u) | static_cast<uint32_t>(zero) * 0x00010001u;
   }
+  // Returns the addend for half 1, from that for half 0.
+  static KV_DEVICE uint32_t upper_less(uint32_t less) {
+    return kUpper ? add_pairs<T>(less, 0x63806380u) : less;
+  }  // 960
   // Returns the mask of `pair` for xor: it flips the highest bit of signed integers, and sets the bits of 1024 or 128.
   static KV_DEVICE uint32_t flip(bool is_signed) {
     if (kBits == 8) return is_signed ? 0x80808080u : 0u;
     return (T::kBrain ? 0x43004300u : 0x64006400u) ^ (is_signed ? 0x00080008u : 0u);
   }
-  // Returns elements 0 and 1 (half 0) or 4 and 5 (half 1) of a row of a, in a step.
+  // Returns the mask for half 1, from that for half 0: it sets the bits of 64.
+  static KV_DEVICE uint32_t upper_flip(uint32_t flip) {
+    return kUpper ? (flip & 0x00080008u) << 4 | 0x54005400u : flip;
+  }
+  // Returns elements 0 and 1 (half 0) or 4 and 5 (half 1) of a row of a, in a step. flip, less: those for this half.
   static KV_DEVICE uint32_t pair(const uint32_t* word, int step, int half, uint32_t flip, uint32_t less) {
     if (kBits == 0) return word[half];
+    if (kUpper) return add_pairs<T>(masked_bits(word[0] >> 8 * step, half ? 0x00f000f0u : 0x000f000fu, flip), less);
     if (kBits == 4) return add_pairs<T>(masked_bits(word[0] >> (8 * step + 4 * half), 0x000f000fu, flip), less);
     const uint32_t bytes = word[0] ^ flip;
     if (!kByFloats) return add_pairs<T>(spread_bytes(bytes, half), less);
@@ -110,6 +130,17 @@ struct Unit {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       all.word[i] = kBits == 4 ? packed<T>(x[i], x[i + 4]) : packed<T>(x[2 * i], x[2 * i + 1]);
+    store_ordered(row, v, all);
+  }
+  // The same for inputs that are elements already: no conversion.
+  static KV_DEVICE void store_inputs(char* row, int v, const Vector& x) {
+    if (kBits != 4) return store_ordered(row, v, x);
+    const uint32_t* const w = x.word;
+    store_ordered(row, v,
+                  {joined_halves(w[0], w[2], 0), joined_halves(w[0], w[2], 1), joined_halves(w[1], w[3], 0),
+                   joined_halves(w[1], w[3], 1)});
+  }
+  static KV_DEVICE void store_ordered(char* row, int v, const Vector& all) {
     if (kBits) return store_vector(row + v * 16, all);
 #pragma unroll
     for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(row + v / 2 * 32 + i * 8 + v % 2 * 4) = all.word[i];

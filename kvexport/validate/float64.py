@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
 ROUNDING = 2.0**-24  # the largest relative error of rounding to float32
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -33,7 +32,7 @@ class _Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in NARROW:
             kwargs["dtype"] = torch.float64
-        args, kwargs = tree_map(_wide, (args, kwargs))
+        args, kwargs = _wide(args), {name: _wide(x) for name, x in kwargs.items()}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if not self.roundings or name.rstrip("_") in EXACT or not _is_float(result):
@@ -49,7 +48,13 @@ class _Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _wide(x: Any) -> Any:
-    return x.double() if isinstance(x, Tensor) and x.dtype in NARROW else x
+    """Return an argument of an operator with tensors of narrow types in float64; lists and tuples element by element.
+
+    PyTorch's own `tree_map` does the same in half the time of the whole operation.
+    """
+    if isinstance(x, Tensor):
+        return x.double() if x.dtype in NARROW else x
+    return type(x)(map(_wide, x)) if isinstance(x, (list, tuple)) else x
 
 
 def _is_float(x: Any) -> bool:

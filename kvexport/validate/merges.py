@@ -32,6 +32,9 @@ Arrays = Mapping[str, NDArray[Any]]
 # (error of every operation in float32 roundings, number of draws). Every operation may be off by one rounding. Sums of
 # many terms in another order, and other formulas of the same meaning, are off by more.
 DRAWS = ((1.0, 8), (4.0, 24), (16.0, 32))
+# Draws are lanes of one merge, of at most this many slots. Merges of few slots take the time to start each operation of
+# PyTorch; more slots would take memory, and save no time.
+SLOTS_AT_ONCE = 4096
 APART = 3.0  # a row this many times further from the mean of the draws than any draw is another selection
 SAME = 1e-5  # relative to a row's norm: the difference that float32 may add
 MOST_EXAMINED = 24  # heads that one run merges again in float64; a wrong engine differs in most heads
@@ -147,19 +150,29 @@ def _explained(
     one = (slice(difference.lane, difference.lane + 1), slice(head, head + 1))
     before = [torch.from_numpy(np.ascontiguousarray(past[tensor.past(i)][one])) for tensor in layer.state]
     after = [engine[tensor.present(i)][one] for tensor in layer.state]
-    attributes = merge_attributes(layer, method)
     for roundings, draws in ((0.0, 1), *DRAWS):
         drawn = []
-        for seed in range(draws):
-            with torch.no_grad(), in_float64(roundings, seed):
-                merged = merge_cache(*before, attributes=attributes)
-            drawn.append([x.numpy().astype(y.dtype) for x, y in zip(merged, after, strict=True)])
+        for draw in _draws(layer, method, before, roundings, draws):
+            drawn.append([x.astype(y.dtype) for x, y in zip(draw, after, strict=True)])
             if state_difference(layer, method, after, drawn[-1], tolerance) is None:
                 return roundings
         own, *others = ({t.name: x for t, x in zip(layer.state, state, strict=True)} for state in (after, *drawn))
         if _among(own, others):
             return roundings
     return None
+
+
+def _draws(
+    layer: LayerCache, method: Method, before: Sequence[torch.Tensor], roundings: float, count: int
+) -> Iterator[list[NDArray[Any]]]:
+    """Yield `count` merges of one KV head [1, 1, ...] in float64, each with random errors of its own."""
+    at_once = max(1, SLOTS_AT_ONCE // layer.capacity)
+    for first in range(0, count, at_once):
+        lanes = [x.expand(min(at_once, count - first), *x.shape[1:]).contiguous() for x in before]
+        with torch.no_grad(), in_float64(roundings, seed=first):
+            merged = merge_cache(*lanes, attributes=merge_attributes(layer, method))
+        for lane in range(len(lanes[0])):
+            yield [x[lane : lane + 1].numpy() for x in merged]
 
 
 def _among(engine: Arrays, draws: Sequence[Arrays]) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForImageTextToText,
+    Gemma3TextConfig,
     Mistral3Config,
     MistralConfig,
     PixtralVisionConfig,
@@ -20,7 +21,7 @@ from transformers import (
 
 from kvexport.engine.load import load
 from kvexport.export.build import build
-from kvexport.export.model.hf_model import text_part_notes
+from kvexport.export.model.hf_model import on_meta, text_part_notes
 from tests.support import models
 
 TEXT = {name: value for name, value in models.SIZES.items() if not name.endswith("token_id")}
@@ -65,3 +66,11 @@ def test_logits_are_those_of_the_whole_model_and_no_encoder_is_written(name: str
 def test_a_build_notes_that_images_are_not_read() -> None:
     assert text_part_notes(WRAPPERS["qwen3_vl"]()) == ["the text part of qwen3_vl is built: it reads no images"]
     assert text_part_notes(models.llama()) == []
+
+
+def test_a_model_without_weights_takes_no_memory_for_parameters() -> None:
+    """Gemma's embedding has a buffer, its scale, beside a parameter with more numbers than any other."""
+    model = on_meta(Gemma3TextConfig(**models.SIZES, head_dim=16), torch.float32, 512)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert float(model.model.embed_tokens.embed_scale) == models.SIZES["hidden_size"] ** 0.5

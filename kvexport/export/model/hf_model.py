@@ -128,8 +128,10 @@ def _initialize_buffers(module: Any, owner: Any) -> None:
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
         _initialize_buffers(child, owner)
-    if any(buffer is not None for buffer in module._buffers.values()):
-        module.to_empty(device="cpu", recurse=False)
+    buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    if buffers:
+        # Parameters of the module stay without memory: an embedding would be filled with billions of random numbers.
+        module._buffers.update({name: torch.empty_like(buffer, device="cpu") for name, buffer in buffers.items()})
         with torch.no_grad():
             owner._init_weights(module)
     if isinstance(module, PreTrainedModel):  # a model may fill buffers of its layers (Falcon-H1's multipliers)

@@ -15,54 +15,6 @@ import pytest
 from kvexport.commands.app import skip_last_collection
 from tests.support.command_line import ENVIRONMENT, ROOT, process
 
-# A program that prints a line and waits when a file with this name is opened for writing.
-WAITING = """
-import signal, sys, time
-from pathlib import Path
-from types import ModuleType
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where these tests run under nohup, it is ignored
-def hook(event, arguments):
-    if event == "open" and str(arguments[0]).endswith({name!r}) and str(arguments[1])[:1] in ("w", "x"):
-        print("inside", flush=True)
-        time.sleep(600)
-sys.addaudithook(hook)
-from kvexport.commands.app import main
-from tests.support.shared_traces import shared_traces
-with shared_traces(Path({traces!r})):
-    main()
-"""
-
-
-def end(child: subprocess.Popen[str], number: signal.Signals) -> str:
-    """Send the signal once the child waits, and return the child's stderr."""
-    assert child.stdout
-    assert child.stdout.readline() == "inside\n", child.communicate()[1]
-    child.send_signal(number)
-    _, errors = child.communicate(timeout=120)
-    assert child.returncode == 128 + number
-    assert errors.splitlines()[-1] == f"ended by {number.name}"
-    assert "Traceback" not in errors
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGTERM, "decoder.onnx"), (signal.SIGHUP, "tokenizer.json")], ids=["late", "early"]
-)
-def test_a_build_that_is_ended_leaves_nothing_behind(
-    tiny_recipe: Path, tmp_path: Path, traces: Path, number: signal.Signals, name: str
-) -> None:
-    code = WAITING.format(name=name, traces=str(traces))
-    end(process("build", "--recipe", tiny_recipe, "--out", tmp_path / "out", code=code), number)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_evaluation_that_is_ended_leaves_no_folder(tiny_recipe: Path, tmp_path: Path, traces: Path) -> None:
-    arguments = ("eval", "--recipe", tiny_recipe, "--tasks", "text", "--samples", 1, "--length", 64, "--budgets", 32)
-    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
-    code = WAITING.format(name="tokenizer.json", traces=str(traces))
-    end(process(*arguments, code=code, env=environment), signal.SIGTERM)
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("kvexport-")] == []
-
 
 def test_a_process_that_is_ended_takes_its_child_with_it() -> None:
     code = (
@@ -84,9 +36,12 @@ def test_a_process_that_is_ended_takes_its_child_with_it() -> None:
 
 
 def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
-    code = WAITING.partition("from kvexport")[0].format(name="x").replace("SIG_DFL", "SIG_IGN")
-    code += "from kvexport.commands.process import end_cleanly; end_cleanly()\n"
-    child = process(code=code + "print('inside', flush=True); time.sleep(0.2); print(1)")
+    code = (
+        "import signal, time; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "from kvexport.commands.process import end_cleanly; end_cleanly()\n"
+        "print('inside', flush=True); time.sleep(0.2); print(1)"
+    )
+    child = process(code=code)
     assert child.stdout
     assert child.stdout.readline() == "inside\n"
     child.send_signal(signal.SIGHUP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from kvexport.artifact.reading import load_manifest
 from tests.support.command_line import ENVIRONMENT, ROOT
+from tests.support.http_server import wait_until
 
 STAGES, BUILD, PUBLISH = "kvexport.export.stages", "kvexport.export.build", "kvexport.artifact.publish"
 BUILD_PLACES = [
@@ -38,8 +40,8 @@ Run = Callable[[str, signal.Signals, list[object]], tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def jobs(traces: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.support.signalled", str(traces)]
+def jobs(traces: Path, tiny_recipe: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.support.signalled", str(traces), str(tiny_recipe)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, cwd=ROOT, env=ENVIRONMENT, **pipes) as process:  # type: ignore[call-overload]
         yield process
@@ -48,7 +50,10 @@ def jobs(traces: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def signalled(jobs: subprocess.Popen[str], tmp_path: Path) -> Run:
-    """A function that runs a command, signals it at a place, and returns the exit code, stdout and stderr."""
+    """A function that runs a command, signals it at a place, and returns the exit code, stdout and stderr.
+
+    A place is a function of a module, or the end of the name of a file (`tests.support.signalled`).
+    """
 
     def run(place: str, number: signal.Signals, arguments: list[object]) -> tuple[int, str, str]:
         (tmp_path / "temporary").mkdir()
@@ -57,6 +62,10 @@ def signalled(jobs: subprocess.Popen[str], tmp_path: Path) -> Run:
         assert jobs.stdin and jobs.stdout
         jobs.stdin.write(json.dumps({**job, "folder": str(tmp_path / "temporary")}) + "\n")
         jobs.stdin.flush()
+        child = int(jobs.stdout.readline())
+        if ":" not in place:
+            wait_until((tmp_path / "reached").exists)
+            os.kill(child, number)
         code = int(jobs.stdout.readline())
         assert (tmp_path / "reached").exists(), "the place was not reached"
         assert list((tmp_path / "temporary").glob("kvexport*")) == []
@@ -107,3 +116,20 @@ def test_a_calibration_that_is_ended_prints_nothing_and_leaves_nothing(
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     arguments = ["calibrate", "--recipe", tiny_recipe, "--of", "text", "--length", 128, "--passages", 1]
     check_end(number, *signalled(place, number, [*arguments, "--text", text, "--json"]))
+
+
+@pytest.mark.parametrize(
+    ("number", "file"), [(signal.SIGTERM, "decoder.onnx"), (signal.SIGHUP, "tokenizer.json")], ids=["late", "early"]
+)
+def test_a_build_that_is_ended_from_outside_leaves_nothing_behind(
+    signalled: Run, tiny_recipe: Path, tmp_path: Path, number: signal.Signals, file: str
+) -> None:
+    out = tmp_path / "out" / "artifact"
+    out.parent.mkdir()
+    check_end(number, *signalled(file, number, ["build", "--recipe", tiny_recipe, "--out", out]))
+    assert list(out.parent.iterdir()) == []
+
+
+def test_an_evaluation_that_is_ended_leaves_no_folder(signalled: Run, tiny_recipe: Path) -> None:
+    arguments = ["eval", "--recipe", tiny_recipe, "--tasks", "text", "--samples", 1, "--length", 64, "--budgets", 32]
+    check_end(signal.SIGTERM, *signalled("tokenizer.json", signal.SIGTERM, arguments))

@@ -84,9 +84,16 @@ def make_recipe(
     )
 
 
+@contextlib.contextmanager
+def remembered_traces() -> Iterator[None]:
+    """Reuse the traces of earlier builds with the same arguments within this context."""
+    with mock.patch.object(tracer, "trace_decoder", _trace_decoder):
+        yield
+
+
 def build_shared(recipe: Recipe, out: Path, **options: Any) -> Path:
-    """Call `build`, but reuse traces of an earlier build with the same arguments: tracing takes most of the time."""
-    with _remembered_traces():
+    """Call `build` with `remembered_traces`: tracing takes most of the time of a build."""
+    with remembered_traces():
         return build(recipe, out, **options)
 
 
@@ -136,12 +143,6 @@ def given_tokens_logits(
     for step in range(max(map(len, answers))):
         append([a[step : step + 1] for a in answers], False)
     return [np.concatenate(r) for r in rows]
-
-
-@contextlib.contextmanager
-def _remembered_traces() -> Iterator[None]:
-    with mock.patch.object(tracer, "trace_decoder", _trace_decoder):
-        yield
 
 
 _real_trace_decoder = tracer.trace_decoder

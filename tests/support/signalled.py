@@ -1,10 +1,14 @@
-"""A process that runs commands of kvexport in forked children, and sends a child a signal at a certain function call.
+"""A process that runs commands of kvexport in forked children, each of which gets a signal at a certain place.
 
-    python -m tests.support.signalled TRACES
+    python -m tests.support.signalled TRACES RECIPE
 
-Each line of stdin is a job in JSON: `arguments` of the command line; `place`, "module:function", at whose call the
-child gets `signal`; `reached`, a file that is created at that call; `stdout` and `stderr`, files; `folder` for
-temporary files. The process prints the exit code of the child. Forked children need not import torch again.
+Each line of stdin is a job in JSON: `arguments` of the command line; `place`, see below; `signal`; `reached`, a file
+that the child creates when it is at the place; `stdout` and `stderr`, files; `folder` for temporary files. A place is
+either "module:function", at whose call the child sends itself `signal`, or the end of a file's name: when that file is
+opened for writing, the child waits for a signal from outside. For each job the process prints the child's number, and
+then its exit code.
+
+The process builds RECIPE before its first child, so that the children need not import PyTorch and trace a model anew.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def signal_at(place: str, number: int, reached: Path) -> None:
@@ -34,6 +39,17 @@ def signal_at(place: str, number: int, reached: Path) -> None:
     setattr(module, function, signalled)
 
 
+def wait_at(end: str, reached: Path) -> None:
+    """Let this process wait for a signal when it opens a file for writing whose name ends with `end`."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith(end) and str(arguments[1])[:1] in ("w", "x"):
+            reached.touch()
+            time.sleep(600)
+
+    sys.addaudithook(hook)
+
+
 def run(job: dict[str, Any]) -> None:
     """Run a command as `kvexport` does, until it exits."""
     from kvexport.commands.app import main
@@ -44,31 +60,46 @@ def run(job: dict[str, Any]) -> None:
     for name in ("SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal_at(job["place"], job["signal"], Path(job["reached"]))
+    if ":" in job["place"]:
+        signal_at(job["place"], job["signal"], Path(job["reached"]))
+    else:
+        wait_at(job["place"], Path(job["reached"]))
     sys.argv = ["kvexport", *job["arguments"]]
     main()
 
 
+def run_and_end(job: dict[str, Any]) -> NoReturn:
+    """Run a command, and end as the program does if the signal comes from outside.
+
+    After other signals the interpreter is left at once: its end takes a third of a second.
+    """
+    code: Any = 0
+    try:
+        run(job)
+    except SystemExit as end:
+        code = end.code or 0
+    if ":" in job["place"]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def serve_jobs() -> None:
-    """Import the modules that all children need, then run jobs until stdin ends."""
-    models = "transformers.models.llama.modeling_llama"
-    for name in ("kvexport.export.stages", "kvexport.export.model.hf_model", "kvexport.calibrate.layer_shares", models):
-        importlib.import_module(name)
+    """Import what all children need, and trace the recipe's model; then run jobs until stdin ends."""
+    import kvexport.calibrate.layer_shares
+    import kvexport.evaluate.runner
+    from tests.support.models import remembered_traces
     from tests.support.shared_traces import shared_traces
 
-    with shared_traces(Path(sys.argv[1])):
+    with shared_traces(Path(sys.argv[1])), remembered_traces():
+        with tempfile.TemporaryDirectory() as folder:
+            kvexport.build(sys.argv[2], Path(folder) / "artifact")
         for line in sys.stdin:
             child = os.fork()
             if child == 0:
-                code = 70
-                try:
-                    run(json.loads(line))
-                except SystemExit as end:
-                    code = end.code if isinstance(end.code, int) else 0
-                finally:
-                    for stream in (sys.stdout, sys.stderr):
-                        stream.flush()
-                    os._exit(code)
+                run_and_end(json.loads(line))
+            print(child, flush=True)
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 

@@ -158,7 +158,7 @@ def test_engines_are_rebuilt_in_place(tiny_artifact: Path, tmp_path: Path, gpu: 
 def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_path: Path, gpu: Any) -> None:
     small = ["--set", "cache.method=full", "--set", "limits.max_length=32"]
     arguments = ["build", "--recipe", str(tiny_recipe), *small, "--backend", "tensorrt"]
-    with models._remembered_traces():
+    with models.remembered_traces():
         ran = CliRunner().invoke(app, [*arguments, "--stage", "onnx", "--out", str(tmp_path / "graphs")])
     assert ran.exit_code == 0, ran.output
     assert not gpu.log  # no function of CUDA was called
@@ -173,7 +173,7 @@ def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_p
     manifest = load_manifest(tmp_path / "graphs")
     assert manifest.engines["tensorrt"]["merge"] is None  # `full` merges nothing
     assert manifest.operators == {"VoteAttention": "function", "MergeCache": None}
-    with models._remembered_traces():
+    with models.remembered_traces():
         ran = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "both")])
     assert ran.exit_code == 0, ran.output
     both = load_manifest(tmp_path / "both")
@@ -366,7 +366,7 @@ def test_layers_alone_are_held_on_every_backend_and_engines_are_built_for_it(
 
     monkeypatch.setattr(trt, "TrtRunner", Runner)
     arguments = ["--layers", "1", "--length", "24", "--batch", "1", "--backend", "all", "--json"]
-    with models._remembered_traces():
+    with models.remembered_traces():
         ran = CliRunner().invoke(app, ["validate", str(tiny_artifact), *arguments])
     assert ran.exit_code == 0, ran.output
     results = json.loads(ran.stdout)

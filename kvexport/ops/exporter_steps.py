@@ -29,6 +29,8 @@ def steps_skipped() -> Iterator[None]:
         _sources_unread(),
         _values_kept(),
         _registry_kept(),
+        _signatures_kept(),
+        _code_unwritten(),
         _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda _: lambda *_, **__: None),
         _replaced("torch._subclasses.fake_tensor:FakeTensorMode", "_dispatch_impl", with_fast_path),
     ):
@@ -145,6 +147,40 @@ def _registry_kept() -> Iterator[None]:
 
 
 _registries: dict[Any, Any] = {}
+
+
+@contextlib.contextmanager
+def _signatures_kept() -> Iterator[None]:
+    """Keep torch.onnx from reading the schema of an ONNX operator anew for every node, within this context."""
+
+    def kept(original: Any) -> Any:
+        def from_op_schema(cls: Any, schema: Any) -> Any:
+            if schema.domain:  # kvexport has several schemas of one name
+                return original.__func__(cls, schema)
+            key = (cls, schema.name, schema.since_version)
+            if key not in _signatures:
+                _signatures[key] = original.__func__(cls, schema)
+            return _signatures[key]
+
+        return classmethod(from_op_schema) if isinstance(original, classmethod) else original
+
+    with _replaced("onnx_ir.schemas:OpSignature", "from_op_schema", kept):
+        yield
+
+
+_signatures: dict[Any, Any] = {}
+
+
+@contextlib.contextmanager
+def _code_unwritten() -> Iterator[None]:
+    """Keep torch.fx from writing and compiling Python code for graphs that nobody runs, within this context."""
+    try:
+        from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazily
+    except ImportError:
+        yield
+        return
+    with lazily(True):
+        yield
 
 
 @contextlib.contextmanager

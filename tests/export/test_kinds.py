@@ -60,7 +60,7 @@ def validated(config: PretrainedConfig, folder: Path, method: str) -> Validation
         for parameter in model.parameters():
             parameter.data.normal_(0.0, 0.15)
         model.save_pretrained(checkpoint)
-    cache = {"method": method, "budget": BUDGET, "sinks": 2, "recent": 4, "merge_every": 4}
+    cache = {"method": method, "budget": BUDGET, "sinks": 4, "recent": 4, "merge_every": 4}
     recipe = models.make_recipe(checkpoint, cache=cache, export={"prefill_chunk": 4}, limits={"max_length": LENGTH})
     return validate_artifact(models.build_shared(recipe, folder / method), length=LENGTH, batch=2)
 

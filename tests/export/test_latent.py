@@ -30,7 +30,7 @@ CONFIGS = {
 
 
 def recipe_of(checkpoint: Path, budget: float | int, method: str) -> Any:
-    cache = {"method": method, "budget": budget, "sinks": 2, "recent": 4, "merge_every": 4}
+    cache = {"method": method, "budget": budget, "sinks": 4, "recent": 4, "merge_every": 4}
     return models.make_recipe(
         checkpoint, cache=cache, export={"logits": "all", "prefill_chunk": 32}, limits={"max_length": 160}
     )

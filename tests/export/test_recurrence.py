@@ -51,7 +51,7 @@ needs_cuda_on_host = pytest.mark.skipif(
 
 
 def recipe_of(checkpoint: Path, budget: float | int = 1.0, method: str = "full", **sections: Any) -> Recipe:
-    cache = {"method": method, "budget": budget, "sinks": 2, "recent": 4, "merge_every": 4}
+    cache = {"method": method, "budget": budget, "sinks": 4, "recent": 4, "merge_every": 4}
     export = {"logits": "all", "prefill_chunk": 32}
     return models.make_recipe(checkpoint, cache=cache, export=export, limits={"max_length": 160}, **sections)
 

@@ -22,7 +22,7 @@ from tests.support import models
 WINDOW, FULL = "sliding_attention", "full_attention"
 SIZES: dict[str, Any] = {
     **models.SIZES, "num_hidden_layers": 5, "layer_types": [WINDOW, FULL, WINDOW, WINDOW, FULL], "head_dim": 16,
-    "sliding_window": 24, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+    "global_head_dim": 16, "sliding_window": 24, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 100,
 }  # fmt: skip
 CONFIGS: dict[str, Any] = {

@@ -66,21 +66,20 @@ struct Memory {
     }
     return recent[slot][at % kPage];
   }
-  // Returns whether this thread's accesses are ordered after a phase of another block.
-  bool ordered(uint32_t other) const {
+  // Returns whether a thread's accesses are ordered after a phase of another block.
+  bool ordered(uint32_t other, const Thread& t) const {
     if (other < launch_began || other >= block_began) return true;
-    const size_t known = std::max(acquired, thread().acquired);
+    const size_t known = std::max(acquired, t.acquired);
     for (size_t i = 0; i < known; ++i)
       if (other >= acquisitions[i].from && other < acquisitions[i].until) return true;
     return false;
   }
-  bool raced(uint32_t phase_of, uint16_t by) const { return phase_of == phase && by != thread().number; }
+  bool raced(uint32_t phase_of, uint16_t by, const Thread& t) const { return phase_of == phase && by != t.number; }
 };
 
-Memory& memory() {
-  static Memory instance;
-  return instance;
-}
+// Every access of a kernel calls this function for each byte, so that it has no guard of a static variable.
+Memory instance;
+Memory& memory() { return instance; }
 
 const char* space(uint64_t at) { return is_shared(at) ? "shared" : "global"; }
 
@@ -105,58 +104,61 @@ void after_earlier(uint64_t at, int bytes, int site, Access access) {
 // Calls check(cell) for each byte up to the first fault.
 template <class F>
 void each_cell(uint64_t at, int bytes, F check) {
-  for (int i = 0; i < bytes; ++i)
-    if (check(memory().cell(at + i))) return;
+  Cell* cell = &memory().cell(at);
+  for (int i = 0; i < bytes; ++i, ++cell) {
+    if (i > 0 && (at + i) % kPage == 0) cell = &memory().cell(at + i);
+    if (check(*cell)) return;
+  }
 }
 
-bool check_read(Cell& cell, uint64_t at, int site) {
+bool check_read(Cell& cell, uint64_t at, int site, const Thread& t) {
   Memory& m = memory();
   if (cell.copying) return report(site, "reads %s bytes that an asynchronous copy is filling", space(at)), true;
-  if (m.raced(cell.written, cell.writer))
+  if (m.raced(cell.written, cell.writer, t))
     return report(site, "reads %s bytes that another thread wrote in the same phase, at %s", space(at),
                   place(cell.write_site).c_str()),
            true;
-  if (!is_shared(at) && !m.ordered(cell.written))
+  if (!m.ordered(cell.written, t) && !is_shared(at))
     return report(site, "reads global bytes that another block wrote, at %s, and nothing orders the two",
                   place(cell.write_site).c_str()),
            true;
   return false;
 }
 
-void note_read(Cell& cell, int site) {
+void note_read(Cell& cell, int site, const Thread& t) {
   Memory& m = memory();
   if (cell.first_read < m.launch_began) cell.first_read = m.phase;
-  cell.reader = cell.read == m.phase && cell.reader != thread().number ? kSeveral : thread().number;
+  cell.reader = cell.read == m.phase && cell.reader != t.number ? kSeveral : t.number;
   cell.read = m.phase, cell.read_site = site;
 }
 
-bool check_write(Cell& cell, uint64_t at, int site, bool atomic, bool same) {
+bool check_write(Cell& cell, uint64_t at, int site, bool atomic, bool same, const Thread& t) {
   Memory& m = memory();
-  if (cell.copying && cell.copying != thread().number + 1)
+  if (cell.copying && cell.copying != t.number + 1)
     return report(site, "writes %s bytes that an asynchronous copy is filling", space(at)), true;
   if (same) return false;
-  if (m.raced(cell.written, cell.writer) && !(atomic && cell.atomic))
+  if (m.raced(cell.written, cell.writer, t) && !(atomic && cell.atomic))
     return report(site, "writes %s bytes that another thread wrote in the same phase, at %s", space(at),
                   place(cell.write_site).c_str()),
            true;
-  if (m.raced(cell.read, cell.reader))
+  if (m.raced(cell.read, cell.reader, t))
     return report(site, "writes %s bytes that another thread read in the same phase, at %s", space(at),
                   place(cell.read_site).c_str()),
            true;
   if (is_shared(at) || (atomic && cell.atomic)) return false;
-  if (!m.ordered(cell.written))
+  if (!m.ordered(cell.written, t))
     return report(site, "writes global bytes that another block wrote, at %s, and nothing orders the two",
                   place(cell.write_site).c_str()),
            true;
-  if (!m.ordered(cell.read) || !m.ordered(cell.first_read))
+  if (!m.ordered(cell.read, t) || !m.ordered(cell.first_read, t))
     return report(site, "writes global bytes that another block read, at %s, and nothing orders the two",
                   place(cell.read_site).c_str()),
            true;
   return false;
 }
 
-void note_write(Cell& cell, int site, bool atomic) {
-  cell.written = memory().phase, cell.writer = thread().number, cell.atomic = atomic, cell.write_site = site;
+void note_write(Cell& cell, int site, bool atomic, const Thread& t) {
+  cell.written = memory().phase, cell.writer = t.number, cell.atomic = atomic, cell.write_site = site;
 }
 
 }  // namespace
@@ -197,18 +199,20 @@ void read(uint64_t at, int bytes, int site) {
   aligned(at, bytes, site);
   after_earlier(at, bytes, site, kReads);
   if (memory().own.contains(at)) return;
-  each_cell(at, bytes, [&](Cell& cell) { return check_read(cell, at, site); });
-  each_cell(at, bytes, [&](Cell& cell) { return note_read(cell, site), false; });
+  const Thread& t = thread();
+  each_cell(at, bytes, [&](Cell& cell) { return check_read(cell, at, site, t); });
+  each_cell(at, bytes, [&](Cell& cell) { return note_read(cell, site, t), false; });
 }
 
 void write(uint64_t at, const void* row, int bytes, int site) {
   aligned(at, bytes, site);
   after_earlier(at, bytes, site, kWrites);
   if (!memory().own.contains(at)) {
+    Thread& t = thread();
     const bool same = memcmp(reinterpret_cast<const void*>(at), row, bytes) == 0;
-    each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, false, same); });
-    each_cell(at, bytes, [&](Cell& cell) { return note_write(cell, site, false), false; });
-    if (!is_shared(at)) thread().unfenced = true;
+    each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, false, same, t); });
+    each_cell(at, bytes, [&](Cell& cell) { return note_write(cell, site, false, t), false; });
+    if (!is_shared(at)) t.unfenced = true;
   }
   store_local(at, row, bytes);
 }
@@ -217,18 +221,19 @@ void write(uint64_t at, const void* row, int bytes, int site) {
 // its own thread has fenced after a barrier.
 void note_atomic(uint64_t at, int bytes, int site) {
   Memory& m = memory();
+  const Thread& t = thread();
   aligned(at, bytes, site);
   after_earlier(at, bytes, site, kWrites);
-  each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, true, false); });
-  each_cell(at, bytes, [&](Cell& cell) { return note_write(cell, site, true), false; });
+  each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, true, false, t); });
+  each_cell(at, bytes, [&](Cell& cell) { return note_write(cell, site, true, t), false; });
   if (is_shared(at)) return;
-  bool fenced = thread().fenced_phase == m.phase;
+  bool fenced = t.fenced_phase == m.phase;
   if (!fenced) {
     fenced = true;
     for (uint32_t i = 0; i < launched().threads; ++i) fenced &= !threads()[i].unfenced;
   }
   std::vector<Acquisition>& released = m.releases[at];
-  for (const Acquisition& one : released) m.acquisitions.push_back({one.from, one.until, m.phase, thread().number});
+  for (const Acquisition& one : released) m.acquisitions.push_back({one.from, one.until, m.phase, t.number});
   if (fenced) released.push_back({m.block_began, m.phase, 0, 0});
 }
 
@@ -246,18 +251,19 @@ void fence() {
 void copy_async(uint64_t to, uint64_t from, int bytes, int site) {
   aligned(to | from, bytes, site);
   after_earlier(from, bytes, site, kReads);
-  each_cell(from, bytes, [&](Cell& cell) { return check_read(cell, from, site); });
-  each_cell(from, bytes, [&](Cell& cell) { return note_read(cell, site), false; });
+  Thread& t = thread();
+  each_cell(from, bytes, [&](Cell& cell) { return check_read(cell, from, site, t); });
+  each_cell(from, bytes, [&](Cell& cell) { return note_read(cell, site, t), false; });
   each_cell(to, bytes, [&](Cell& cell) {
     if (cell.copying) return report(site, "copies over bytes that another copy is filling"), true;
-    return check_write(cell, to, site, false, false);
+    return check_write(cell, to, site, false, false, t);
   });
   each_cell(to, bytes, [&](Cell& cell) {
-    note_write(cell, site, false), cell.copying = static_cast<uint16_t>(thread().number + 1);
+    note_write(cell, site, false, t), cell.copying = static_cast<uint16_t>(t.number + 1);
     return false;
   });
   if (!memory().late_copies) memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
-  thread().open.push_back({to, from, bytes, site});
+  t.open.push_back({to, from, bytes, site});
 }
 
 void copy_commit() {
@@ -266,14 +272,15 @@ void copy_commit() {
 }
 
 void copy_wait(int pending) {
-  std::vector<std::vector<Copy>>& batches = thread().committed;
+  Thread& t = thread();
+  std::vector<std::vector<Copy>>& batches = t.committed;
   while (batches.size() > static_cast<size_t>(pending)) {
     for (const Copy& copy : batches.front()) {
       if (memory().late_copies)
         memcpy(reinterpret_cast<void*>(copy.to), reinterpret_cast<const void*>(copy.from), copy.bytes);
-      each_cell(copy.from, copy.bytes, [&](Cell& cell) { return check_read(cell, copy.from, copy.site); });
+      each_cell(copy.from, copy.bytes, [&](Cell& cell) { return check_read(cell, copy.from, copy.site, t); });
       each_cell(copy.to, copy.bytes, [&](Cell& cell) {
-        note_write(cell, copy.site, false), cell.copying = 0;
+        note_write(cell, copy.site, false, t), cell.copying = 0;
         return false;
       });
     }

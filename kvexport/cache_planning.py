@@ -212,7 +212,7 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
         raise UsageError(
             f"cache.positions is cache, which is not supported where {why}", "--set cache.positions=absolute"
         )
-    _require_default_backend(recipe, why)
+    _require_one_rank(recipe, why)
 
 
 def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
@@ -229,7 +229,12 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
         raise UsageError(
             f"speculate.draft is cache, which is not supported where {why}", "--set speculate.draft=ngram, or null"
         )
-    _require_default_backend(recipe, why)
+    if recipe.backend.name != default():
+        raise UsageError(
+            f"backend.name is {recipe.backend.name}, which is not supported where {why}",
+            f"--set backend.name={default()}",
+        )
+    _require_one_rank(recipe, why)
     if (device := getattr(recipe.backend, "device", "cpu")) != "cpu":
         raise UsageError(
             f"backend.device is {device}, which is not supported where {why}",
@@ -237,13 +242,8 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
         )
 
 
-def _require_default_backend(recipe: Recipe, why: str) -> None:
-    """Raise UsageError unless one process runs the model in ONNX Runtime; `why` names the layer that needs it."""
-    if recipe.backend.name != default():
-        raise UsageError(
-            f"backend.name is {recipe.backend.name}, which is not supported where {why}",
-            f"--set backend.name={default()}",
-        )
+def _require_one_rank(recipe: Recipe, why: str) -> None:
+    """Raise UsageError unless one process runs the model; `why` names the layer that needs it."""
     if recipe.backend.tensor_parallel > 1:
         raise UsageError(
             f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, which is not supported where {why}",

@@ -147,10 +147,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
 def plugins(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The path of a fake plugin library that has the operators of ONNX Runtime's native library."""
     from kvexport.backends.onnxruntime import operators as native
+    from tests.support.fake_tensorrt_plugins import LIBRARY
 
     if native.library() is None:
         pytest.skip(f"not reached: {native.why_no_library()[0]} (make native)")
     path = tmp_path / "libkvexport_tensorrt.so"
-    path.write_text("plugins\nVoteAttention 1\nMergeCache 1\n")
+    path.write_text(LIBRARY)
     monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", str(path))
     return path

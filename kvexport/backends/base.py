@@ -159,7 +159,6 @@ class Backend(ABC):
         prepared: The files that `preparation` may add to an artifact; empty if the ONNX graphs are enough.
         verified: The files whose digests `load` compares itself, when it reads them.
         positive_scales: Whether packed weights must have scales above 0.
-        runs_experts: Whether the backend runs Experts nodes, by a kernel or by their ONNX function.
         runs_adapters: Whether the backend runs decoders that take LoRA adapters.
     """
 
@@ -169,7 +168,6 @@ class Backend(ABC):
     prepared: ClassVar[frozenset[str]] = frozenset()
     verified: ClassVar[frozenset[str]] = frozenset()
     positive_scales: ClassVar[bool] = False
-    runs_experts: ClassVar[bool] = True
     runs_adapters: ClassVar[bool] = False
 
     @abstractmethod
@@ -256,6 +254,10 @@ class Backend(ABC):
             weight_bytes: Bytes of the weights, packed or in the recipe's dtype.
         """
         return {}
+
+    def experts_problem(self, recipe: Recipe) -> tuple[str, str] | None:
+        """Return why a recipe's artifact cannot have a mixture of experts, and the setting that avoids it, or None."""
+        return None
 
     def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
         """Return why the backend cannot run a packed (4- or 8-bit) weight and the setting that avoids it, or None.

@@ -41,7 +41,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     """
     import torch
 
-    from kvexport.export.hooks.experts import refuse_experts
+    from kvexport.export.hooks.experts import expert_modules
     from kvexport.export.model.adapter import read_recipe_checkpoint
     from kvexport.export.model.checkpoint import is_gguf, resolve_checkpoint
     from kvexport.export.model.config import load_config, says_quantized
@@ -62,8 +62,8 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
         config = load_config(str(source), recipe)
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.rotary_length)
         backend = backends.get(recipe.backend.name)
-        if not backend.runs_experts:
-            refuse_experts(model, recipe.backend.name)
+        if (problem := backend.experts_problem(recipe)) and any(expert_modules(model)):
+            raise UsageError(*problem)
         if recipe.adapters.count and not backend.runs_adapters:
             able = " or ".join(b.name for b in backends.all_backends() if b.runs_adapters)
             raise UsageError(

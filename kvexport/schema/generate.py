@@ -92,7 +92,11 @@ def reader() -> str:
         "// it reads a node.",
         f'inline constexpr const char* kSchema = "{schema_digest()}";\n',
     ]
-    for name, attributes in (("VoteAttention", VOTE_ATTENTION.attributes), ("MergeCache", MERGE_CACHE.attributes)):
+    for name, attributes in (
+        ("VoteAttention", VOTE_ATTENTION.attributes),
+        ("MergeCache", MERGE_CACHE.attributes),
+        ("Experts", EXPERTS_ATTRIBUTES),
+    ):
         lines.append(f"inline constexpr AttributeName k{name}Attributes[] = {{")
         lines += [f'    {{"{a.name}", {_KINDS[a.kind]}}},' for a in attributes] + ["};\n"]
     for name, fields in (

@@ -63,6 +63,18 @@ inline constexpr AttributeName kMergeCacheAttributes[] = {
     {"cache_positions", kInt},
 };
 
+inline constexpr AttributeName kExpertsAttributes[] = {
+    {"activation", kWord},
+    {"gate", kInt},
+    {"slope", kFloat},
+    {"limit", kFloat},
+    {"up_offset", kFloat},
+    {"bias", kInt},
+    {"packed", kInts},
+    {"group", kInts},
+    {"float_input", kInt},
+};
+
 template <class Node>
 void read_attributes(const Node& node, KvVoteAttention& x) {
   x.scale = node.number("scale");

@@ -49,6 +49,23 @@ Items vote_attention() {
           real("softcap", {0}),     whole("sliding_window", {0})};
 }
 
+// Returns the fields of experts of floats, or with packed weights.
+Items experts(size_t which) {
+  Items items = {word("activation", "silu"), whole("gate", {1}),     real("slope", {1.702f}),
+                 real("limit", {7}),         real("up_offset", {1}), whole("bias", {1})};
+  if (which % 3 == 0) return items;
+  const bool table = which % 3 == 1;
+  for (const Item& item : {whole("packed", {table ? 5 : 1, 2}), whole("group", {32, 16}), whole("float_input", {0}),
+                           whole("bits", {4, 8}), whole("signed", {0, 1})})
+    items.push_back(item);
+  return items;
+}
+
+Items linear_attention(size_t which) {
+  static const char* const rules[] = {"linear", "gated", "delta", "gated_delta"};
+  return {whole("heads", {4}), whole("key_heads", {2}), word("update_rule", rules[which % 4]), real("scale", {0.5f})};
+}
+
 // Returns the fields of a merge policy that drops by position, with these changes.
 Items merge_cache(const Items& changes) {
   Items items = {whole("budget", {64}),
@@ -156,7 +173,7 @@ bool spoil(Random& random, Item& item) {
     const std::string& name = item.name;
     if (name == "decay" || name == "select_decay" || name == "weigh_decay" || name == "residual") bad = {-1, 0, 2, NAN};
     if (name == "recency_weight") bad = {-1, 0};
-    if (name == "softcap" || name == "tau" || name == "error_exponent") bad = {-1, NAN};
+    if (name == "softcap" || name == "tau" || name == "error_exponent" || name == "limit") bad = {-1, NAN};
     if (name == "key_factor_max" || name == "votes_max") bad = {-1, 0, 0.5f, NAN};
     if (name == "inverse_frequencies") return false;
     const float x = bad[random.below(bad.size())];
@@ -247,8 +264,35 @@ Verdict mutate(Random& random, Items& items) {
   }
 }
 
+struct Tested {
+  const char* op;
+  Items (*fields)(size_t which);
+  int32_t outputs;
+  std::vector<std::vector<int64_t>> inputs;  // usual shapes; a random choice leaves out the last ones
+  size_t optional;
+};
+const std::vector<int64_t> kKey = {2, 2, 128, 8}, kSlots = {2, 2, 128};
+const std::vector<Tested> kTested = {
+    {"VoteAttention",
+     [](size_t) { return vote_attention(); },
+     6,
+     {{2, 4, 3, 8}, {2, 2, 3, 8}, {2, 2, 3, 8}, {2, 3}, {2, 1}, kKey, kKey, kSlots, {2, 2, 2, 128}, kSlots, {4}},
+     1},
+    {"MergeCache", merge_cache, 5, {kKey, kKey, kSlots, {2, 2, 1, 128}, kSlots}, 0},
+    {"Experts",
+     experts,
+     1,
+     {{6, 64}, {6, 2}, {6, 2}, {4, 64, 32}, {4, 64, 2}, {16}, {4, 64}, {4, 64, 32}, {4, 64, 2}, {512}, {4, 64}},
+     4},
+    {"LinearAttention",
+     linear_attention,
+     2,
+     {{2, 3, 16}, {2, 3, 16}, {2, 3, 24}, {2, 4, 8, 6}, {2, 1}, {2, 3, 4}, {2, 3, 4}},
+     2},
+};
+
 // Gives the plugin tensors of nearly the right shapes; any answer is allowed.
-void drive(Random& random, IPluginV3* plugin, bool attention) {
+void drive(Random& random, IPluginV3* plugin, const Tested& tested) {
   const int64_t sizes[] = {-1, 0, 1, 2, 4, 8, 16, 64, 256, int64_t{1} << 33, -7};
   const auto size = [&](int64_t usual) { return random.below(12) ? usual : sizes[random.below(11)]; };
   const auto dims = [&](std::vector<int64_t> usual) {
@@ -257,13 +301,10 @@ void drive(Random& random, IPluginV3* plugin, bool attention) {
     for (int32_t i = 0; i < 8; ++i) d.d[i] = size(i < static_cast<int32_t>(usual.size()) ? usual[i] : 1);
     return d;
   };
-  std::vector<std::vector<int64_t>> usual = {
-      {2, 2, 128, 8}, {2, 2, 128, 8}, {2, 2, 128}, {2, 2, attention ? 2 : 1, 128}, {2, 2, 128}};
-  if (attention) {
-    usual.insert(usual.begin(), {{2, 4, 3, 8}, {2, 2, 3, 8}, {2, 2, 3, 8}, {2, 3}, {2, 1}});
-    if (random.below(2)) usual.push_back({4});
-  }
-  const int32_t outputs = attention ? 6 : 5, inputs = static_cast<int32_t>(usual.size()) - (random.below(20) == 0);
+  const std::vector<std::vector<int64_t>>& usual = tested.inputs;
+  const int32_t outputs = tested.outputs;
+  const int32_t inputs =
+      static_cast<int32_t>(usual.size() - random.below(tested.optional + 1)) - (random.below(20) == 0);
   std::vector<DynamicPluginTensorDesc> open;
   std::vector<PluginTensorDesc> fixed;
   std::vector<DataType> types;
@@ -314,9 +355,9 @@ std::unique_ptr<IPluginV3> create(Verdict verdict, Items items, const char* op, 
 
 void run_case(uint64_t seed, Log& log, Counts& counts) {
   Random random(seed);
-  const bool attention = random.below(2) == 0;
-  const char* op = attention ? "VoteAttention" : "MergeCache";
-  const Items good = attention ? vote_attention() : merge_cache(random.below(64));
+  const Tested& tested = kTested[random.below(kTested.size())];
+  const char* op = tested.op;
+  const Items good = tested.fields(random.below(64));
   const std::unique_ptr<IPluginV3> original = create(kSame, good, op, TensorRTPhase::kBUILD, "", log, counts);
   if (!original) return;
   const std::string text = build_of(original.get())->getTimingCacheID();
@@ -329,8 +370,8 @@ void run_case(uint64_t seed, Log& log, Counts& counts) {
   const Items serialized = items_of(runtime_of(clone.get())->getFieldsToSerialize());
   const std::string own = build_of(one)->getTimingCacheID();
   const auto again = create(kSame, serialized, op, TensorRTPhase::kRUNTIME, own, log, counts);
-  if (again) drive(random, again.get(), attention);
-  if (attached) drive(random, attached.get(), attention);
+  if (again) drive(random, again.get(), tested);
+  if (attached) drive(random, attached.get(), tested);
   Items mutated = items_of(runtime_of(original.get())->getFieldsToSerialize());
   const Verdict expected = mutate(random, mutated);
   create(expected, mutated, op, TensorRTPhase::kRUNTIME, text, log, counts);

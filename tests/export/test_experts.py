@@ -189,14 +189,6 @@ def test_the_plan_shows_the_bytes_of_all_experts_and_of_those_that_a_token_reads
     assert summary["experts"].endswith(f"of which a token reads {format_bytes(small.expert_read_bytes)}")
 
 
-def test_tensorrt_refuses_experts_by_name(tmp_path: Path) -> None:
-    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["gpt_oss"]())
-    recipe = models.make_recipe(checkpoint, limits={"max_length": 160})
-    with_tensorrt = recipe.model_copy(update={"backend": recipe.backend.model_copy(update={"name": "tensorrt"})})
-    with pytest.raises(UsageError, match=r"GptOssExperts \('model.layers.0.mlp.experts'\) is a mixture of experts"):
-        read_model(with_tensorrt)
-
-
 def test_a_missing_expert_is_named_before_a_weight_is_read(tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["qwen3_moe"]())
     tensors = load_file(checkpoint / "model.safetensors")

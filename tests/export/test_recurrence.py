@@ -166,7 +166,6 @@ def test_states_of_another_size_are_refused_by_name(hybrid: tuple[Engine, Path],
     ("sections", "problem"),
     [
         ({"cache": {"method": "full", "periodic": {"slots": 120}}}, "cache.periodic.slots is 120"),
-        ({"backend": {"name": "tensorrt"}}, "backend.name is tensorrt"),
         ({"backend": {"tensor_parallel": 2}}, "backend.tensor_parallel is 2"),
     ],
 )

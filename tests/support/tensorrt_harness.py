@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
+from kvexport.ops.experts import ExpertsForm
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -21,8 +23,11 @@ from plugins.building import make
 from tests.conformance.cuda_library import STATE, HostMemory
 
 Arrays = dict[str, np.ndarray]
-FLOAT, HALF, INT32, BF16, INT64 = 0, 1, 3, 7, 8  # nvinfer1::DataType
-TYPES = {"float32": FLOAT, "float16": HALF, "int32": INT32, "uint16": BF16, "int64": INT64}  # uint16: bfloat16's bits
+FLOAT, HALF, INT8, INT32, BF16, INT64 = 0, 1, 2, 3, 7, 8  # nvinfer1::DataType
+TYPES = {
+    "float32": FLOAT, "float16": HALF, "int8": INT8, "int32": INT32, "uint16": BF16, "int64": INT64,
+}  # fmt: skip
+"""The types of TensorRT by numpy's names; numpy has no bfloat16, and uint16 has its bits."""
 FIELD_FLOAT32, FIELD_INT32, FIELD_CHAR, FIELD_INT64 = 1, 5, 6, 10  # nvinfer1::PluginFieldType
 LINEAR = 0
 BUILD, RUNTIME = 0, 1
@@ -92,6 +97,21 @@ ATTENTION = parsed(
     )
 )
 MERGE = parsed(merge_cache_node_attributes(MergeCacheAttributes(all_methods()["h2o"](), 64, 2, 8)))
+EXPERTS = parsed(ExpertsForm("silu", limit=7.0, bias=1, packed=(5, 2), group=(32, 16)).attributes) | parsed(
+    {"bits": [4, 8], "signed": [0, 0]}
+)
+LINEAR_ATTENTION = parsed({"heads": 4, "key_heads": 2, "update_rule": "gated_delta", "scale": 0.5})
+FIELDS = {
+    "VoteAttention": ATTENTION, "MergeCache": MERGE, "Experts": EXPERTS, "LinearAttention": LINEAR_ATTENTION,
+}  # fmt: skip
+"""The fields of one plugin of each operator."""
+
+
+def fields_of(node: onnx.NodeProto) -> dict[str, tuple[int, bytes, int]]:
+    """Return the fields that TensorRT's parser makes of the attributes of an ONNX node."""
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    values = {name: x.decode() if isinstance(x, bytes) else x for name, x in values.items()}
+    return parsed({name: x for name, x in values.items() if name not in ("plugin_version", "plugin_namespace")})
 
 
 class Harness:
@@ -168,7 +188,7 @@ class Plugin:
 
 
 class Caller:
-    """Both operators, run by plugins that were created, serialized, read again and attached to a context.
+    """The operators, run by plugins that were created, serialized, read again and attached to a context.
 
     Its methods have the names and types of those of cuda_library.Caller. `memory` is the kernels' memory, one of the
     classes in cuda_library.
@@ -180,18 +200,33 @@ class Caller:
     def vote_attention(self, inputs: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
         feed = {name: inputs[name] for name in INPUTS if name in inputs}
         names = ("output", *(f"present_{name}" for name in STATE))
-        return self._run("VoteAttention", vote_attention_node_attributes(attributes), feed, names, "past_", in_place)
+        return self._run(
+            "VoteAttention", parsed(vote_attention_node_attributes(attributes)), feed, names, "past_", in_place
+        )
 
     def prepared_attention(self, inputs: Arrays, attributes: Any) -> tuple[Callable[[], None], dict[str, Any]]:
         """Return a function that enqueues one in-place call, and the call's outputs in the kernels' memory."""
         feed = {name: inputs[name] for name in INPUTS if name in inputs}
         names = ("output", *(f"present_{name}" for name in STATE))
-        return self._prepared("VoteAttention", vote_attention_node_attributes(attributes), feed, names, "past_", True)
+        return self._prepared(
+            "VoteAttention", parsed(vote_attention_node_attributes(attributes)), feed, names, "past_", True
+        )
 
     def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
         feed = {name: state[name] for name in STATE}
         names = tuple(f"present_{name}" for name in STATE)
-        return self._run("MergeCache", merge_cache_node_attributes(attributes), feed, names, "", in_place)
+        return self._run("MergeCache", parsed(merge_cache_node_attributes(attributes)), feed, names, "", in_place)
+
+    def node(self, node: onnx.NodeProto, tensors: Arrays, *, in_place: bool = False) -> Arrays:
+        """Run an ONNX node that `for_tensorrt` converted.
+
+        Args:
+            node: The node.
+            tensors: Its inputs by their names.
+            in_place: Whether an output `present_x` has the memory of the input `past_x`.
+        """
+        feed = {name: tensors[name] for name in node.input}
+        return self._run(node.op_type, fields_of(node), feed, list(node.output), "past_", in_place)
 
     def _run(self, *call: Any) -> Arrays:
         enqueue, outputs = self._prepared(*call)
@@ -199,9 +234,9 @@ class Caller:
         return {name: self.memory.get(x) for name, x in outputs.items()}
 
     def _prepared(
-        self, op: str, attributes: dict[str, Any], feed: Arrays, names: Sequence[str], past: str, in_place: bool
+        self, op: str, fields: Mapping[str, Any], feed: Arrays, names: Sequence[str], past: str, in_place: bool
     ) -> tuple[Callable[[], None], dict[str, Any]]:
-        created = self.harness.create(op, parsed(attributes))
+        created = self.harness.create(op, fields)
         if created is None:
             raise RuntimeError(self.harness.log())
         plugin = created.another("again").another("attach")

@@ -11,6 +11,7 @@ import onnx
 
 from kvexport.backends.tensorrt.engines import PLANS
 from kvexport.backends.tensorrt.graphs import for_tensorrt, plugin_refusal
+from kvexport.backends.tensorrt.plugin import OPERATORS as PLUGINS
 
 DOCUMENTED = json.loads((Path(__file__).parent / "tensorrt_operators.json").read_text())
 OPERATORS = {*DOCUMENTED["supported"], *DOCUMENTED["added"]}
@@ -38,13 +39,24 @@ def attribute(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
 
 
 def problems(model: onnx.ModelProto) -> Iterator[str]:
-    """Return the places where the graph violates TensorRT's list of operators."""
-    by_value = {value.name for value in model.graph.input}  # known only when the engine runs
-    constant = {value.name for value in model.graph.initializer}
-    for node in model.graph.node:
+    """Return the places where the graph violates TensorRT's list of operators, bodies of loops included."""
+    yield from graph_problems(model.graph, set(), set())
+
+
+def graph_problems(graph: onnx.GraphProto, by_value: set[str], constant: set[str]) -> Iterator[str]:
+    """Return the problems of a graph or of the body of a loop.
+
+    Args:
+        graph: The graph.
+        by_value: The values of the graph around it that are only known when the engine runs.
+        constant: The constants of the graph around it.
+    """
+    by_value = by_value | {value.name for value in graph.input}
+    constant = constant | {value.name for value in graph.initializer}
+    for node in graph.node:
         where = f"{node.op_type} {node.name}"
         own = node.domain == "kvexport"
-        if own and node.op_type not in ("VoteAttention", "MergeCache"):
+        if own and node.op_type not in PLUGINS:
             yield f"{where} is of domain kvexport and no plugin"
         if not own and (node.domain not in ("", "ai.onnx") or node.op_type not in OPERATORS):
             yield f"{where} is not documented"
@@ -59,6 +71,8 @@ def problems(model: onnx.ModelProto) -> Iterator[str]:
             yield f"{where} is not sorted"
         if node.op_type == "LayerNormalization" and len([x for x in node.output if x]) > 1:
             yield f"{where} has more than one output"
+        for body in (a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH):
+            yield from graph_problems(body, by_value, constant)
         if node.op_type == "Constant":
             constant.update(node.output)
         elif node.op_type not in ("Shape", "Size") and by_value.intersection(node.input):

@@ -32,7 +32,6 @@ class TensorRT(Backend):
     verified = frozenset({"decoder.plan", "merge.plan", "top_logits.plan"})
     prepared = verified | {"tensorrt.log"}
     positive_scales = True
-    runs_experts = False
 
     def needs_gpu(self, recipe: Recipe) -> bool:
         """Return True: TensorRT engines run only on an NVIDIA GPU."""
@@ -91,6 +90,17 @@ class TensorRT(Backend):
         if slots > MOST_SORTED and (problem := merge_problem(cache, recipe.cache.build_method())):
             rows["engines for some GPUs"] = f"none can be built: {problem}, and TensorRT sorts {MOST_SORTED}"
         return rows
+
+    def experts_problem(self, recipe: Recipe) -> tuple[str, str] | None:
+        """Return why TensorRT cannot run experts: the recipe leaves the plugin out, and there is no function for them.
+
+        Whether there is a plugin for the machine that runs the engines is only known when it builds them.
+        """
+        from kvexport.backends.tensorrt import section
+
+        if section.of(recipe).tensorrt.plugin != "never":
+            return None
+        return plugin.experts_problem("backend.tensorrt.plugin is never"), "--set backend.tensorrt.plugin=auto"
 
     def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
         """Return why TensorRT cannot run a packed (quantized) weight and the setting that avoids it; None if it can."""

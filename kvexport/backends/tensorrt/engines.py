@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from kvexport.artifact.manifest import Limits, Manifest
-from kvexport.backends.gpu_limits import merge_problem
+from kvexport.backends.gpu_limits import merge_problem, recurrence_problem
 from kvexport.backends.tensorrt.cuda import Cuda
 from kvexport.backends.tensorrt.environment import Gpu, import_tensorrt, require_build_memory, require_gpu
 from kvexport.backends.tensorrt.graphs import for_tensorrt, operators_of, plugin_refusal
 from kvexport.backends.tensorrt.log import STEPS, make_log, make_monitor
+from kvexport.backends.tensorrt.packed import EXPERTS
+from kvexport.backends.tensorrt.plugin import BUILD, experts_problem, library, refusal, register, why_no_library
 from kvexport.backends.tensorrt.plugin import VERSION as PLUGIN_VERSION
-from kvexport.backends.tensorrt.plugin import library, refusal, register, why_no_library
 from kvexport.backends.tensorrt.record import NAME, EngineRecord
 from kvexport.backends.tensorrt.section import TensorRTSection
 from kvexport.backends.tensorrt.weights import require_taken
@@ -118,6 +119,7 @@ class EngineBuilder:
         Raises:
             UsageError: If TensorRT does not support a packed weight.
             EnvironmentProblem: If plugins are required and do not support a node, or the memory is too small.
+                Experts always need the plugin.
             KvexportError: If TensorRT cannot build an engine, with TensorRT's message.
         """
         state, vocabulary = manifest.cache, manifest.model.vocabulary
@@ -160,15 +162,22 @@ class EngineBuilder:
         """
         import onnx
 
+        wide = recurrence_problem(manifest.cache)
+
+        def why_not(node: onnx.NodeProto) -> str | None:
+            return self._refusal(node) or (wide if node.op_type == "LinearAttention" else None)
+
         converted = []
         for kind, graph in manifest.graphs.files():
             parsed = onnx.load(folder / graph, load_external_data=False)
-            model, reasons = for_tensorrt(parsed, self._refusal, alias_state=self.options.alias_state)
+            model, reasons = for_tensorrt(parsed, why_not, alias_state=self.options.alias_state)
             require_taken(model, folder)
             if self.options.plugin == "always" and any(reasons.values()):
                 raise EnvironmentProblem(
                     next(filter(None, reasons.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"
                 )
+            if why := reasons.get(EXPERTS):
+                raise EnvironmentProblem(experts_problem(why), BUILD)
             if why := reasons.get("MergeCache"):
                 capability = self.gpu.compute_capability
                 limit = merge_problem(manifest.cache, manifest.recipe.cache.build_method(), capability)
@@ -278,8 +287,10 @@ def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[i
         return (batch, tokens)
     if name in ("query_length", "past_length"):
         return (batch, 1)
-    _, layer, kind = name.split(".")
-    return state.caches[int(layer)].shapes(batch)[kind]
+    place, kind = name.split(".", 1)[1].rsplit(".", 1)
+    if place.isdigit():
+        return state.caches[int(place)].shapes(batch)[kind]
+    return next(layer for layer in state.states if layer.place == place).shapes(batch)[kind]
 
 
 def cache_folder() -> Path:

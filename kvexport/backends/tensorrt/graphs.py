@@ -2,7 +2,8 @@
 
 The parser distinguishes functions only by name, so the first of several overloads would replace all others. It also
 fixes every shape before it knows a value. The conversion therefore removes the functions of nodes that a plugin
-supports, and inlines all other functions. No plugin supports ragged nodes, so these become one node for each KV head.
+supports, and inlines all other functions. No plugin supports ragged nodes, so these become one node for each KV head. A
+plugin has no optional inputs before others, so a node loses the inputs that it leaves out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kvexport.backends.tensorrt.plugin import NAMESPACE, OPERATORS
+from kvexport.backends.tensorrt.packed import EXPERTS, add_byte_fields, as_bytes
+from kvexport.backends.tensorrt.plugin import CACHE_OPERATORS, NAMESPACE, OPERATORS, STATEFUL
 from kvexport.backends.tensorrt.weights import with_typed_weights
 from kvexport.errors import KvexportError
 from kvexport.schema.operators import RAGGED
@@ -18,7 +20,7 @@ from kvexport.schema.operators import RAGGED
 if TYPE_CHECKING:
     import onnx
 
-# The name of a field of both plugins (plugins/bindings/tensorrt/operators.h).
+# The name of a field of the plugins in STATEFUL (plugins/bindings/tensorrt/tensors.h).
 ALIAS_STATE = "alias_state"
 # Values in MergeCache's function: the evicted rows, and their largest number, which is capacity - budget.
 EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
@@ -43,22 +45,49 @@ def for_tensorrt(
     from onnx import inliner
 
     if any(function.name.startswith(RAGGED) for function in model.functions):
-        model = inliner.inline_selected_functions(model, [(NAMESPACE, RAGGED + name) for name in OPERATORS])
-    whys: dict[str, str] = {}
-    for node in model.graph.node:
-        if node.domain == NAMESPACE and node.op_type in OPERATORS:
-            whys[node.op_type] = whys.get(node.op_type) or refusal(node) or ""
+        model = inliner.inline_selected_functions(model, [(NAMESPACE, RAGGED + name) for name in CACHE_OPERATORS])
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
+    tensors = {tensor.name: tensor for tensor in copy.graph.initializer}
+    plugins = {i: _plugin_node(node, tensors) for i, node in enumerate(copy.graph.node) if _is_own(node)}
+    whys: dict[str, str] = {}
+    for node in plugins.values():
+        whys[node.op_type] = whys.get(node.op_type) or refusal(node) or ""
     del copy.functions[:]
     for function in model.functions:
         if function.domain != NAMESPACE or whys.get(function.name, "no plugin"):
             copy.functions.append(with_static_rows(function) if function.name == "MergeCache" else function)
-    for node in copy.graph.node:
-        if node.domain == NAMESPACE and whys.get(node.op_type) == "":
-            node.overload = ""
+    for i, node in plugins.items():
+        if whys[node.op_type]:
+            continue
+        if node.op_type in STATEFUL:
             node.attribute.append(onnx.helper.make_attribute(ALIAS_STATE, int(alias_state)))
+        else:
+            as_bytes(node, tensors)
+        copy.graph.node[i].CopyFrom(node)
     return with_typed_weights(inliner.inline_local_functions(copy)), whys
+
+
+def _is_own(node: onnx.NodeProto) -> bool:
+    return node.domain == NAMESPACE and node.op_type in OPERATORS
+
+
+def _plugin_node(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> onnx.NodeProto:
+    """Return a node as the plugin of its operator would run it.
+
+    Args:
+        node: The node.
+        tensors: The graph's initializers by their names.
+    """
+    import onnx
+
+    plugin = onnx.NodeProto()
+    plugin.CopyFrom(node)
+    plugin.overload = ""
+    plugin.input[:] = [name for name in node.input if name]
+    if node.op_type == EXPERTS:
+        add_byte_fields(plugin, tensors)
+    return plugin
 
 
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
@@ -99,6 +128,10 @@ def plugin_refusal(reason: str) -> Callable[[onnx.NodeProto], str]:
 
 
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:
-    """Return by operator how TensorRT runs it, for the manifest; None for an operator that the artifact lacks."""
-    result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in OPERATORS}
+    """Return by operator how TensorRT runs it, for the manifest.
+
+    MergeCache is None if the artifact merges nothing. Experts and LinearAttention are left out if it has no such node.
+    """
+    named = [name for name in OPERATORS if name in whys or name in CACHE_OPERATORS]
+    result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in named}
     return result if has_merge else {**result, "MergeCache": None}

@@ -1,7 +1,7 @@
 """A model on TensorRT engines, with its KV caches on the GPU.
 
-With plugins, past and present of a state tensor have one address. With ONNX functions, present has another address and
-is copied back, because TensorRT may run the nodes of a function in any order.
+If a plugin updates a state tensor, past and present have one address. If several nodes update it, present has another
+address and is copied back, because TensorRT may run the nodes in any order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ class TensorRTState(ModelState):
         # Engines run one after another in the stream, so all execution contexts share one piece of scratch memory.
         self.scratch = Arena(self.cuda, {"memory": ((engines.memory_size,), np.uint8)})
         # Memory for present tensors that must not overwrite past, and for lanes whose address is not aligned.
-        self.spare = None if all(engines.in_place.values()) else Arena(self.cuda, tensors)
+        kept = [name for name in tensors if name not in engines.overwritten["decoder"]]
+        if engines.merge is not None:
+            merged = set(names(engines.merge)) - engines.overwritten["merge"]
+            kept = [name for name in tensors if name in {*kept, *merged}]
+        self.spare = Arena(self.cuda, {name: tensors[name] for name in kept}) if kept else None
         unaligned = any(self.state.size(name) // lanes % ALIGNMENT for name, _ in self.names)
         self.gathered = Arena(self.cuda, tensors) if unaligned and lanes > 1 else None
         self.clear(0, lanes)
@@ -74,7 +78,7 @@ class TensorRTState(ModelState):
         return self.state.pointer(name) + first * share, count * share
 
     def bind_lanes(
-        self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, in_place: bool
+        self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, kind: str
     ) -> tuple[list[Copy], list[Copy]]:
         """Bind the state tensors of some batch lanes to a TensorRT execution context.
 
@@ -86,7 +90,7 @@ class TensorRTState(ModelState):
             first: The first lane.
             count: The number of lanes.
             width: The tokens of each lane.
-            in_place: Whether present may overwrite past.
+            kind: The engine of the context: decoder or merge.
 
         Returns:
             The copies that are needed before a run, and those after it.
@@ -100,7 +104,7 @@ class TensorRTState(ModelState):
                 past = self.gathered.pointer(name)
                 before.append((past, place, size))
             result = past
-            if not in_place:
+            if name not in self.engines.overwritten[kind]:
                 assert self.spare is not None
                 result = self.spare.pointer(name)
             if result != place:
@@ -335,11 +339,11 @@ class _Call:
         if phase.largest is not None:
             bind(self.finder, "logits", phase.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
         bind(self.context, "present_length", phase.length.pointer("present_length"))
-        in_place = backend.engines.in_place["decoder"]
         self._before, self._after = backend.bind_lanes(
-            self.context, backend.names, first, count, width=width, in_place=in_place
+            self.context, backend.names, first, count, width=width, kind="decoder"
         )
-        if backend.spare is not None and not in_place and count == backend.lanes:
+        if backend.spare is not None and not backend.engines.overwritten["decoder"] and count == backend.lanes:
+            # The spare memory then has all tensors, in the order of the state's.
             self._after = [(backend.state.device, backend.spare.device, backend.state.nbytes)]
         self._bound = (width, first, count)
 
@@ -375,7 +379,7 @@ class _Merge:
         if (first, last) != self._bound:
             backend = self.backend
             self._before, self._after = backend.bind_lanes(
-                self.context, self._names, first, last - first, width=1, in_place=backend.engines.in_place["merge"]
+                self.context, self._names, first, last - first, width=1, kind="merge"
             )
             self._bound = (first, last)
             self._replay = backend.engines.replay(backend.stream, "merging")

@@ -13,9 +13,27 @@ from kvexport.backends.tensorrt.environment import REBUILD, import_runtime, requ
 from kvexport.backends.tensorrt.log import make_log
 from kvexport.backends.tensorrt.plugin import register
 from kvexport.backends.tensorrt.record import check_plan, engine_record
+from kvexport.cache import LayerStates
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError
 
-_OPERATOR = {"decoder": "VoteAttention", "merge": "MergeCache"}
+
+def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
+    """Return by engine the state inputs whose memory may be that of their outputs: those that one plugin updates.
+
+    A convolution's state is updated by several nodes, which TensorRT may run in any order.
+
+    Args:
+        manifest: The manifest of the artifact.
+    """
+    plugins = {operator for operator, how in manifest.operators.items() if how == "plugin"}
+    cache = {past for past, _, layer, _ in manifest.cache.state_names() if not isinstance(layer, LayerStates)}
+    recurrent = {past for past, *_, kind in manifest.cache.state_names() if kind.startswith("recurrent_state")}
+    decoder = [*cache] if "VoteAttention" in plugins else []
+    decoder += [*recurrent] if "LinearAttention" in plugins else []
+    return {
+        "decoder": frozenset(decoder),
+        "merge": frozenset(cache if "MergeCache" in plugins else ()),
+    }
 
 
 class Plans:
@@ -41,7 +59,7 @@ class Plans:
         self.trt = import_runtime(version_compatible=options.version_compatible)
         check_plan(engines, self.trt.__version__, gpu)
         self.streams_weights = options.weight_streaming is not None
-        self.in_place = {kind: manifest.operators.get(op) != "function" for kind, op in _OPERATOR.items()}
+        self.overwritten = overwritten(manifest)
         self.log = make_log(self.trt)
         if engines.plugin_version is not None and not options.embed_plugin:
             register(self.trt)

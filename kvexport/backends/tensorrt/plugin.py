@@ -1,6 +1,7 @@
-"""The shared library of the TensorRT plugins VoteAttention and MergeCache.
+"""The shared library of the TensorRT plugins of kvexport's operators.
 
 Without the library, or for a node that it does not support, an engine is built from the ONNX function of the node.
+TensorRT cannot run the function of Experts, because TensorRT has no scatter that adds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
 NAME = "libkvexport_tensorrt.so"
 VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
-OPERATORS = ("VoteAttention", "MergeCache")
+CACHE_OPERATORS = ("VoteAttention", "MergeCache")
+OPERATORS = (*CACHE_OPERATORS, "Experts", "LinearAttention")
+STATEFUL = (*CACHE_OPERATORS, "LinearAttention")
+"""The operators that write a present state, which may be the memory of the past one."""
 VERSION = "1"
 NAMESPACE = "kvexport"
 BUILD = (
@@ -51,6 +55,18 @@ def what_building_lacks() -> str | None:
     command = [sys.executable, str(root / "plugins" / "build.py"), "tensorrt", "--check"]
     message = subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip()
     return message.partition(" was not built: ")[2] or None
+
+
+def experts_problem(why: str) -> str:
+    """Return the text of an error that TensorRT cannot run a mixture of experts.
+
+    Args:
+        why: Why the plugin does not run them.
+    """
+    return (
+        "the model has a mixture of experts, which TensorRT runs by kvexport's plugin alone (it has no scatter that "
+        f"adds), and not here: {why}"
+    )
 
 
 def register(trt: Any) -> Path | None:
@@ -101,8 +117,8 @@ def refusal(trt: Any, node: Any) -> str | None:
         trt: The module tensorrt.
         node: The node, an onnx.NodeProto.
     """
-    operator = {"VoteAttention": VOTE_ATTENTION, "MergeCache": MERGE_CACHE}[node.op_type]
-    if len(node.input) > len(operator.inputs):
+    operator = {"VoteAttention": VOTE_ATTENTION, "MergeCache": MERGE_CACHE}.get(node.op_type)
+    if operator is not None and len(node.input) > len(operator.inputs):
         return f"the plugin does not take a method that keeps extra state, {node.input[-1].rpartition('.')[2]}"
     creator = trt.get_plugin_registry().get_creator(node.op_type, VERSION, NAMESPACE)
     fields = [field for attribute in node.attribute if (field := _field(trt, attribute)) is not None]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kvexport.backends.sections import default
 from kvexport.errors import UsageError
 from kvexport.ops.experts import ExpertsForm
 from kvexport.schema.operators import EXPERTS_ACTIVATIONS as ACTIVATIONS
@@ -89,16 +88,6 @@ def expert_layouts(model: nn.Module) -> dict[str, Layout]:
             layouts[f"{prefix}.{first}_bias"] = Layout(False, interleaved)
             layouts[f"{prefix}.down_proj_bias"] = Layout(False, False)
     return layouts
-
-
-def refuse_experts(model: nn.Module, backend: str) -> None:
-    """Raise UsageError if a model has experts, for a backend that does not support them."""
-    for name, module in expert_modules(model):
-        raise UsageError(
-            f"{type(module).__name__} ('{name}') is a mixture of experts, and the backend {backend} has no "
-            "plugin of the operator Experts",
-            f"--set backend.name={default()}",
-        )
 
 
 def chosen_shares(model: nn.Module) -> dict[str, float]:

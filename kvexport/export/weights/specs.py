@@ -86,7 +86,7 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
             if (packing := rounded.get(name)) is not None:
                 source = Rounded(source, packing, positive=positive)
             elif source.packing is not None and (
-                name in expansions or _why_floats(source, recipe, picked=name in embeddings)
+                name in expansions or (name not in layouts and _why_floats(source, recipe, picked=name in embeddings))
             ):
                 source = Dense(source)
             layout = layouts.get(name, PLAIN)
@@ -257,10 +257,10 @@ def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
     """Return notes on packed weights of the checkpoint that become floats."""
     cast: dict[tuple[str, str], list[str]] = {}
     embeddings, sources = _embeddings(model), parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
-    expansions = expansion_weights(model)
+    expansions, layouts = expansion_weights(model), expert_layouts(model)
     for name in initializer_names(model):
         source = checkpoint.computed.get(sources.get(name, ""))
-        if source is None or source.packing is None:
+        if source is None or source.packing is None or name in layouts:  # an Experts node reads every packed format
             continue
         why = EXPANSION if name in expansions else _why_floats(source, recipe, picked=name in embeddings)
         if why:

@@ -1,25 +1,19 @@
 // A node of Experts (docs/reference/contract.md, section 3): the experts that a router chose for each token.
 #pragma once
 
+#include "../node/experts.h"
 #include "weight.h"
 
 namespace kv {
 
-struct ExpertsNode {
-  int type, weights_type = KV_FLOAT32, activation = 0, float_input = 0;
-  bool gate, bias;
-  float slope, limit, up_offset;
-  std::vector<int> packed{0, 0}, group{0, 0};
+struct ExpertsNode : ExpertsAttributes {
+  int type, weights_type = KV_FLOAT32;
   Weight first, down;
 
-  ExpertsNode(const Ort::ConstKernelInfo& info, int type, const Keeping& keeping) : type(type) {
+  ExpertsNode(const Ort::ConstKernelInfo& info, int type, const Keeping& keeping)
+      : ExpertsAttributes(read_experts(Attributes(info, "Experts"))), type(type) {
     const Attributes node(info, "Experts");
-    activation = activation_of(node, node.word("activation"));
-    gate = node.integer("gate") != 0, bias = node.integer("bias") != 0;
-    slope = node.number("slope"), limit = node.number("limit"), up_offset = node.number("up_offset");
-    check(node, limit >= 0.0f, "limit", limit, "at least 0");
-    read_packing(node);
-    const size_t expected = 5 + 2 * bias + follow(packed[0]) + follow(packed[1]);
+    const size_t expected = 5 + 2 * bias + inputs_after(packed[0]) + inputs_after(packed[1]);
     node.require(info.GetInputCount() == expected,
                  "there are " + std::to_string(info.GetInputCount()) + " inputs, not " + std::to_string(expected));
     for (size_t i = 0; i < expected; ++i)
@@ -44,30 +38,6 @@ struct ExpertsNode {
     down = read(3 + first.count() + bias, 1);
     const Shape one = declared_shape(info, first.integers.input), other = declared_shape(info, down.integers.input);
     if (!one.empty() && !other.empty()) check_shapes(one, other);
-  }
-
-  static size_t follow(int packed) { return packed == 0 ? 0 : packed == 1 ? 1 : 2; }
-
-  static int activation_of(const Attributes& node, const std::string& word) {
-    static const char* const words[] = {"silu", "gelu", "gelu_tanh", "relu",
-                                        "relu_squared"};  // in the order of the ABI
-    for (int i = 0; i <= KV_EXPERTS_RELU_SQUARED; ++i)
-      if (word == words[i]) return i;
-    node.require(false, "the activation '" + word + "' is unknown");
-    return 0;
-  }
-
-  void read_packing(const Attributes& node) {
-    if (!node.has("packed")) return;
-    packed = node.integers("packed"), group = node.integers("group"), float_input = node.integer("float_input") != 0;
-    node.require(packed.size() == 2 && group.size() == 2, "packed and group have an entry for each of 2 weights, not " +
-                                                              std::to_string(packed.size()) + " and " +
-                                                              std::to_string(group.size()));
-    for (size_t i = 0; i < 2; ++i) {
-      check(node, packed[i] >= 0 && packed[i] <= 5, "packed", packed[i], "0 to 5");
-      check(node, packed[i] ? group[i] > 0 : group[i] == 0, "group", group[i],
-            packed[i] ? "positive of a packed weight" : "0 of a weight that is not packed");
-    }
   }
 
   // Throws if the weights [experts, inner or 2 inner, hidden] and [experts, hidden, inner] do not fit each other.

@@ -10,11 +10,11 @@ namespace kv {
 // input_heads, output_heads: if above 0, the tensor is [batch, heads, tokens, size] with this number of heads; if 0, it
 // is [batch, tokens, heads x size]. Lists have an entry for each product; `packed`, `group` and `adapted` have a last
 // entry for the gate. A node without packed weights omits `packed` and `group`. Only AdaptedLinear has `adapted`.
-struct LinearNode {
-  int type, input_heads, float_input = 0;
+struct LinearNode : Packing {
+  int type, input_heads;
   bool norm, gate, residual;
   float epsilon;
-  std::vector<int> output_heads, bias, rotated, packed, group, adapted;
+  std::vector<int> output_heads, bias, rotated, adapted;
   std::vector<Weight> weights;
   Weight gate_weight;
   std::vector<size_t> adapter_inputs;  // for each weight, the input `first`, which `second` follows; 0 without adapters
@@ -38,12 +38,12 @@ struct LinearNode {
       node.require(!rotated[i] || output_heads[i] > 0, "an output without heads is rotated");
     }
     node.require(count == 1 || !(gate || residual), "a gate or a residual goes with one product, not several");
-    read_packing(node, count + gate);
+    static_cast<Packing&>(*this) = read_packing(node, count + gate);
     if (takes_adapters) read_adapted(node, count + gate);
     size_t expected = 1 + norm + takes_adapters + count + gate + residual + 2 * is_rotated();
     for (const int one : bias) expected += one != 0;
     for (const int one : adapted) expected += one ? 2 : 0;
-    for (const int one : packed) expected += one == 0 ? 0 : one == 1 ? 1 : 2;
+    for (const int one : packed) expected += inputs_after(one);
     node.require(info.GetInputCount() == expected,
                  "there are " + std::to_string(info.GetInputCount()) + " inputs, not " + std::to_string(expected));
     node.require(info.GetOutputCount() == count,
@@ -80,21 +80,6 @@ struct LinearNode {
     for (size_t i = 0; i < count; ++i) {
       const Shape weight = declared_shape(info, weights[i].integers.input);
       if (!input.empty() && !weight.empty()) check_shapes(input, weight, output_heads[i]);
-    }
-  }
-
-  // Reads `packed` and `group` of `count` weights; the gate's are the last.
-  void read_packing(const Attributes& node, size_t count) {
-    packed.assign(count, 0), group.assign(count, 0);
-    if (!node.has("packed")) return;
-    packed = node.integers("packed"), group = node.integers("group"), float_input = node.integer("float_input") != 0;
-    node.require(packed.size() == count && group.size() == count,
-                 "packed and group have an entry for each of " + std::to_string(count) + " weights, not " +
-                     std::to_string(packed.size()) + " and " + std::to_string(group.size()));
-    for (size_t i = 0; i < count; ++i) {
-      check(node, packed[i] >= 0 && packed[i] <= 5, "packed", packed[i], "0 to 5");
-      check(node, packed[i] ? group[i] > 0 : group[i] == 0, "group", group[i],
-            packed[i] ? "positive of a packed weight" : "0 of a weight that is not packed");
     }
   }
 

@@ -4,26 +4,20 @@
 #include <tuple>
 
 #include "../../abi/linear_attention.h"
+#include "../node/linear_attention.h"
 #include "node.h"
 
 namespace kv {
 
-struct LinearAttentionNode {
+struct LinearAttentionNode : LinearAttentionAttributes {
   // The inputs in their order: query, key, value, past_state, query_length, then decay and beta. The update rule
   // decides which of the last two exist.
   static constexpr size_t kInputs = 7, kLength = 4, kDecay = 5, kBeta = 6;
-  int heads, key_heads;
-  float scale;
-  bool gated, delta;
 
-  explicit LinearAttentionNode(const Ort::ConstKernelInfo& info) {
+  explicit LinearAttentionNode(const Ort::ConstKernelInfo& info)
+      : LinearAttentionAttributes(read_linear_attention(Attributes(info, "LinearAttention"))) {
     const Attributes node(info, "LinearAttention");
-    heads = node.integer("heads"), key_heads = node.integer("key_heads"), scale = node.number("scale");
-    node.require(heads > 0 && key_heads > 0 && heads % key_heads == 0,
-                 std::to_string(heads) + " heads are no multiple of " + std::to_string(key_heads) + " key heads");
     const std::string rule = node.word("update_rule");
-    gated = rule == "gated" || rule == "gated_delta", delta = rule == "delta" || rule == "gated_delta";
-    node.require(gated || delta || rule == "linear", "the update rule '" + rule + "' is unknown");
     for (const auto& [i, name, expected] : {std::tuple(kDecay, "decay", gated), std::tuple(kBeta, "beta", delta)})
       node.require((i < info.GetInputCount() && has_input(info, i)) == expected,
                    std::string(name) + (expected ? " is missing" : " has no use") + " with the rule " + rule);

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "../node/attributes.h"
+#include "../node/packed.h"
 #include "huge_pages.h"
 #include "node.h"
 
@@ -79,8 +80,7 @@ struct Streamed {
 // A weight [outputs, inputs], or of Experts [experts, outputs, inputs]. If it is packed, its scale or exponent follows
 // it, and then its zero point, minimum or table, if it has one.
 struct Weight {
-  enum Packed { kNot, kScaled, kWithZero, kWithMinimum, kWithTable, kExponents };
-  int packed = kNot, group = 0;
+  int packed = kNotPacked, group = 0;
   int parts = 0;  // the matrices [outputs / parts, inputs] of each expert; 0: the weight is one matrix
   std::string op;
   Streamed integers, scale, offset;
@@ -169,10 +169,12 @@ struct Weight {
     panels = memory;
   }
 
-  bool stays() const { return integers.stays && (packed == kNot || scale.stays) && (!has_offset() || offset.stays); }
+  bool stays() const {
+    return integers.stays && (packed == kNotPacked || scale.stays) && (!has_offset() || offset.stays);
+  }
   bool has_offset() const { return packed == kWithZero || packed == kWithMinimum; }
-  bool has_table() const { return packed == kWithTable || packed == kExponents; }
-  size_t count() const { return packed == kNot ? 1 : packed == kScaled ? 2 : 3; }
+  bool has_table() const { return kv::has_table(packed); }
+  size_t count() const { return 1 + inputs_after(packed); }
   int bits() const {
     switch (integers.type) {
       case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4:

@@ -1,5 +1,5 @@
-// The two operators for TensorRT: their fields, the types and sizes of their tensors, and their calls. Arguments is the
-// struct of the kernels' C ABI.
+// The operators over KV caches for TensorRT: their fields, the types and sizes of their tensors, and their calls.
+// Arguments is the struct of the kernels' C ABI.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -10,19 +10,9 @@
 
 #include "../../cuda/kvexport_cuda.h"
 #include "../node/attributes.h"
-#include "../node/shapes.h"
-#include "fields.h"
+#include "tensors.h"
 
 namespace kv::tensorrt {
-
-using nvinfer1::DataType;
-
-// Returns the kernels' type of a cache's keys and values; -1 if they do not support it.
-inline int kernel_type(DataType type) {
-  if (type == DataType::kFLOAT) return KV_FLOAT32;
-  if (type == DataType::kHALF) return KV_FLOAT16;
-  return type == DataType::kBF16 ? KV_BFLOAT16 : -1;
-}
 
 // Returns the type of state tensor i: key, value, votes, score, position.
 inline DataType state_type(int i, DataType cache) {
@@ -35,31 +25,10 @@ inline KvState state_at(const void* const* tensors) {
   return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
 }
 
-// Returns a size of an input, -1 if it is not known. Ranks are checked later.
-inline int size_of(const std::vector<Shape>& inputs, size_t i, size_t d) {
-  const int64_t x = i < inputs.size() && d < inputs[i].size() ? inputs[i][d] : -1;
-  if (x < -1 || x > INT_MAX) throw Refusal("a size is out of range: " + std::to_string(x));
-  return static_cast<int>(x);
-}
-
-// A field of both plugins that is no attribute of the operators: whether a plugin declares that its present state and
-// its past state share memory. kvexport/backends/tensorrt/graphs.py writes it; without the field plugins do not declare
-// it.
-constexpr const char* kAliasState = "alias_state";
-
-// Returns an operator's attributes as the fields of a plugin. TensorRT's parser only passes attributes of these names.
-template <size_t N>
-std::vector<PluginField> fields_of(const AttributeName (&attributes)[N]) {
-  std::vector<PluginField> fields;
-  for (const AttributeName& one : attributes) {
-    const bool whole = one.kind == kInt || one.kind == kInts, list = one.kind == kFloats || one.kind == kInts;
-    const PluginFieldType type = one.kind == kWord ? PluginFieldType::kCHAR
-                                 : whole           ? PluginFieldType::kINT32
-                                                   : PluginFieldType::kFLOAT32;
-    fields.push_back({one.name, nullptr, type, list || one.kind == kWord ? 0 : 1});
-  }
-  fields.push_back({kAliasState, nullptr, PluginFieldType::kINT32, 1});
-  return fields;
+// Calls use(call) for the call and for those of fewer sequences.
+template <class Arguments, class Use>
+void each_batch(Arguments call, Use use) {
+  for (; call.batch > 0; --call.batch) use(call);
 }
 
 struct VoteAttention {
@@ -68,18 +37,22 @@ struct VoteAttention {
   // The number of inputs without and with sink logits; the first state tensor among inputs and among outputs.
   static constexpr int kLeastInputs = 10, kMostInputs = 11, kOutputs = 6, kPast = 5, kPresent = 1;
 
-  static std::vector<PluginField> fields() { return fields_of(kVoteAttentionAttributes); }
+  static std::vector<PluginField> fields() { return with_alias(fields_of(kVoteAttentionAttributes)); }
+  static int least_inputs() { return kLeastInputs; }
+  static int most_inputs() { return kMostInputs; }
+  static int past_of(int output) { return output < kPresent ? -1 : output - kPresent + kPast; }
 
   Arguments attributes{};
   explicit VoteAttention(const Fields& fields) { read_vote_attention(fields, attributes); }
 
-  static DataType input_type(int i, DataType cache) {
-    if (i < 3) return cache;
-    if (i < kPast) return DataType::kINT64;
-    return i < kLeastInputs ? state_type(i - kPast, cache) : DataType::kFLOAT;
+  static Types types(int i, DataType query) {
+    if (i == 0) return kFloatTypes;
+    if (i < 3) return {query};
+    if (i < kPast) return {DataType::kINT64};
+    return {i < kLeastInputs ? state_type(i - kPast, query) : DataType::kFLOAT};
   }
 
-  static void set_types(Arguments& a, int type) { a.query_type = a.cache_type = type; }
+  static void set_types(Arguments& a, const Types& inputs) { a.query_type = a.cache_type = kernel_type(inputs[0]); }
   Arguments sized(const std::vector<Shape>& inputs) const {
     Arguments a = attributes;
     a.batch = size_of(inputs, 5, 0), a.query_heads = size_of(inputs, 0, 1), a.heads = size_of(inputs, 5, 1);
@@ -87,6 +60,7 @@ struct VoteAttention {
     a.key_size = size_of(inputs, 5, 3), a.value_size = size_of(inputs, 6, 3);
     return a;
   }
+  static std::vector<Input> inputs(const Arguments& a) { return inputs_of(a); }
   std::string misfit(const Arguments&) const { return ""; }
   // Returns whether all sizes are known that an engine may not leave open.
   static bool is_fixed(const Arguments& a) {
@@ -104,11 +78,12 @@ struct VoteAttention {
     return kv_cuda_vote_attention_workspace(&a, bytes);
   }
   static const char* problem(const Arguments& a) { return kv_cuda_vote_attention_problem(&a); }
-  // Returns the calls, of this size or smaller, that need the most workspace: one token and several run other kernels.
-  static std::vector<Arguments> smaller(const Arguments& a) {
-    std::vector<Arguments> calls{a};
-    if (a.tokens > 1) calls.push_back(a), calls.back().tokens = 1;
-    return calls;
+  // Calls use(call) for the calls, of this size or smaller, that may need the most workspace: one token and several run
+  // other kernels, and a smaller batch may have more splits.
+  template <class Use>
+  static void each_smaller(Arguments a, Use use) {
+    each_batch(a, use);
+    if (a.tokens > 1) a.tokens = 1, each_batch(a, use);
   }
 
   // The initial content of the instance's device memory: the kernels' counters.
@@ -130,23 +105,27 @@ struct VoteAttention {
 struct MergeCache {
   using Arguments = KvMergeCache;
   static constexpr const char* kName = "MergeCache";
-  static constexpr int kLeastInputs = 5, kMostInputs = 5, kOutputs = 5, kPast = 0, kPresent = 0;
+  static constexpr int kOutputs = 5;
 
-  static std::vector<PluginField> fields() { return fields_of(kMergeCacheAttributes); }
+  static std::vector<PluginField> fields() { return with_alias(fields_of(kMergeCacheAttributes)); }
+  static int least_inputs() { return kOutputs; }
+  static int most_inputs() { return kOutputs; }
+  static int past_of(int output) { return output; }
 
   Arguments attributes{};
   std::vector<float> inverse_frequencies;
   explicit MergeCache(const Fields& fields) { read_merge_cache(fields, attributes, inverse_frequencies); }
 
-  static DataType input_type(int i, DataType cache) { return state_type(i, cache); }
+  static Types types(int i, DataType cache) { return i == 0 ? kFloatTypes : Types{state_type(i, cache)}; }
 
-  static void set_types(Arguments& a, int type) { a.cache_type = type; }
+  static void set_types(Arguments& a, const Types& inputs) { a.cache_type = kernel_type(inputs[0]); }
   Arguments sized(const std::vector<Shape>& inputs) const {
     Arguments a = attributes;
     a.batch = size_of(inputs, 0, 0), a.heads = size_of(inputs, 0, 1), a.capacity = size_of(inputs, 0, 2);
     a.key_size = size_of(inputs, 0, 3), a.value_size = size_of(inputs, 1, 3), a.statistics = size_of(inputs, 3, 2);
     return a;
   }
+  static std::vector<Input> inputs(const Arguments& a) { return inputs_of(a); }
   std::string misfit(const Arguments& a) const { return kv::misfit(attributes, a.key_size, a.statistics); }
   static bool is_fixed(const Arguments& a) {
     return a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0 && a.statistics >= 0;
@@ -159,7 +138,10 @@ struct MergeCache {
 
   static const char* workspace(const Arguments& a, size_t* bytes) { return kv_cuda_merge_cache_workspace(&a, bytes); }
   static const char* problem(const Arguments& a) { return kv_cuda_merge_cache_problem(&a); }
-  static std::vector<Arguments> smaller(const Arguments& a) { return {a}; }
+  template <class Use>
+  static void each_smaller(const Arguments& a, Use use) {
+    each_batch(a, use);
+  }
 
   // The initial content of the instance's device memory: the inverse frequencies.
   std::string initial_memory() const {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "device_memory.h"
-#include "operators.h"
+#include "tensors.h"
 
 namespace kv::tensorrt {
 
@@ -86,11 +86,10 @@ class Plugin final : public nvinfer1::IPluginV3,
                              int32_t inputs) const noexcept override {
     return guarded(-1, [&] {
       check_counts(inputs, outputs);
-      require(kernel_type(input_types[0]) >= 0, "the cache is neither of float32, float16 nor bfloat16");
       for (int32_t i = 0; i < inputs; ++i)
-        require(input_types[i] == Operator::input_type(i, input_types[0]),
-                "input " + std::to_string(i) + " has the type " + std::to_string(static_cast<int32_t>(input_types[i])) +
-                    ", not " + std::to_string(static_cast<int32_t>(Operator::input_type(i, input_types[0]))));
+        require(takes(i, input_types[i], input_types[0]), "input " + std::to_string(i) + " has the type " +
+                                                              std::to_string(static_cast<int32_t>(input_types[i])) +
+                                                              ", not " + text(operator_.types(i, input_types[0])));
       for (int32_t i = 0; i < outputs; ++i) types[i] = output_type(i, input_types[0]);
       return 0;
     });
@@ -102,7 +101,7 @@ class Plugin final : public nvinfer1::IPluginV3,
       check_counts(count, output_count);
       call_of(shapes_of(inputs, count, [](const DimsExprs& x) { return shape_of(x); }));
       for (int32_t i = 0; i < output_count; ++i)
-        outputs[i] = past_of(i) < 0 ? Operator::output_shape(inputs) : inputs[past_of(i)];
+        outputs[i] = Operator::past_of(i) < 0 ? Operator::output_shape(inputs) : inputs[Operator::past_of(i)];
       return 0;
     });
   }
@@ -113,9 +112,9 @@ class Plugin final : public nvinfer1::IPluginV3,
       check_counts(inputs, outputs);
       require(at >= 0 && at < inputs + outputs, "there is no tensor " + std::to_string(at));
       const PluginTensorDesc& tensor = tensors[at].desc;
-      const DataType cache = tensors[0].desc.type;
-      return tensor.format == nvinfer1::TensorFormat::kLINEAR && kernel_type(cache) >= 0 &&
-             tensor.type == (at < inputs ? Operator::input_type(at, cache) : output_type(at - inputs, cache));
+      const DataType first = tensors[0].desc.type;
+      return tensor.format == nvinfer1::TensorFormat::kLINEAR && takes(0, first, first) &&
+             (at < inputs ? takes(at, tensor.type, first) : tensor.type == output_type(at - inputs, first));
     });
   }
 
@@ -144,7 +143,7 @@ class Plugin final : public nvinfer1::IPluginV3,
 #ifdef KV_ALIASES
   // TensorRT refuses an alias if the preview feature kALIASED_PLUGIN_IO_10_03 is off, and may copy state if it is on.
   // With or without an alias, state is updated in place if past and present are bound to one address.
-  int32_t getAliasedInput(int32_t output) noexcept override { return aliases_ ? past_of(output) : -1; }
+  int32_t getAliasedInput(int32_t output) noexcept override { return aliases_ ? Operator::past_of(output) : -1; }
 #endif
 
   // ---- runtime ----
@@ -154,7 +153,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     return guarded(-1, [&] {
       check_counts(inputs, outputs);
       call_ = call_of(shapes_of(in, inputs, [](const PluginTensorDesc& x) { return shape_of(x.dims); }));
-      Operator::set_types(call_, kernel_type(in[0].type));
+      operator_.set_types(call_, types_of(in, inputs, [](const PluginTensorDesc& x) { return x.type; }));
       inputs_ = inputs;
       workspace_size_ = workspace_of(call_);
       device_memory_ = memory_.get([&] { return operator_.initial_memory(); });
@@ -168,7 +167,7 @@ class Plugin final : public nvinfer1::IPluginV3,
       if (inputs_ == 0) refuse("it was run before it learned its shapes");
       void* aligned = reinterpret_cast<void*>(round_up(reinterpret_cast<size_t>(workspace)));
       const KvCuda where{stream, aligned, workspace_size_, nullptr, KV_CUDA_EARLY};
-      if (const char* problem = Operator::run(call_, where, device_memory_, inputs, inputs_, outputs)) refuse(problem);
+      if (const char* problem = operator_.run(call_, where, device_memory_, inputs, inputs_, outputs)) refuse(problem);
       return 0;
     });
   }
@@ -190,23 +189,36 @@ class Plugin final : public nvinfer1::IPluginV3,
   static void require(bool condition, const std::string& message) {
     if (!condition) refuse(message);
   }
-  static void check_counts(int32_t inputs, int32_t outputs) {
-    const bool right =
-        inputs >= Operator::kLeastInputs && inputs <= Operator::kMostInputs && outputs == Operator::kOutputs;
-    if (!right)
-      refuse("it has " + std::to_string(Operator::kLeastInputs) + " to " + std::to_string(Operator::kMostInputs) +
-             " inputs and " + std::to_string(Operator::kOutputs) + " outputs, not " + std::to_string(inputs) + " and " +
-             std::to_string(outputs));
-  }
-  // Returns the input that is the past value of a state output; -1 for an output that is no state.
-  static int past_of(int output) {
-    const int state = output - Operator::kPresent;
-    return state < 0 || state >= 5 ? -1 : state + Operator::kPast;
-  }
-  static DataType output_type(int output, DataType cache) {
-    return past_of(output) < 0 ? cache : Operator::input_type(past_of(output), cache);
+  void check_counts(int32_t inputs, int32_t outputs) const {
+    const int least = operator_.least_inputs(), most = operator_.most_inputs();
+    if (inputs >= least && inputs <= most && outputs == Operator::kOutputs) return;
+    refuse("it has " + std::to_string(least) + (most > least ? " to " + std::to_string(most) : "") + " inputs and " +
+           std::to_string(Operator::kOutputs) + " outputs, not " + std::to_string(inputs) + " and " +
+           std::to_string(outputs));
   }
 
+  // Returns whether input i may have this type if the first input has the type `first`.
+  bool takes(int i, DataType type, DataType first) const {
+    const Types types = operator_.types(i, first);
+    return std::find(types.begin(), types.end(), type) != types.end();
+  }
+  // A state output has the type of its past value, and any other output that of the first input.
+  DataType output_type(int output, DataType first) const {
+    const int past = Operator::past_of(output);
+    return past <= 0 ? first : operator_.types(past, first)[0];
+  }
+  static std::string text(const Types& types) {
+    std::string text;
+    for (const DataType type : types) text += (text.empty() ? "" : " or ") + std::to_string(static_cast<int32_t>(type));
+    return text;
+  }
+
+  template <class Tensor, class TypeOf>
+  static Types types_of(const Tensor* tensors, int32_t count, TypeOf type) {
+    Types types;
+    for (int32_t i = 0; i < count; ++i) types.push_back(type(tensors[i]));
+    return types;
+  }
   template <class Tensor, class ShapeOf>
   static std::vector<Shape> shapes_of(const Tensor* tensors, int32_t count, ShapeOf shape) {
     std::vector<Shape> shapes;
@@ -217,10 +229,10 @@ class Plugin final : public nvinfer1::IPluginV3,
   // Returns the call of these input shapes; throws if they do not match each other.
   Arguments call_of(const std::vector<Shape>& shapes) const {
     const Arguments call = operator_.sized(shapes);
-    const std::vector<Input> expected = inputs_of(call);
+    const std::vector<Input> expected = operator_.inputs(call);
     for (size_t i = 0; i < shapes.size(); ++i)
       if (!fits(shapes[i], expected[i].shape))
-        refuse(std::string(expected[i].name) + " is " + text(shapes[i]) + ", not " + text(expected[i].shape));
+        refuse(std::string(expected[i].name) + " is " + kv::text(shapes[i]) + ", not " + kv::text(expected[i].shape));
     const std::string problem = operator_.misfit(call);
     require(problem.empty(), problem);
     return call;
@@ -231,13 +243,12 @@ class Plugin final : public nvinfer1::IPluginV3,
     if (const char* problem = Operator::problem(call)) refuse(problem);  // so an engine fails when it is built
     return bytes;
   }
-  // Returns the largest workspace of any batch: a smaller batch may have more splits, and need more.
+  // Returns the largest workspace of the calls that a profile allows.
   size_t most_workspace(const DynamicPluginTensorDesc* in, int32_t inputs) const {
     Arguments largest = call_of(shapes_of(in, inputs, [](const auto& x) { return shape_of(x.max); }));
-    Operator::set_types(largest, kernel_type(in[0].desc.type));
+    operator_.set_types(largest, types_of(in, inputs, [](const auto& x) { return x.desc.type; }));
     size_t most = workspace_of(largest);
-    for (const Arguments& smaller : Operator::smaller(largest))
-      for (Arguments call = smaller; call.batch > 0; --call.batch) most = std::max(most, workspace_of(call));
+    Operator::each_smaller(largest, [&](const Arguments& call) { most = std::max(most, workspace_of(call)); });
     return most;
   }
 

@@ -25,6 +25,7 @@ from kvexport.commands.app import app
 from kvexport.errors import ArtifactError, EnvironmentProblem
 from kvexport.export.rebuild import rebuild
 from tests.support import fake_cuda, fake_tensorrt
+from tests.support.fake_tensorrt_plugins import LIBRARY
 
 ERRORS = fake_cuda.cudaError_t
 TENSORRT = ["backend.name=tensorrt"]
@@ -151,7 +152,7 @@ def test_a_jetson_with_less_memory_than_an_engine_and_its_plan_is_refused(
     [
         (None, "is no file"),
         ("no library at all", "TensorRT refused it"),
-        ("plugins\nVoteAttention 1\n", "it has no MergeCache"),
+        ("plugins\nVoteAttention 1\nMergeCache 1\n", "it has no Experts and no LinearAttention"),
         (
             "plugins\nVoteAttention 2\nMergeCache 2\n",
             "it has MergeCache 2, VoteAttention 2, this kvexport needs version 1",
@@ -187,7 +188,7 @@ def test_engines_of_plugins_without_the_plugins(
     tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plugins.so"
-    path.write_text("plugins\nVoteAttention 1\nMergeCache 1\n")
+    path.write_text(LIBRARY)
     monkeypatch.setenv(plugin.VARIABLE, str(path))
     artifact = rebuild(tiny_artifact, tmp_path / "a", TENSORRT)
     fake_tensorrt.install(monkeypatch, gpu)  # a fresh process: nothing is registered

@@ -14,13 +14,19 @@ import numpy as np
 import pytest
 
 from kvexport.methods.slots import Statistic
+from kvexport.ops.linear_attention import UpdateRule
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make
+from tests.backends.tensorrt.test_model_plugins import ROUTES, SIZES, experts_through, recurrence_through
 from tests.backends.tensorrt.test_plugins import hold_attention, hold_merges
 from tests.conformance.cases import PROFILES, Profile
 from tests.conformance.cuda_library import DEVICE, Cuda, DeviceMemory, HostMemory, load, vote_attention_call
 from tests.conformance.cuda_library import Caller as DirectCaller
-from tests.support.tensorrt_harness import ATTENTION, MERGE, Caller, Harness, what_is_missing
+from tests.conformance.cuda_recurrence import RULES, recurrence
+from tests.conformance.test_experts import FORMS, PACKINGS, difference
+from tests.conformance.test_experts_on_host import TOLERANCE, of_packed
+from tests.conformance.test_recurrence_on_host import check
+from tests.support.tensorrt_harness import FIELDS, Caller, Harness, what_is_missing
 
 QUERY_HEADS, HEADS, SIZE = 32, 8, 128
 CALLS, ROUNDS = 20, 30
@@ -40,7 +46,7 @@ def test_the_harness_links_with_cudas_own_runtime_and_makes_plugins_without_a_gp
         pytest.skip(missing)
     harness = Harness(make.harness_on(make.build("cuda-host")))
     assert not hasattr(harness.library, "kv_cuda_runtime_calls"), "CUDA's runtime is the real one"
-    for op, fields in (("VoteAttention", ATTENTION), ("MergeCache", MERGE)):
+    for op, fields in FIELDS.items():
         plugin = harness.create(op, fields)
         assert plugin, harness.log()
         assert plugin.another("again").timing_cache_id == plugin.timing_cache_id
@@ -55,6 +61,21 @@ def test_attention_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: Profi
 @pytest.mark.parametrize("in_place", [True, False])
 def test_merges_on_a_gpu(callers: tuple[Caller, DirectCaller], in_place: bool) -> None:
     hold_merges(*callers, in_place)
+
+
+def test_experts_on_a_gpu(callers: tuple[Caller, DirectCaller]) -> None:
+    for packing in PACKINGS:
+        for route in ROUTES:
+            one = of_packed(FORMS[6], packing, "float16", *route)
+            assert difference(experts_through(callers[0], one), one.form, one.tensors) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_linear_attention_on_a_gpu(callers: tuple[Caller, DirectCaller], rule: UpdateRule, in_place: bool) -> None:
+    for sizes in SIZES:
+        one = recurrence(rule, sizes)
+        check(one, recurrence_through(callers[0], one, in_place=in_place))
 
 
 def test_both_calls_that_are_timed_do_the_same() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from plugins.building import make
-from tests.support.tensorrt_harness import ATTENTION, MERGE, what_is_missing
+from tests.support.tensorrt_harness import FIELDS, what_is_missing
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,11 @@ import json, sys, time
 import numpy as np
 import tensorrt_lean as trt
 
-path, attention, merge = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+path, all_fields = sys.argv[1], json.loads(sys.argv[2])
 registry, answer = trt.get_plugin_registry(), {"version": trt.__version__}
 start = time.process_time()  # not the neighbours
 registry.load_library(path)
-creators = {name: registry.get_creator(name, "1", "kvexport") for name in ("VoteAttention", "MergeCache")}
+creators = {name: registry.get_creator(name, "1", "kvexport") for name in all_fields}
 answer["milliseconds"] = 1e3 * (time.process_time() - start)
 answer["found"] = {name: creator is not None for name, creator in creators.items()}
 answer["fields"] = {name: [field.name for field in creator.field_names] for name, creator in creators.items()}
@@ -85,11 +85,11 @@ def create(name, fields, phase=trt.TensorRTPhase.BUILD):
     made = [trt.PluginField(n, arrays[n], types[kind][0]) for n, (kind, _) in fields.items()]
     return creators[name].create_plugin("layer", trt.PluginFieldCollection(made), phase)
 
-both = (("VoteAttention", attention), ("MergeCache", merge))
-made = {name: [create(name, fields) for _ in range(64)] for name, fields in both}
+made = {name: [create(name, fields) for _ in range(64)] for name, fields in all_fields.items()}
 answer["made"] = {name: sum(plugin is not None for plugin in plugins) for name, plugins in made.items()}
-answer["runtime"] = [create(name, fields, trt.TensorRTPhase.RUNTIME) is not None for name, fields in both]
-fewer = [(name, {n: f for n, f in fields.items() if n not in ("scale", "budget")}) for name, fields in both]
+answer["runtime"] = [create(name, x, trt.TensorRTPhase.RUNTIME) is not None for name, x in all_fields.items()]
+left_out = ("scale", "budget", "slope")
+fewer = [(name, {n: f for n, f in fields.items() if n not in left_out}) for name, fields in all_fields.items()]
 answer["refused"] = [create(name, fields) is None for name, fields in fewer]
 print(json.dumps(answer))
 """
@@ -108,20 +108,18 @@ def test_the_real_registry_takes_the_library_and_makes_plugins(library: Path) ->
     environment = lean_site()
     if environment is None:
         pytest.skip(f"not reached: TensorRT's own registry: {GET_LEAN}")
-    fields = [
-        json.dumps({n: (kind, list(data)) for n, (kind, data, _) in given.items()}) for given in (ATTENTION, MERGE)
-    ]
-    command = [sys.executable, "-c", LEAN, str(library), *fields]
+    given = {op: {n: (kind, list(data)) for n, (kind, data, _) in fields.items()} for op, fields in FIELDS.items()}
+    command = [sys.executable, "-c", LEAN, str(library), json.dumps(given)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer["found"] == {"VoteAttention": True, "MergeCache": True} and not answer["elsewhere"]
-    assert set(ATTENTION) == set(answer["fields"]["VoteAttention"])
-    assert set(MERGE) <= set(answer["fields"]["MergeCache"])
-    assert answer["made"] == {"VoteAttention": 64, "MergeCache": 64}
-    assert answer["runtime"] == [True, True] and answer["refused"] == [True, True]
-    assert (
-        "the field scale is missing" in done.stdout + done.stderr
-        and "the field budget is missing" in done.stdout + done.stderr
-    )
+    assert answer["found"] == dict.fromkeys(FIELDS, True) and not answer["elsewhere"]
+    for op, fields in FIELDS.items():
+        assert set(fields) <= set(answer["fields"][op])
+    assert set(FIELDS["VoteAttention"]) | {"reference_queries", "alias_state"} == set(answer["fields"]["VoteAttention"])
+    assert set(FIELDS["Experts"]) == set(answer["fields"]["Experts"])
+    assert answer["made"] == dict.fromkeys(FIELDS, 64)
+    assert answer["runtime"] == answer["refused"] == [True] * len(FIELDS)
+    for name in ("scale", "budget", "slope"):
+        assert f"the field {name} is missing" in done.stdout + done.stderr
     assert answer["milliseconds"] < 50

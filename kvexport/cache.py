@@ -176,7 +176,7 @@ class CachePlan:
         return self.caches[0].rotary.cache_positions
 
     def rank_plan(self, ranks: int) -> CachePlan:
-        """Return the cache plan of one of `ranks` tensor parallel processes, which have equally many KV heads each."""
+        """Return the cache plan of one tensor-parallel process if `ranks` processes divide the KV heads equally."""
         return replace(self, caches=tuple(replace(x, kv_heads=x.kv_heads // ranks) for x in self.caches))
 
     def bytes(self, batch: int = 1) -> int:

@@ -207,7 +207,7 @@ def canonical(name: str) -> str:
 
 
 def needs(verb: str, package: Package) -> bool:
-    """Return whether the kvexport command `verb` needs the package."""
+    """Return whether the command `kvexport VERB` needs the Python package."""
     if package.name == "polygraphy":
         return verb == "validate"
     return package.extra == "run" or package.extra == VERBS[verb]

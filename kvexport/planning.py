@@ -106,7 +106,7 @@ class MemoryPlan:
 
     @property
     def server(self) -> ServerMemory:
-        """The most memory that `kvexport serve` needs with its default limits for prefixes and sessions."""
+        """The largest memory that `kvexport serve` needs with its default limits for prefixes and sessions."""
         return ServerMemory(self.weight_bytes, self.batch_bytes, adapters=self.adapter_bytes)
 
     @property

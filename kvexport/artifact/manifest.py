@@ -153,7 +153,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the manifest's fields for `write_manifest`, without the files, which that function digests itself."""
+        """Return the manifest's fields without `files`, which `write_manifest` computes from the files' bytes."""
         return {
             "recipe": {"name": self.name, **self.recipe.model_dump(mode="json")},
             "model": asdict(self.model),

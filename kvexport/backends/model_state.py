@@ -25,7 +25,7 @@ class LaneState(Protocol):
     ) -> NDArray[np.float32]:
         """Append tokens to the batch lanes first <= lane < first + n and return logits; other lanes do not change.
 
-        The next call may overwrite all three arrays.
+        The next call may overwrite the returned arrays.
 
         Args:
             input_ids: [n, T] token ids.

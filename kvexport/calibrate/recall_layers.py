@@ -152,9 +152,9 @@ def calibrate(
 
 
 def _full(recipe: dict[str, Any], length: int) -> Recipe:
-    """Return the recipe with a full cache, long enough for a passage and its questions.
+    """Return the recipe with a full KV cache that has room for a passage of `length` tokens and its questions.
 
-    `recipe` is given as plain data.
+    `recipe` is the content of the recipe's YAML file.
     """
     cache = {**recipe["cache"], "method": "full", "parameters": {}}
     limits = {**recipe["limits"], "max_length": length + ROOM, "max_batch": FACTS}

@@ -75,7 +75,7 @@ def deploy_ray(
         int, typer.Option(min=1, help="The number of servers, each with its own copy of the model.")
     ] = 1,
     max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="The most servers under load. [default: --replicas]")
+        int | None, typer.Option(min=1, help="The largest number of servers under load. [default: --replicas]")
     ] = None,
     cpus: Annotated[int, typer.Option(min=1, help="The cores of a server, and the threads of its model.")] = 1,
     lanes: Annotated[int | None, typer.Option(min=1, help="The lanes of a server. [default: limits.max_batch]")] = None,

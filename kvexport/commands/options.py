@@ -67,8 +67,8 @@ MaxLengthOption = Annotated[
         "--max-length",
         min=1,
         metavar="TOKENS",
-        help="The most tokens of one sequence. [default: the length a model was trained for, at most 32768, or the "
-        "recipe's]",
+        help="The largest number of tokens of one sequence. [default: the length a model was trained for, at most "
+        "32768, or the recipe's]",
     ),
 ]
 CalibrateOption = Annotated[

@@ -1,1 +1,1 @@
-"""Files that deploy an artifact on serving platforms: Triton, Kubernetes and Ray Serve."""
+"""The files with which Triton, Kubernetes and Ray Serve serve an artifact."""

@@ -284,7 +284,7 @@ class Lanes:
         return last
 
     def _merge(self, due: list[int]) -> None:
-        """Merge (compress) the KV caches of the lanes `due`, with one model call for each run of neighbouring lanes."""
+        """Compress the KV caches of the lanes `due`, with one call of the merge graph for each range of lanes."""
         if not self._merges.any():
             return
         for _, run in itertools.groupby(enumerate(due), lambda item: item[1] - item[0]):

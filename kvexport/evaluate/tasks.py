@@ -138,7 +138,7 @@ def needle(language: Language, rng: np.random.Generator, length: int, depth: flo
 
 @task("multikey")
 def multikey(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for one of 16 facts hidden in filler text."""
+    """Hide up to 16 facts in filler text, and ask for one of them."""
     names, things = _people(language, rng, min(16, _facts_that_fit(language, length)))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
     index = int(rng.integers(len(names)))

@@ -35,7 +35,7 @@ class CaM(Merging):
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the cache slots with the evicted values added to the slots after them.
+        """Return the cache slots, with a share of each evicted value added to the next slots that can receive values.
 
         Sums are float32 until they are stored.
         """

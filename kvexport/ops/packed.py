@@ -92,7 +92,7 @@ class PackedFormat:
 
     @property
     def scale(self) -> str:
-        """The name of the tensor of scales: scale, or exponent."""
+        """The name of the tensor that holds the scales: `exponent` for powers of two, otherwise `scale`."""
         return "exponent" if self.scale_dtype == "uint8" else "scale"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, PackedTensor]:

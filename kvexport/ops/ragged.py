@@ -185,7 +185,7 @@ def _node(
 def _function(
     operator: Operator, of_nodes: onnx.FunctionProto, nodes: list[onnx.NodeProto], meaning: dict[str, Any]
 ) -> onnx.FunctionProto:
-    """Return an ONNX function that consists of nodes which call the ONNX function `of_nodes`."""
+    """Return the ONNX function of a ragged operator, whose body is `nodes`: calls of the ONNX function `of_nodes`."""
     return helper.make_function(
         DOMAIN,
         operator.name,

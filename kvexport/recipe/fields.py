@@ -121,7 +121,7 @@ class ExportSection(RecipeSection):
     """The recipe's section `export`: how the model becomes ONNX graphs."""
 
     prefill_chunk: int = Field(
-        128, ge=1, le=MOST, description="The most tokens of a sequence in one call of the decoder."
+        128, ge=1, le=MOST, description="The largest number of tokens of a sequence in one call of the decoder."
     )
     logits: Literal["last", "all"] = Field(
         "last", description="Logits of the last token of a call, or of every token (needed for perplexity)."
@@ -140,7 +140,7 @@ class SpeculateSection(RecipeSection):
         "of the text; cache: the model itself over a selection of the cache; null: no drafts. Answers are the same as "
         "without drafts.",
     )
-    tokens: int = Field(4, ge=1, le=MOST, description="The most tokens that are drafted ahead.")
+    tokens: int = Field(4, ge=1, le=MOST, description="The largest number of tokens that are drafted ahead.")
     budget: int = Field(512, ge=1, le=MOST, description="Slots of a layer that draft: cache copies for drafting.")
     rebuild: int = Field(64, ge=1, le=MOST, description="Tokens after which these slots are selected again.")
     after: int | None = Field(
@@ -159,8 +159,8 @@ class AdaptersSection(RecipeSection):
         0,
         ge=0,
         le=256,
-        description="The most adapters that an engine loads; 0: the graph takes none. Each adapter of a batch adds to "
-        "the time of every step.",
+        description="The largest number of adapters that an engine loads; 0: the graph takes none. Each adapter "
+        "of a batch adds to the time of every step.",
     )
     rank: int = Field(16, ge=1, le=512, description="The largest rank of an adapter.")
     targets: list[Annotated[str, Field(min_length=1)]] | None = Field(
@@ -176,10 +176,10 @@ class LimitsSection(RecipeSection):
 
     max_length: Length = Field(
         4096,
-        description="The most tokens of one sequence, prompt and answer together; unlimited needs "
+        description="The largest number of tokens of one sequence, prompt and answer together; unlimited needs "
         "cache.positions: cache.",
     )
-    max_batch: int = Field(8, ge=1, le=MOST_LANES, description="The most sequences in one call.")
+    max_batch: int = Field(8, ge=1, le=MOST_LANES, description="The largest number of sequences in one call.")
 
 
 class Recipe(RecipeSection):

@@ -1,7 +1,8 @@
 """The search for recipe files, and the inheritance between them.
 
 A recipe may contain ``extends: NAME``, where NAME is a recipe of the recipe folder, or ``extends: ./file.yaml``,
-relative to its own folder. Its keys override those of the recipe that it extends, mapping by mapping.
+relative to its own folder. The keys of the extending recipe override those of the extended recipe; nested mappings are
+merged key by key.
 """
 
 from __future__ import annotations

@@ -39,7 +39,10 @@ class PeriodicSection(RecipeSection):
         "has no name, so it is deleted when the process ends; null: the full cache is in memory.",
     )
     limit: int | None = Field(
-        None, ge=1, le=2**62, description="The most bytes of that file; null: the bytes of limits.max_batch sequences."
+        None,
+        ge=1,
+        le=2**62,
+        description="The largest size of that file in bytes; null: the bytes of limits.max_batch sequences.",
     )
 
     @property

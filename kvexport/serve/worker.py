@@ -85,10 +85,10 @@ class Job:
         self._ready.set()
 
     async def updates(self, every: float) -> AsyncIterator[Update | None]:
-        """Yield updates until all requests have finished.
+        """Yield the updates, such as new tokens, of the requests of an HTTP call, until all requests have finished.
 
         Args:
-            every: Seconds of silence after which None is yielded.
+            every: Seconds without an update after which None is yielded.
 
         Raises:
             ApiError: The error that `fail` was called with.

@@ -37,7 +37,7 @@ class TensorRTSection(RecipeSection):
         False, description="Whether the plugins declare that past and present state are the same memory."
     )
     workspace: int | None = Field(
-        None, ge=1, description="The most bytes of scratch memory for a layer; null: all memory of the GPU."
+        None, ge=1, description="The largest scratch memory of a layer, in bytes; null: all memory of the GPU."
     )
     optimization_level: int = Field(3, ge=0, le=5, description="0 builds fastest, 5 runs fastest.")
 

@@ -79,7 +79,7 @@ class Adapted:
             yield from (block["weight"] for block in self.base.blocks())
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of floats are in the order of the input features."""
+        """Raise NotImplementedError: the columns of an adapted float weight are in the order of the input features."""
         raise NotImplementedError
 
 

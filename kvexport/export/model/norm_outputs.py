@@ -83,7 +83,7 @@ class NormOutputs(TorchFunctionMode):
 
 
 def _offset(module: nn.Module, args: tuple[Any, ...], y: Any) -> float | None:
-    """Return c (0 or 1) if a norm multiplies by (c + weight); None if neither gives the norm's output `y`."""
+    """Return the c, 0 or 1, with which `normalized input * (c + weight)` is the norm's output `y`; None if neither."""
     weight: Any = module.weight
     if len(args) != 1 or not isinstance(y, Tensor) or y.shape[-1:] != weight.shape:
         return None

@@ -38,7 +38,7 @@ class _Mask:
         self.visible = visible
 
     def __getitem__(self, index: Any) -> _Mask:
-        """Return the mask itself if all of its rows are selected (Gemma 4 selects the rows whose logits it keeps)."""
+        """Return the mask itself if `index` selects all of its rows. Gemma 4 indexes masks by its rows of logits."""
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError(f"{_Mask.__name__} has no part {index}")
         return self
@@ -198,7 +198,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
 
 
 def _require_same_attention(name: str, geometry: LayerGeometry, source: int, own: LayerGeometry) -> None:
-    """Raise UsageError unless a layer that reads another's cache has the same attention, except for query heads."""
+    """Raise UsageError if a layer reads the KV cache of a layer whose attention differs in more than query heads."""
     for field in ("sliding_window", "softcap", "scale", "sink_logits", "kv_heads", "key_size", "value_size"):
         here, there = getattr(geometry, field), getattr(own, field)
         if here != there:

@@ -102,7 +102,7 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
 
 
 def _sources(moved: dict[ir.Node, list[ir.Value]]) -> list[ir.Value]:
-    """Return the values, each once, whose rows nodes of `moved` read and that no node of `moved` computes."""
+    """Return the values that nodes of `moved` read row by row and that no node of `moved` computes, each once."""
     return list(dict.fromkeys(x for inputs in moved.values() for x in inputs if x.producer() not in moved))
 
 

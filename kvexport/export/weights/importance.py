@@ -72,9 +72,9 @@ def weigh(
 
 
 def save(specs: Sequence[Spec], folder: Path) -> None:
-    """Write the importance of all weights, and AWQ's scales, into a file in `folder`; no file if no weight has any.
+    """Write the measured importance of weights, and AWQ's factors, to a file in `folder`, if any weight has them.
 
-    `specs` are those that `weigh` returned.
+    `specs` are the weights that `weigh` returned.
     """
     from safetensors.numpy import save_file
 

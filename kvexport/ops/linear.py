@@ -239,13 +239,13 @@ def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
 
 
 def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int) -> tuple[list[str], str]:
-    """Return the nodes that dequantize a packed weight to the type of `input`, and the name of the result.
+    """Return the ONNX nodes that dequantize a packed weight to the type of the value `input`, and the result's name.
 
     A weight that is not packed needs no nodes.
 
     Args:
         parts: The names of the weight and of the inputs that follow it.
-        kind: An index into `PACKED`.
+        kind: The packed format of the weight, as an index into `PACKED`.
         group: The number of consecutive inputs that share a scale.
         axis: The dimension of the inputs, which is the weight's last.
     """

@@ -40,6 +40,48 @@ def listed() -> str:
     return table(header, *lines)
 
 
+KINDS = {"prose": "English prose", "german": "German", "french": "French", "python": "Python", "c++": "C++"}
+MEASURED = "ballot, budgets of heads"
+
+
+def _triple(values: list[float]) -> str:
+    return shown(dict(zip(("value", "low", "high"), values, strict=True)))
+
+
+def default_quality() -> str:
+    """Return the table of KL on held-out texts: published methods, `ballot`, and `ballot` as a build sets it up.
+
+    The lowest KL of a column is in bold.
+    """
+    result = load("budget-kinds")
+    columns = [row for row in result["rows"] if row["kind"] == "held-out"]
+    best = [min(row["kl"], key=lambda method: row["kl"][method][0]) for row in columns]
+    names = {MEASURED: "`ballot`, measured budgets (default of `kvexport build`)"}
+    lines = []
+    for method in columns[0]["kl"]:
+        cells = [_triple(row["kl"][method]) for row in columns]
+        cells = [f"**{cell}**" if method == top else cell for cell, top in zip(cells, best, strict=True)]
+        lines.append((names.get(method, f"`{method}`"), *cells))
+    return table(("method", *(f"1/{result['length'] // row['slots']}" for row in columns)), *lines)
+
+
+def budget_kinds() -> str:
+    """Return the table of KL and loss on each kind of text that the calibration of the budgets did not read."""
+    lines = []
+    for row in load("budget-kinds")["rows"]:
+        if row["kind"] == "held-out":
+            continue
+        kl, loss = row["kl"], row["loss"]
+        best = min((name for name in kl if not name.startswith("ballot")), key=lambda name: kl[name][0])
+        figures = [f"{kl[name][0]:.3f}" for name in (best, "ballot")]
+        added = [f"{loss[name][0]:.3f}" for name in (best, "ballot", MEASURED)]
+        change = f"{kl[MEASURED][0] / kl[best][0] - 1:+.0%}"
+        kind = KINDS.get(row["kind"], row["kind"])
+        lines.append((str(row["slots"]), kind, f"`{best}`", *figures, _triple(kl[MEASURED]), change, *added))
+    header = ("slots", "kind", "best published", "its KL", "`ballot`", "measured budgets", "change")
+    return table((*header, "loss: best published", "`ballot`", "measured"), *lines)
+
+
 def small_listed() -> str:
     """Return the table of methods in quantized caches that have as many bytes as a float16 cache, beside that cache.
 

@@ -36,7 +36,7 @@ class SimulatedCache:
         output, *self.state[layer] = vote_attention(
             *(query, *self.append(key, value), self.position, torch.tensor([[key.shape[2]]])),
             *(*state[:5], None, *state[5:]),  # type: ignore[arg-type]
-            attributes=layer_attributes(self.method, self.layers[layer]),
+            attributes=self.attributes[layer],
         )
         return output
 
@@ -48,7 +48,11 @@ class SimulatedCache:
     def logits(self, model: Any, ids: Sequence[int], recipe: Recipe, geometry: Sequence[LayerGeometry]) -> Tensor:
         """Return the logits [tokens, vocabulary] of every token of a text, read in the recipe's chunks."""
         plan, chunk = plan_cache(recipe, geometry), recipe.export.prefill_chunk
-        self.method, self.layers = recipe.cache.build_method(), geometry
+        self.method = recipe.cache.build_method()
+        self.attributes = [
+            layer_attributes(self.method, layer, cache.value_prefix)
+            for layer, cache in zip(geometry, plan.caches, strict=True)
+        ]
         self.state = [
             [torch.from_numpy(np.zeros(shape, x.dtypes()[name])) for name, shape in x.shapes(1).items()]
             for x in plan.caches

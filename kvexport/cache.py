@@ -28,6 +28,7 @@ class LayerGeometry:
         softcap: The bound of logits; 0 for none.
         scale: The factor of the products of queries and keys.
         sink_logits: Whether each head has a learned logit without a value.
+        value_in_key: Whether a value is the first numbers of its key, as a latent is.
         rotary: The rotary embedding, read only for methods that rotate keys and for positions in the cache.
     """
 
@@ -39,6 +40,7 @@ class LayerGeometry:
     softcap: float = 0.0
     scale: float = 1.0
     sink_logits: bool = False
+    value_in_key: bool = False
     rotary: Rotary = field(default_factory=Rotary)
 
 
@@ -63,6 +65,8 @@ class LayerCache:
         rotary: The layer's rotary embedding.
         extra: The state tensors in addition to the contract's five: the scales of a quantized cache, then those of the
             method.
+        value_in_key: Whether values are read from the keys, whose first numbers they are. The state tensor `value` then
+            has rows of size 0.
     """
 
     kv_heads: int
@@ -78,6 +82,12 @@ class LayerCache:
     dtype: str
     rotary: Rotary = field(default_factory=Rotary)
     extra: tuple[StateTensor, ...] = ()
+    value_in_key: bool = False
+
+    @property
+    def value_prefix(self) -> int:
+        """The attribute `value_prefix` of the layer's operators: the size of values that keys contain, otherwise 0."""
+        return self.value_size if self.value_in_key else 0
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
@@ -92,7 +102,7 @@ class LayerCache:
             "C": self.capacity,
             "K": self.statistics,
             "D": self.key_size,
-            "Dv": self.value_size,
+            "Dv": 0 if self.value_in_key else self.value_size,
         }
         return {tensor.name: tensor.stored_shape(self.dtype, sizes) for tensor in self.state}
 
@@ -197,8 +207,12 @@ class CachePlan:
                 yield tensor.past(place), tensor.present(place), layer, tensor.name
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the cache plan in the form that an artifact's manifest contains."""
-        return [asdict(layer) for layer in self.caches]
+        """Return the cache plan in the form that an artifact's manifest contains.
+
+        A cache that stores its values has no key `value_in_key`, as in artifacts of earlier versions.
+        """
+        layers = [asdict(layer) for layer in self.caches]
+        return [{k: x for k, x in layer.items() if k != "value_in_key" or x} for layer in layers]
 
     def recurrent_json(self) -> dict[str, Any]:
         """Return the manifest's key `recurrent`; no key if every layer has a cache and none a recurrent state."""

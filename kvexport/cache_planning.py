@@ -11,7 +11,7 @@ from kvexport.cache import CachePlan, LayerCache, LayerGeometry, LayerStates, ca
 from kvexport.errors import UsageError
 from kvexport.methods.base import Method
 from kvexport.recipe.fields import MOST, Recipe
-from kvexport.schema.state import scales_of, types_of
+from kvexport.schema.state import SMALL, scales_of, types_of
 
 
 def plan_cache(
@@ -101,7 +101,18 @@ def _planned(recipe: Recipe, method: Method, name: str, layer: LayerGeometry, sh
         dtype=recipe.cache_dtype,
         rotary=layer.rotary,
         extra=(*scales_of(recipe.cache_dtype), *method.extra_state),
+        value_in_key=layer.value_in_key and _reads_values_from_keys(recipe, method),
     )
+
+
+def _reads_values_from_keys(recipe: Recipe, method: Method) -> bool:
+    """Return whether values that are a part of their keys are read from there, and not stored a second time.
+
+    Merges have to keep them that part. Quantized caches store values in a scale of their own, and only the kernels of
+    the CPU read them from keys.
+    """
+    on_cpu = recipe.backend.name == default() and getattr(recipe.backend, "device", "cpu") == "cpu"
+    return on_cpu and recipe.cache_dtype not in SMALL and method.merges_values_as_keys
 
 
 def _recent(recipe: Recipe, budget: int) -> int:

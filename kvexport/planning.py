@@ -322,10 +322,12 @@ def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
     """Return the bytes of a layer's keys and values of `length` tokens in a full cache.
 
-    A layer with a sliding window keeps the last `sliding_window` tokens. Votes, scores and positions are not counted.
+    Values that are a part of their keys are not counted again. A layer with a sliding window keeps the last
+    `sliding_window` tokens. Votes, scores and positions are not counted.
     """
     slots = min(length, layer.sliding_window) if layer.sliding_window else length
-    return layer.kv_heads * slots * (layer.key_size + layer.value_size) * itemsize
+    size = layer.key_size + (0 if layer.value_in_key else layer.value_size)
+    return layer.kv_heads * slots * size * itemsize
 
 
 def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
@@ -342,7 +344,11 @@ def layer_table(cache: CachePlan, layers: int) -> Table:
     """Return a table of a model's KV caches, one row for each run of equal neighbours. Bytes are of the whole run."""
     rows: list[Sequence[str | int]] = []
     for label, layer, count in layer_groups(cache):
-        size = str(layer.key_size) if layer.key_size == layer.value_size else f"{layer.key_size}/{layer.value_size}"
+        size = str(layer.key_size)
+        if layer.value_in_key:
+            size += f", {layer.value_size} of them values"
+        elif layer.key_size != layer.value_size:
+            size += f"/{layer.value_size}"
         budget = str(layer.budget) if layer.merges else "all"
         window = str(layer.sliding_window or "-")
         shared = (

@@ -18,7 +18,7 @@ from kvexport.cache import CachePlan, LayerCache
 from kvexport.errors import ArtifactError
 from kvexport.recipe.cache import CacheSection
 from kvexport.recipe.fields import MOST, MOST_LANES, ModelSection, Recipe
-from kvexport.schema.state import CONTRACT_VERSION, scales_of, types_of
+from kvexport.schema.state import CONTRACT_VERSION, SMALL, scales_of, types_of
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 T = TypeVar("T")
@@ -256,6 +256,10 @@ def _check_cache(root: Path, place: str, cache: LayerCache) -> None:
     types = (get_args(section.model_fields["dtype"].annotation) for section in (ModelSection, CacheSection))
     if cache.dtype not in set().union(*types) - {"model"}:
         raise unusable(root, f"{place}.dtype", f"should be a type that a recipe can name, found {_shown(cache.dtype)}")
+    if cache.value_in_key and (cache.dtype in SMALL or cache.value_size > cache.key_size):
+        raise unusable(
+            root, f"{place}.value_in_key", "should be false: values are no part of quantized or of smaller keys"
+        )
     scales = scales_of(cache.dtype)
     if cache.extra[: len(scales)] != scales:
         raise unusable(root, f"{place}.extra", f"should begin with the scales of a cache in {cache.dtype}")

@@ -39,7 +39,7 @@ def compressed_attention(
 
     parts, dtypes = [], cache.dtypes()
     state: Sequence[Tensor] = [torch.from_numpy(np.zeros(x, dtypes[name])) for name, x in cache.shapes(1).items()]
-    attend, merge = layer_attributes(method, layer), merge_attributes(cache, method)
+    attend, merge = layer_attributes(method, layer, cache.value_prefix), merge_attributes(cache, method)
     opener = native_opener(cache, method)
     for first in range(0, inputs[0].shape[2], chunk):
         new = [x[:, :, first : first + chunk].contiguous() for x in inputs]

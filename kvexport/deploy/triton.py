@@ -105,6 +105,12 @@ def _refuse_state(manifest: Manifest) -> None:
             "not bring them",
             "kvexport build --recipe NAME --set adapters.count=0, or --kind python",
         )
+    if any(layer.value_in_key for layer in manifest.cache.caches):
+        raise UsageError(
+            "the artifact reads values from the keys (latent attention), so the state tensors of values have size 0, "
+            "and Triton's states have sizes above 0",
+            "--kind python",
+        )
 
 
 def is_repository(path: Path) -> bool:

@@ -152,7 +152,10 @@ def trace_and_write(
         in_background(write, bar.advance) as writing,
     ):
         plan = layers_plan(shape.plan, shape.geometry)
-        attributes = [tracer.layer_attributes(method, layer) for layer in shape.geometry]
+        attributes = [
+            tracer.layer_attributes(method, layer, cache.value_prefix)
+            for layer, cache in zip(shape.geometry, plan.caches, strict=True)
+        ]
         decoder = tracer.trace_decoder(
             shape.model, shape.mode, plan, last_logits=not recipe.all_logits, attributes=attributes
         )

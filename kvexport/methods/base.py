@@ -74,6 +74,18 @@ class Method(BaseModel):
         """The number of recent queries in the method's ring buffer of reference queries, or 0 without a ring buffer."""
         return 0
 
+    @property
+    def merges_values_as_keys(self) -> bool:
+        """Whether a merge gives the values the same weights as the keys, and changes neither in another way.
+
+        A value that is a part of its key then stays that part, so that only the key is stored (latent attention). By
+        default the policy decides. The value is False for a method without a policy, which may override it.
+        """
+        policy = self.policy()
+        if policy is None or policy.fit is not None:
+            return False
+        return policy.merge in ("drop", "running_mean") or (policy.merge == "zip" and policy.zip != "key")
+
     def update(self, extra: tuple[Tensor, ...], new: NewTokens) -> tuple[Tensor, ...]:
         """Return the tensors of `extra_state` after one call of VoteAttention; by default unchanged.
 

@@ -25,6 +25,11 @@ class D2O(Merging):
     summary: ClassVar[str] = "merges into the most similar key above the call's mean similarity"
     source: ClassVar[str] = "arXiv 2406.13035"
 
+    @property
+    def merges_values_as_keys(self) -> bool:
+        """True: keys and values are means with the same weights."""
+        return True
+
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
         """Return the cache slots after evicted ones have merged into the slots of the most similar keys.
 

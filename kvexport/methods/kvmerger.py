@@ -44,6 +44,11 @@ class KVMerger(Merging):
     sigma: float = Field(0.0, ge=0.0)
     value_scale: Literal["mean", "set_size"] = "mean"
 
+    @property
+    def merges_values_as_keys(self) -> bool:
+        """Whether the merged value is a mean with the weights of the keys, not multiplied by the size of its set."""
+        return self.value_scale == "mean"
+
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Return the keep score [B, H, C] of every cache slot, by which slots are evicted, lowest first.
 

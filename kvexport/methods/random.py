@@ -24,6 +24,11 @@ class Random(Method):
 
     seed: int = Field(0, ge=0, lt=2**31, description="The seed of the hash.")
 
+    @property
+    def merges_values_as_keys(self) -> bool:
+        """True: evicted slots are dropped, and kept slots do not change."""
+        return True
+
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Return a random keep score for each cache slot: the upper 24 bits of a hash of its position, as float32.
 

@@ -31,9 +31,12 @@ class MergeCacheAttributes:
         recent: The number of latest positions that are never evicted.
         sliding_window: The layer's sliding window in positions; 0 for none. Slots that it has passed are evicted first.
         rotary: The layer's rotary embedding, if the method or positions in the cache need it.
+        value_prefix: The size of a value, if values are the first numbers of their keys and are not stored; otherwise
+            0.
 
     Raises:
-        UsageError: If positions in the cache are combined with a sliding window.
+        UsageError: If positions in the cache are combined with a sliding window, or values are a part of their keys and
+            the method merges them with other weights.
     """
 
     method: Method
@@ -42,8 +45,16 @@ class MergeCacheAttributes:
     recent: int = 0
     sliding_window: int = 0
     rotary: Rotary = field(default_factory=Rotary)
+    value_prefix: int = 0
 
     def __post_init__(self) -> None:
+        apart = self.rotary.inverse_frequencies or not self.method.merges_values_as_keys
+        if self.value_prefix and apart:
+            raise UsageError(
+                f"value_prefix is {self.value_prefix}, but {self.method.name} merges values with other weights than "
+                "keys, or rotates keys",
+                "store values as tensors of their own: value_prefix = 0",
+            )
         if self.rotary.cache_positions and self.sliding_window:
             raise UsageError(
                 f"cache_positions is set, but the sliding window of {self.sliding_window} counts absolute positions",
@@ -68,7 +79,7 @@ def merge_cache(
 
     Args:
         key: [B, H, C, D] in the cache's type.
-        value: [B, H, C, Dv] in the cache's type.
+        value: [B, H, C, Dv] in the cache's type; [B, H, C, 0] with `value_prefix`.
         votes: [B, H, C] float32; 0 for an empty slot.
         score: [B, H, K, C] float32.
         position: [B, H, C] int32.
@@ -106,7 +117,8 @@ def merge_cache(
         votes = torch.where(position > now - attributes.sliding_window, votes, 0.0)
     # As many slots as the fullest head occupies are gathered: the rest of the capacity is empty in every head.
     order = torch.where(votes > 0, position, LAST).sort(dim=-1, stable=True).indices[:, :, :working]
-    slots = gather_slots(Slots(key, value, votes, score, position, now, attributes.rotary, extra), order, axes)
+    values = key[..., : attributes.value_prefix] if attributes.value_prefix else value
+    slots = gather_slots(Slots(key, values, votes, score, position, now, attributes.rotary, extra), order, axes)
     used = slots.votes > 0
     positions_before = torch.where(used, slots.position, LAST)
     if not attributes.method.compresses:
@@ -143,7 +155,7 @@ def merge_cache(
 
     return (
         padded(result.key, 2),
-        padded(result.value, 2),
+        value if attributes.value_prefix else padded(result.value, 2),
         padded(result_votes, 2),
         padded(result.score, 3),
         padded(result.position, 2),

@@ -77,6 +77,8 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
             values[name] = [getattr(s, name) for s in attributes.statistics]
     if attributes.method and attributes.method.reference_queries:
         values["reference_queries"] = attributes.method.reference_queries
+    if attributes.value_prefix:
+        values["value_prefix"] = attributes.value_prefix
     return VOTE_ATTENTION.node_attributes(values)
 
 
@@ -107,6 +109,8 @@ def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:
         values["rotary_interleaved"] = attributes.rotary.interleaved
         if attributes.rotary.cache_positions:
             values["cache_positions"] = True
+    if attributes.value_prefix:
+        values["value_prefix"] = attributes.value_prefix
     return values
 
 
@@ -140,7 +144,8 @@ def vote_attention_function(
     extra = (*scales_of(cache_type), *(attributes.method.extra_state if attributes.method else ()))
     operator = VOTE_ATTENTION.with_state(extra)
     stored = cache_type or str(dtype).removeprefix("torch.")
-    sizes = {"B": 2, "H": kv_heads, "C": 8, "K": len(attributes.statistics), "D": key_size, "Dv": value_size}
+    stored_value = 0 if attributes.value_prefix else value_size
+    sizes = {"B": 2, "H": kv_heads, "C": 8, "K": len(attributes.statistics), "D": key_size, "Dv": stored_value}
     b, t = sizes["B"], 3
     arguments = [
         torch.zeros(b, query_heads, t, key_size, dtype=dtype),
@@ -237,7 +242,8 @@ def _trace_merge_cache(
     operator = MERGE_CACHE.with_state(extra)
     state = (*STATE, *extra)
     c, n, v = 8, 5, 2
-    sizes = {"B": 2, "H": kv_heads, "C": c, "K": statistics, "D": head_sizes[0], "Dv": head_sizes[1]}
+    stored_value = 0 if attributes.value_prefix else head_sizes[1]
+    sizes = {"B": 2, "H": kv_heads, "C": c, "K": statistics, "D": head_sizes[0], "Dv": stored_value}
     rows = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n), torch.zeros(1, dtype=torch.int32)]
     arguments = [*_state(state, sizes, cache_type), *rows]
     kept, evicted, freed = Dim("kept"), Dim("evicted"), Dim("freed")

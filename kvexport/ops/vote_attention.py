@@ -33,6 +33,8 @@ class VoteAttentionAttributes:
         sliding_window: The number of latest positions that are visible; 0 for all.
         softcap: The bound of logits; 0 for none.
         method: The method, if it has extra state (`Method.extra_state`).
+        value_prefix: The size of a value, if values are the first numbers of their keys and are not stored; otherwise
+            0.
     """
 
     scale: float
@@ -41,6 +43,7 @@ class VoteAttentionAttributes:
     sliding_window: int = 0
     softcap: float = 0.0
     method: Method | None = None
+    value_prefix: int = 0
 
 
 def vote_attention(
@@ -70,7 +73,7 @@ def vote_attention(
         position: [B, T] int64 absolute positions, consecutive within a sequence.
         query_length: [B, 1] int64, the number of real tokens in this call. 0 leaves the sequence's state bit-identical.
         past_key: [B, H, C, D] in the cache's type.
-        past_value: [B, H, C, Dv] in the cache's type.
+        past_value: [B, H, C, Dv] in the cache's type; [B, H, C, 0] with `value_prefix`.
         past_votes: [B, H, C] float32; 0 for an empty slot.
         past_score: [B, H, K, C] float32.
         past_position: [B, H, C] int32.
@@ -101,7 +104,10 @@ def vote_attention(
     is_new = real[:, None, :, None]
     turn = rotated_by_hadamard if is_quantized(past_key) else torch.Tensor.float
     present_key, keys, *key_scale = _appended(past_key, key, index, is_new, past_extra[:1])
-    present_value, values, *value_scale = _appended(past_value, value, index, is_new, past_extra[1:2])
+    if attributes.value_prefix:
+        present_value, values, value_scale = past_value, keys[..., : attributes.value_prefix], []
+    else:
+        present_value, values, *value_scale = _appended(past_value, value, index, is_new, past_extra[1:2])
     age = torch.arange(capacity, dtype=torch.int32, device=query.device) - used  # [B, H, C]; 0 is the first new slot
     occupied = age < lengths[:, None]
     fresh = occupied & (age >= 0)
@@ -158,6 +164,8 @@ def read_attention(
         The output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows.
     """
     key, value, votes, _, slot_position, *scales = state
+    if attributes.value_prefix:
+        value = key[..., : attributes.value_prefix]
     small = is_quantized(key)
     turn = rotated_by_hadamard if small else torch.Tensor.float
     keys, values = (

@@ -85,6 +85,7 @@ def structs() -> dict[str, list[Field]]:
             *_STATES,
             *(_pointer(x, const=False) for x in VOTE_ATTENTION.outputs if not x.name.startswith("present_")),
             *_SCALES,
+            _VALUE_PREFIX,
         ],
         "KvMergeCache": [
             Field("int", "cache_type", "the type of the state's keys and values"),
@@ -102,6 +103,7 @@ def structs() -> dict[str, list[Field]]:
             Field("const float*", "inverse_frequencies", "[rotary_planes]"),
             *_STATES,
             *_SCALES,
+            _VALUE_PREFIX,
         ],
     }
 
@@ -113,6 +115,10 @@ _STATES = (
 _SCALES = (
     Field("KvScales", "past_scales", "the scales of a quantized cache's keys and values; buffers like the state's"),
     Field("KvScales", "present_scales"),
+)
+# The last member, for the same reason as `query_type`. Only the CPU's kernels read it.
+_VALUE_PREFIX = Field(
+    "int", "value_prefix", "value_size, if values are the first numbers of keys and are not stored; otherwise 0"
 )
 
 

@@ -105,6 +105,13 @@ _STATISTICS = Attribute(
 _SLIDING_WINDOW = Attribute(
     "sliding_window", "int", "the number of latest positions that are visible; 0: all", 0, least=0
 )
+_VALUE_PREFIX = Attribute(
+    "value_prefix",
+    "int",
+    "r, the size of a value, if values are the first r numbers of their keys and the state tensor `value` has size 0",
+    least=1,
+    optional=True,
+)
 _past, _present = _past_and_present("VoteAttention", STATE)
 VOTE_ATTENTION = Operator(
     "VoteAttention",
@@ -147,6 +154,7 @@ VOTE_ATTENTION = Operator(
             least=1,
             optional=True,
         ),
+        _VALUE_PREFIX,
     ),
 )
 _past, _present = _past_and_present("MergeCache", STATE)
@@ -184,6 +192,7 @@ MERGE_CACHE = Operator(
             "places",
             optional=True,
         ),
+        _VALUE_PREFIX,
     ),
 )
 RAGGED = "Ragged"  # the prefix of an operator's name if its KV heads have caches of their own

@@ -254,7 +254,7 @@ class Comparison:
         for i, layer in enumerate(self.plan.caches):
             past = named_state(layer, [feed[tensor.past(i)] for tensor in layer.state])
             actual, expected, truth = (self._named(i, state) for state in (separate, present, exact))
-            for name in ("key", "value"):
+            for name in ("key",) if layer.value_in_key else ("key", "value"):
                 new = norm(expected[name].astype(np.float64) - past[name]) > 0
                 self._add_errors((phase, name), actual[name], expected[name], truth[name], new)
         logits = exact["logits"]

@@ -23,7 +23,7 @@ from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.ragged import heads_of
-from kvexport.ops.vote_attention import read_attention, vote_attention
+from kvexport.ops.vote_attention import VoteAttentionAttributes, read_attention, vote_attention
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES, scales_of
 from kvexport.validate.float64 import as_ever, in_float64
@@ -72,7 +72,7 @@ class _Eager:
         inputs = (query, key, value, self.position, self.query_length, *own, sink_logits, *extra)
         result = vote_attention(
             *inputs,  # type: ignore[arg-type]
-            attributes=layer_attributes(self.method, self.geometry[cache]),
+            attributes=self._attributes(cache),
         )
         self.present[cache] = result[1:]
         return result[0]
@@ -80,8 +80,11 @@ class _Eager:
     def _read(self, cache: int, query: Tensor, sink_logits: Tensor | None) -> Tensor:
         """Return the attention of a layer that reads the cache of another layer."""
         state = self.present[cache][: len(STATE) + len(scales_of(self.plan.caches[cache].dtype))]
-        attributes = layer_attributes(self.method, self.geometry[cache])
+        attributes = self._attributes(cache)
         return read_attention(query, self.position, self.query_length, state, sink_logits, attributes=attributes)
+
+    def _attributes(self, cache: int) -> VoteAttentionAttributes:
+        return layer_attributes(self.method, self.geometry[cache], self.plan.caches[cache].value_prefix)
 
     def mask(self, mask_function: Any) -> Any:
         return None

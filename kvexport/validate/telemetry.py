@@ -259,6 +259,8 @@ class Telemetry:
                 [torch.from_numpy(np.array(state[name(tensor, i)])) for tensor in layer.state]
                 for name, state in ((StateTensor.past, past), (StateTensor.present, present))
             )
+            if layer.value_in_key:
+                old[1], new[1] = (state[0][..., : layer.value_size] for state in (old, new))
             for lane, evicted in enumerate((new[2] > 0).sum(-1) < (old[2] > 0).sum(-1)):
                 if not evicted.any():
                     continue
@@ -281,7 +283,7 @@ class Telemetry:
         size, slots = value.shape[-1], votes.shape[-1]
         numbered = torch.cat([value.float(), torch.eye(slots).expand(*votes.shape, slots)], dim=-1)
         method = cast(Method, _Numbered(self.method, size))
-        attributes = replace(merge_attributes(self.plan.caches[layer], self.method), method=method)
+        attributes = replace(merge_attributes(self.plan.caches[layer], self.method), value_prefix=0, method=method)
         _, merged, filled, *_ = merge_cache(key, numbered, votes, score, position, *extra, attributes=attributes)
         share, to = (merged[..., size:] * (filled > 0)[..., None]).max(dim=2)
         now = torch.where(votes > 0, position, -1).amax(-1, keepdim=True)

@@ -11,7 +11,7 @@ namespace kv {
 
 // The digest of the schema that the library is compiled with. A library of another version is refused before
 // it reads a node.
-inline constexpr const char* kSchema = "1e15a6c0636f";
+inline constexpr const char* kSchema = "9226b5a84e45";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},
@@ -23,6 +23,7 @@ inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"window", kInts},
     {"recency_weight", kFloats},
     {"reference_queries", kInt},
+    {"value_prefix", kInt},
 };
 
 inline constexpr AttributeName kMergeCacheAttributes[] = {
@@ -61,6 +62,7 @@ inline constexpr AttributeName kMergeCacheAttributes[] = {
     {"inverse_frequencies", kFloats},
     {"rotary_interleaved", kInt},
     {"cache_positions", kInt},
+    {"value_prefix", kInt},
 };
 
 inline constexpr AttributeName kExpertsAttributes[] = {

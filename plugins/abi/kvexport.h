@@ -137,6 +137,7 @@ typedef struct KvVoteAttention {
   void* output;  // [B,Hq,T,Dv]
   KvScales past_scales;  // the scales of a quantized cache's keys and values; buffers like the state's
   KvScales present_scales;
+  int value_prefix;  // value_size, if values are the first numbers of keys and are not stored; otherwise 0
 } KvVoteAttention;
 
 typedef struct KvMergeCache {
@@ -164,6 +165,7 @@ typedef struct KvMergeCache {
   KvState present;
   KvScales past_scales;  // the scales of a quantized cache's keys and values; buffers like the state's
   KvScales present_scales;
+  int value_prefix;  // value_size, if values are the first numbers of keys and are not stored; otherwise 0
 } KvMergeCache;
 
 #ifdef __cplusplus

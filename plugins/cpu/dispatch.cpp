@@ -151,6 +151,15 @@ const char* cache_problem(const Arguments& a, const KvHeadCache* caches) {
   return nullptr;
 }
 
+template <class Arguments>
+const char* prefix_problem(const Arguments& a) {
+  if (a.value_prefix == 0) return nullptr;
+  if (is_small(a.cache_type)) return "a quantized cache stores its values apart from its keys";
+  return a.value_prefix == a.value_size && a.value_size <= a.key_size
+             ? nullptr
+             : "value_prefix is not the size of a value, or is larger than a key";
+}
+
 const char* merge_problem(const KvMergeCache& a, const KvHeadCache* caches, bool has_queries) {
   if (const char* problem = cache_problem(a, caches)) return problem;
   if (a.batch < 0 || a.heads < 1 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
@@ -160,6 +169,10 @@ const char* merge_problem(const KvMergeCache& a, const KvHeadCache* caches, bool
     return "budget, sinks, recent or sliding_window is out of range";
   for (int h = 0; caches && h < a.heads; ++h)
     if (caches[h].budget < 1 || caches[h].recent < 0) return "the budget or recent of a KV head is out of range";
+  if (const char* problem = prefix_problem(a)) return problem;
+  const bool apart = has_queries || a.rotary_planes || a.policy.merge == KV_MERGE_PAIR ||
+                     (a.policy.merge == KV_MERGE_ZIP && a.policy.zip == KV_ZIP_KEY);
+  if (a.value_prefix && apart) return "values are a part of their keys, and the merge changes them apart";
   return kv::policy_problem(a.policy, has_queries);
 }
 
@@ -206,6 +219,7 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, const KvHeadCache
   bool fits = a.tokens <= a.capacity;
   for (int h = 0; caches && h < a.heads; ++h) fits &= a.tokens <= caches[h].capacity;
   if (!fits) return "the call brings more tokens than the cache has slots";
+  if (const char* problem = prefix_problem(a)) return problem;
   if (a.batch == 0) return nullptr;
   kernels().vote_attention(a, caches, runner);
   return nullptr;

@@ -123,6 +123,9 @@ struct MergeCase {
     any_policy(random, shape.key_size, frequencies, call);
     fit.choose(random, call.policy);
     shape.statistics = call.statistics;
+    shape.in_key = may_be_in_key(shape) && !fit.rows && frequencies.empty() && call.policy.merge != KV_MERGE_PAIR &&
+                   !(call.policy.merge == KV_MERGE_ZIP && call.policy.zip == KV_ZIP_KEY);
+    call.value_prefix = shape.in_key ? shape.value_size : 0;
     call.inverse_frequencies = frequencies.data();
     call.cache_type = shape.cache_type(), call.batch = shape.batch, call.heads = shape.heads,
     call.capacity = shape.capacity;
@@ -333,14 +336,15 @@ struct MergeCase {
     const KvMergePolicy& p = call.policy;
     char text[512];
     snprintf(text, sizeof text,
-             "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merge %d select %d "
+             "MergeCache%s %s B %d H %d C %d D %d Dv %d prefix %d K %d budget %d sinks %d recent %d window %d merge %d "
+             "select %d "
              "measure %d threshold %g zip %d factor %g votes %g order %d exponent %g pool %d pooled %d residual %g "
              "weigh %d planes %d places %d fit %d rows %d steps %d",
              hostile ? " hostile" : "", shape.name(), call.batch, call.heads, call.capacity, call.key_size,
-             call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window, p.merge,
-             p.select, p.measure, p.threshold, p.zip, p.key_factor_max, p.votes_max, p.order, p.error_exponent,
-             p.eviction_pool, p.pooled, p.residual, p.weigh, call.rotary_planes, call.cache_positions, fit.fit.fit,
-             fit.rows, fit.fit.vote_steps);
+             call.value_size, call.value_prefix, call.statistics, call.budget, call.sinks, call.recent,
+             call.sliding_window, p.merge, p.select, p.measure, p.threshold, p.zip, p.key_factor_max, p.votes_max,
+             p.order, p.error_exponent, p.eviction_pool, p.pooled, p.residual, p.weigh, call.rotary_planes,
+             call.cache_positions, fit.fit.fit, fit.rows, fit.fit.vote_steps);
     return text;
   }
 };

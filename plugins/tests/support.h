@@ -140,11 +140,13 @@ class Buffer {
 enum Tensor { kKey, kValue, kVotes, kScore, kPosition, kKeyScale, kValueScale, kTensors };
 constexpr unsigned kAllInPlace = (1u << kTensors) - 1;
 
-// type: the type of queries, and of a cache that is not small. small_type: the type of a quantized cache.
+// type: the type of queries, and of a cache that is not small. small_type: the type of a quantized cache. in_key:
+// whether values are the first numbers of their keys, and not stored.
 struct Shape {
   int type, batch, heads, capacity, key_size, value_size, statistics;
   bool small = false;
   int small_type = KV_INT8;
+  bool in_key = false;
   int cache_type() const { return small ? small_type : type; }
   bool is_int4(int tensor) const {
     return small && (tensor == kKey ? small_type == KV_INT4 : tensor == kValue ? small_type != KV_INT8 : false);
@@ -200,7 +202,7 @@ struct Cache {
     const size_t c = shape.capacity;
     if (i == kKeyScale || i == kValueScale) return shape.small ? c : 0;
     const size_t size = i == kKey     ? shape.key_size
-                        : i == kValue ? shape.value_size
+                        : i == kValue ? (shape.in_key ? 0 : shape.value_size)
                         : i == kScore ? shape.statistics
                                       : 1;
     return c * (shape.is_int4(i) ? size / 2 : size);
@@ -228,6 +230,7 @@ struct Cache {
            read_stored(shape, kKey, tensor[kKey].data<void>(), (row * shape.capacity + slot) * shape.key_size + i);
   }
   float value(size_t row, int slot, int i) const {
+    if (shape.in_key) return key(row, slot, i);
     return scale(kValueScale, row, slot) * read_stored(shape, kValue, tensor[kValue].data<void>(),
                                                        (row * shape.capacity + slot) * shape.value_size + i);
   }
@@ -282,7 +285,7 @@ inline int fill_head(Random& random, Cache& cache, size_t row, int used, const s
     if (!is_used) continue;
     for (int i = 0; i < s.key_size; ++i)
       write_stored(s, kKey, view.key, (row * s.capacity + c) * s.key_size + i, normal());
-    for (int i = 0; i < s.value_size; ++i)
+    for (int i = 0; i < s.value_size && !s.in_key; ++i)
       write_stored(s, kValue, view.value, (row * s.capacity + c) * s.value_size + i, normal());
     if (s.small)
       for (float* scale : {cache.scales().key, cache.scales().value})
@@ -340,6 +343,10 @@ inline Shape any_shape(Random& random, int at_least) {
   if (s.is_int4(kValue)) s.value_size += s.value_size % 2;
   return s;
 }
+
+// Returns whether a case with values that are the first numbers of their keys may have this shape. Without a draw, so
+// that a seed gives the case that it gave before.
+inline bool may_be_in_key(const Shape& s) { return !s.small && s.value_size <= s.key_size && s.capacity % 4 == 1; }
 
 inline KvRunner any_runner(Random& random, int* threads) {
   *threads = random.between(2, 4);

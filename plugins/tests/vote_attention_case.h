@@ -42,6 +42,8 @@ struct AttentionCase {
     } while (static_cast<double>(shape.batch) * call.query_heads * (call.tokens + 4) * shape.capacity *
                  (shape.key_size + shape.value_size) >
              3e7 * work_share);
+    shape.in_key = may_be_in_key(shape);
+    call.value_prefix = shape.in_key ? shape.value_size : 0;
     call.query_type = shape.type, call.cache_type = shape.cache_type(), call.batch = shape.batch,
     call.heads = shape.heads, call.capacity = shape.capacity;
     call.key_size = shape.key_size, call.value_size = shape.value_size;
@@ -99,6 +101,10 @@ struct AttentionCase {
     draw_rows(random, query, call.query_heads, call.key_size);
     draw_rows(random, key, call.heads, call.key_size);
     draw_rows(random, value, call.heads, call.value_size);
+    const size_t rows = static_cast<size_t>(call.batch) * call.heads * call.tokens;
+    for (size_t row = 0; row < rows && shape.in_key; ++row)
+      memcpy(value.data<unsigned char>() + row * call.value_size * shape.element(),
+             key.data<unsigned char>() + row * call.key_size * shape.element(), call.value_size * shape.element());
     call.query = query.data<void>(), call.key = key.data<void>(), call.value = value.data<void>();
     if (!random.one_in(4)) return;
     sink_logits = Buffer(random, call.query_heads, 4);
@@ -211,12 +217,13 @@ struct AttentionCase {
 
   std::string describe() const {
     char text[512];
-    snprintf(text, sizeof text,
-             "VoteAttention%s %s B %d Hq %d H %d T %d C %d D %d Dv %d K %d scale %g alpha %g softcap %g window %d "
-             "sinks %d lanes",
-             hostile ? " hostile" : "", shape.name(), call.batch, call.query_heads, call.heads, call.tokens,
-             call.capacity, call.key_size, call.value_size, call.statistics, call.scale, call.vote_exponent,
-             call.softcap, call.sliding_window, call.sink_logits != nullptr);
+    snprintf(
+        text, sizeof text,
+        "VoteAttention%s %s B %d Hq %d H %d T %d C %d D %d Dv %d prefix %d K %d scale %g alpha %g softcap %g window %d "
+        "sinks %d lanes",
+        hostile ? " hostile" : "", shape.name(), call.batch, call.query_heads, call.heads, call.tokens, call.capacity,
+        call.key_size, call.value_size, call.value_prefix, call.statistics, call.scale, call.vote_exponent,
+        call.softcap, call.sliding_window, call.sink_logits != nullptr);
     std::string s = text;
     for (int b = 0; b < call.batch; ++b) s += " " + std::to_string(used[b]) + "+" + std::to_string(length[b]);
     for (int k = 0; k < call.statistics; ++k) {

@@ -175,6 +175,14 @@ def test_a_layer_that_no_memory_could_hold_is_refused(raw: dict[str, Any], key: 
         parse_manifest(Path("/artifact"), changed)
 
 
+@pytest.mark.parametrize("changes", [{"dtype": "int8"}, {"value_size": 4096}], ids=["quantized", "larger"])
+def test_values_that_cannot_be_a_part_of_their_keys_are_refused(raw: dict[str, Any], changes: dict[str, Any]) -> None:
+    changed = copied(raw)
+    changed["cache"][1] |= {"value_in_key": True, **changes}
+    with pytest.raises(ArtifactError, match=r"cache\.1\.value_in_key should be false"):
+        parse_manifest(Path("/artifact"), changed)
+
+
 def test_another_contract_version_is_refused_with_the_line_that_builds_it_again(
     tiny_artifact: Path, tmp_path: Path
 ) -> None:

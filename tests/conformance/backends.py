@@ -239,7 +239,8 @@ def _vote_attention_session(
         "value": (0, kv_heads, 0, value_size), "output": (0, query_heads, 0, value_size), "position": (0, 0),
         "query_length": (0, 1), "sink_logits": (query_heads,),
     }  # fmt: skip
-    state = _state_shapes(kv_heads, sizes, len(attributes.statistics), cache_type)
+    stored = (key_size, 0 if attributes.value_prefix else value_size)
+    state = _state_shapes(kv_heads, stored, len(attributes.statistics), cache_type)
     shapes = {
         **tokens,
         **{f"{prefix}_{name}": shape for prefix in ("past", "present") for name, shape in state.items()},

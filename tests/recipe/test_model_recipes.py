@@ -145,6 +145,8 @@ def test_a_recipe_plans_the_published_model(name: str, tmp_path: Path, monkeypat
     parameters, attends, share = PUBLISHED[name]
     assert set(requested) == {recipe.model.path}
     assert (plan.parameters, len(plan.geometry)) == (parameters, attends)
+    if name == "glm47-flash":
+        assert {layer.slot_bytes() for layer in plan.cache.caches} == {4 * 576}
     if share:
         # Biases of experts are read like their weights.
         assert plan.expert_read_bytes == pytest.approx(plan.expert_bytes * share, rel=1e-6)

@@ -196,10 +196,13 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     path = library(device)
     method = recipe.cache.build_method()
     stored = manifest.cache.caches[0].dtype
+    in_keys = any(layer.value_in_key for layer in manifest.cache.caches)
     result = {}
     for op in ("VoteAttention", "MergeCache"):
-        if path and stored in SMALL and not has_quantized_cache(path):
-            why: str | None = f"{path.name} has no kernel for a cache in {stored}: --set cache.dtype=model"
+        if in_keys and device != "cpu":
+            why: str | None = f"values are a part of their keys, which no kernel for {device} reads: build for {device}"
+        elif path and stored in SMALL and not has_quantized_cache(path):
+            why = f"{path.name} has no kernel for a cache in {stored}: --set cache.dtype=model"
         else:
             why = _why_no_layer(path, op, manifest) if path else None
         why = why or why_function(path, op, method, device)

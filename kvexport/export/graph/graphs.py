@@ -59,7 +59,7 @@ def attention_functions(
     """
     return [
         vote_attention_function(
-            layer_attributes(method, layer),
+            layer_attributes(method, layer, cache.value_prefix),
             heads=(layer.query_heads, layer.kv_heads),
             head_sizes=(layer.key_size, layer.value_size),
             dtype=getattr(torch, dtype),
@@ -133,7 +133,8 @@ def finish_decoder(
         i = next(a.i for a in node.attribute if a.name == "layer")
         while node.input and not node.input[-1]:
             node.input.pop()
-        attributes = vote_attention_node_attributes(layer_attributes(method, layer_geometry[i]))
+        prefix = plan.caches[i].value_prefix
+        attributes = vote_attention_node_attributes(layer_attributes(method, layer_geometry[i], prefix))
         function = functions[i]
         if node.op_type != VOTE_ATTENTION.name:
             count = (len(node.output) - 1) // len(plan.caches[i].state)
@@ -215,7 +216,9 @@ def merge_model(plan: CachePlan, method: Method, geometry: Sequence[LayerGeometr
 
 def merge_attributes(layer: LayerCache, method: Method) -> MergeCacheAttributes:
     """Return the attributes of the MergeCache node that compresses the KV cache of one layer."""
-    return MergeCacheAttributes(method, layer.budget, layer.sinks, layer.recent, layer.sliding_window, layer.rotary)
+    return MergeCacheAttributes(
+        method, layer.budget, layer.sinks, layer.recent, layer.sliding_window, layer.rotary, layer.value_prefix
+    )
 
 
 def _state_info(name: str, layer: LayerCache, kind: str) -> onnx.ValueInfoProto:

@@ -36,8 +36,14 @@ from kvexport.schema.operators import VOTE_ATTENTION, Operator
 from kvexport.schema.state import STATE, StateTensor, scales_of
 
 
-def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttributes:
-    """Return the attributes of a layer's VoteAttention node, from the model and the compression method."""
+def layer_attributes(method: Method, layer: LayerGeometry, value_prefix: int = 0) -> VoteAttentionAttributes:
+    """Return the attributes of a layer's VoteAttention node.
+
+    Args:
+        method: The compression method.
+        layer: The layer's attention.
+        value_prefix: That of the layer's cache (`LayerCache.value_prefix`).
+    """
     return VoteAttentionAttributes(
         scale=layer.scale,
         vote_exponent=method.vote_exponent,
@@ -45,6 +51,7 @@ def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttri
         sliding_window=layer.sliding_window,
         softcap=layer.softcap,
         method=method if method.extra_state else None,
+        value_prefix=value_prefix,
     )
 
 

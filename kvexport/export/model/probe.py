@@ -18,6 +18,7 @@ from kvexport.cache import LayerGeometry, LayerStates
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import attending
 from kvexport.export.hooks.experts import expert_modules
+from kvexport.export.hooks.latent import is_latent
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.config import first_line_of
 from kvexport.export.model.hf_model import is_composite
@@ -81,6 +82,7 @@ class _Probe:
             softcap=float(options.get("softcap") or 0.0),
             scale=float(key.shape[3] ** -0.5 if scale is None else scale),
             sink_logits=options.get("s_aux") is not None,
+            value_in_key=is_latent(module),
         )
         if source is None:
             self.layers[index] = geometry

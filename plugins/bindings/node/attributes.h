@@ -48,19 +48,29 @@ void read_statistics(const Node& node, KvVoteAttention& call) {
   }
 }
 
+// Returns the attribute value_prefix, 0 without one. on_cpu: only the kernels of the CPU read values from keys.
+template <class Node>
+int read_value_prefix(const Node& node, bool on_cpu) {
+  if (!node.has("value_prefix")) return 0;
+  node.require(on_cpu, "no kernel here reads values from keys (value_prefix)");
+  return integer_at_least(1, node, "value_prefix");
+}
+
 // Reads all attributes of a VoteAttention node. reference_queries: receives the rows of the ring of reference queries,
-// 0 without one; if it is nullptr, a node with a ring is refused.
+// 0 without one. It is nullptr except on the CPU; then a node with a ring, or with values in keys, is refused.
 template <class Node>
 void read_vote_attention(const Node& node, KvVoteAttention& call, int* reference_queries = nullptr) {
   read_attributes(node, call);
   read_statistics(node, call);
+  call.value_prefix = read_value_prefix(node, reference_queries);
   if (!node.has("reference_queries")) return;
   node.require(reference_queries, "no kernel here keeps reference_queries");
   *reference_queries = integer_at_least(1, node, "reference_queries");
 }
 
 // Reads all attributes of a MergeCache node; the caller sets the pointer to the inverse frequencies. Returns whether
-// the node has a fit. fit: receives it; if it is nullptr, a node with a fit is refused.
+// the node has a fit. fit: receives it. It is nullptr except on the CPU; then a node with a fit, or with values in
+// keys, is refused.
 template <class Node>
 bool read_merge_cache(const Node& node, KvMergeCache& call, std::vector<float>& inverse_frequencies,
                       KvFit* fit = nullptr) {
@@ -70,6 +80,7 @@ bool read_merge_cache(const Node& node, KvMergeCache& call, std::vector<float>& 
   for (size_t k = 0; k < kinds.size(); ++k) call.statistic_kind[k] = kinds[k];
   node.require(node.has("select"), "the node carries no merge policy: only the function of its method computes it");
   read_attributes(node, call.policy);
+  call.value_prefix = read_value_prefix(node, fit);
   const bool fits = node.has("fit");
   node.require(!fits || fit, "no kernel here fits slots to reference queries");
   if (fits) read_attributes(node, *fit);

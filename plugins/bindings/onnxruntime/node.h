@@ -216,7 +216,12 @@ struct Cache {
   void sizes(Arguments& call) const {
     call.batch = static_cast<int>(batch), call.heads = static_cast<int>(heads);
     call.capacity = static_cast<int>(capacity), call.statistics = static_cast<int>(statistics);
-    call.key_size = static_cast<int>(key_size), call.value_size = static_cast<int>(value_size);
+    call.key_size = static_cast<int>(key_size);
+    require((value_size == 0) == (call.value_prefix > 0), [&] {
+      return "values of size " + std::to_string(value_size) + " are stored, and value_prefix is " +
+             std::to_string(call.value_prefix);
+    });
+    call.value_size = call.value_prefix ? call.value_prefix : static_cast<int>(value_size);
   }
 
   KvState inputs(const Ort::KernelContext& context, size_t first) const {

@@ -36,7 +36,7 @@ struct HeadCaches {
       const Cache cache(context, first, type.type);
       if (h == 0) cache.sizes(call);
       require(cache.heads == 1 && cache.batch == call.batch && cache.key_size == call.key_size &&
-                  cache.value_size == call.value_size && cache.statistics == call.statistics,
+                  cache.value_size == (call.value_prefix ? 0 : call.value_size) && cache.statistics == call.statistics,
               [&] { return misfit(h, cache); });
       KvHeadCache& own = caches[h];
       own.capacity = static_cast<int>(cache.capacity);

@@ -37,9 +37,11 @@ struct VoteAttentionNode {
     known.batch = known.tokens = known.capacity = -1;
     known.query_heads = static_cast<int>(query[1]), known.heads = static_cast<int>(key[1]);
     known.key_size = static_cast<int>(key[3]), known.value_size = value.size() == 4 ? static_cast<int>(value[3]) : -1;
+    if (known.value_prefix) known.value_size = known.value_prefix;
     std::vector<Input> expected = inputs_of(known);
     if (known.key_size > 0) expected[5].shape[3] = known.key_size / in_key;
     if (known.value_size > 0) expected[6].shape[3] = known.value_size / in_value;
+    if (known.value_prefix) expected[6].shape[3] = 0;
     for (size_t i = 0; i < expected.size(); ++i) check_declared(info, node, i, expected[i].name, expected[i].shape);
   }
 
@@ -74,13 +76,13 @@ struct VoteAttentionNode {
     call.query_heads = static_cast<int>(heads), call.tokens = static_cast<int>(tokens);
     call.query = input<void>(context, 0, "query", {cache.batch, heads, tokens, cache.key_size});
     call.key = input<void>(context, 1, "key", {cache.batch, cache.heads, tokens, cache.key_size});
-    call.value = input<void>(context, 2, "value", {cache.batch, cache.heads, tokens, cache.value_size});
+    call.value = input<void>(context, 2, "value", {cache.batch, cache.heads, tokens, call.value_size});
     call.position = input<int64_t>(context, 3, "position", {cache.batch, tokens});
     call.query_length = input<int64_t>(context, 4, "query_length", {cache.batch, 1});
     if (context.GetInputCount() > 10 && context.GetInput(10) != nullptr)
       call.sink_logits = input<float>(context, 10, "sink_logits", {heads});
     call.past = cache.inputs(context, 5);
-    call.output = output(context, 0, {cache.batch, heads, tokens, cache.value_size});
+    call.output = output(context, 0, {cache.batch, heads, tokens, call.value_size});
     call.present = cache.outputs(context, 1);
     if (is_small(attributes.cache_type)) cache.scales(context, 11, 6, call);
     return call;

@@ -60,8 +60,9 @@ struct Attention {
     int b, h, capacity, used, n;
     const K *past_key, *key;
     const V *past_value, *value;
+    size_t past_value_size;  // elements from one row of past_value to the next
     K* present_key;
-    V* present_value;
+    V* present_value;  // nullptr with value_prefix
     const float *past_votes, *past_score;
     float *votes, *score;
     const int32_t* past_position;
@@ -88,12 +89,13 @@ struct Attention {
     x.past_position = past.position + slots;
     x.past_score = past.score + slots * k;
     x.past_key = at(static_cast<const K*>(past.key), slots * d);
-    x.past_value = at(static_cast<const V*>(past.value), slots * dv);
+    x.past_value_size = a.value_prefix ? d : dv;
+    x.past_value = at(static_cast<const V*>(a.value_prefix ? past.key : past.value), slots * x.past_value_size);
     x.votes = present.votes + slots;
     x.position = present.position + slots;
     x.score = present.score + slots * k;
     x.present_key = at(static_cast<K*>(present.key), slots * d);
-    x.present_value = at(static_cast<V*>(present.value), slots * dv);
+    x.present_value = a.value_prefix ? nullptr : at(static_cast<V*>(present.value), slots * dv);
     x.key = at(static_cast<const K*>(a.key), index * t * d);
     x.value = at(static_cast<const V*>(a.value), index * t * dv);
     if constexpr (kSmall<K>) {
@@ -124,13 +126,14 @@ struct Attention {
   // Appends the new tokens; copies the tensors that are not bound in place.
   void append_tokens(const Head& x) const {
     const size_t c = x.capacity, d = a.key_size, dv = a.value_size;
+    const bool stores_values = a.value_prefix == 0, moves_values = stores_values && x.present_value != x.past_value;
     if (x.present_key != x.past_key) memcpy(x.present_key, x.past_key, bytes_of<K>(x.used * d));
-    if (x.present_value != x.past_value) memcpy(x.present_value, x.past_value, bytes_of<V>(x.used * dv));
+    if (moves_values) memcpy(x.present_value, x.past_value, bytes_of<V>(x.used * dv));
     if (x.votes != x.past_votes) memcpy(x.votes, x.past_votes, x.used * sizeof(float));
     if (x.position != x.past_position) memcpy(x.position, x.past_position, x.used * sizeof(int32_t));
     if (x.n > 0) {  // without tokens the pointers may be null
       memcpy(at(x.present_key, x.used * d), x.key, bytes_of<K>(x.n * d));
-      memcpy(at(x.present_value, x.used * dv), x.value, bytes_of<V>(x.n * dv));
+      if (stores_values) memcpy(at(x.present_value, x.used * dv), x.value, bytes_of<V>(x.n * dv));
     }
     for (int i = 0; i < x.n; ++i) {
       x.votes[x.used + i] = 1.0f;
@@ -139,8 +142,7 @@ struct Attention {
     const size_t rest = c - x.end();
     if (x.present_key != x.past_key)
       memcpy(at(x.present_key, x.end() * d), at(x.past_key, x.end() * d), bytes_of<K>(rest * d));
-    if (x.present_value != x.past_value)
-      memcpy(at(x.present_value, x.end() * dv), at(x.past_value, x.end() * dv), bytes_of<V>(rest * dv));
+    if (moves_values) memcpy(at(x.present_value, x.end() * dv), at(x.past_value, x.end() * dv), bytes_of<V>(rest * dv));
     if (x.votes != x.past_votes) memcpy(x.votes + x.end(), x.past_votes + x.end(), rest * sizeof(float));
     if (x.position != x.past_position) memcpy(x.position + x.end(), x.past_position + x.end(), rest * sizeof(int32_t));
     if constexpr (kSmall<K>) {
@@ -168,7 +170,7 @@ struct Attention {
                          : at(x.key, static_cast<size_t>(slot - x.used) * a.key_size);
   }
   const V* value_row(const Head& x, int slot) const {
-    return slot < x.used ? at(x.past_value, static_cast<size_t>(slot) * a.value_size)
+    return slot < x.used ? at(x.past_value, slot * x.past_value_size)
                          : at(x.value, static_cast<size_t>(slot - x.used) * a.value_size);
   }
   int64_t slot_position(const Head& x, int slot) const {

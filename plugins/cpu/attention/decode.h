@@ -81,7 +81,7 @@ struct Decode : DecodeScores<K, V> {
       for (int i = 0; i < d; ++i) query[g * d + i] = static_cast<float>(row[i]) * a.scale;
     }
     const auto key_at = [&](int c) { return at(x.past_key, static_cast<size_t>(c) * d); };
-    const auto value_at = [&](int c) { return at(x.past_value, static_cast<size_t>(c) * dv); };
+    const auto value_at = [&](int c) { return at(x.past_value, c * x.past_value_size); };
     const Stream keys(key_at(to), value_at(from)), values(value_at(to), key_at(to < x.end() ? to : x.capacity));
     int c = from;
     if (all >= kTileRows)

@@ -112,10 +112,11 @@ struct Merge : Fit<K, V> {
     const float* votes = w.votes.get();
     const auto key_of = [&](int slot) { return key_row(x, w, slot); };
     const auto value_of = [&](int slot) { return value_row(x, w, slot); };
+    const int dv = a.value_prefix ? 0 : a.value_size;
     if (p.merge != KV_MERGE_ZIP) {
       float vote_sum = 0.0f;
       for (int j = 0; j < count; ++j) vote_sum += weight[j] = votes[members[j]];
-      mean(members, weight, count, a.value_size, value, value_of);
+      mean(members, weight, count, dv, value, value_of);
       if (p.merge == KV_MERGE_PAIR)
         pair_key(x, w, members[0], members[1], key);
       else
@@ -131,7 +132,7 @@ struct Merge : Fit<K, V> {
     }
     for (int j = 0; j < count; ++j) weight[j] = sums.add(votes[members[j]], logit[j]);
     mean(members, weight, count, a.key_size, key, key_of);
-    mean(members, weight, count, a.value_size, value, value_of);
+    mean(members, weight, count, dv, value, value_of);
     if (p.zip == KV_ZIP_MEAN) return sums.votes;
     if (p.zip == KV_ZIP_VOTE) return sums.fractional_votes();
     const float factor = sums.key_factor(), limit = p.key_factor_max < 3.4e38f ? p.key_factor_max : 3.4e38f;
@@ -221,6 +222,7 @@ struct Merge : Fit<K, V> {
   // the first rows takes the last kept slot, the next hole the last but one, and so on. Zeros follow.
   void place(const Head& x, Work& w) const {
     const size_t d = a.key_size, dv = a.value_size, c = x.capacity;
+    const bool stores_values = a.value_prefix == 0;
     const int each = a.statistics + 2;
     const int *order = w.order.get(), *row_of = x.sets ? w.row_of_target.get() : nullptr;
     const float *rows = w.rows.get(), *scores = w.scores.get();
@@ -234,14 +236,15 @@ struct Merge : Fit<K, V> {
         write_row(rows + row * (d + dv), a.key_size, at(x.out_key, to * d), x.out_key_scale + to);
       }
       if (row < 0) {
-        copy_row(x.value, x.out_value, from, to, dv);
+        if (stores_values) copy_row(x.value, x.out_value, from, to, dv);
         if constexpr (kSmall<K>) copy_row(x.value_scale, x.out_value_scale, from, to, 1);
         copy_row(x.votes, x.out_votes, from, to, 1);
         copy_row(x.position, x.out_position, from, to, 1);
         for (int k = 0; k < a.statistics; ++k) copy_row(x.score + k * c, x.out_score + k * c, from, to, 1);
         continue;
       }
-      write_row(rows + row * (d + dv) + d, a.value_size, at(x.out_value, to * dv), x.out_value_scale + to);
+      if (stores_values)
+        write_row(rows + row * (d + dv) + d, a.value_size, at(x.out_value, to * dv), x.out_value_scale + to);
       x.out_votes[to] = scores[row * each];
       x.out_position[to] = w.position.get()[latest(w, row)];
       for (int k = 0; k < a.statistics; ++k) x.out_score[k * c + to] = scores[row * each + 2 + k];
@@ -249,7 +252,7 @@ struct Merge : Fit<K, V> {
     if (a.cache_positions && a.rotary_planes && x.evicted) turn_rows(x, number, kept, row_of, w);
     // In place, slots after the used ones stay untouched.
     clear(x, x.out_key, x.key, d, kept);
-    clear(x, x.out_value, x.value, dv, kept);
+    if (stores_values) clear(x, x.out_value, x.value, dv, kept);
     if constexpr (kSmall<K>) {
       clear(x, x.out_key_scale, x.key_scale, 1, kept);
       clear(x, x.out_value_scale, x.value_scale, 1, kept);

@@ -59,10 +59,11 @@ struct Nearest {
   struct Head {
     const K* key;
     const V* value;
+    size_t value_size;  // elements from one row of `value` to the next
     const float *votes, *score;
     const int32_t* position;
     K* out_key;
-    V* out_value;
+    V* out_value;  // nullptr with value_prefix
     float *out_votes, *out_score;
     int32_t* out_position;
     const float *key_scale, *value_scale;
@@ -89,12 +90,13 @@ struct Nearest {
     const size_t d = a.key_size, dv = a.value_size, k = a.statistics;
     const size_t slots = row_in_cache(index) * x.capacity;  // the slots before those of this head in its tensors
     x.key = at(static_cast<const K*>(past.key), slots * d);
-    x.value = at(static_cast<const V*>(past.value), slots * dv);
+    x.value_size = a.value_prefix ? d : dv;
+    x.value = at(static_cast<const V*>(a.value_prefix ? past.key : past.value), slots * x.value_size);
     x.votes = past.votes + slots;
     x.score = past.score + slots * k;
     x.position = past.position + slots;
     x.out_key = at(static_cast<K*>(present.key), slots * d);
-    x.out_value = at(static_cast<V*>(present.value), slots * dv);
+    x.out_value = a.value_prefix ? nullptr : at(static_cast<V*>(present.value), slots * dv);
     x.out_votes = present.votes + slots;
     x.out_score = present.score + slots * k;
     x.out_position = present.position + slots;
@@ -118,7 +120,7 @@ struct Nearest {
     if constexpr (kSmall<K>)
       return w.values.get() + static_cast<size_t>(slot) * a.value_size;
     else
-      return x.value + static_cast<size_t>(w.order.get()[slot]) * a.value_size;
+      return x.value + w.order.get()[slot] * x.value_size;
   }
   // The two dimensions of rotary plane f.
   int first_of(int f) const { return a.rotary_interleaved ? 2 * f : f; }

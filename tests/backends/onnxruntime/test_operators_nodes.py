@@ -119,6 +119,8 @@ ATTENTION_ATTRIBUTES = {
     "beyond-32-bits": ({"sliding_window": 2**33}, "the attribute sliding_window is out of range: 8589934592"),
     "negative-softcap": ({"softcap": -2.0}, r"softcap is -2\.0+, and has to be at least 0"),
     "softcap-of-nan": ({"softcap": float("nan")}, "softcap is -?nan, and has to be at least 0"),
+    "values-of-no-size": ({"value_prefix": 0}, "value_prefix is 0, and has to be at least 1"),
+    "stored-values": ({"value_prefix": 4}, r"value is \[\?, 2, \?, 12\], not \[\?, 2, \?, 4\]"),
 }
 
 
@@ -189,6 +191,7 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "the score has 1 statistics, the method keeps 2",
     ),
+    "values-of-no-size": ({**MERGE_CACHE, "value_prefix": 0}, {}, "value_prefix is 0, and has to be at least 1"),
     "too-many-statistics": (KEEPKV, merge_shapes(2), "the score has 2 statistics, the method keeps 1"),
 }
 
@@ -234,6 +237,25 @@ def test_tensors_that_do_not_fit_are_an_error_of_the_run(name: str) -> None:
         attention().run(None, feed)
 
 
+ZIP_KEY = {**KEEPKV, "zip": "key"}
+VALUES_IN_KEYS = {
+    "stored": (MERGE_CACHE, DV, 4, "values of size 12 are stored, and value_prefix is 4"),
+    "not stored": (MERGE_CACHE, 0, None, "values of size 0 are stored, and value_prefix is 0"),
+    "larger than a key": (MERGE_CACHE, 0, D + 1, "value_prefix is not the size of a value, or is larger than a key"),
+    "apart": (ZIP_KEY, 0, 4, "values are a part of their keys, and the merge changes them apart"),
+    "rotated": (KVSLIMMER, 0, 4, "values are a part of their keys, and the merge changes them apart"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES_IN_KEYS)
+def test_values_that_cannot_be_read_from_keys_are_an_error_of_the_run(name: str) -> None:
+    attributes, size, prefix, message = VALUES_IN_KEYS[name]
+    feed = state(np.random.default_rng(0), 2, C)
+    feed["value"] = feed["value"][..., :size]
+    with pytest.raises(Exception, match=message):
+        merging({**attributes, "value_prefix": prefix}, {"value": ["B", H, "C", size]}).run(None, feed)
+
+
 def test_random_nodes_never_end_the_process() -> None:
     command = [sys.executable, "-m", "tests.support.node_fuzz", "1", "1500"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -248,7 +270,7 @@ def in_place(one: Any, feed: dict[str, Any], past: str) -> dict[str, Any]:
     arrays = {name: array.copy() for name, array in feed.items()}
     outputs = {f"present_{name}": arrays[past + name] for name in STATE}
     if past:
-        outputs["output"] = np.full((*feed["query"].shape[:3], DV), np.nan, feed["query"].dtype)
+        outputs["output"] = np.full((*feed["query"].shape[:3], feed["value"].shape[3]), np.nan, feed["query"].dtype)
     for bind, named in ((binding.bind_input, arrays), (binding.bind_output, outputs)):
         for name, array in named.items():
             bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
@@ -278,3 +300,29 @@ def test_a_merge_in_place_has_the_bits_of_separate_buffers(half: bool, attribute
     one = merging(attributes, half=half)
     separate = dict(zip([output.name for output in one.get_outputs()], one.run(None, feed), strict=True))
     assert {n: x.tobytes() for n, x in in_place(one, feed, "").items()} == {n: x.tobytes() for n, x in separate.items()}
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+def test_values_in_keys_have_the_bits_of_stored_values_in_place(half: bool) -> None:
+    rng, size = np.random.default_rng(3), 6
+    feed = vote_attention_inputs(rng, 2, T, C - T - 1, half=half)
+    feed |= {"value": feed["key"][..., :size].copy(), "past_value": feed["past_key"][..., :size].copy()}
+    without = feed | {"past_value": feed["past_value"][..., :0].copy()}
+    shapes = {"value": ["B", H, "T", size]}
+    stored = in_place(attention(shapes=shapes | {"past_value": ["B", H, "C", size]}, half=half), feed, "past_")
+    read = attention({"value_prefix": size}, shapes | {"past_value": ["B", H, "C", 0]}, half=half)
+    past = {name: stored[f"present_{name}"] for name in STATE}
+    assert_values_in_keys(in_place(read, without, "past_"), stored, size)
+
+    shapes = {"value": ["B", H, "C", size]}
+    stored = in_place(merging(KEEPKV, shapes, half=half), past, "")
+    read = merging({**KEEPKV, "value_prefix": size}, {"value": ["B", H, "C", 0]}, half=half)
+    assert_values_in_keys(in_place(read, past | {"value": past["value"][..., :0].copy()}, ""), stored, size)
+
+
+def assert_values_in_keys(read: dict[str, Any], stored: dict[str, Any], size: int) -> None:
+    """Assert that both outputs have the same bits, and that the stored values are the first numbers of their keys."""
+    assert read.pop("present_value").size == 0
+    used = stored["present_votes"] > 0
+    np.testing.assert_array_equal(stored.pop("present_value")[used], stored["present_key"][used][..., :size])
+    assert {name: x.tobytes() for name, x in read.items()} == {name: x.tobytes() for name, x in stored.items()}

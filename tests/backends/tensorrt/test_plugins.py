@@ -134,6 +134,13 @@ def test_every_method_with_a_kernel_is_taken_and_no_other(harness: Harness) -> N
             assert created is None and f"kvexport: MergeCache: {why}" in message, name
 
 
+def test_values_that_are_a_part_of_their_keys_are_refused(harness: Harness) -> None:
+    prefix = {"value_prefix": (FIELD_INT32, np.array([16], np.int32).tobytes(), 1)}
+    for op, fields in (("VoteAttention", ATTENTION), ("MergeCache", MERGE)):
+        assert harness.create(op, {**fields, **prefix}) is None
+        assert f"kvexport: {op}: no kernel here reads values from keys (value_prefix)" in harness.log()
+
+
 def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None:
     fields = {
         **MERGE,

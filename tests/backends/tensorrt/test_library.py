@@ -45,7 +45,10 @@ def test_ten_thousand_mutated_fields_and_engines_under_sanitizers() -> None:
     if missing := what_is_missing():
         pytest.skip(missing)
     program = make.build("tensorrt-fuzz")
-    done = subprocess.run([str(program), "1", "10000"], capture_output=True, text=True, check=False, timeout=300)
+    # Without the callers of every allocation, which a report of a fault then lacks, it takes a tenth less time.
+    environment = {**os.environ, "ASAN_OPTIONS": "malloc_context_size=1"}
+    command = [str(program), "1", "10000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     accepted, refused = map(int, re.findall(r"(\d+) (?:accepted|refused)", done.stdout))
     assert accepted > 10000 and refused > 5000

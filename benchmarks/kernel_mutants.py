@@ -1,4 +1,4 @@
-"""Search for undetected bugs of the CPU kernels for packed weights and quantized caches.
+"""Search for undetected bugs of the CPU kernels for packed weights, quantized caches and LoRA adapters.
 
     python benchmarks/kernel_mutants.py [--only NAME ...]
 
@@ -31,6 +31,7 @@ GROUPS, FLOATS, ROUNDING, DOT, PACKED, AMX = (
     f"cpu/linear/{name}.h" for name in ("panel_groups", "panel_floats", "rounding", "dot", "packed", "amx")
 )
 LINEAR, PRODUCTS = "cpu/linear/linear.cpp", "cpu/linear/panel_products.cpp"
+LOW_RANK = "cpu/linear/low_rank.h"
 SMALL, ROWS, ATTENTION, DECODE, PREFILL, MERGE = (
     f"cpu/{name}"
     for name in (
@@ -118,6 +119,32 @@ MUTANTS = (
         LINEAR,
         "unpack_panel(weight, l, (column + j) / kPanelColumns, first,",
         "unpack_panel(weight, l, (column + j) / kPanelColumns, 0,",
+    ),
+    Mutant(
+        "an adapter's factor is dropped",
+        LOW_RANK,
+        "tile[k * kColumns + j] * static_cast<float>(factor[j])",
+        "tile[k * kColumns + j]",
+    ),
+    Mutant(
+        "an adapter's products go to the first one's outputs", LOW_RANK, "+ range.from * outputs + column", "+ column"
+    ),
+    Mutant("every sequence has the first one's adapter", LOW_RANK, "ranges_[row / a_.tokens]", "ranges_[0]"),
+    Mutant("an adapter's last rows are lost", LOW_RANK, "(rank_ + kColumns - 1) / kColumns", "rank_ / kColumns"),
+    Mutant(
+        "an adapter's first row is lost", LOW_RANK, "++range.from, --range.rows;", "range.from += 2, range.rows -= 2;"
+    ),
+    Mutant(
+        "a few columns have the change of the first row",
+        LOW_RANK,
+        "sum[j] += n[r] * static_cast",
+        "sum[j] += n[0] * static_cast",
+    ),
+    Mutant(
+        "the gate has the product's adapter",
+        LINEAR,
+        "adapted.add(a.count, row,",
+        "adapted.add(0, row,",
     ),
     Mutant("tiles: inputs of the first block", AMX, "panel.unit(first + k, 0, v)", "panel.unit(k, 0, v)", isa="amx"),
     Mutant(

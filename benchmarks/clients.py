@@ -1,10 +1,10 @@
 """Which clients work with `kvexport serve`: each one chats, streams, calls a tool and gets a structured answer.
 
-    python benchmarks/clients.py --python VENV/bin/python [--node FOLDER]
+    python benchmarks/clients.py --python VENV/bin/python [--python VENV2/bin/python] [--node FOLDER]
 
 The server runs the tests' tiny random model, so a grammar enforces tool calls and structured answers, and the text of a
-chat is any text. Every client runs in a process of its own: the Python clients with the interpreter `--python`, in
-whose environment they are installed, and the AI SDK with node, from the folder whose node_modules has `ai`,
+chat is any text. Every client runs in a process of its own: a Python client with the first interpreter `--python` in
+whose environment it is installed, and the AI SDK with node, from the folder whose node_modules has `ai`,
 `@ai-sdk/openai-compatible` and `zod`. A client that is not installed is left out.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -210,6 +211,49 @@ def lm_eval(url: str) -> dict[str, Callable[[], bool]]:
     return {"chat": lambda: bool(model.generate_until([instance])[0])}
 
 
+def aider(url: str) -> dict[str, Callable[[], bool]]:
+    """Return the checks of aider's command, which asks one question and prints the answer with its tokens.
+
+    A random model seldom ends an answer, and aider reports an answer without an end as an error: a stop text ends it.
+    """
+    options = ["--model", f"openai/{MODEL}", "--openai-api-base", f"{url}/v1", "--openai-api-key", KEY]
+    options += ["--message", QUESTION, "--chat-mode", "ask", "--map-tokens", "0", "--no-git", "--yes-always"]
+    options += ["--no-pretty", "--no-check-update", "--no-show-model-warnings", "--no-show-release-notes"]
+
+    def ask(stream: str) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = Path(folder, "settings.yml")
+            settings.write_text(json.dumps([{"name": f"openai/{MODEL}", "extra_params": {"stop": ["jjj"]}}]))
+            command = [sys.executable, "-m", "aider", *options, "--model-settings-file", str(settings), stream]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        if not re.search(r"Tokens: .* received", done.stdout):
+            raise RuntimeError((done.stderr or done.stdout)[-300:])
+        return True
+
+    return {"chat": lambda: ask("--no-stream"), "stream": lambda: ask("--stream")}
+
+
+def guidellm(url: str) -> dict[str, Callable[[], bool]]:
+    """Return the checks of guidellm's benchmark, which sends streamed requests and counts those that succeed."""
+
+    def stream() -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            prompts = Path(folder, "prompts.jsonl")
+            prompts.write_text("".join(json.dumps({"prompt": QUESTION}) + "\n" for _ in range(4)))
+            report = Path(folder, "report.json")
+            command = [sys.executable, "-m", "guidellm", "run", "--profile", "kind=synchronous", "--disable-console"]
+            command += ["--backend", f"kind=openai_http,target={url},model={MODEL}"]
+            command += ["--constraint", "kind=max_requests,count=2", "--data", f"kind=json_file,path={prompts}"]
+            command += ["--output", f"kind=json,path={report}"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+            if not report.exists():
+                raise RuntimeError((done.stderr or done.stdout)[-300:])
+            requests = json.loads(report.read_text())["benchmarks"][0]["requests"]
+        return len(requests["successful"]) >= 2 and not requests["errored"]
+
+    return {"stream": stream}
+
+
 # The package of each Python client, its module, and its checks.
 CLIENTS: dict[str, tuple[str, str, Callable[[str], dict[str, Callable[[], bool]]]]] = {
     "OpenAI": ("openai", "openai", openai),
@@ -219,6 +263,8 @@ CLIENTS: dict[str, tuple[str, str, Callable[[str], dict[str, Callable[[], bool]]
     "instructor": ("instructor", "instructor", instructor),
     "pydantic-ai": ("pydantic-ai-slim", "pydantic_ai", pydantic_ai),
     "lm-eval": ("lm_eval", "lm_eval", lm_eval),
+    "guidellm": ("guidellm", "guidellm", guidellm),
+    "aider": ("aider-chat", "aider", aider),
 }
 
 
@@ -240,6 +286,16 @@ def run_client(name: str, url: str) -> None:
     if installed:
         outcomes = {check: outcome(run) for check, run in checks(url).items()}
         print(json.dumps({"package": package, "version": metadata.version(package), **outcomes}))
+
+
+def row_of(python: str, name: str, url: str) -> dict[str, str]:
+    """Return the version and the outcomes of a client in an interpreter's environment; none if it is not installed."""
+    command = [python, __file__, "--client", name, "--url", url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.stdout:
+        row: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        return row
+    return {"chat": done.stderr[-300:]} if done.returncode else {}
 
 
 def run_ai_sdk(folder: Path, url: str) -> dict[str, str]:
@@ -272,7 +328,7 @@ def serve(folder: Path) -> subprocess.Popen[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--python", action="append")
     parser.add_argument("--node", type=Path)
     parser.add_argument("--client", choices=CLIENTS, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -290,12 +346,10 @@ def main() -> None:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
             for name in CLIENTS:
-                command = [options.python, __file__, "--client", name, "--url", url]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-                if done.stdout:
-                    results[name] = json.loads(done.stdout.splitlines()[-1])
-                elif done.returncode:
-                    results[name] = {"chat": done.stderr[-300:]}
+                for python in options.python or [sys.executable]:
+                    if row := row_of(python, name, url):
+                        results[name] = row
+                        break
             if options.node:
                 results["AI SDK"] = run_ai_sdk(options.node, url)
         finally:

@@ -273,18 +273,26 @@ MEANING = (
     ),
     Mutant("sums of probabilities do not decay", SUMS, "[slot] * statistic.decay", "[slot]", ATTENTION),
     Mutant(
-        "averages count a group as one head", SPLIT, "- logf(static_cast<float>(args.group()));", "- 0.0f;", ATTENTION
+        "averages count a group as one head",
+        "cuda/attention/plan.h",
+        "- std::log(static_cast<float>(a.query_heads / a.heads));",
+        "- 0.0f;",
+        ATTENTION,
     ),
     Mutant("what an idle lane leaves is stale", SPLIT, "args.used[2 * head.index + 1] = 0;", "(void)0;", ATTENTION),
     Mutant(
         "a sink is left out of the sum",
         SPLIT,
-        "if (a.sink_logits) row_sum = ",
-        "if (a.sink_logits && false) row_sum = ",
+        "a.sink_logits && t % kWarp == 0 ? expf",
+        "a.sink_logits && t % kWarp < 0 ? expf",
         ATTENTION,
     ),
     Mutant(
-        "the last split is not combined", SPLIT, "split < splits; ++split", "split < splits - 1; ++split", ATTENTION
+        "the last split is not combined",
+        SPLIT,
+        "sum[j] = split + i < splits ? sum[j] +",
+        "sum[j] = split + i < splits - 1 ? sum[j] +",
+        ATTENTION,
     ),
     Mutant("every lane counts the sink", MMA, "sinks && t % 4 == 0 ? 1.0f", "sinks ? 1.0f", ATTENTION),
     Mutant(

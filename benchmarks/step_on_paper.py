@@ -41,17 +41,34 @@ class Version:
         pairs: The pairs of sums that a thread of Linear's epilogue loads at a time.
         joint: Whether it loads the sums of splits together with bias, residual, cosine and sine.
         norm: Round trips of the launch of a norm; and those of Linear for its result.
+        before: Round trips of decode before its first keys.
+        outputs: Splits whose outputs decode loads at a time.
+        token: Round trips of decode for the new token's key, value and position.
+        softmax: Cycles in which decode adds up the softmax of its splits: for each split, and for four query heads.
     """
 
     int4: dict[int, float]
     pairs: int
     joint: bool
     norm: tuple[int, int]
+    before: int
+    outputs: int
+    token: int
+    softmax: tuple[int, int]
 
 
-BEFORE = Version({1: 4.17, 8: 4.7, 32: 6.5}, pairs=1, joint=False, norm=(1, 1))
+# Before: position, five reads of votes, length, queries, the first keys.
+BEFORE = Version({1: 4.17, 8: 4.7, 32: 6.5}, 1, False, (1, 1), before=9, outputs=8, token=3, softmax=(70, 0))
+# Now: two reads of votes, with which position, length and queries arrive, and the first keys.
 NOW = Version(
-    {rows: COUNTS[f"linear, int4, rows {rows}, per weight"] for rows in (1, 8, 32)}, pairs=4, joint=True, norm=(2, 0)
+    {rows: COUNTS[f"linear, int4, rows {rows}, per weight"] for rows in (1, 8, 32)},
+    4,
+    True,
+    (2, 0),
+    before=3,
+    outputs=16,
+    token=0,
+    softmax=(0, 300),  # the lanes of a warp add up the splits
 )
 FLOAT16 = 4.5  # instructions of a lane per weight of 16 bits, counted for 8 rows
 BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # bytes of a weight; groups of 32 with a float16 scale each
@@ -180,7 +197,7 @@ def linear_seconds(
     return max(stream, looped) + trips, trips + max(0.0, looped - stream)
 
 
-def attention_seconds(device: Device, shape: Shape, batch: int) -> tuple[float, float]:
+def attention_seconds(device: Device, shape: Shape, batch: int, version: Version) -> tuple[float, float]:
     """Return the seconds of a layer's attention over a float16 cache with one average of logits, and of its trips."""
     heads = shape.heads * batch
     slots = heads * shape.budget
@@ -191,11 +208,10 @@ def attention_seconds(device: Device, shape: Shape, batch: int) -> tuple[float, 
         slots * instructions / (device.multiprocessors * device.cycles * WARPS),
     )
     splits = max(1, min(shape.budget // 32, device.held[1] * device.multiprocessors // heads))
-    before = 9  # position, five reads of votes, length, queries, the first keys
-    # Fence, ticket, fence, the splits' softmax, their outputs, eight at a time; the new token's key, value, position.
-    after = 7 + ceil(splits / 8) if splits > 1 else 3
-    series = splits * 70 / device.cycles if splits > 1 else 0.0  # a thread adds up the splits' softmax
-    trips = (before + after) * TRIP + series
+    # Fence, ticket, fence, the splits' softmax, their outputs; the new token.
+    after = (4 + ceil(splits / version.outputs) if splits > 1 else 0) + version.token
+    cycles = splits * version.softmax[0] + ceil(shape.group / 4) * version.softmax[1]
+    trips = (version.before + after) * TRIP + (cycles / device.cycles if splits > 1 else 0.0)
     return stream + trips, trips
 
 
@@ -216,7 +232,7 @@ def own_launches(shape: Shape, batch: int) -> int:
 def step(device: Device, shape: Shape, weights: str, batch: int, version: Version) -> dict[str, float]:
     """Return the microseconds of one step."""
     parts = [linear_seconds(device, product, weights, batch, version) for product in shape.products]
-    parts.append(attention_seconds(device, shape, batch))
+    parts.append(attention_seconds(device, shape, batch, version))
     head = linear_seconds(device, shape.head, weights, batch, version)
     seconds, trips = (shape.layers * sum(part[i] for part in parts) + head[i] for i in range(2))
     own = own_launches(shape, batch)

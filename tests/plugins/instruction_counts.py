@@ -119,6 +119,10 @@ def measured_trips(caller: PtxCaller) -> dict[str, int]:
         form = Form(residual=1, packed=(1,), group=(32,))
         _linear(caller, "float16", PackedFormat(4, True, 32), rows, 256, form)
         figures[f"linear, int4, residual, 256 inputs, rows {rows}"] = _trips(caller, kernels, program)
+    caller.set_order(0, late=False, multiprocessors=16)  # so many splits
+    _decode(caller, "float16", 4, SLOTS[1])
+    figures["decode, float16, group 4, 16 splits"] = _trips(caller, kernels, "DecodeMma<Half, 128>")
+    caller.set_order(0, late=False, multiprocessors=1)
     return figures
 
 

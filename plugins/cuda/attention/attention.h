@@ -24,7 +24,9 @@ struct Attention {
   float* row_softmax;      // row_max and row_sum of every row of probabilities, [B Hq, T, 2]
   float* partial_output;   // decode: sum of weight * value of every split, [B H, splits, G, Dv]
   float* partial_softmax;  // decode: row_max and row_sum of every split, [B H, splits, 2, G]
-  float* rotated;          // quantized cache: the rotated queries, [B, Hq, T, D]
+  // Of a statistic that averages logits: the logarithms of a logit's share, (1 - decay) / group, and of the decay.
+  float log_share[KV_MAX_STATISTICS], log_decay[KV_MAX_STATISTICS];
+  float* rotated;  // quantized cache: the rotated queries, [B, Hq, T, D]
 
   KV_DEVICE int group() const { return call.query_heads / call.heads; }
 };
@@ -70,18 +72,25 @@ struct Head {
     return static_cast<T*>(a.output) + (static_cast<size_t>(query_head(g)) * a.tokens + t) * a.value_size;
   }
   KV_DEVICE void store(int g, int t, int column, float x) const { assign(output(g, t)[column], x); }
+  // The first new token's position and the number of new tokens, as they are stored. Decode reads them early, so that
+  // they arrive while it finds the used slots.
+  struct Stored {
+    int64_t position, length;
+  };
+  KV_DEVICE Stored stored() const { return {a.position[static_cast<size_t>(batch) * a.tokens], a.query_length[batch]}; }
   // The first new token's position. A call that is only timed may bring numbers that are no positions: they are clamped
   // so that the other positions fit.
-  KV_DEVICE int first() const {
-    const int64_t first = a.position[static_cast<size_t>(batch) * a.tokens], most = INT32_MAX - a.capacity;
+  KV_DEVICE int first(const Stored& stored) const {
+    const int64_t first = stored.position, most = INT32_MAX - a.capacity;
     return static_cast<int>(first < 0 ? 0 : first > most ? most : first);
   }
+  KV_DEVICE int first() const { return first(stored()); }
   // The new tokens of this call, at most as many as there is room for.
-  KV_DEVICE int length(int used) const {
-    const int64_t length = a.query_length[batch];
+  KV_DEVICE int length(const Stored& stored, int used) const {
     const int room = min_of(a.tokens, a.capacity - used);
-    return length < 0 ? 0 : length > room ? room : static_cast<int>(length);
+    return stored.length < 0 ? 0 : stored.length > room ? room : static_cast<int>(stored.length);
   }
+  KV_DEVICE int length(int used) const { return length(stored(), used); }
 };
 
 KV_DEVICE KvStatistic statistic_of(const KvVoteAttention& a, int k) { return a.statistic[k]; }

@@ -27,8 +27,8 @@ struct Decode {
 
   struct Registers {
     float product[G][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads], row_sum[kWarpHeads];
-    Averages averages;
     Fetch fetch;
+    SplitShares shares;
   };
 
   // Bytes of shared memory that do not depend on the number of stages. Arrays in floats: queries [G, D], partial logits
@@ -64,10 +64,11 @@ struct Decode {
   static KV_DEVICE void run(Block<Decode>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const Head<T> head(a, block.index() / args.splits);
-    const int split = block.index() % args.splits, group = args.group(), now = head.first();
+    const int split = block.index() % args.splits, group = args.group();
+    const auto stored = head.stored();
     const Shared s = divide(block.shared, a.key_size);
-    const int used = used_slots(block, head.votes(), a.capacity, s.ends);
-    if (head.length(used) == 0) return store_idle(block, args, head, split, used);
+    const int used = used_slots(block, head.votes(), a.capacity, s.ends), now = head.first(stored);
+    if (head.length(stored, used) == 0) return store_idle(block, args, head, split, used);
     block.each([&](int t, Registers& r) {
       for (int i = t; i < G * a.key_size; i += kThreads)
         s.query[i] = i < group * a.key_size ? to_float(head.query(i / a.key_size, 0)[i % a.key_size]) * a.scale : 0.0f;
@@ -77,7 +78,6 @@ struct Decode {
       for (int g = 0; g < G; ++g)
 #pragma unroll
         for (int j = 0; j < 4; ++j) r.product[g][j] = 0.0f;
-      start_averages(r.averages, args, t);
     });
     const auto use = [&](const Stage<T>& stage, int from, int count) {
       block.each([&](int t, Registers&) {
@@ -92,14 +92,14 @@ struct Decode {
           });
       block.each([&](int t, Registers& r) {
         multiply_values(r, stage, s, count, t);
-        update_averages(r.averages, args, head, stage, s.bias, used, from, count, t,
+        update_averages(args, head, stage, s.bias, used, from, count, t,
                         [&](int g, int slot) { return s.logit[g * kBlock + slot]; });
       });
     };
     stream_slots(block, args, head, s.stages, used, share_of(split, args.splits, used + 1, kBlock), use);
     store_partial(block, args, head, s, split);
     if (block.is_last(args.counters + head.index, args.splits))
-      combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used);
+      combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used, now);
   }
 
   // Within a phase: partial logits; a slot per lane, a share of the head size per warp.

@@ -30,8 +30,8 @@ struct DecodeMma {
     uint32_t query[kSteps][4], key[4], weight[2][4], value[4];
     float score[2][4], product[kTiles][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads],
         row_sum[kWarpHeads];
-    Averages averages;
     Fetch fetch;
+    SplitShares shares;
   };
 
   struct Shared {
@@ -62,14 +62,13 @@ struct DecodeMma {
   static KV_DEVICE void run(Block<DecodeMma>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const Head<T> head(a, block.index() / args.splits);
-    const int split = block.index() % args.splits, group = args.group(), now = head.first();
+    const int split = block.index() % args.splits, group = args.group();
+    const auto stored = head.stored();
     const Shared s = divide(block.shared);
-    const int used = used_slots(block, head.votes(), a.capacity, s.ends);
-    if (head.length(used) == 0) return store_idle(block, args, head, split, used);
-    block.each_alone([&](int t, Registers& r) {
-      start(r, head, group, t);
-      start_averages(r.averages, args, t);
-    });
+    // Queries arrive while the block finds the used slots.
+    block.each_alone([&](int t, Registers& r) { start(r, head, group, t); });
+    const int used = used_slots(block, head.votes(), a.capacity, s.ends), now = head.first(stored);
+    if (head.length(stored, used) == 0) return store_idle(block, args, head, split, used);
     const auto use = [&](const Stage<T>& stage, int from, int count) {
       multiply_keys(block, a, stage);
       block.each([&](int t, Registers& r) {
@@ -85,15 +84,15 @@ struct DecodeMma {
             if (slot == 0) s.factor[g] = factor;
           });
       multiply_values(block, stage, s, group);
-      block.each([&](int t, Registers& r) {
-        update_averages(r.averages, args, head, stage, s.bias, used, from, count, t,
+      block.each([&](int t, Registers&) {
+        update_averages(args, head, stage, s.bias, used, from, count, t,
                         [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
       });
     };
     stream_slots(block, args, head, s.stages, used, share_of(split, args.splits, used + 1, kBlock), use);
     store_partial(block, args, head, split);
     if (block.is_last(args.counters + head.index, args.splits))
-      combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used);
+      combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used, now);
   }
 
   // Loads queries into registers, as the product's rows. Rows beyond the group's heads are undefined after the softmax:

@@ -103,8 +103,8 @@ struct DecodeSmall {
         row_sum[kWarpHeads];
     float largest[2], factor[2];           // of the two queries whose elements this lane has
     float scale_max, unit, raise, shrink;  // of the values' scales: see update_unit
-    Averages averages;
     Fetch fetch;
+    SplitShares shares;
     Row row;  // of the output
   };
 
@@ -135,12 +135,12 @@ struct DecodeSmall {
   static KV_DEVICE void run(Block<DecodeSmall>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const Head<Small> head(a, block.index() / args.splits);
-    const int split = block.index() % args.splits, group = args.group(), now = head.first();
+    const int split = block.index() % args.splits, group = args.group();
+    const auto stored = head.stored();
     const Shared s = divide(block.shared);
-    const int used = used_slots(block, head.votes(), a.capacity, s.ends);
-    if (head.length(used) == 0) return store_idle(block, args, head, split, used);
+    const int used = used_slots(block, head.votes(), a.capacity, s.ends), now = head.first(stored);
+    if (head.length(stored, used) == 0) return store_idle(block, args, head, split, used);
     start(block, head, group);
-    block.each_alone([&](int t, Registers& r) { start_averages(r.averages, args, t); });
     const auto use = [&](const Stage<Small>& stage, int from, int count) {
       multiply_keys(block, a, stage);
       block.each([&](int t, Registers& r) {
@@ -159,8 +159,8 @@ struct DecodeSmall {
             if (slot == 0) s.factor[g] = factor * r.shrink;
           });
       multiply_values(block, a, stage, s, group);
-      block.each([&](int t, Registers& r) {
-        update_averages(r.averages, args, head, stage, s.bias, used, from, count, t,
+      block.each([&](int t, Registers&) {
+        update_averages(args, head, stage, s.bias, used, from, count, t,
                         [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
       });
     };
@@ -361,11 +361,11 @@ struct DecodeSmall {
 
   // The last block of a head runs this like combine_splits, and rotates the output; a row of the output per warp. The
   // new token already has its slot.
-  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Attention& args, const Head<Small>& head,
-                                float* shared, int used) {
+  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Attention& args, const Head<Small>& head, float* share,
+                                int used) {
     const int group = args.group(), size = args.call.value_size, splits = args.splits;
-    const float *share = combine_softmax(block, args, head, shared),
-                *output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
+    combine_softmax(block, args, head, share);
+    const float* const output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
     for (int first = 0; first < group; first += kWarps) {
       block.each_alone([&](int t, Registers& r) {
         const int g = first + t / kWarp;
@@ -373,12 +373,9 @@ struct DecodeSmall {
         for (int i = 0; i < 8; i += 4) {
           const int column = column_of(t % kWarp, i);
           float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-          for (int split = 0; split < splits && g < group && column < size; ++split) {
-            float four[4];
-            load_four(output + (static_cast<size_t>(split) * group + g) * size + column, four);
-            for (int j = 0; j < 4; ++j) sum[j] += share[split * group + g] * four[j];
-          }
+          if (g < group && column < size)
+            add_outputs<4>(output + g * size + column, static_cast<size_t>(group) * size, share + g, group, splits,
+                           sum);
           for (int j = 0; j < 4; ++j) r.row.element[i + j] = sum[j];
         }
       });

@@ -60,7 +60,7 @@ KV_DEVICE const float* first_number(const Head<T>& head, int kind) {
 struct Fetch {
   const char *key, *value;
   const float* number;
-  int key_to, value_to, number_to;
+  int key_to, value_to;
 };
 
 template <class T>
@@ -71,7 +71,6 @@ KV_DEVICE void start_fetch(Fetch& fetch, const Head<T>& head, const Stage<T>& fi
   fetch.number = first_number(head, min_of(kind, Stage<T>::kinds(head.a) - 1)) + from + slot;
   fetch.key_to = once(place_of(max_of(head.key_bytes() / 16, 1), t));
   fetch.value_to = once(kBlock * first.key_stride + place_of(max_of(head.value_bytes() / 16, 1), t));
-  fetch.number_to = once(kBlock * (first.key_stride + first.value_stride) + (kind * kBlock + slot) * 4);
 }
 
 // Within a phase: copies the rows of a block of slots. The new token, whose rows are in the call, is the last slot.
@@ -97,8 +96,7 @@ KV_DEVICE void fetch_slots(Block<Program>& block, const Head<T>& head, const Sta
   fetch_rows(block, head, stage, fetch, used, from, count, t);
   // Numbers of every fourth kind per warp. The new token's are undefined, and no one uses them.
   const int kinds = Stage<T>::kinds(head.a), slot = t % kWarp;
-  if (t / kWarp < kinds && slot < count)
-    block.template copy<4>(stage.stages + (stage.at + fetch.number_to), fetch.number);
+  if (t / kWarp < kinds && slot < count) block.template copy<4>(stage.numbers(0) + t, fetch.number);
 #pragma unroll 1
   for (int kind = t / kWarp + kDecodeWarps; kind < kinds; kind += kDecodeWarps)
     if (slot < count) block.template copy<4>(stage.numbers(kind) + slot, first_number(head, kind) + from + slot);
@@ -196,38 +194,19 @@ KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const
   });
 }
 
-// The constants of a warp's averages of logits (every fourth statistic): the logarithms of a logit's share, (1 - decay)
-// / group, and of the decay.
-struct Averages {
-  float share[KV_MAX_STATISTICS / kDecodeWarps], decay[KV_MAX_STATISTICS / kDecodeWarps];
-};
-
-KV_DEVICE void start_averages(Averages& averages, const Attention& args, int t) {
-#pragma unroll
-  for (int i = 0; i < KV_MAX_STATISTICS / kDecodeWarps; ++i) {
-    const int k = t / kWarp + i * kDecodeWarps;
-    averages.share[i] = averages.decay[i] = 0.0f;
-    if (k >= args.call.statistics || args.call.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
-    const float decay = args.call.statistic[k].decay;
-    averages.share[i] = log1pf(-decay) - logf(static_cast<float>(args.group()));
-    averages.decay[i] = logf(decay);
-  }
-}
-
 // Within a phase: updates the averages of logits of a block of slots, a statistic per warp. logit(g, slot): the logit
 // without bias; bias: the array of store_bias.
 template <class T, class Logit>
-KV_DEVICE void update_averages(const Averages& averages, const Attention& args, const Head<T>& head,
-                               const Stage<T>& stage, const float* bias, int used, int from, int count, int t,
-                               Logit logit) {
+KV_DEVICE void update_averages(const Attention& args, const Head<T>& head, const Stage<T>& stage, const float* bias,
+                               int used, int from, int count, int t, Logit logit) {
   const KvVoteAttention& a = args.call;
   const int slot = t % kWarp, group = args.group();
 #pragma unroll
   for (int i = 0; i < KV_MAX_STATISTICS / kDecodeWarps; ++i) {
     const int k = t / kWarp + i * kDecodeWarps;
     if (k >= a.statistics || slot >= count || a.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
-    const float share = averages.share[i];
-    const float start = from + slot == used ? kLogZero : stage.score(k)[slot] + averages.decay[i];
+    const float share = args.log_share[k];
+    const float start = from + slot == used ? kLogZero : stage.score(k)[slot] + args.log_decay[k];
     float highest = start, sum = 0.0f;
     if (bias[slot] != kLogZero) {
 #pragma unroll 4
@@ -263,66 +242,106 @@ KV_DEVICE void store_partial_softmax(const Attention& args, size_t split, int t,
   }
 }
 
-// Bytes of shared memory that combine_splits uses.
-KV_HD constexpr size_t combine_size(int splits, int group) { return (3 * splits + 2) * group * sizeof(float); }
+// A lane's share of the splits of a query head: every 32nd.
+struct SplitShares {
+  static constexpr int kOwn = kMostShares / kWarp;
+  float max[kOwn], sum[kOwn], row_max, row_sum;
+};
 
-// Run by the last block of a head. Returns every split's share of the softmax, [splits, G] in shared memory, and stores
-// row_max and row_sum of the rows in the workspace. Ends with a barrier: the shares are visible. shared: combine_size
-// bytes.
+// Bytes of shared memory that combine_splits uses.
+KV_HD constexpr size_t combine_size(int splits, int group) { return splits * group * sizeof(float); }
+
+// Run by the last block of a head. Stores every split's share of the softmax, [splits, G], in `share` in shared memory,
+// and row_max and row_sum of the rows in the workspace; a query head per warp, the splits in its lanes. Ends with a
+// barrier: the shares are visible.
 template <class T, class Program>
-KV_DEVICE const float* combine_softmax(Block<Program>& block, const Attention& args, const Head<T>& head,
-                                       float* shared) {
+KV_DEVICE void combine_softmax(Block<Program>& block, const Attention& args, const Head<T>& head, float* share) {
   const KvVoteAttention& a = args.call;
   const int group = args.group(), splits = args.splits;
   const float* softmax = args.partial_softmax + 2 * static_cast<size_t>(head.index) * splits * group;
-  float *partial = shared, *share = partial + 2 * splits * group, *row = share + splits * group;
-  block.each([&](int t, auto&) {
-    for (int i = t; i < 2 * splits * group; i += kDecodeThreads) partial[i] = softmax[i];
-  });
-  block.each([&](int g, auto&) {
-    if (g >= group) return;
-    float row_max = a.sink_logits ? a.sink_logits[head.head * group + g] : kLowest, row_sum = 0.0f;
-    for (int i = 0; i < splits; ++i) row_max = max_of(row_max, partial[2 * i * group + g]);
-    if (a.sink_logits) row_sum = expf(a.sink_logits[head.head * group + g] - row_max);
-    for (int i = 0; i < splits; ++i)
-      row_sum += expf(partial[2 * i * group + g] - row_max) * partial[(2 * i + 1) * group + g];
-    row[2 * g] = row_max, row[2 * g + 1] = row_sum;
-    args.row_softmax[2 * static_cast<size_t>(head.query_head(g))] = row_max;
-    args.row_softmax[2 * static_cast<size_t>(head.query_head(g)) + 1] = row_sum;
-  });
-  block.each([&](int t, auto&) {
-    for (int i = t; i < splits * group; i += kDecodeThreads)
-      share[i] = expf(partial[2 * (i / group) * group + i % group] - row[2 * (i % group)]) / row[2 * (i % group) + 1];
-  });
-  return share;
+#pragma unroll 1
+  for (int first = 0; first < group; first += kDecodeWarps) {
+    block.each_alone([&](int t, auto& r) {
+      const int g = min_of(first + t / kWarp, group - 1), lane = t % kWarp;
+      const float sink = a.sink_logits ? a.sink_logits[head.head * group + g] : kLowest;
+#pragma unroll
+      for (int i = 0; i < SplitShares::kOwn; ++i) {
+        const int split = lane + i * kWarp, at = 2 * min_of(split, splits - 1) * group + g;
+        const float max = softmax[at], sum = softmax[at + group];  // no branch: all loads are under way together
+        r.shares.max[i] = split < splits ? max : kLowest, r.shares.sum[i] = split < splits ? sum : 0.0f;
+      }
+      r.shares.row_max = r.shares.row_sum = sink;
+#pragma unroll
+      for (int i = 0; i < SplitShares::kOwn; ++i) r.shares.row_max = max_of(r.shares.row_max, r.shares.max[i]);
+    });
+    block.warp_max([](auto& r) -> float& { return r.shares.row_max; });
+    block.each_alone([&](int t, auto& r) {
+      // A sink counts once: in the first lane.
+      r.shares.row_sum = a.sink_logits && t % kWarp == 0 ? expf(r.shares.row_sum - r.shares.row_max) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < SplitShares::kOwn; ++i) {
+        r.shares.max[i] = expf(r.shares.max[i] - r.shares.row_max);
+        r.shares.row_sum += r.shares.max[i] * r.shares.sum[i];
+      }
+    });
+    block.warp_sum([](auto& r) -> float& { return r.shares.row_sum; });
+    block.each_alone([&](int t, auto& r) {
+      const int g = first + t / kWarp, lane = t % kWarp;
+      if (g >= group) return;
+#pragma unroll
+      for (int i = 0; i < SplitShares::kOwn; ++i)
+        if (lane + i * kWarp < splits) share[(lane + i * kWarp) * group + g] = r.shares.max[i] / r.shares.row_sum;
+      float* const row = args.row_softmax + 2 * static_cast<size_t>(head.query_head(g));
+      if (lane == 0) row[0] = r.shares.row_max, row[1] = r.shares.row_sum;
+    });
+  }
+  block.each([](int, auto&) {});
 }
 
-// Run by the last block of a head: combines its splits in their order, writes the output, appends the token.
+// Adds up four neighbouring numbers of the splits' outputs times their shares, in the order of the splits. at: the
+// first split's numbers; apart: floats from split to split; share: the first split's share, and the others `group`
+// floats apart. kAhead: the splits whose outputs are under way together, since no other block hides their latency.
+template <int kAhead>
+KV_DEVICE void add_outputs(const float* at, size_t apart, const float* share, int group, int splits, float (&sum)[4]) {
+  for (int j = 0; j < 4; ++j) sum[j] = 0.0f;
+#pragma unroll 1
+  for (int split = 0; split < splits; split += kAhead) {
+    float four[kAhead][4];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load_four(at + min_of(split + i, splits - 1) * apart, four[i]);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const float part = share[min_of(split + i, splits - 1) * group];
+      for (int j = 0; j < 4; ++j) sum[j] = split + i < splits ? sum[j] + part * four[i][j] : sum[j];
+    }
+  }
+}
+
+// Run by the last block of a head: combines its splits in their order, writes the output, appends the token. now: the
+// token's position.
 template <class T, class Program>
-KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, const Head<T>& head, float* shared,
-                              int used) {
+KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, const Head<T>& head, float* share, int used,
+                              int now) {
   const KvVoteAttention& a = args.call;
   const int group = args.group(), size = a.value_size, splits = args.splits;
-  const float *share = combine_softmax(block, args, head, shared),
-              *output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
+  const int key_width = a.key_size / kLanes<T>, value_width = size / kLanes<T>;
+  combine_softmax(block, args, head, share);
+  const float* const output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
   block.each([&](int t, auto&) {
+    Vector key = {}, value = {};  // of the new token
+    if (t < key_width) key = load_vector(head.new_key(0) + t * kLanes<T>);
+    if (t < value_width) value = load_vector(head.new_value(0) + t * kLanes<T>);
     for (int i = t * 4; i < group * size; i += kDecodeThreads * 4) {
-      float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      // Unrolled so that many reads are under way at once: no other block runs to hide their latency.
-#pragma unroll 8
-      for (int split = 0; split < splits; ++split) {
-        float four[4];
-        load_four(output + static_cast<size_t>(split) * group * size + i, four);
-        for (int j = 0; j < 4; ++j) sum[j] += share[split * group + i / size] * four[j];
-      }
+      float sum[4];
+      add_outputs<16>(output + i, static_cast<size_t>(group) * size, share + i / size, group, splits, sum);
       for (int j = 0; j < 4; ++j) assign(head.output(i / size, 0)[i % size + j], sum[j]);
     }
     // All blocks of the head have read the votes: they came before this one.
-    for (int i = t; i < a.key_size; i += kDecodeThreads) head.key(used)[i] = head.new_key(0)[i];
-    for (int i = t; i < size; i += kDecodeThreads) head.value(used)[i] = head.new_value(0)[i];
+    if (t < key_width) store_vector(head.key(used) + t * kLanes<T>, key);
+    if (t < value_width) store_vector(head.value(used) + t * kLanes<T>, value);
     if (t == 0) {
       head.votes()[used] = 1.0f;
-      head.position()[used] = head.first();
+      head.position()[used] = now;
       args.used[2 * head.index] = used, args.used[2 * head.index + 1] = 1;
     }
   });

@@ -2,6 +2,8 @@
 // prefill in float32.
 #pragma once
 
+#include <cmath>
+
 #include "../core/launch.h"
 #include "decode_split.h"
 #include "decode_sums.h"
@@ -41,6 +43,11 @@ const char* decode(Attention& args, const Device& device, Stream stream) {
     args.stages = 2;
   const size_t shared = shared_of(args.stages);
   static_assert(Program::kBlocksPerMultiprocessor <= kMostPlaces, "the workspace holds as many splits");
+  for (int k = 0; k < a.statistics; ++k) {
+    if (a.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
+    args.log_share[k] = std::log1p(-a.statistic[k].decay) - std::log(static_cast<float>(a.query_heads / a.heads));
+    args.log_decay[k] = std::log(a.statistic[k].decay);
+  }
   // Splits do not depend on the device's shared memory, so no bit of a result does.
   args.splits = shares_of(heads, slot_blocks(a), size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors);
   if (const char* problem = launch<Program>(args, heads * args.splits, shared, device, stream)) return problem;

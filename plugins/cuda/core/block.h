@@ -303,6 +303,8 @@ KV_DEVICE int ones(int bits) {
 #endif
 }
 
+constexpr int kMostShares = 128;  // of the work of a head
+
 // Returns the items [from, to) of share `share` when `items` items are divided into `shares` shares of whole units. The
 // shares have equally many units, except that the first ones have one more if the division leaves a rest.
 struct Range {
@@ -320,18 +322,24 @@ KV_DEVICE Range share_of(int share, int shares, int items, int unit) {
 template <class Program>
 KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity, int* ends) {
   const int stride = (capacity + Program::kThreads - 1) / Program::kThreads;
-  const auto ends_at = [&](int i, int next) { return votes[i] > 0.0f && (next >= capacity || !(votes[next] > 0.0f)); };
+  const float first = votes[0];
+  // Both votes arrive in one round trip, since no branch is between them. With a branch around `lower` the compiler
+  // would keep so many numbers in registers that DecodeSmall spills.
+  const auto ends_at = [&](int i, int next) {
+    const float here = votes[min_of(i, capacity - 1)], after = votes[min_of(next, capacity - 1)];
+    return (i < capacity) & (here > 0.0f) & ((next >= capacity) | !(after > 0.0f));
+  };
   block.each([&](int t, auto&) {
     if (t < 2) ends[t] = capacity;
   });
   block.each([&](int t, auto&) {
     const int start = t * stride;
-    if (start < capacity && ends_at(start, start + stride)) block.lower(&ends[0], start);
+    block.lower(&ends[0], ends_at(start, start + stride) ? start : capacity);
   });
-  const int start = votes[0] > 0.0f ? ends[0] : capacity;
+  const int start = first > 0.0f ? ends[0] : capacity;
   block.each([&](int t, auto&) {
     for (int i = start + t; i < min_of(start + stride, capacity); i += Program::kThreads)
-      if (ends_at(i, i + 1)) block.lower(&ends[1], i);
+      block.lower(&ends[1], ends_at(i, i + 1) ? i : capacity);
   });
   const int used = start < capacity ? ends[1] + 1 : 0;
   block.each([&](int, auto&) {});  // all threads have read `ends`, which may be written again

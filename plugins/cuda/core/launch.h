@@ -203,8 +203,6 @@ inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream)
 
 // ---- how many shares, one block each, divide the work of a head ----
 
-constexpr int kMostShares = 128;
-
 // Returns the most that shares_of can return on a device that runs `places` blocks at a time. It rises with `places`.
 inline int most_shares(size_t heads, int units, size_t places) {
   const size_t filling = heads > 0 ? 8 * places / heads : 1, most = filling < kMostShares ? filling : kMostShares,

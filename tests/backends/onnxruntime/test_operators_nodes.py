@@ -119,8 +119,8 @@ ATTENTION_ATTRIBUTES = {
     "beyond-32-bits": ({"sliding_window": 2**33}, "the attribute sliding_window is out of range: 8589934592"),
     "negative-softcap": ({"softcap": -2.0}, r"softcap is -2\.0+, and has to be at least 0"),
     "softcap-of-nan": ({"softcap": float("nan")}, "softcap is -?nan, and has to be at least 0"),
-    "values-of-no-size": ({"value_prefix": 0}, "value_prefix is 0, and has to be at least 1"),
-    "stored-values": ({"value_prefix": 4}, r"value is \[\?, 2, \?, 12\], not \[\?, 2, \?, 4\]"),
+    "prefix-of-no-size": ({"value_prefix": 0}, "value_prefix is 0, and has to be at least 1"),
+    "prefix-of-stored-values": ({"value_prefix": 4}, r"value is \[\?, 2, \?, 12\], not \[\?, 2, \?, 4\]"),
 }
 
 
@@ -191,7 +191,7 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "the score has 1 statistics, the method keeps 2",
     ),
-    "values-of-no-size": ({**MERGE_CACHE, "value_prefix": 0}, {}, "value_prefix is 0, and has to be at least 1"),
+    "prefix-of-no-size": ({**MERGE_CACHE, "value_prefix": 0}, {}, "value_prefix is 0, and has to be at least 1"),
     "too-many-statistics": (KEEPKV, merge_shapes(2), "the score has 2 statistics, the method keeps 1"),
 }
 

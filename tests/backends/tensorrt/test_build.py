@@ -140,7 +140,7 @@ def test_the_plugin_gets_the_fields_that_the_parser_would_pass(
     fields = fake_tensorrt.IPluginCreatorV3One.fields  # the fields of the last layer's merge
     assert fields.keys() == {
         attribute.name for attribute in MERGE_CACHE.attributes if "rotary" not in attribute.name
-    } - {"inverse_frequencies", "cache_positions", *(attribute.name for attribute in FIT)}
+    } - {"inverse_frequencies", "cache_positions", "value_prefix", *(attribute.name for attribute in FIT)}
     assert fields["merge"] == ("CHAR", list(b"zip"))
     assert fields["budget"] == ("INT32", [32])
     assert fields["threshold"][0] == "FLOAT32"

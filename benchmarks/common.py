@@ -98,12 +98,13 @@ def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int 
             shard, size = {}, 0
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    _write_tokenizer(folder, config.vocab_size)
+    write_tokenizer(folder, config.vocab_size)
     (folder / "complete").touch()
     return folder
 
 
-def _write_tokenizer(folder: Path, size: int) -> None:
+def write_tokenizer(folder: Path, size: int) -> None:
+    """Write a tokenizer of `size` meaningless words to a checkpoint's folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, size)}

@@ -7,6 +7,7 @@ from typing import Any
 
 from table_parts import load, table
 
+PEERS = ("llamacpp", "genai")
 MEANING = {
     "equal": "every logit is within 1e-4 of the largest logit, and the most likely next tokens are equal",
     "refused": "the build stops with a reason, before it reads a weight",
@@ -54,7 +55,7 @@ def _shown(figure: list[float]) -> str:
 
 
 def decoders() -> str:
-    """Return the table of mixtures of experts and hybrids beside llama.cpp."""
+    """Return the table of mixtures of experts and hybrids beside llama.cpp and onnxruntime-genai."""
     rows = []
     for isa in ISAS:
         found = load(f"decoders-{isa}")
@@ -63,11 +64,12 @@ def decoders() -> str:
                 continue
             name, _, kind = what.partition(", ")
             speed, goal = r["tokens_per_second"], r.get("goal")
-            ratio = f"{r['over_llamacpp']:.2f}"
             layers = str(found["layers"][name])
-            sides = (f"{speed[side]:g}" for side in ("kvexport", "llamacpp"))
-            rows.append((name, layers, isa, kind, *sides, ratio, f"{goal:g}" if goal else ""))
-    header = ("layers of", "layers", "instruction set", "tokens", "kvexport", "llama.cpp", "ratio", "goal")
+            sides = [f"{speed[side]:g}" if side in speed else "" for side in ("kvexport", *PEERS)]
+            ratios = [f"{r[f'over_{peer}']:.2f}" if peer in speed else "" for peer in PEERS]
+            rows.append((name, layers, isa, kind, *sides, *ratios, f"{goal:g}" if goal else ""))
+    peers = ("llama.cpp", "genai", "ratio to llama.cpp", "ratio to genai")
+    header = ("layers of", "layers", "instruction set", "tokens", "kvexport", *peers, "goal")
     return table(header, *rows)
 
 

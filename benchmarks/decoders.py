@@ -1,6 +1,7 @@
-"""Speed of mixtures of experts and of hybrids on the CPU, beside llama.cpp, which reads the same GGUF file.
+"""Speed of mixtures of experts and of hybrids on the CPU, beside llama.cpp and onnxruntime-genai.
 
-    python benchmarks/decoders.py --work DIR --llamacpp DIR [--models qwen3-30b-a3b,gpt-oss-20b,qwen3.5-4b] [--rounds 9]
+    python benchmarks/decoders.py --work DIR --llamacpp DIR [--genai DIR]
+                                  [--models qwen3-30b-a3b,gpt-oss-20b,qwen3.5-4b] [--rounds 9]
                                   [--decode 512] [--prefill 512]
 
 Results of models that are not measured again stay.
@@ -8,7 +9,12 @@ Results of models that are not measured again stay.
 A file has the layers' sizes of a published model, but few layers and a small vocabulary, so that the layers take nearly
 all of the time. Weights are random blocks: Q4_0, and for gpt-oss MXFP4 in experts and Q8_0 elsewhere. Embedding and
 head are Q8_0. --work keeps files and artifacts. --llamacpp is the target of `pip install --no-deps --target DIR
-xllamacpp`.
+xllamacpp`. llama.cpp and kvexport read the same GGUF file.
+
+--genai is the target of `pip install --no-deps --target DIR onnxruntime-genai==0.18.0 accelerate` (transformers reads
+MXFP4 with accelerate). Its builder reads a checkpoint of the same sizes with random MXFP4 experts, and rounds all
+weights to int4 (groups of 32, accuracy level 4). It takes gpt-oss-20b, and refuses the type of Qwen3-30B-A3B.
+qwen3.5-4b is measured without it, since it has no experts.
 
 kvexport has a cache of the whole sequence, so nothing is evicted. Every side runs in a process of its own. A figure is
 one block of 32 decoded tokens, or one prompt, the sides in turn. llama.cpp decodes greedily; kvexport gets tokens.
@@ -29,15 +35,16 @@ from typing import Any
 
 import gguf
 import numpy as np
-from common import RESULTS, save
-from workers import Run, Worker, engine_run, in_turn, llamacpp_run, serve
+from common import RESULTS, save, write_tokenizer
+from workers import Run, Worker, engine_run, genai_model, genai_run, in_turn, llamacpp_run, serve
 
 THREADS = 2
 VOCABULARY = 8192
 ROOM = 4096  # tokens after the context
 KINDS = gguf.GGMLQuantizationType
 GOALS = {"qwen3-30b-a3b": (1.0, 1.5), "gpt-oss-20b": (1.0, 1.5), "qwen3.5-4b": (1.0, None)}
-"""Speed of decoding and of a prompt over llama.cpp's."""
+"""Speed of decoding and of a prompt over that of the faster peer."""
+GENAI = ("gpt-oss-20b",)  # the models that onnxruntime-genai's builder takes
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,47 @@ def file_of(name: str, work: Path) -> Path:
     return path
 
 
+def checkpoint_of(model: Model, folder: Path) -> Path:
+    """Return a checkpoint of gpt-oss with the sizes of `model` and random weights; it is written if it is missing."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    if (folder / "tokenizer_config.json").exists():
+        return folder
+    query, kv, size = model.heads
+    config = GptOssConfig(
+        num_hidden_layers=model.layers, hidden_size=model.hidden, intermediate_size=model.inner, head_dim=size,
+        num_attention_heads=query, num_key_value_heads=kv, vocab_size=VOCABULARY, dtype="bfloat16",
+        num_local_experts=model.experts[0], num_experts_per_tok=model.experts[1],
+        quantization_config={"quant_method": "mxfp4"},
+    )  # fmt: skip
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        shapes = {name: x.shape for name, x in GptOssForCausalLM(config).named_parameters()}
+    tensors = {}
+    for name, shape in shapes.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            count, inputs, outputs = shape
+            blocks = (count, outputs, inputs // 32, 16)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, generator=generator)
+            tensors[f"{name}_scales"] = torch.full(blocks[:3], 120, dtype=torch.uint8)
+        else:
+            tensors[name] = (torch.randn(shape, generator=generator) * 0.02).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(folder, VOCABULARY)
+    return folder
+
+
+def int4_model(name: str, options: argparse.Namespace) -> Path:
+    """Return the model that onnxruntime-genai's own builder makes of the checkpoint."""
+    checkpoint, out = checkpoint_of(MODELS[name], options.work / f"{name}-checkpoint"), options.work / f"{name}-genai"
+    settings = ("int4_block_size=32", "int4_accuracy_level=4", "qmoe_block_size=32")
+    return genai_model(checkpoint, out, options.genai, THREADS, "int4", *settings)
+
+
 def artifact_of(name: str, context: int, options: argparse.Namespace) -> Path:
     """Return the artifact of a model; it is built if it is missing."""
     from kvexport.export.build import build
@@ -240,25 +288,32 @@ def runner(kind: str, side: str, name: str, context: int, options: argparse.Name
     ids = np.random.default_rng(0).integers(300, VOCABULARY, context)
     if side == "llamacpp":
         return llamacpp_run(kind, file_of(name, options.work), ids, THREADS, options.llamacpp)
+    if side == "genai":
+        return genai_run(kind, int4_model(name, options), ids, context + ROOM)
     return engine_run(kind, artifact_of(name, context, options), ids)
 
 
 def compare(kind: str, name: str, context: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both sides in turn."""
+    """Measure all sides in turn."""
     file_of(name, options.work)
     artifact_of(name, context, options)
-    workers = [
-        Worker(side, [__file__, *sys.argv[1:], "--run", json.dumps([kind, side, name, context])], THREADS, options.work)
-        for side in ("kvexport", "llamacpp")
-    ]
+    peers = ["llamacpp"]
+    if options.genai and name in GENAI:
+        int4_model(name, options)
+        peers.append("genai")
+    workers = []
+    for side in ("kvexport", *peers):
+        command = [__file__, *sys.argv[1:], "--run", json.dumps([kind, side, name, context])]
+        workers.append(Worker(side, command, THREADS, options.work, {"genai": options.genai}.get(side)))
     figures, bandwidth = in_turn(workers, 1, THREADS, options.rounds)
     tokens = 1 if kind == "decode" else context
-    ratios = [theirs / own for own, theirs in zip(figures["kvexport"], figures["llamacpp"], strict=True)]
+    own = figures["kvexport"]
+    ratios = {peer: [b / a for a, b in zip(own, figures[peer], strict=True)] for peer in peers}
     goal = GOALS[name][kind == "prefill"]
     return {
         "tokens_per_second": {s: round(tokens / statistics.median(x), 1) for s, x in figures.items()},
         "all": {s: [round(tokens / x, 1) for x in each] for s, each in figures.items()},
-        "over_llamacpp": round(statistics.median(ratios), 3),
+        **{f"over_{peer}": round(statistics.median(x), 3) for peer, x in ratios.items()},
         **({"goal": goal} if goal else {}),
         "bandwidth_GBps": [round(x / 1e9, 1) for x in bandwidth],
     }
@@ -268,6 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--llamacpp", required=True)
+    parser.add_argument("--genai", default="")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--dtype", choices=["float32", "float16"], default="float16")
     parser.add_argument("--rounds", type=int, default=9)

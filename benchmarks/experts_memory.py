@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, _write_tokenizer, save
+from common import RESULTS, save, write_tokenizer
 from export import measured
 
 CASES = {"float16": "", "int4": "weights: {bits: 4, group: 32}\n"}
@@ -38,7 +38,7 @@ def sparse_checkpoint(folder: Path, layers: int) -> int:
         max_position_embeddings=40960, bos_token_id=1, eos_token_id=2, architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(folder)
-    _write_tokenizer(folder, config.vocab_size)
+    write_tokenizer(folder, config.vocab_size)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config)
     shapes: dict[str, tuple[int, ...]] = {}

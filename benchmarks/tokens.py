@@ -82,8 +82,9 @@ def tokens_of(name: str, recipe: str, *overrides: str) -> dict[str, list[list[li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path)
-    parser.add_argument("--check", type=Path)
+    file = parser.add_mutually_exclusive_group(required=True)
+    file.add_argument("--record", type=Path, help="the file to write the tokens to")
+    file.add_argument("--check", type=Path, help="the file to compare the tokens with")
     options = parser.parse_args()
     expected = json.loads(options.check.read_text()) if options.check else {}
     tokens_by_name = {}

@@ -2,7 +2,7 @@
 
     python benchmarks/ptx_faults.py [--each 4] [--only PROGRAM ...]
 
-In every kernel of the list each of these instructions is removed alone. Of barriers only `--each` of a kernel are
+In every kernel of the list each of these instructions is removed alone. Only `--each` barriers of a kernel are
 removed, evenly spread. Writes benchmarks/results/ptx_faults.json: for every removal its place and how it was found: by
 a report or by other bits. A trap in place of the instruction tells whether the calls reach it at all. Removals that run
 and are not found are listed: a barrier beside another one, or a wait while no copy is under way.

@@ -28,7 +28,7 @@ class Logprobs(NamedTuple):
 
     Attributes:
         chosen: The log probability of the chosen token.
-        top: The likeliest tokens and their log probabilities, descending. Of equal tokens the lowest id comes first.
+        top: The likeliest tokens and their log probabilities, descending. Among equal tokens the lowest id is first.
     """
 
     chosen: float
@@ -118,8 +118,8 @@ def _top_ids(scores: Floats, k: int) -> Ids:
 def _top_p_indices(values: Floats, top_p: float) -> Ids:
     """Return the indices, ascending, of the finite scores `values` [n] that nucleus sampling (top_p) keeps.
 
-    Values are dropped while their cumulative probability, from the smallest value on, is within 1 - top_p. Of equal
-    values the higher indices are kept; in transformers their order depends on torch.sort, which is not stable.
+    Values are dropped while their cumulative probability, from the smallest value on, is within 1 - top_p. Among
+    equal values the higher indices are kept; in transformers their order depends on torch.sort, which is not stable.
     """
     probabilities, bound = _softmax(values), np.float32(1.0 - top_p)
     stays = np.zeros(values.size, dtype=bool)

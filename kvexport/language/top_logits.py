@@ -45,7 +45,7 @@ class Scores:
         return self._ascending(kept)
 
     def top_p(self, top_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the ids and scores of the tokens that top_p keeps. Of equal tokens those with higher ids come first.
+        """Return the ids and scores of the tokens that top_p keeps. Equal tokens are sorted by id, the highest first.
 
         None if the bounds on the scores outside the largest logits do not decide which tokens top_p keeps.
         """

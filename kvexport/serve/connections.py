@@ -31,7 +31,7 @@ _LEAST = 4
 def connection_limit(most: int = _MOST) -> int:
     """Return how many client connections the process can hold without running out of file descriptors.
 
-    Of the descriptors that are free now, 16 stay free for files. For every 4 connections one more descriptor stays
+    16 of the free descriptors are reserved for files. For every 4 connections one more descriptor stays
     free, for a connection that is accepted before it is counted (`backlog`).
 
     Args:

@@ -184,8 +184,8 @@ def _among(engine: Arrays, draws: Sequence[Arrays]) -> bool:
 
     Returns:
         True if the engine's cache is as near to the random merges as these are to one another. The distance of two
-        merges is the number of positions that only one of them keeps. Of the slots whose positions all merges keep, at
-        most as many may differ as there are such positions.
+        merges is the number of positions that only one of them keeps. Among the slots whose positions all merges keep,
+        at most as many may differ as there are such positions.
     """
     rows = [{int(p): i for i, p in enumerate(x["position"][0, 0]) if x["votes"][0, 0, i] > 0} for x in (engine, *draws)]
     own, *others = rows

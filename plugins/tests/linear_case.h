@@ -187,10 +187,10 @@ struct LinearCase {
   }
 
   // Returns a row times a column, and in *size the sum of the absolute values of its terms. For weights in panels the
-  // row may be rounded by blocks: the error is half a step, and the block's largest number is 32512 steps. Of many
-  // rows, blocks without a number above five times the row's root mean square have steps of 1/127 of their largest
-  // number. In tiles the row and the column are both rounded to bfloat16, whose 8 bits change a number by up to 1/257
-  // of itself, and a product by up to 1/128.
+  // row may be rounded by blocks: the error is half a step, and the block's largest number is 32512 steps. In
+  // calls of many rows, blocks without a number above five times the row's root mean square have steps of 1/127 of
+  // their largest number. In tiles the row and the column are both rounded to bfloat16, whose 8 bits change a number by
+  // up to 1/257 of itself, and a product by up to 1/128.
   double product(const std::vector<double>& row, const Column& column, double* size) const {
     double sum = 0.0, products = 0.0, terms = 0.0, squares = 0.0, rounding = 0.0, coarse = 0.0;
     for (const double number : row) squares += number * number;

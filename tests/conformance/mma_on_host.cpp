@@ -20,7 +20,7 @@ struct Warps {
   };
 };
 
-// Of two warps: out [16, 16] of each = a [16, 16] times b, with the elements of `rows` as b's rows or its columns.
+// Two warps compute out [16, 16] each: out = a [16, 16] times b, with the elements of `rows` as b's rows or its columns.
 template <class T>
 void product(const char* a, const char* b, int stride, int rows, float* out) {
   using Registers = typename Warps<T>::Registers;

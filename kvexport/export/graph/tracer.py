@@ -206,8 +206,8 @@ def trace_decoder(
     """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node per layer that has a cache.
 
     The VoteAttention nodes have only the numbers of their layers as attributes. Initializers have no data;
-    `initializer_names` returns their names. Of the layers that compute the same function, the first one is traced, and
-    the second one as a check.
+    `initializer_names` returns their names. If several layers compute the same function, the first
+    one is traced, and the second one as a check.
 
     Args:
         model: The decoder, whose parameters are fake tensors.

@@ -5,7 +5,7 @@ s_j. The channel's relative rounding error gets smaller and nothing else changes
 
     x W^T = (x / s) (W diag(s))^T        s_j = mean |x_j|^alpha / root of the largest times the smallest
 
-Of a few candidates, the alpha with the smallest squared error of the products on a text is taken, for all projections
+From a few candidates, the alpha with the smallest squared error of the products on a text is taken, for all projections
 of a norm; 0 means no scaling. Errors within a group still count by importance, which is that of the scaled inputs.
 Scales of inputs that do not come from a norm would have to be folded into other projections, and would help little
 (`benchmarks/awq_scales.py`).
@@ -28,8 +28,8 @@ ALPHAS = tuple(i / 10 for i in range(10))
 ROWS, TOKENS = 256, 512  # the most outputs of a projection, and the most tokens, whose errors are measured
 LEAST = 1e-4  # of mean |x|
 SUFFIX = ".awq"
-"""Of names in the file: of a projection's tensor the scales [inputs] that its inputs have; of a norm's [2, inputs], the
-factor of its weight and what is added."""
+"""The end of a tensor's name in the file. A projection's tensor has the scales of its inputs, [inputs]. A norm's
+tensor, [2, inputs], has the factor of its weight, and the summand."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ struct Attention {
   float* row_softmax;      // row_max and row_sum of every row of probabilities, [B Hq, T, 2]
   float* partial_output;   // decode: sum of weight * value of every split, [B H, splits, G, Dv]
   float* partial_softmax;  // decode: row_max and row_sum of every split, [B H, splits, 2, G]
-  // Of a statistic that averages logits: the logarithms of a logit's share, (1 - decay) / group, and of the decay.
+  // For a statistic that averages logits: the logarithms of a logit's share, (1 - decay) / group, and of the decay.
   float log_share[KV_MAX_STATISTICS], log_decay[KV_MAX_STATISTICS];
   float* rotated;  // quantized cache: the rotated queries, [B, Hq, T, D]
 

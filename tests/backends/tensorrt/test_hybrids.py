@@ -43,7 +43,10 @@ def hybrid(checkpoint: Path) -> Path:
 
 
 def test_every_node_is_one_that_tensorrt_takes(hybrid: Path) -> None:
-    """Of the functions, TensorRT could run that of LinearAttention (a Scan), but not that of Experts."""
+    """A hybrid's graphs for TensorRT have only operators that TensorRT supports, and nodes of kvexport's plugins.
+
+    Without plugins, TensorRT could run LinearAttention's function (a Scan), but not the function of Experts.
+    """
     for kind, model in graphs(hybrid).items():
         seen, whys = for_tensorrt(model, lambda _: None)
         assert not list(problems(seen)) and not seen.functions

@@ -8,7 +8,8 @@ checkpoints, artifacts and the peers' models. --genai and --llamacpp are the tar
 DIR onnxruntime-genai==0.18.0` (or `xllamacpp gguf`). A side without its folder is left out. The sides are `full` (a
 cache of the whole sequence), `keepkv` (a cache of `--slots` slots), `genai` (int4 of its builder, groups of 32,
 accuracy level 4; 4 bits only) and `llamacpp` (Q4_0 or Q8_0 of the same checkpoint, with head and embedding in Q8_0,
-like kvexport's).
+like kvexport's). `--bits 16` measures weights in float16. Its sides of llama.cpp are `llamacpp` (F16) and
+`llamacpp-bf16`, which holds the same weights in bfloat16.
 
 Every side runs in a process of its own. A figure is one block of 32 decoded tokens, merging included, or one prompt,
 all sides in turn. The read bandwidth is measured before and after every round. `read_share` is the bytes of weights,
@@ -42,6 +43,13 @@ SMOLLM2 = dict(
     intermediate_size=1536,
     vocab_size=49152,
 )
+GGUF_TYPES = {  # of the weights, and of the head and the embedding, by side and bits
+    ("llamacpp", 4): ("Q4_0", "Q8_0"),
+    ("llamacpp", 8): ("Q8_0", "Q8_0"),
+    ("llamacpp", 16): ("F16", "F16"),
+    ("llamacpp-bf16", 16): ("BF16", "BF16"),
+}
+LLAMACPP = sorted({side for side, _ in GGUF_TYPES})
 GOALS = {  # speed(side) over the faster peer's
     ("decode", "full", 512): 1.0,
     ("decode", "keepkv", 4096): 1.8,
@@ -81,7 +89,7 @@ def engine_path(side: str, context: int, options: argparse.Namespace) -> Path:
         )
         recipe = {
             "model": {"path": source, "dtype": options.dtype},
-            "weights": {"bits": options.bits, "group": GROUP},
+            "weights": {"bits": options.bits if options.bits < 16 else None, "group": GROUP},
             "cache": method,
             "export": {"prefill_chunk": 512},
             "limits": {"max_length": length if side == "full" else longest, "max_batch": 1},
@@ -98,12 +106,13 @@ def int4_model(options: argparse.Namespace) -> Path:
     return genai_model(source, out, options.genai, THREADS, "int4", *settings)
 
 
-def gguf_model(options: argparse.Namespace) -> Path:
-    """Return the checkpoint as a GGUF file of Q4_0 or Q8_0; it is written if it is missing."""
-    out: Path = options.work / f"{options.model}-q{options.bits}.gguf"
+def gguf_model(side: str, options: argparse.Namespace) -> Path:
+    """Return the checkpoint as a GGUF file in the type of a side of llama.cpp; it is written if it is missing."""
+    types = GGUF_TYPES[side, options.bits]
+    out: Path = options.work / f"{options.model}-{types[0].lower()}.gguf"
     if not out.exists():
         partial = out.with_suffix(".part")
-        write_gguf(checkpoint(options.model, options.work), partial, f"Q{options.bits}_0", "Q8_0")
+        write_gguf(checkpoint(options.model, options.work), partial, *types)
         partial.rename(out)
     return out
 
@@ -111,8 +120,8 @@ def gguf_model(options: argparse.Namespace) -> Path:
 def runner(kind: str, side: str, context: int, options: argparse.Namespace) -> Run:
     """Return a function that returns the seconds of one decoded token, or of one prompt."""
     ids = np.random.default_rng(0).integers(3, shape_of(options.model)["vocab_size"], context)
-    if side == "llamacpp":
-        return llamacpp_run(kind, gguf_model(options), ids, THREADS, options.llamacpp)
+    if side in LLAMACPP:
+        return llamacpp_run(kind, gguf_model(side, options), ids, THREADS, options.llamacpp)
     if side == "genai":
         longest = 8192 if options.model == "smollm2" else 131072
         return genai_run(kind, int4_model(options), ids, min(context + ROOM, longest))
@@ -132,11 +141,12 @@ def bytes_read(side: str, context: int, options: argparse.Namespace) -> float:
     """
     m = shape_of(options.model)
     hidden, kv = m["hidden_size"], m["num_key_value_heads"] * m["hidden_size"] // m["num_attention_heads"]
+    scales = 2 / GROUP if options.bits < 16 else 0
     layer = hidden * (2 * hidden + 2 * kv) + 3 * hidden * m["intermediate_size"]
     held = options.slots + BLOCK // 2 if side == "keepkv" else context
     cached = 2 * kv * held * (4 if options.dtype == "float32" else 2)
-    head = hidden * m["vocab_size"] * (1 + 2 / GROUP)
-    return m["num_hidden_layers"] * (layer * (options.bits / 8 + 2 / GROUP) + cached) + head
+    head = hidden * m["vocab_size"] * (max(options.bits, 8) / 8 + scales)
+    return m["num_hidden_layers"] * (layer * (options.bits / 8 + scales) + cached) + head
 
 
 def compare(kind: str, context: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -145,7 +155,7 @@ def compare(kind: str, context: int, options: argparse.Namespace) -> dict[str, A
     if options.genai and options.bits == 4:
         sides.append("genai")
     if options.llamacpp:
-        sides.append("llamacpp")
+        sides += [side for side in LLAMACPP if (side, options.bits) in GGUF_TYPES]
     workers = [worker_of(kind, side, context, options) for side in sides]
     figures, bandwidth = in_turn(workers, options.rounds, THREADS, BLOCKS)
     tokens = 1 if kind == "decode" else context
@@ -160,7 +170,7 @@ def compare(kind: str, context: int, options: argparse.Namespace) -> dict[str, A
             s: round(bytes_read(s, context, options) / statistics.median(figures[s]) / best, 3)
             for s in ("full", "keepkv")
         }
-    peers = [s for s in sides if s in ("genai", "llamacpp")]
+    peers = [s for s in sides if s in ("genai", *LLAMACPP)]
     for side in ("full", "keepkv") if peers else ():
         rounds = [min(p) / own for own, *p in zip(figures[side], *(figures[s] for s in peers), strict=True)]
         result[f"{side}_to_faster_peer"] = round(statistics.median(rounds), 3)
@@ -179,7 +189,7 @@ def main() -> None:
     parser.add_argument("--genai", default="")
     parser.add_argument("--llamacpp", default="")
     parser.add_argument("--model", choices=["smollm2", *SHAPES], default="smollm2")
-    parser.add_argument("--bits", type=int, choices=[4, 8], default=4)
+    parser.add_argument("--bits", type=int, choices=[4, 8, 16], default=4)
     parser.add_argument("--dtype", choices=["float32", "float16"], default="float16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--decode", type=numbers, default=[512, 4096])

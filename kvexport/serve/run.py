@@ -38,11 +38,15 @@ def listen(host: str, port: int, stall: float) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        problem = f"{host}:{port} cannot be listened on: {error.strerror or error}"
-        raise EnvironmentProblem(problem, "another --port (0 = any free one), or another --host") from error
+        raise _not_listening(f"{host}:{port}", error) from error
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall * 1000))
     return listener
+
+
+def _not_listening(address: str, error: OSError) -> EnvironmentProblem:
+    problem = f"{address} cannot be listened on: {error.strerror or error}"
+    return EnvironmentProblem(problem, "another --port (0 = any free one), or another --host")
 
 
 class Server(uvicorn.Server):
@@ -75,9 +79,19 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the HTTP server as uvicorn does, then call `on_ready`."""
+        """Start the HTTP server as uvicorn does, then call `on_ready`.
+
+        Raises:
+            EnvironmentProblem: Another server listens on the address, which it bound while this one loaded its model.
+        """
         self._logged.attach()
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            await self.lifespan.shutdown()
+            self._logged.detach()
+            name, port = sockets[0].getsockname()[:2] if sockets else ("the address", 0)
+            raise _not_listening(f"{name}:{port}", error) from error
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -25,8 +25,12 @@ def test_the_page_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> N
     with running(engine, api_keys=("secret",)) as server, browser(tmp_path) as tab:
         tab.call("Page.navigate", url=server.url)
         tab.wait_for("document.readyState === 'complete' && !document.getElementById('keyed').hidden")
-        tab.problems.clear()  # the refusal without a key
+        tab.run("ask('refused')")
+        tab.wait_for("!running && document.querySelector('.error').textContent.includes('API key')")
+        assert tab.run("[messages.length, document.querySelectorAll('.assistant').length]") == [0, 0]
+        tab.problems.clear()  # the refusals without a key
         tab.run("document.getElementById('key').value = 'secret'")
+        tab.run("document.getElementById('reset').click()")
         tab.wait_for("document.querySelectorAll('#lanes tr').length === 4")
         prompts = "[...document.querySelectorAll('#first button')]"
         assert tab.run(f"{prompts}.length") == 3
@@ -53,6 +57,9 @@ def test_the_page_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> N
         painted = "[...{}.getContext('2d').getImageData(0, 0, {}.width, {}.height).data].some(x => x)"
         for name in ("rates", "memory", "slots"):
             tab.wait_for(painted.replace("{}", f"document.getElementById('{name}')"))
+        tab.run("void ask('anna lamp'); document.getElementById('reset').click()")
+        tab.wait_for("!running")
+        assert tab.run("messages.length") == 0  # the end of the old answer is no part of the new conversation
         for width in (320, 400, 1280):  # the widths of a phone and of a window
             screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 800}
             tab.call("Emulation.setDeviceMetricsOverride", **screen)

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+import kvexport
 from kvexport.commands.serve import keys_of
 from kvexport.engine.engine import Engine
-from kvexport.errors import UsageError
+from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.language.sampling import Sampler
+from kvexport.serve.app import create_app
+from kvexport.serve.run import listen, run
 from kvexport.serve.settings import ServeSettings
 from tests.support.command_line import failure
 from tests.support.http_server import Running, running, wait_until
@@ -229,3 +232,12 @@ def test_clients_that_stall_are_disconnected(engine: Engine) -> None:
 def test_other_machines_need_a_key(tiny_artifact: Path) -> None:
     errors = failure(2, "serve", tiny_artifact, "--host", "0.0.0.0")
     assert "there is no API key" in errors and "--api-key KEY" in errors
+
+
+def test_an_address_that_is_taken_while_the_model_loads_is_named(tiny_artifact: Path) -> None:
+    with listen("127.0.0.1", 0, 30) as ours, listen("127.0.0.1", ours.getsockname()[1], 30) as theirs:
+        theirs.listen()  # both were bound, as neither server listened yet
+        app = create_app(kvexport.load(tiny_artifact, threads=1), ServeSettings(names=("tiny",)))
+        with pytest.raises(EnvironmentProblem, match=r"127\.0\.0\.1:\d+ cannot be listened on: Address already in use"):
+            run(app, ours, lambda: pytest.fail("the server says that it is ready"))
+        assert app.state.service.worker.draining

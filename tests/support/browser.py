@@ -24,6 +24,9 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--disable-background-networking",
     "--no-first-run",
+    "--disable-component-update",
+    "--disable-quic",
+    "--disable-sync",
     "--window-size=1280,900",
     "--remote-debugging-pipe",
 )

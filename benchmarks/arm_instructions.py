@@ -1,0 +1,186 @@
+"""Instructions of Linear for each weight on Arm, counted under emulation. No Arm machine is needed; no time is measured.
+
+    python benchmarks/arm_instructions.py [--inputs 2048] [--rows 1,8,64] [--sets dotprod,i8mm,neon]
+
+The kernels are cross-compiled as for a release and run under qemu-aarch64, which logs every instruction that it
+executes. Two runs that differ in the number of calls differ by the instructions of one call. Calls of 64 and of 128
+outputs tell apart `per_product`, the instructions of one weight times one row, and `per_input`, those of a row's input
+whatever the outputs are: rounding it. A call executes
+
+    rows x inputs x (outputs x per_product + per_input)
+
+`all blocks with low bytes` are rows of a prompt that are nowhere rounded to 8 bits: the most that a prompt costs.
+Writes benchmarks/results/arm-instructions.json; docs/measurements/arm.md has the table. Needs cmake,
+aarch64-linux-gnu-g++ and qemu-aarch64-static (`make cross-tools`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import save
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from plugins.building.tools import PLUGINS, ROOT, Missing, run, tool
+
+COMPILER, TOOLS = "aarch64-linux-gnu-g++", "make cross-tools"
+WEIGHTS = {"int4": "int4", "int8": "int8", "int8, a scale per row": "int8-rows", "float16": "float16"}
+SETS = ("i8mm", "dotprod", "neon")
+OUTPUTS = (64, 128)
+
+
+class Case(NamedTuple):
+    """A call whose instructions are counted.
+
+    Attributes:
+        isa: The instruction set.
+        weight: The type of the weight, a key of WEIGHTS.
+        rows: The rows.
+        spikes: Whether every block of a row keeps its low bytes.
+    """
+
+    isa: str
+    weight: str
+    rows: int
+    spikes: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the case in words."""
+        return f"{self.isa}, {self.weight}, {self.rows} rows" + (", all blocks with low bytes" if self.spikes else "")
+
+
+def compiled() -> Path:
+    """Cross-compile the kernels as for a release, and return the program that calls them.
+
+    Raises:
+        Missing: A tool is missing, or the compiler failed.
+    """
+    build = ROOT / "build-cache" / "arm-instructions"
+    compiler, cmake = tool(COMPILER, get=TOOLS), tool("cmake")
+    system = ("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}")
+    run([cmake, "-S", str(PLUGINS), "-B", str(build), "-DKV_ALONE=", "-DCMAKE_BUILD_TYPE=Release", *system], "build")
+    jobs = str(os.cpu_count() or 1)
+    run([cmake, "--build", str(build), "--target", "kvexport_cpu", "--parallel", jobs], "build")
+    return link([Path(__file__).with_name("arm_linear.cpp"), build / "libkvexport_cpu.a"], build / "arm_linear")
+
+
+def link(sources: list[Path], program: Path) -> Path:
+    """Compile a program for Arm and return its path. It has no symbols, with which lines of the log would be longer.
+
+    Raises:
+        Missing: The compiler is missing or failed.
+    """
+    options = ["-std=gnu++17", "-O2", "-Wall", "-Wextra", "-static", "-s"]
+    run([tool(COMPILER, get=TOOLS), *options, *map(str, sources), "-o", str(program)], "compiler")
+    return program
+
+
+def emulator() -> list[str]:
+    """Return the command of the emulator that translates one instruction at a time.
+
+    Raises:
+        Missing: There is no emulator.
+    """
+    try:
+        qemu = tool("qemu-aarch64-static", get=TOOLS)
+    except Missing:
+        qemu = tool("qemu-aarch64", get=TOOLS)
+    new = "one-insn-per-tb" in run([qemu, "-help"], "emulator")  # QEMU 8.1 renamed the option
+    return [qemu, "-cpu", "max", "-one-insn-per-tb" if new else "-singlestep"]
+
+
+def executed(command: list[str], **environment: str) -> tuple[int, str]:
+    """Run a program under emulation. Return how many instructions it executed, and its output.
+
+    Raises:
+        Missing: The program failed.
+    """
+    log, end = os.pipe()
+    count = 0
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*emulator(), "-d", "exec,nochain", "-D", f"/dev/fd/{end}", *command],
+            stdout=output,
+            stderr=output,
+            pass_fds=[end],
+            env={**environment},
+        )
+        os.close(end)
+        with os.fdopen(log, "rb", buffering=0) as lines:  # the log has a line for each instruction
+            while part := lines.read(1 << 20):
+                count += part.count(b"\n")
+        failed = process.wait()
+        output.seek(0)
+        text = output.read()
+    if failed:
+        raise Missing(f"{command[0]} failed under emulation: {text}")
+    return count, text
+
+
+def one_call(program: Path, case: Case, outputs: int, inputs: int) -> int:
+    """Return the instructions of one call.
+
+    Raises:
+        Missing: The program failed, or ran on another instruction set.
+    """
+    rows = [str(case.rows), str(outputs), str(inputs)]
+    counts = []
+    for calls in ("1", "2"):
+        command = [str(program), WEIGHTS[case.weight], *rows, calls, "spikes" if case.spikes else "plain"]
+        count, text = executed(command, KVEXPORT_CPU_ISA=case.isa)
+        if text.split()[0] != case.isa:
+            raise Missing(f"the emulator has no {case.isa}; the program ran on {text.split()[0]}")
+        counts.append(count)
+    return counts[1] - counts[0]
+
+
+def parts(few: int, many: int, rows: int, inputs: int) -> dict[str, float]:
+    """Return the instructions of a product and of a row's input, from those of calls with both numbers of OUTPUTS."""
+    each = (many - few) / (OUTPUTS[1] - OUTPUTS[0])
+    return {
+        "per_product": round(each / (rows * inputs), 4),
+        "per_input": round((few - each * OUTPUTS[0]) / (rows * inputs), 2),
+    }
+
+
+def cases(sets: list[str], rows: list[int]) -> list[Case]:
+    """Return the calls to count. Prompts with int4 and int8 weights are counted with low bytes too."""
+    plain = [Case(isa, weight, count) for isa in sets for weight in WEIGHTS for count in rows]
+    spikes = [case._replace(spikes=True) for case in plain if case.rows >= 48 and case.weight in ("int4", "int8")]
+    return plain + spikes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=2048)
+    parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--sets", default=",".join(SETS))
+    options = parser.parse_args()
+    program = compiled()
+    figures: dict[str, dict[str, float]] = {}
+    for case in cases(options.sets.split(","), [int(rows) for rows in options.rows.split(",")]):
+        few, many = (one_call(program, case, outputs, options.inputs) for outputs in OUTPUTS)
+        figures[case.name] = parts(few, many, case.rows, options.inputs)
+        print(case.name, json.dumps(figures[case.name]), flush=True)
+    sizes = {"inputs": options.inputs, "outputs": list(OUTPUTS)}
+    save("arm-instructions", {"tools": versions(), **sizes, "calls": figures})
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions of the compiler and of the emulator."""
+    first = {name: run([name, "--version"], name).splitlines()[0] for name in (tool(COMPILER), emulator()[0])}
+    return {Path(name).name: re.sub(r"^\S+ (version )?", "", line) for name, line in first.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Instructions of Linear for each weight on Arm, counted under emulation. No Arm machine is needed; no time is measured.
+"""Instructions of Linear for each weight on Arm, counted under emulation, without an Arm machine. No time is measured.
 
     python benchmarks/arm_instructions.py [--inputs 2048] [--rows 1,8,64] [--sets dotprod,i8mm,neon]
 
@@ -36,6 +36,7 @@ COMPILER, TOOLS = "aarch64-linux-gnu-g++", "make cross-tools"
 WEIGHTS = {"int4": "int4", "int8": "int8", "int8, a scale per row": "int8-rows", "float16": "float16"}
 SETS = ("i8mm", "dotprod", "neon")
 OUTPUTS = (64, 128)
+ROWS = (1, 8, 64)
 
 
 class Case(NamedTuple):
@@ -156,14 +157,29 @@ def parts(few: int, many: int, rows: int, inputs: int) -> dict[str, float]:
 def cases(sets: list[str], rows: list[int]) -> list[Case]:
     """Return the calls to count. Prompts with int4 and int8 weights are counted with low bytes too."""
     plain = [Case(isa, weight, count) for isa in sets for weight in WEIGHTS for count in rows]
-    spikes = [case._replace(spikes=True) for case in plain if case.rows >= 48 and case.weight in ("int4", "int8")]
+    spikes = [case._replace(spikes=True) for case in plain if case.rows >= 48 and case.weight != "float16"]
     return plain + spikes
+
+
+def lines(calls: dict[str, dict[str, float]]) -> list[str]:
+    """Return the rows of kvexport in the table of docs/measurements/arm.md: per product, then per input."""
+    rows = []
+    for weight in WEIGHTS:
+        for isa in SETS:
+            counts = [calls[Case(isa, weight, count).name] for count in ROWS]
+            cells = [f"{count['per_product']:.2f}" for count in counts]
+            spikes = calls.get(Case(isa, weight, ROWS[-1], True).name)
+            if spikes:
+                cells[-1] += f" to {spikes['per_product']:.2f}"
+            inputs = [f"{count['per_input']:.0f}" for count in (counts[0], counts[-1])]
+            rows.append("| " + " | ".join([weight, isa, "kvexport", *cells, *inputs]) + " |")
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=2048)
-    parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--sets", default=",".join(SETS))
     options = parser.parse_args()
     program = compiled()

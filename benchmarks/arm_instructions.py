@@ -2,7 +2,7 @@
 
     python benchmarks/arm_instructions.py [--inputs 2048] [--rows 1,8,64] [--sets dotprod,i8mm,neon]
 
-The kernels are cross-compiled as for a release and run under qemu-aarch64, which logs every instruction that it
+The kernels are cross-compiled as for a release and run under qemu-aarch64, whose log tells which instructions it
 executes. Two runs that differ in the number of calls differ by the instructions of one call. Calls of 64 and of 128
 outputs tell apart `per_product`, the instructions of one weight times one row, and `per_input`, those of a row's input
 whatever the outputs are: rounding it. A call executes
@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,18 +87,34 @@ def link(sources: list[Path], program: Path) -> Path:
     return program
 
 
-def emulator() -> list[str]:
-    """Return the command of the emulator that translates one instruction at a time.
+def emulator() -> str:
+    """Return the emulator of Arm programs.
 
     Raises:
-        Missing: There is no emulator.
+        Missing: There is none.
     """
     try:
-        qemu = tool("qemu-aarch64-static", get=TOOLS)
+        return tool("qemu-aarch64-static", get=TOOLS)
     except Missing:
-        qemu = tool("qemu-aarch64", get=TOOLS)
-    new = "one-insn-per-tb" in run([qemu, "-help"], "emulator")  # QEMU 8.1 renamed the option
-    return [qemu, "-cpu", "max", "-one-insn-per-tb" if new else "-singlestep"]
+        return tool("qemu-aarch64", get=TOOLS)
+
+
+def counted(log: Iterable[bytes]) -> int:
+    """Return how many instructions a log of QEMU has.
+
+    The log lists the instructions of a block when the block is translated, and names the block whenever it runs.
+    """
+    count = new = 0
+    sizes: dict[bytes, int] = {}  # by the address of a block, the second number of "Trace 0: 0x7f... [...]"
+    for line in log:
+        if line.startswith(b"0x"):
+            new += 1
+        elif line.startswith(b"Trace"):
+            block = line.split(maxsplit=3)[2]
+            if new:
+                sizes[block], new = new, 0
+            count += sizes[block]
+    return count
 
 
 def executed(command: list[str], **environment: str) -> tuple[int, str]:
@@ -107,19 +124,14 @@ def executed(command: list[str], **environment: str) -> tuple[int, str]:
         Missing: The program failed.
     """
     log, end = os.pipe()
-    count = 0
+    options = ["-cpu", "max", "-d", "in_asm,exec,nochain", "-D", f"/dev/fd/{end}"]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [*emulator(), "-d", "exec,nochain", "-D", f"/dev/fd/{end}", *command],
-            stdout=output,
-            stderr=output,
-            pass_fds=[end],
-            env={**environment},
+            [emulator(), *options, *command], stdout=output, stderr=output, pass_fds=[end], env={**environment}
         )
         os.close(end)
-        with os.fdopen(log, "rb", buffering=0) as lines:  # the log has a line for each instruction
-            while part := lines.read(1 << 20):
-                count += part.count(b"\n")
+        with os.fdopen(log, "rb") as lines:
+            count = counted(lines)
         failed = process.wait()
         output.seek(0)
         text = output.read()
@@ -194,7 +206,7 @@ def main() -> None:
 
 def versions() -> dict[str, Any]:
     """Return the versions of the compiler and of the emulator."""
-    first = {name: run([name, "--version"], name).splitlines()[0] for name in (tool(COMPILER), emulator()[0])}
+    first = {name: run([name, "--version"], name).splitlines()[0] for name in (tool(COMPILER), emulator())}
     return {Path(name).name: re.sub(r"^\S+ (version )?", "", line) for name, line in first.items()}
 
 

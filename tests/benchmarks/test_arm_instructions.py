@@ -45,6 +45,21 @@ def test_a_program_that_fails_gives_no_count(tmp_path: Path) -> None:
         arm_instructions.executed([str(arm_instructions.link([source], tmp_path / "fails"))])
 
 
+def test_a_block_counts_whenever_it_runs_with_the_size_that_it_was_last_translated_to() -> None:
+    log = b"""IN:
+0x00400ac0:  d503201f  nop
+0x00400ac4:  d280001d  movz     x29, #0
+
+Trace 0: 0x7f10 [0/400ac0/1/200]
+Trace 0: 0x7f10 [0/400ac0/1/200]
+IN:
+0x00400ac8:  940cbcae  bl       #0x72fda4
+
+Trace 0: 0x7f10 [0/400ac8/1/200]
+"""
+    assert arm_instructions.counted(log.splitlines()) == 2 + 2 + 1
+
+
 @needs_compiler
 def test_the_calls_of_linear_compile_for_arm() -> None:
     source = str(ROOT / "benchmarks" / "arm_linear.cpp")

@@ -2,11 +2,11 @@
 //
 //   arm_linear int4|int8|int8-rows|float16 ROWS OUTPUTS INPUTS CALLS plain|spikes
 //
-// int4 and int8 are in groups of 32 with scales in float16, int8-rows has one scale per output; all three are in panels.
-// With `plain` rows no block of a row has a number above five times the row's root mean square, so that prompts are
-// rounded to 8 bits (plugins/cpu/linear/rounding.h). With `spikes` every block has one, so that every block keeps its
-// low bytes. The first call reserves scratch memory, which the others use again. Prints the instruction set and the sum
-// of the last outputs.
+// int4 and int8 are in groups of 32 with scales in float16, int8-rows has one scale per output; all three are in
+// panels. With `plain` rows no block of a row has a number above five times the row's root mean square, so that prompts
+// are rounded to 8 bits (plugins/cpu/linear/rounding.h). With `spikes` every block has one, so that every block keeps
+// its low bytes. The first call reserves scratch memory, which the others use again. Prints the instruction set and the
+// sum of the last outputs.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

@@ -49,6 +49,7 @@ from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
 from kvexport.engine.speculation import draft_ngrams, drafter_of
 from kvexport.evaluate.corpus import library_sources, manual
+from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.settings import longer_checkpoint
 from kvexport.export.model.checkpoint import resolve_checkpoint
 from kvexport.language.settings import GenerationSettings
@@ -299,11 +300,6 @@ def given_rows(lanes: Lanes, start: Snapshot, continuation: list[int]) -> tuple[
     for token in continuation:
         rows.append(lanes.append([[token]])[0, 0].copy())
     return np.stack(rows), round(len(continuation) / (time.perf_counter() - begin), 2)
-
-
-def log_softmax(row: Any) -> Any:
-    shifted = np.asarray(row, np.float64) - np.max(row, axis=-1, keepdims=True)
-    return shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
 
 
 def given(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:

@@ -18,16 +18,25 @@ from kvexport.errors import KvexportError
 
 
 class ModelCalls:
-    """The engine's calls of the model: they read chunks of prompts, decode, and verify drafted tokens.
-
-    Attributes:
-        row_seconds: Seconds of one row (one token of one lane) in recent calls for prompts; 0 before the first call.
-    """
+    """The engine's calls of the model: they read chunks of prompts, decode, and verify drafted tokens."""
 
     def __init__(self, pool: LanePool, forks: Forks, chunk: int, max_length: int) -> None:
-        self.row_seconds = 0.0
+        self._row_seconds = 0.0  # of one row (one token of one lane) in recent calls for prompts
         self._pool, self._forks = pool, forks
         self._chunk, self._max_length = chunk, max_length
+
+    def rows_within(self, seconds: float | None) -> int | None:
+        """Return how many rows a call for prompts computes in this time.
+
+        Args:
+            seconds: The time; None for no limit.
+
+        Returns:
+            The number of rows; 0 before the first call, None for no limit.
+        """
+        if seconds is None:
+            return None
+        return int(seconds / self._row_seconds) if self._row_seconds else 0
 
     def prefill(self, requests: Sequence[Request], prefixes: Prefixes | None) -> list[Request]:
         """Read the next chunk of each request's prompt in one model call. The requests must have neighbouring lanes.
@@ -40,7 +49,7 @@ class ModelCalls:
         unread = [request.lane for request, chunk in zip(requests, chunks, strict=True) if len(chunk) < request.unread]
         logits = self._pool.lanes.append(chunks, first=requests[0].lane, prefill=True, unread=unread)
         cost = (time.perf_counter() - start) / (len(chunks) * max(map(len, chunks)))
-        self.row_seconds += (cost - self.row_seconds) * (0.2 if self.row_seconds else 1.0)
+        self._row_seconds += (cost - self._row_seconds) * (0.2 if self._row_seconds else 1.0)
         last = [len(chunk) - 1 if logits.shape[1] > 1 else 0 for chunk in chunks]
         rows = HostRows(logits[np.arange(len(chunks)), last])
         for timing in _timings(requests):

@@ -26,7 +26,7 @@ from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import FINISHED, FinishReason, Prompt, Request, Timing
 from kvexport.engine.scheduler import Schedule, Scheduler
 from kvexport.engine.speculation import drafter_of
-from kvexport.engine.start import adapter_of, encode, nothing_saved, prepare, snapshot_of
+from kvexport.engine.start import adapter_of, encode, prepare, snapshot_of, waiting_state
 from kvexport.engine.turns import Turns
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from kvexport.language.chat import read_json
@@ -256,7 +256,7 @@ class EngineCore:
     def _schedule(self) -> Schedule:
         """Return the next step's work, after expired requests were ended and preempted requests gave up their lanes."""
         expired = self._expire()
-        self._scheduler.rows = self._rows()
+        self._scheduler.rows = self._calls.rows_within(self.options.latency_budget)
         if self.options.preempts and (displaced := self._scheduler.displaced()) is not None:
             self._park(displaced)
         work = self._scheduler.next()
@@ -298,12 +298,7 @@ class EngineCore:
 
     def _snapshot(self, request: Request) -> Snapshot:
         """Return a snapshot of a request's state between two steps, or after the step in which the request finished."""
-        if request.lane >= 0:
-            saved = self._pool.lanes.save(request.lane)
-        elif request.parked is not None:
-            saved = request.parked
-        else:
-            saved = nothing_saved(self.plan) if request.start is None else request.start.saved
+        saved = self._pool.lanes.save(request.lane) if request.lane >= 0 else waiting_state(request, self.plan)
         return snapshot_of(request, saved, self.origin)
 
     def _park(self, request: Request) -> None:
@@ -327,13 +322,6 @@ class EngineCore:
         if self.prefixes is None or request.fork_of is not None or request.parked is not None:
             return False
         return self.prefixes.leads(request, prefilling)
-
-    def _rows(self) -> int | None:
-        """Return the largest number of tokens of a prefill call within the latency budget; None without a limit."""
-        if self.options.latency_budget is None:
-            return None
-        seconds = self._calls.row_seconds
-        return int(self.options.latency_budget / seconds) if seconds else 0
 
     def _give_lanes(self, admitted: Sequence[Request]) -> list[Request]:
         """Bring each admitted request's lane to its starting state: empty, a prefix, a snapshot or a fork's parent.

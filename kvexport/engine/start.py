@@ -134,7 +134,14 @@ def snapshot_of(request: Request, saved: Saved, origin: Origin) -> Snapshot:
     return Snapshot(origin, request.seen, saved.state, saved.counters, state, text, settings, request.digest)
 
 
-def nothing_saved(plan: CachePlan) -> Saved:
+def waiting_state(request: Request, plan: CachePlan) -> Saved:
+    """Return the saved state that a request without a lane begins with: an empty one if it brings none."""
+    if request.parked is not None:
+        return request.parked
+    return _nothing_saved(plan) if request.start is None else request.start.saved
+
+
+def _nothing_saved(plan: CachePlan) -> Saved:
     """Return the saved state of an empty lane: no KV-cache entries and counters of 0."""
     axes = slot_axes(plan)
     state = {}

@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +20,12 @@ from kvexport.errors import UsageError
 from kvexport.evaluate.files import alone, digest_of
 from kvexport.evaluate.kept import read_result, write_result
 from kvexport.evaluate.language import language_of
-from kvexport.evaluate.measure import Outcome, Window, run_long, run_samples, step_seconds
+from kvexport.evaluate.measure import Window, run_long, run_samples, step_seconds
 from kvexport.evaluate.reference import Reference, References, Writer, needed_bytes, require_space
 from kvexport.evaluate.result import (
     ACCURACY,
     ALL_TASKS,
-    KL,
     STABILITY,
-    Cell,
     Evaluation,
     Options,
     Result,
@@ -36,8 +33,9 @@ from kvexport.evaluate.result import (
     line,
     paired,
 )
+from kvexport.evaluate.scores import score_of
 from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting, longer_checkpoint
-from kvexport.evaluate.statistics import mean, share
+from kvexport.evaluate.statistics import mean
 from kvexport.evaluate.suites import run_items
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
@@ -338,7 +336,7 @@ class Run:
                     writer=writers.get(task),
                     advance=bar.advance,
                 )
-                result.scores[task] = _score(task, samples, outcomes, compared=budget is not None)
+                result.scores[task] = score_of(task, samples, outcomes, compared=budget is not None)
             for suite, items in suites.items():
                 scores = run_items(engine, items, self.options.batch)
                 result.scores[suite] = Score(suite, accuracy=mean(scores), samples={ACCURACY: tuple(scores)})
@@ -376,26 +374,3 @@ def _name(setting: Setting) -> str:
 
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in ".-=" else "_" for c in name)
-
-
-def _score(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], compared: bool) -> Score:
-    every: dict[str, tuple[float, ...]] = {"nll": tuple(o.nll for o in outcomes)}
-    score = Score(task, nll=mean(every["nll"]), samples=every)
-    if TASKS[task].exact:
-        every[ACCURACY] = tuple(float(o.right) for o in outcomes)
-        keys = [(int(s.cell["length"]), s.cell.get("depth", math.nan)) for s in samples]
-        answers: dict[tuple[int, float], list[bool]] = {}
-        for key, outcome in zip(keys, outcomes, strict=True):
-            answers.setdefault(key, []).append(outcome.right)
-        cells = (
-            tuple(Cell(*key, sum(hits), len(hits)) for key, hits in sorted(answers.items()))
-            if TASKS[task].depths != (0.5,)
-            else ()
-        )
-        score = replace(score, accuracy=share(sum(o.right for o in outcomes), len(outcomes)), cells=cells)
-    if not compared:
-        return score
-    every[KL] = tuple(float(o.kl.mean()) for o in outcomes)
-    positions = np.concatenate([o.kl for o in outcomes])
-    agreement = float(np.concatenate([o.agrees for o in outcomes]).mean())
-    return replace(score, kl=mean(every[KL]), kl_99=float(np.quantile(positions, 0.99)), agreement=agreement)

@@ -8,6 +8,13 @@ ENGINES := $(VENV)/.kvexport-engines
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
+# Where Python is told to write no bytecode, as in many containers, it goes to build-cache instead of beside the sources.
+# With none, each of the hundreds of processes of a test run would compile torch anew: 5 s.
+ifneq ($(PYTHONDONTWRITEBYTECODE),)
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build-cache/pycache
+endif
+
 .PHONY: fuzz audit sbom demo test lint docs setup native native-here wheel release native-cuda cross-tools tensorrt-bindings smollm2 smollm2-file cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)

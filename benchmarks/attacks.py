@@ -187,12 +187,17 @@ def half_bodies(server: Target) -> str:
             one.close()
 
 
-def _status(path: str, body: bytes, expected: tuple[int, ...]) -> Attack:
-    def attack(server: Target) -> str:
-        status = server.post(path, body)
-        return "" if status in expected else f"{path} was answered {status}, expected one of {expected}"
+def _status(path: str, body: Callable[[], bytes], expected: tuple[int, ...]) -> Callable[[], Attack]:
+    def prepared() -> Attack:
+        data = body()
 
-    return attack
+        def attack(server: Target) -> str:
+            status = server.post(path, data)
+            return "" if status in expected else f"{path} was answered {status}, expected one of {expected}"
+
+        return attack
+
+    return prepared
 
 
 def both_lengths(server: Target) -> str:
@@ -226,29 +231,38 @@ def _json(**fields: object) -> bytes:
     return json.dumps(fields).encode()
 
 
-LONG = "ab " * (5 * MIB)
+def _text() -> str:
+    return "ab " * (5 * MIB)
+
+
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
-ATTACKS: dict[str, Attack] = {
-    "80 connections with half a header": half_headers,
-    "80 connections with half a body": half_bodies,
-    "a prompt of 15 MB": _status(COMPLETE, _json(prompt=LONG), (400,)),
-    "a text of 15 MB to tokenize": _status("/tokenize", _json(prompt=LONG), (400,)),
-    "a message of 15 MB": _status(CHAT, _json(messages=[{"role": "user", "content": LONG}]), (400,)),
-    "3 million token ids": _status(COMPLETE, _json(prompt=[1] * 3_000_000), (400, 413)),
-    "a million stop strings": _status(COMPLETE, _json(prompt="a", stop=["a"] * 1_000_000), (400, 413)),
-    "a stop string of 10 MB": _status(COMPLETE, _json(prompt="a", stop="a" * 10 * MIB), (400,)),
-    "200,000 biases": _status(COMPLETE, _json(prompt="a", logit_bias={str(i): 1 for i in range(200_000)}), (400, 413)),
+# Functions that prepare an attack. All bodies together are 100 MB, so each is made when its attack runs, and before the
+# reader begins, whose thread would wait for it.
+ATTACKS: dict[str, Callable[[], Attack]] = {
+    "80 connections with half a header": lambda: half_headers,
+    "80 connections with half a body": lambda: half_bodies,
+    "a prompt of 15 MB": _status(COMPLETE, lambda: _json(prompt=_text()), (400,)),
+    "a text of 15 MB to tokenize": _status("/tokenize", lambda: _json(prompt=_text()), (400,)),
+    "a message of 15 MB": _status(CHAT, lambda: _json(messages=[{"role": "user", "content": _text()}]), (400,)),
+    "3 million token ids": _status(COMPLETE, lambda: _json(prompt=[1] * 3_000_000), (400, 413)),
+    "a million stop strings": _status(COMPLETE, lambda: _json(prompt="a", stop=["a"] * 1_000_000), (400, 413)),
+    "a stop string of 10 MB": _status(COMPLETE, lambda: _json(prompt="a", stop="a" * 10 * MIB), (400,)),
+    "200,000 biases": _status(
+        COMPLETE, lambda: _json(prompt="a", logit_bias={str(i): 1 for i in range(200_000)}), (400, 413)
+    ),
     "2.5 million lists in an unknown field": _status(
-        COMPLETE, b'{"prompt":"a","x":[' + b",".join([b"[]"] * 2_500_000) + b"]}", (413,)
+        COMPLETE, lambda: b'{"prompt":"a","x":[' + b",".join([b"[]"] * 2_500_000) + b"]}", (413,)
     ),
     "a million keys in an unknown field": _status(
-        COMPLETE, b'{"prompt":"a","x":{' + b",".join(b'"%d":0' % i for i in range(1_000_000)) + b"}}", (413,)
+        COMPLETE, lambda: b'{"prompt":"a","x":{' + b",".join(b'"%d":0' % i for i in range(1_000_000)) + b"}}", (413,)
     ),
-    "100,000 nested lists": _status(COMPLETE, b'{"prompt":"a","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", (400,)),
-    "120,000 messages": _status(CHAT, _json(messages=[{"role": "user", "content": "a"}] * 120_000), (400, 413)),
-    "a body of 20 MB": _status(COMPLETE, _json(prompt="a" * 20 * MIB), (413, 0)),
-    "Content-Length beside chunked": both_lengths,
-    "headers that are no addresses and no ASCII": bad_headers,
+    "100,000 nested lists": _status(
+        COMPLETE, lambda: b'{"prompt":"a","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", (400,)
+    ),
+    "120,000 messages": _status(CHAT, lambda: _json(messages=[{"role": "user", "content": "a"}] * 120_000), (400, 413)),
+    "a body of 20 MB": _status(COMPLETE, lambda: _json(prompt="a" * 20 * MIB), (413, 0)),
+    "Content-Length beside chunked": lambda: both_lengths,
+    "headers that are no addresses and no ASCII": lambda: bad_headers,
 }
 
 
@@ -258,12 +272,12 @@ def run_attack(server: Target, name: str, base: int) -> tuple[str, float]:
     Returns:
         The failure or "", and the reader's longest gap in seconds.
     """
-    reader = Reader(server)
+    attack, reader = ATTACKS[name](), Reader(server)
     reader.start()
     while reader.pieces < 50 and reader.is_alive():
         time.sleep(0.005)
     reader.longest = 0.0
-    problem = ATTACKS[name](server)
+    problem = attack(server)
     time.sleep(0.3)
     reader.stop()
     problem = problem or reader.failed

@@ -158,7 +158,6 @@ class Backend(ABC):
         devices: The devices that a caller can choose from; (None,) without a choice.
         prepared: The files that `preparation` may add to an artifact; empty if the ONNX graphs are enough.
         verified: The files whose digests `load` compares itself, when it reads them.
-        positive_scales: Whether packed weights must have scales above 0.
         runs_adapters: Whether the backend runs decoders that take LoRA adapters.
     """
 
@@ -167,7 +166,6 @@ class Backend(ABC):
     devices: ClassVar[tuple[str | None, ...]] = (None,)
     prepared: ClassVar[frozenset[str]] = frozenset()
     verified: ClassVar[frozenset[str]] = frozenset()
-    positive_scales: ClassVar[bool] = False
     runs_adapters: ClassVar[bool] = False
 
     @abstractmethod
@@ -259,15 +257,23 @@ class Backend(ABC):
         """Return why a recipe's artifact cannot have a mixture of experts, and the setting that avoids it, or None."""
         return None
 
-    def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
+    def positive_scales(self, recipe: Recipe) -> bool:
+        """Return whether the scales of weights that a build rounds must be above 0."""
+        return False
+
+    def packing_problem(
+        self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
+    ) -> tuple[str, str] | None:
         """Return why the backend cannot run a packed (4- or 8-bit) weight and the setting that avoids it, or None.
 
         If there is a reason, the build stores the weight in floats.
 
         Args:
+            recipe: The recipe.
             dtype: int4, uint4, int8 or uint8.
             group: The number of inputs that share a scale.
             has_offset: Whether the scales are accompanied by zero points or minima.
+            has_table: Whether the numbers are indices into a table.
             picked: Whether single rows of the weight are read, as from an embedding.
         """
         return None

@@ -95,6 +95,7 @@ def reader() -> str:
     for name, attributes in (
         ("VoteAttention", VOTE_ATTENTION.attributes),
         ("MergeCache", MERGE_CACHE.attributes),
+        ("Linear", LINEAR_ATTRIBUTES),
         ("Experts", EXPERTS_ATTRIBUTES),
     ):
         lines.append(f"inline constexpr AttributeName k{name}Attributes[] = {{")

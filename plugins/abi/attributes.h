@@ -65,6 +65,20 @@ inline constexpr AttributeName kMergeCacheAttributes[] = {
     {"value_prefix", kInt},
 };
 
+inline constexpr AttributeName kLinearAttributes[] = {
+    {"input_heads", kInt},
+    {"norm", kInt},
+    {"epsilon", kFloat},
+    {"output_heads", kInts},
+    {"bias", kInts},
+    {"rotated", kInts},
+    {"gate", kInt},
+    {"residual", kInt},
+    {"packed", kInts},
+    {"group", kInts},
+    {"float_input", kInt},
+};
+
 inline constexpr AttributeName kExpertsAttributes[] = {
     {"activation", kWord},
     {"gate", kInt},

@@ -61,6 +61,18 @@ Items experts(size_t which) {
   return items;
 }
 
+// Returns the fields of two products, of floats or with packed weights.
+Items linear(size_t which) {
+  Items items = {
+      whole("input_heads", {0}), whole("norm", {1}),       real("epsilon", {1e-5f}), whole("output_heads", {2, 0}),
+      whole("bias", {1, 0}),     whole("rotated", {0, 0}), whole("gate", {0}),       whole("residual", {0})};
+  if (which % 2 == 0) return items;
+  for (const Item& item : {whole("packed", {2, 1}), whole("group", {32, 64}), whole("float_input", {0}),
+                           whole("bits", {4, 8}), whole("signed", {0, 1})})
+    items.push_back(item);
+  return items;
+}
+
 Items linear_attention(size_t which) {
   static const char* const rules[] = {"linear", "gated", "delta", "gated_delta"};
   return {whole("heads", {4}), whole("key_heads", {2}), word("update_rule", rules[which % 4]), real("scale", {0.5f})};
@@ -173,7 +185,8 @@ bool spoil(Random& random, Item& item) {
     const std::string& name = item.name;
     if (name == "decay" || name == "select_decay" || name == "weigh_decay" || name == "residual") bad = {-1, 0, 2, NAN};
     if (name == "recency_weight") bad = {-1, 0};
-    if (name == "softcap" || name == "tau" || name == "error_exponent" || name == "limit") bad = {-1, NAN};
+    if (name == "softcap" || name == "tau" || name == "error_exponent" || name == "limit" || name == "epsilon")
+      bad = {-1, NAN};
     if (name == "key_factor_max" || name == "votes_max") bad = {-1, 0, 0.5f, NAN};
     if (name == "inverse_frequencies") return false;
     const float x = bad[random.below(bad.size())];
@@ -284,6 +297,7 @@ const std::vector<Tested> kTested = {
      1,
      {{6, 64}, {6, 2}, {6, 2}, {4, 64, 32}, {4, 64, 2}, {16}, {4, 64}, {4, 64, 32}, {4, 64, 2}, {512}, {4, 64}},
      4},
+    {"Linear", linear, 2, {{2, 3, 64}, {64}, {32, 32}, {32, 2}, {32}, {32}, {24, 64}, {24, 1}}, 3},
     {"LinearAttention",
      linear_attention,
      2,

@@ -31,7 +31,6 @@ class TensorRT(Backend):
     )
     verified = frozenset({"decoder.plan", "merge.plan", "top_logits.plan"})
     prepared = verified | {"tensorrt.log"}
-    positive_scales = True
 
     def needs_gpu(self, recipe: Recipe) -> bool:
         """Return True: TensorRT engines run only on an NVIDIA GPU."""
@@ -57,6 +56,7 @@ class TensorRT(Backend):
 
         Raises:
             UsageError: If the recipe has a setting that TensorRT does not support.
+            EnvironmentProblem: If this machine lacks something that the build needs.
         """
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.engines import EngineBuilder
@@ -77,15 +77,22 @@ class TensorRT(Backend):
                 f"cache.dtype is {recipe.cache.dtype}, which the backend tensorrt does not support",
                 "--set cache.dtype=model",
             )
-        return EngineBuilder(section.of(recipe).tensorrt).add_engines
+        builder = EngineBuilder(section.of(recipe).tensorrt)
+        if recipe.weights.bits is not None:
+            builder.require_packed()
+        return builder.add_engines
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return the memory of a build on a Jetson, and the GPUs for which no engine can be built."""
+        """Return how rounded weights run, the memory of a build on a Jetson, and GPUs without possible engines."""
         from kvexport.backends.gpu_limits import merge_problem
         from kvexport.backends.tensorrt.engines import MOST_SORTED
         from kvexport.backends.tensorrt.environment import build_memory
 
         rows = {"build of the engines on a Jetson": build_memory(weight_bytes, packed=recipe.weights.bits == 4)}
+        if recipe.weights.bits is not None:
+            dequantized = "dequantized by TensorRT, which may multiply them from 16 bits"
+            by_plugin = "read packed by kvexport's plugin, which the machine that builds the engines needs"
+            rows["rounded weights"] = dequantized if self.positive_scales(recipe) else by_plugin
         slots = max((layer.capacity for layer in cache.caches if layer.merges), default=0)
         if slots > MOST_SORTED and (problem := merge_problem(cache, recipe.cache.build_method())):
             rows["engines for some GPUs"] = f"none can be built: {problem}, and TensorRT sorts {MOST_SORTED}"
@@ -102,12 +109,29 @@ class TensorRT(Backend):
             return None
         return plugin.experts_problem("backend.tensorrt.plugin is never"), "--set backend.tensorrt.plugin=auto"
 
-    def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
-        """Return why TensorRT cannot run a packed (quantized) weight and the setting that avoids it; None if it can."""
-        from kvexport.backends.tensorrt.weights import FIX, problem
+    def positive_scales(self, recipe: Recipe) -> bool:
+        """Return whether TensorRT dequantizes the weights itself, because the recipe leaves the plugin out."""
+        from kvexport.backends.tensorrt import section
 
-        why = problem(dtype, group, has_offset=has_offset, picked=picked)
-        return (why, FIX) if why else None
+        return section.of(recipe).tensorrt.plugin == "never"
+
+    def packing_problem(
+        self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
+    ) -> tuple[str, str] | None:
+        """Return why TensorRT cannot run a packed (quantized) weight and the setting that avoids it; None if it can.
+
+        Whether there is a plugin for the machine that runs the engines is only known when it builds them.
+        """
+        from kvexport.backends.tensorrt import section
+        from kvexport.backends.tensorrt.weights import BLOCKS, PICKED, TABLE, problem
+
+        if picked:
+            return PICKED, "--set weights.head=float"
+        if section.of(recipe).tensorrt.plugin != "never":
+            return (TABLE, "weights in floats") if has_table else None
+        why = problem(dtype, group, has_offset=has_offset or has_table)
+        rounding = f"--set weights.bits=4 --set weights.group={BLOCKS[-1]} --set weights.symmetric=true"
+        return (why, f"--set backend.tensorrt.plugin=auto, or {rounding}") if why else None
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
         """Open an artifact's TensorRT engines, ready to run."""

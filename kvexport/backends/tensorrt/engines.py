@@ -24,7 +24,7 @@ from kvexport.backends.tensorrt.cuda import Cuda
 from kvexport.backends.tensorrt.environment import Gpu, import_tensorrt, require_build_memory, require_gpu
 from kvexport.backends.tensorrt.graphs import for_tensorrt, operators_of, plugin_refusal
 from kvexport.backends.tensorrt.log import STEPS, make_log, make_monitor
-from kvexport.backends.tensorrt.packed import EXPERTS
+from kvexport.backends.tensorrt.packed import EXPERTS, LINEAR
 from kvexport.backends.tensorrt.plugin import BUILD, experts_problem, library, refusal, register, why_no_library
 from kvexport.backends.tensorrt.plugin import VERSION as PLUGIN_VERSION
 from kvexport.backends.tensorrt.record import NAME, EngineRecord
@@ -171,19 +171,35 @@ class EngineBuilder:
         for kind, graph in manifest.graphs.files():
             parsed = onnx.load(folder / graph, load_external_data=False)
             model, reasons = for_tensorrt(parsed, why_not, alias_state=self.options.alias_state)
-            require_taken(model, folder)
             if self.options.plugin == "always" and any(reasons.values()):
                 raise EnvironmentProblem(
                     next(filter(None, reasons.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"
                 )
             if why := reasons.get(EXPERTS):
                 raise EnvironmentProblem(experts_problem(why), BUILD)
+            require_taken(model, folder, (why, self._to_get_the_plugin()) if (why := reasons.get(LINEAR)) else None)
             if why := reasons.get("MergeCache"):
                 capability = self.gpu.compute_capability
                 limit = merge_problem(manifest.cache, manifest.recipe.cache.build_method(), capability)
                 require_sortable(manifest.cache, limit or why)
             converted.append((kind, graph, model, reasons))
         return converted
+
+    def _to_get_the_plugin(self) -> str:
+        return "--set backend.tensorrt.plugin=auto" if self.options.plugin == "never" else BUILD
+
+    def require_packed(self) -> None:
+        """Check that there is a plugin library, before a build packs the weights that its recipe rounds.
+
+        Raises:
+            EnvironmentProblem: If there is none.
+        """
+        if self.options.plugin == "auto" and self.plugin is None:
+            raise EnvironmentProblem(
+                f"the recipe packs weights, which TensorRT runs by kvexport's plugin: {why_no_library()[0]}",
+                f"{BUILD}; or --set backend.tensorrt.plugin=never, where TensorRT dequantizes int4 in groups of 64 or "
+                "128",
+            )
 
     def _build(
         self,

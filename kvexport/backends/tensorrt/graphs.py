@@ -3,7 +3,8 @@
 The parser distinguishes functions only by name, so the first of several overloads would replace all others. It also
 fixes every shape before it knows a value. The conversion therefore removes the functions of nodes that a plugin
 supports, and inlines all other functions. No plugin supports ragged nodes, so these become one node for each KV head. A
-plugin has no optional inputs before others, so a node loses the inputs that it leaves out.
+plugin has no optional inputs before others, so a node loses the inputs that it leaves out. Linear nodes without packed
+weights are inlined, because TensorRT fuses matrix products of floats with their neighbours itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kvexport.backends.tensorrt.packed import EXPERTS, add_byte_fields, as_bytes
+from kvexport.backends.tensorrt.packed import EXPERTS, LINEAR, add_byte_fields, as_bytes, is_packed
 from kvexport.backends.tensorrt.plugin import CACHE_OPERATORS, NAMESPACE, OPERATORS, STATEFUL
 from kvexport.backends.tensorrt.weights import with_typed_weights
 from kvexport.errors import KvexportError
@@ -34,7 +35,7 @@ def for_tensorrt(
     Args:
         model: The ONNX graph.
         refusal: A function that returns why the plugin does not support a node, or None if it does. Either all nodes of
-            an operator become plugins or none.
+            an operator become plugins or none; of Linear, all nodes with packed weights or none.
         alias_state: Whether plugins declare that past and present of a state tensor are one buffer. TensorRT then
             requires its preview feature ALIASED_PLUGIN_IO_10_03.
 
@@ -53,9 +54,10 @@ def for_tensorrt(
     whys: dict[str, str] = {}
     for node in plugins.values():
         whys[node.op_type] = whys.get(node.op_type) or refusal(node) or ""
+    taken = {(node.op_type, copy.graph.node[i].overload) for i, node in plugins.items() if not whys[node.op_type]}
     del copy.functions[:]
     for function in model.functions:
-        if function.domain != NAMESPACE or whys.get(function.name, "no plugin"):
+        if function.domain != NAMESPACE or (function.name, function.overload) not in taken:
             copy.functions.append(with_static_rows(function) if function.name == "MergeCache" else function)
     for i, node in plugins.items():
         if whys[node.op_type]:
@@ -65,11 +67,18 @@ def for_tensorrt(
         else:
             as_bytes(node, tensors)
         copy.graph.node[i].CopyFrom(node)
-    return with_typed_weights(inliner.inline_local_functions(copy)), whys
+    # A node keeps its overload until now: another Linear node may have the function without an overload.
+    seen = inliner.inline_local_functions(copy)
+    for node in seen.graph.node:
+        if node.domain == NAMESPACE:
+            node.overload = ""
+    return with_typed_weights(seen), whys
 
 
 def _is_own(node: onnx.NodeProto) -> bool:
-    return node.domain == NAMESPACE and node.op_type in OPERATORS
+    if node.domain != NAMESPACE or node.op_type not in OPERATORS:
+        return False
+    return node.op_type != LINEAR or is_packed(node)
 
 
 def _plugin_node(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> onnx.NodeProto:
@@ -83,9 +92,8 @@ def _plugin_node(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) 
 
     plugin = onnx.NodeProto()
     plugin.CopyFrom(node)
-    plugin.overload = ""
     plugin.input[:] = [name for name in node.input if name]
-    if node.op_type == EXPERTS:
+    if node.op_type in (LINEAR, EXPERTS):
         add_byte_fields(plugin, tensors)
     return plugin
 
@@ -130,7 +138,8 @@ def plugin_refusal(reason: str) -> Callable[[onnx.NodeProto], str]:
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:
     """Return by operator how TensorRT runs it, for the manifest.
 
-    MergeCache is None if the artifact merges nothing. Experts and LinearAttention are left out if it has no such node.
+    MergeCache is None if the artifact merges nothing. Experts, LinearAttention and Linear with packed weights are left
+    out if it has no such node.
     """
     named = [name for name in OPERATORS if name in whys or name in CACHE_OPERATORS]
     result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in named}

@@ -1,4 +1,4 @@
-"""Packed weights of Experts nodes as TensorRT's plugins take them: tensors of bytes.
+"""Packed weights of Linear and Experts nodes as TensorRT's plugins take them: tensors of bytes.
 
 A plugin of TensorRT has neither unsigned inputs nor inputs of 4 bits (NvInferRuntimePlugin.h of 11.1), and TensorRT's
 parser turns a UINT8 initializer into INT32. So the parts of a packed weight that are no floats become INT8
@@ -15,17 +15,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx
 
-EXPERTS = "Experts"
-FIRST = 3  # the input of an Experts node that is its first weight
+LINEAR, EXPERTS = "Linear", "Experts"
 AFTER = (0, 1, 2, 2, 2, 2)  # the inputs that follow a packed weight, by its number in the attribute `packed`
 WITH_ZERO = 2  # the number of a weight that a scale and a zero point follow
 
 
+def is_packed(node: onnx.NodeProto) -> bool:
+    """Return whether a Linear or Experts node has packed weights."""
+    return any(attribute.name == "packed" for attribute in node.attribute)
+
+
 def add_byte_fields(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> None:
-    """Add the attributes `bits` and `signed` to an Experts node with packed weights: the integers of each weight.
+    """Add the attributes `bits` and `signed` to a node with packed weights: the integers of each weight.
 
     Args:
-        node: The node; one without packed weights stays as it is.
+        node: A Linear or Experts node; one without packed weights stays as it is.
         tensors: The graph's initializers by their names, with the types that the artifact has.
     """
     import onnx
@@ -40,14 +44,14 @@ def add_byte_fields(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto
 
 
 def as_bytes(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> None:
-    """Change the types and shapes of an Experts node's packed weights to those of their bytes. No data changes.
+    """Change the types and shapes of a node's packed weights to those of their bytes. No data changes.
 
     The last dimension of a weight becomes its bytes. Zero points become one dimension, because their rows may not end
-    with a whole byte.
+    with a whole byte. A tensor that several plugins read is changed once.
 
     Args:
-        node: The node.
-        tensors: The graph's initializers by their names. No other node reads those of the weights.
+        node: A Linear or Experts node.
+        tensors: The graph's initializers by their names. No node but plugins reads those of the weights.
     """
     import onnx
 
@@ -64,15 +68,20 @@ def as_bytes(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> N
 
 
 def _packed_weights(node: onnx.NodeProto) -> Iterator[tuple[int, int]]:
-    """Yield for both weights of an Experts node the number of its input, and of its packing; nothing if none is packed.
+    """Yield for each weight of a node the number of its input, and of its packing; nothing if none is packed.
 
     The attribute `packed` has the number of a packing.
     """
-    attributes = {attribute.name: attribute for attribute in node.attribute}
-    if "packed" not in attributes:
+    import onnx
+
+    values = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if "packed" not in values:
         return
-    at, bias = FIRST, attributes["bias"].i
-    for kind in attributes["packed"].ints:
+    if node.op_type == LINEAR:
+        at, biases = 1 + values["norm"], [*values["bias"], 0]  # the gate has no bias
+    else:
+        at, biases = 3, [values["bias"]] * 2
+    for kind, bias in zip(values["packed"], biases, strict=False):
         yield at, kind
         at += 1 + AFTER[kind] + bias
 

@@ -1,7 +1,8 @@
 """The shared library of the TensorRT plugins of kvexport's operators.
 
 Without the library, or for a node that it does not support, an engine is built from the ONNX function of the node.
-TensorRT cannot run the function of Experts, because TensorRT has no scatter that adds.
+TensorRT cannot run the function of Experts, because TensorRT has no scatter that adds. Linear is a
+plugin where its weights are packed; otherwise it is matrix products of floats, which TensorRT fuses itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 NAME = "libkvexport_tensorrt.so"
 VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
 CACHE_OPERATORS = ("VoteAttention", "MergeCache")
-OPERATORS = (*CACHE_OPERATORS, "Experts", "LinearAttention")
+OPERATORS = (*CACHE_OPERATORS, "Experts", "Linear", "LinearAttention")
 STATEFUL = (*CACHE_OPERATORS, "LinearAttention")
 """The operators that write a present state, which may be the memory of the past one."""
 VERSION = "1"

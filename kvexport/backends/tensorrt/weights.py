@@ -1,8 +1,9 @@
-"""The packed weights that TensorRT supports: signed 4-bit numbers in blocks of 64 or 128 inputs with scales above 0.
+"""The packed weights that TensorRT supports, with kvexport's plugin Linear and without it.
 
-TensorRT's IDequantizeLayer supports no blocks of INT8, no zero points other than 0, and only positive scales (NvInfer.h
-of 11.1). The block sizes come from TensorRT's documentation of quantization schemes. TensorRT's parser has no BitShift,
-which a packed embedding needs.
+With the plugin these are all weights of matrix products except those with a table of numbers. Without it they are
+signed 4-bit numbers in blocks of 64 or 128 inputs with scales above 0: TensorRT's IDequantizeLayer supports no blocks
+of INT8, no zero points other than 0, and only positive scales (NvInfer.h of 11.1). The block sizes come from TensorRT's
+documentation of quantization schemes. TensorRT's parser has no BitShift, which a packed embedding needs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvexport.errors import UsageError
+from kvexport.backends.tensorrt.plugin import NAMESPACE
+from kvexport.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,20 +21,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCKS = (64, 128)
-FIX = "--set weights.bits=4 --set weights.group=128 --set weights.symmetric=true"
+PICKED = "TensorRT does not pick rows of packed weights"
+TABLE = "kvexport's plugin for TensorRT takes no packed weights with a table of numbers"
 
 
-def problem(dtype: str, group: int, *, has_offset: bool, picked: bool = False) -> str:
-    """Return why TensorRT cannot run a packed (quantized) weight; "" if it can.
+def problem(dtype: str, group: int, *, has_offset: bool) -> str:
+    """Return why TensorRT cannot dequantize the packed weight of a matrix product without a plugin; "" if it can.
 
     Args:
         dtype: int4, uint4, int8 or uint8.
         group: The number of inputs that share a scale.
         has_offset: Whether the scales are accompanied by zero points or minima.
-        picked: Whether single rows are read.
     """
-    if picked:
-        return "TensorRT does not pick rows of packed weights"
     if dtype != "int4" or has_offset:
         return "TensorRT takes only int4, without zero points and minima"
     if group not in BLOCKS:
@@ -40,34 +40,51 @@ def problem(dtype: str, group: int, *, has_offset: bool, picked: bool = False) -
     return ""
 
 
-def require_taken(model: onnx.ModelProto, folder: Path) -> None:
-    """Check that TensorRT can run every packed (quantized) weight of an ONNX graph.
+def require_taken(model: onnx.ModelProto, folder: Path, without_plugin: tuple[str, str] | None = None) -> None:
+    """Check that TensorRT can run every packed (quantized) weight of an ONNX graph that no plugin reads.
 
     Args:
-        model: The ONNX graph.
+        model: The ONNX graph as TensorRT's parser reads it.
         folder: The folder of its external data.
+        without_plugin: Why the plugin does not run Linear, and the fix; None if it does, or if no weight needs it.
 
     Raises:
         UsageError: If TensorRT does not support one of them.
+        EnvironmentProblem: If the plugin would support it.
     """
     import onnx
 
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     cast_of = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Cast"}
-    for node in model.graph.node:
-        if node.op_type != "DequantizeLinear":
-            continue
-        weight, scale, *zero = node.input
+    packed = {getattr(onnx.TensorProto, name) for name in ("INT4", "UINT4", "INT8", "UINT8")}
+    readers = [
+        (node, name)
+        for node in model.graph.node
+        for name in node.input[:1]
+        if node.domain != NAMESPACE and name in tensors and tensors[name].data_type in packed
+    ]
+    # Reasons that no plugin changes come first.
+    for node, weight in sorted(readers, key=lambda reader: reader[0].op_type == "DequantizeLinear"):
         dtype = onnx.TensorProto.DataType.Name(tensors[weight].data_type).lower()
-        group = next((a.i for a in node.attribute if a.name == "block_size"), 0)
-        why = problem(dtype, group, has_offset=bool(zero))
-        if not why and not (_values(tensors[cast_of.get(scale, scale)], folder) > 0).all():
-            why = "TensorRT takes only scales above 0"
-        if why:
-            raise UsageError(
-                f"{weight} has {dtype} numbers in groups of {group}: {why}",
-                "kvexport build --recipe NAME --backend tensorrt, without --from, which keeps such weights in floats",
+        in_groups = node.op_type == "DequantizeLinear"
+        if in_groups:
+            _, scale, *zero = node.input
+            group = next((a.i for a in node.attribute if a.name == "block_size"), 0)
+            why = problem(dtype, group, has_offset=bool(zero))
+            if not why and not (_values(tensors[cast_of.get(scale, scale)], folder) > 0).all():
+                why = "TensorRT takes only scales above 0"
+        else:
+            why = PICKED if node.op_type == "Gather" else TABLE
+        if not why:
+            continue
+        text = f"{weight} has {dtype} numbers{f' in groups of {group}' if in_groups else ''}: {why}"
+        if in_groups and without_plugin is not None:
+            raise EnvironmentProblem(
+                f"{text}, and kvexport's plugin does not run Linear: {without_plugin[0]}", without_plugin[1]
             )
+        raise UsageError(
+            text, "kvexport build --recipe NAME --backend tensorrt, without --from, which keeps such weights in floats"
+        )
 
 
 def _values(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:

@@ -41,7 +41,7 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
         UsageError: Parameters are missing or have another dtype or shape, or the backend does not support the rounded
             weights.
     """
-    section, positive = recipe.weights, backends.get(recipe.backend.name).positive_scales
+    section, positive = recipe.weights, backends.get(recipe.backend.name).positive_scales(recipe)
     tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}
     if section.bits and any(source.packing for source in checkpoint.computed.values()):
         raise UsageError(
@@ -156,8 +156,14 @@ def _packed_only(formats: Iterable[tuple[str, PackedFormat | str]]) -> dict[str,
 
 def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> tuple[str, str] | None:
     """Return why the recipe's backend cannot read a packed weight of this format, and the fix; None if it can."""
-    backend, offset = backends.get(recipe.backend.name), packing.offset != "none"
-    return backend.packing_problem(packing.dtype, packing.group, has_offset=offset, picked=picked)
+    return backends.get(recipe.backend.name).packing_problem(
+        recipe,
+        packing.dtype,
+        packing.group,
+        has_offset=packing.offset != "none",
+        has_table=bool(packing.table),
+        picked=picked,
+    )
 
 
 def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> int:

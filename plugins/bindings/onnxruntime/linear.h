@@ -3,42 +3,24 @@
 #pragma once
 
 #include "../../cpu/linear/adapters.h"
+#include "../node/linear.h"
 #include "weight.h"
 
 namespace kv {
 
-// input_heads, output_heads: if above 0, the tensor is [batch, heads, tokens, size] with this number of heads; if 0, it
-// is [batch, tokens, heads x size]. Lists have an entry for each product; `packed`, `group` and `adapted` have a last
-// entry for the gate. A node without packed weights omits `packed` and `group`. Only AdaptedLinear has `adapted`.
-struct LinearNode : Packing {
-  int type, input_heads;
-  bool norm, gate, residual;
-  float epsilon;
-  std::vector<int> output_heads, bias, rotated, adapted;
+// Only AdaptedLinear has `adapted`, an entry for each weight.
+struct LinearNode : LinearAttributes {
+  int type;
+  std::vector<int> adapted;
   std::vector<Weight> weights;
   Weight gate_weight;
   std::vector<size_t> adapter_inputs;  // for each weight, the input `first`, which `second` follows; 0 without adapters
   size_t last_inputs = 0;              // the first of the inputs residual, cosine and sine
 
   LinearNode(const Ort::ConstKernelInfo& info, int type, const Keeping& keeping, bool takes_adapters = false)
-      : type(type) {
+      : LinearAttributes(read_linear(Attributes(info, takes_adapters ? "AdaptedLinear" : "Linear"))), type(type) {
     const Attributes node(info, takes_adapters ? "AdaptedLinear" : "Linear");
-    input_heads = integer_at_least(0, node, "input_heads"), output_heads = node.integers("output_heads");
-    bias = node.integers("bias"), rotated = node.integers("rotated");
-    norm = node.integer("norm") != 0, epsilon = node.number("epsilon");
-    gate = node.integer("gate") != 0, residual = node.integer("residual") != 0;
-    const size_t count = output_heads.size();
-    node.require(count >= 1 && count <= KV_MAX_PRODUCTS && bias.size() == count && rotated.size() == count,
-                 "output_heads, bias and rotated have an entry for each of one to three products, not " +
-                     std::to_string(count) + ", " + std::to_string(bias.size()) + " and " +
-                     std::to_string(rotated.size()));
-    for (size_t i = 0; i < count; ++i) {
-      node.require(output_heads[i] >= 0, "output_heads is negative");
-      node.require((bias[i] | rotated[i] | 1) == 1, "bias and rotated are 0 or 1");
-      node.require(!rotated[i] || output_heads[i] > 0, "an output without heads is rotated");
-    }
-    node.require(count == 1 || !(gate || residual), "a gate or a residual goes with one product, not several");
-    static_cast<Packing&>(*this) = read_packing(node, count + gate);
+    const size_t count = products();
     if (takes_adapters) read_adapted(node, count + gate);
     size_t expected = 1 + norm + takes_adapters + count + gate + residual + 2 * is_rotated();
     for (const int one : bias) expected += one != 0;
@@ -103,12 +85,6 @@ struct LinearNode : Packing {
     for (const Weight& one : weights)
       if (!one.stays()) return false;
     return !gate || gate_weight.stays();
-  }
-
-  bool is_rotated() const {
-    for (const int one : rotated)
-      if (one) return true;
-    return false;
   }
 
   void check_shapes(const Shape& input, const Shape& weight, int heads) const {

@@ -10,7 +10,9 @@ namespace kv::tensorrt {
 struct Experts {
   using Arguments = KvExperts;
   static constexpr const char* kName = "Experts";
-  static constexpr int kOutputs = 1, kIndices = 1, kFactors = 2;
+  static constexpr int kIndices = 1, kFactors = 2;
+
+  static int outputs() { return 1; }
 
   static std::vector<PluginField> fields() {
     std::vector<PluginField> all = fields_of(kExpertsAttributes);
@@ -65,7 +67,7 @@ struct Experts {
     std::vector<Input> all{
         {"input", {a.tokens, a.hidden}}, {"indices", {a.tokens, a.chosen}}, {"weights", {a.tokens, a.chosen}}};
     const auto add = [&](const Weight& weight, const char* bias, int64_t outputs, int64_t inputs) {
-      for (const Input& one : weight.shapes(a.experts, outputs, inputs)) all.push_back(one);
+      for (const Input& one : weight.shapes({a.experts, outputs}, inputs)) all.push_back(one);
       if (attributes.bias) all.push_back({bias, {a.experts, outputs}});
     };
     add(first, "first_bias", rows, a.hidden);
@@ -75,10 +77,7 @@ struct Experts {
   std::string misfit(const Arguments&) const { return ""; }
   static bool is_fixed(const Arguments& a) { return a.hidden >= 0 && a.inner >= 0 && a.experts >= 0 && a.chosen >= 0; }
 
-  template <class D>
-  static D output_shape(const D* inputs) {
-    return inputs[0];
-  }
+  static DimsExprs output_shape(int, const DimsExprs* inputs, IExprBuilder&) { return inputs[0]; }
 
   static const char* workspace(const Arguments& a, size_t* bytes) { return kv_cuda_experts_workspace(&a, bytes); }
   static const char* problem(const Arguments&) { return nullptr; }  // the workspace checks the call

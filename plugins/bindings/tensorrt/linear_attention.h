@@ -12,7 +12,9 @@ struct LinearAttention {
   static constexpr const char* kName = "LinearAttention";
   // The state among inputs and among outputs; the lengths. A plugin has no optional inputs: those that the update rule
   // needs follow the lengths, the decay first.
-  static constexpr int kOutputs = 2, kPast = 3, kPresent = 1, kLength = 4;
+  static constexpr int kPast = 3, kPresent = 1, kLength = 4;
+
+  static int outputs() { return 2; }
 
   static std::vector<PluginField> fields() { return with_alias(fields_of(kLinearAttentionAttributes)); }
   int least_inputs() const { return kLength + 1 + attributes.gated + attributes.delta; }
@@ -48,10 +50,7 @@ struct LinearAttention {
   std::string misfit(const Arguments&) const { return ""; }
   static bool is_fixed(const Arguments& a) { return a.key_size >= 0 && a.value_size >= 0; }
 
-  template <class D>
-  static D output_shape(const D* inputs) {
-    return inputs[2];
-  }
+  static DimsExprs output_shape(int, const DimsExprs* inputs, IExprBuilder&) { return inputs[2]; }
 
   static const char* workspace(const Arguments&, size_t* bytes) {
     *bytes = 0;

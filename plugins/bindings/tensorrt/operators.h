@@ -35,7 +35,9 @@ struct VoteAttention {
   using Arguments = KvVoteAttention;
   static constexpr const char* kName = "VoteAttention";
   // The number of inputs without and with sink logits; the first state tensor among inputs and among outputs.
-  static constexpr int kLeastInputs = 10, kMostInputs = 11, kOutputs = 6, kPast = 5, kPresent = 1;
+  static constexpr int kLeastInputs = 10, kMostInputs = 11, kPast = 5, kPresent = 1;
+
+  static int outputs() { return 6; }
 
   static std::vector<PluginField> fields() { return with_alias(fields_of(kVoteAttentionAttributes)); }
   static int least_inputs() { return kLeastInputs; }
@@ -67,9 +69,8 @@ struct VoteAttention {
     return a.query_heads >= 0 && a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0;
   }
 
-  template <class D>  // Dims, or expressions of them
-  static D output_shape(const D* inputs) {
-    D shape = inputs[0];
+  static DimsExprs output_shape(int, const DimsExprs* inputs, IExprBuilder&) {
+    DimsExprs shape = inputs[0];
     shape.d[3] = inputs[2].d[3];
     return shape;
   }
@@ -105,11 +106,13 @@ struct VoteAttention {
 struct MergeCache {
   using Arguments = KvMergeCache;
   static constexpr const char* kName = "MergeCache";
-  static constexpr int kOutputs = 5;
+  static constexpr int kState = 5;
+
+  static int outputs() { return kState; }
 
   static std::vector<PluginField> fields() { return with_alias(fields_of(kMergeCacheAttributes)); }
-  static int least_inputs() { return kOutputs; }
-  static int most_inputs() { return kOutputs; }
+  static int least_inputs() { return kState; }
+  static int most_inputs() { return kState; }
   static int past_of(int output) { return output; }
 
   Arguments attributes{};
@@ -131,10 +134,7 @@ struct MergeCache {
     return a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0 && a.statistics >= 0;
   }
 
-  template <class D>
-  static D output_shape(const D* inputs) {
-    return inputs[0];
-  }
+  static DimsExprs output_shape(int, const DimsExprs* inputs, IExprBuilder&) { return inputs[0]; }
 
   static const char* workspace(const Arguments& a, size_t* bytes) { return kv_cuda_merge_cache_workspace(&a, bytes); }
   static const char* problem(const Arguments& a) { return kv_cuda_merge_cache_problem(&a); }

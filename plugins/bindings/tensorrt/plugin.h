@@ -15,7 +15,6 @@
 namespace kv::tensorrt {
 
 using nvinfer1::Dims;
-using nvinfer1::DimsExprs;
 using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginTensorDesc;
 
@@ -80,7 +79,7 @@ class Plugin final : public nvinfer1::IPluginV3,
 
   // ---- build ----
 
-  int32_t getNbOutputs() const noexcept override { return Operator::kOutputs; }
+  int32_t getNbOutputs() const noexcept override { return operator_.outputs(); }
 
   int32_t getOutputDataTypes(DataType* types, int32_t outputs, const DataType* input_types,
                              int32_t inputs) const noexcept override {
@@ -96,12 +95,13 @@ class Plugin final : public nvinfer1::IPluginV3,
   }
 
   int32_t getOutputShapes(const DimsExprs* inputs, int32_t count, const DimsExprs*, int32_t, DimsExprs* outputs,
-                          int32_t output_count, nvinfer1::IExprBuilder&) noexcept override {
+                          int32_t output_count, IExprBuilder& builder) noexcept override {
     return guarded(-1, [&] {
       check_counts(count, output_count);
       call_of(shapes_of(inputs, count, [](const DimsExprs& x) { return shape_of(x); }));
       for (int32_t i = 0; i < output_count; ++i)
-        outputs[i] = Operator::past_of(i) < 0 ? Operator::output_shape(inputs) : inputs[Operator::past_of(i)];
+        outputs[i] =
+            Operator::past_of(i) < 0 ? operator_.output_shape(i, inputs, builder) : inputs[Operator::past_of(i)];
       return 0;
     });
   }
@@ -191,9 +191,9 @@ class Plugin final : public nvinfer1::IPluginV3,
   }
   void check_counts(int32_t inputs, int32_t outputs) const {
     const int least = operator_.least_inputs(), most = operator_.most_inputs();
-    if (inputs >= least && inputs <= most && outputs == Operator::kOutputs) return;
+    if (inputs >= least && inputs <= most && outputs == operator_.outputs()) return;
     refuse("it has " + std::to_string(least) + (most > least ? " to " + std::to_string(most) : "") + " inputs and " +
-           std::to_string(Operator::kOutputs) + " outputs, not " + std::to_string(inputs) + " and " +
+           std::to_string(operator_.outputs()) + " outputs, not " + std::to_string(inputs) + " and " +
            std::to_string(outputs));
   }
 

@@ -14,6 +14,8 @@
 namespace kv::tensorrt {
 
 using nvinfer1::DataType;
+using nvinfer1::DimsExprs;
+using nvinfer1::IExprBuilder;
 using Types = std::vector<DataType>;
 
 inline const Types kFloatTypes{DataType::kFLOAT, DataType::kHALF, DataType::kBF16};
@@ -33,7 +35,7 @@ inline int size_of(const std::vector<Shape>& inputs, size_t i, size_t d) {
 }
 
 // Returns the product of sizes of at most INT_MAX, -1 if one of them is not known.
-inline int64_t product_of(std::initializer_list<int64_t> sizes) {
+inline int64_t product_of(const Shape& sizes) {
   __int128 product = 1;
   for (const int64_t size : sizes) {
     if (size < 0) return -1;

@@ -41,7 +41,7 @@ struct PluginPacking : Packing {
   }
 };
 
-// One weight [experts, outputs, inputs], from input `first` of a plugin on.
+// One weight [outputs, inputs], or of Experts [experts, outputs, inputs], from input `first` of a plugin on.
 struct Weight {
   const char* name;
   int first, packed, group, bits;
@@ -57,14 +57,20 @@ struct Weight {
     return floats ? Types{DataType::kFLOAT, DataType::kHALF} : Types{DataType::kINT8};
   }
 
-  std::vector<Input> shapes(int64_t experts, int64_t outputs, int64_t inputs) const {
-    if (!packed) return {{name, {experts, outputs, inputs}}};
+  // Returns the shapes of the weight's tensors. leading: the dimensions before the inputs.
+  std::vector<Input> shapes(const Shape& leading, int64_t inputs) const {
+    const auto with = [&](int64_t last) {
+      Shape shape = leading;
+      shape.push_back(last);
+      return shape;
+    };
+    if (!packed) return {{name, with(inputs)}};
     static const char* const second[] = {"", "a scale", "a scale", "a scale", "a scale", "an exponent"};
     static const char* const third[] = {"", "", "a zero point", "a minimum", "a table", "a table"};
     const int64_t groups = inputs < 0 ? -1 : inputs / group, bytes = product_of({inputs, bits});
-    const Shape of_groups{experts, outputs, groups};
-    std::vector<Input> all{{name, {experts, outputs, bytes < 0 ? -1 : bytes / 8}}, {second[packed], of_groups}};
-    const int64_t zeros = packed == kWithZero ? product_of({experts, outputs, groups}) : 0;
+    const Shape of_groups = with(groups);
+    std::vector<Input> all{{name, with(bytes < 0 ? -1 : bytes / 8)}, {second[packed], of_groups}};
+    const int64_t zeros = packed == kWithZero ? product_of(of_groups) : 0;
     if (packed == kWithZero) all.push_back({third[packed], {zeros < 0 || bits == 8 ? zeros : zeros / 2 + zeros % 2}});
     if (packed == kWithMinimum) all.push_back({third[packed], of_groups});
     if (has_table(packed)) all.push_back({third[packed], {16}});

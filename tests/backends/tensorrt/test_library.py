@@ -91,7 +91,7 @@ def create(name, fields, phase=trt.TensorRTPhase.BUILD):
 made = {name: [create(name, fields) for _ in range(64)] for name, fields in all_fields.items()}
 answer["made"] = {name: sum(plugin is not None for plugin in plugins) for name, plugins in made.items()}
 answer["runtime"] = [create(name, x, trt.TensorRTPhase.RUNTIME) is not None for name, x in all_fields.items()]
-left_out = ("scale", "budget", "slope")
+left_out = ("scale", "budget", "slope", "epsilon")
 fewer = [(name, {n: f for n, f in fields.items() if n not in left_out}) for name, fields in all_fields.items()]
 answer["refused"] = [create(name, fields) is None for name, fields in fewer]
 print(json.dumps(answer))
@@ -120,9 +120,10 @@ def test_the_real_registry_takes_the_library_and_makes_plugins(library: Path) ->
     for op, fields in FIELDS.items():
         assert set(fields) <= set(answer["fields"][op])
     assert set(FIELDS["VoteAttention"]) | {"reference_queries", "alias_state"} == set(answer["fields"]["VoteAttention"])
-    assert set(FIELDS["Experts"]) == set(answer["fields"]["Experts"])
+    for op in ("Experts", "Linear"):
+        assert set(FIELDS[op]) == set(answer["fields"][op])
     assert answer["made"] == dict.fromkeys(FIELDS, 64)
     assert answer["runtime"] == answer["refused"] == [True] * len(FIELDS)
-    for name in ("scale", "budget", "slope"):
+    for name in ("scale", "budget", "slope", "epsilon"):
         assert f"the field {name} is missing" in done.stdout + done.stderr
     assert answer["milliseconds"] < 50

@@ -12,7 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from kvexport.export.graph.graphs import IR_VERSION
 from kvexport.ops.to_onnx import OPSET
 
-COUNT = 256  # of a row, where the vocabulary is not smaller
+# The largest logits of a row, where the vocabulary is not smaller. ONNX Runtime's TopK on CUDA divides a row among
+# blocks only for at most 256 sorted results along the last dimension (docs/concepts/cuda-kernels.md).
+COUNT = 256
 
 
 def top_logits_model(vocabulary: int) -> onnx.ModelProto:

@@ -31,38 +31,33 @@ struct Attention {
   KV_DEVICE int group() const { return call.query_heads / call.heads; }
 };
 
-// One KV head of one sequence. Rows of new tokens are read from the call, rows of slots from the cache, which is
-// updated in place.
+// The numbers that rows of a cache of type T consist of, and the arguments of a program over it (ragged.h has others).
 template <class T>
-struct Head {
+struct CacheTraits {
+  using Number = T;
+  using Args = Attention;
+};
+template <class T>
+using NumberOf = typename CacheTraits<T>::Number;
+template <class T>
+using ArgsOf = typename CacheTraits<T>::Args;
+
+// One KV head of one sequence in the tensors of a call: its new tokens, queries and output.
+template <class T>
+struct HeadOfCall {
   const KvVoteAttention& a;
   int index, batch, head;
-  size_t slots;  // slots of all heads before this one
 
-  KV_DEVICE Head(const KvVoteAttention& call, int index)
-      : a(call),
-        index(index),
-        batch(index / call.heads),
-        head(index % call.heads),
-        slots(static_cast<size_t>(index) * call.capacity) {}
+  KV_DEVICE HeadOfCall(const KvVoteAttention& call, int index)
+      : a(call), index(index), batch(index / call.heads), head(index % call.heads) {}
 
-  KV_DEVICE T* key(int slot) const { return static_cast<T*>(a.present.key) + (slots + slot) * a.key_size; }
-  KV_DEVICE T* value(int slot) const { return static_cast<T*>(a.present.value) + (slots + slot) * a.value_size; }
   KV_DEVICE int key_bytes() const { return a.key_size * static_cast<int>(sizeof(T)); }
   KV_DEVICE int value_bytes() const { return a.value_size * static_cast<int>(sizeof(T)); }
-  // The i-th vector of the contiguous rows from slot `from` on, in the type that kernels compute with.
-  KV_DEVICE Vector key_vector(int from, int i) const { return load_vector(key(from) + i * kLanes<T>); }
-  KV_DEVICE Vector value_vector(int from, int i) const { return load_vector(value(from) + i * kLanes<T>); }
   KV_DEVICE const T* new_key(int t) const {
     return static_cast<const T*>(a.key) + (static_cast<size_t>(index) * a.tokens + t) * a.key_size;
   }
   KV_DEVICE const T* new_value(int t) const {
     return static_cast<const T*>(a.value) + (static_cast<size_t>(index) * a.tokens + t) * a.value_size;
-  }
-  KV_DEVICE float* votes() const { return a.present.votes + slots; }
-  KV_DEVICE int32_t* position() const { return a.present.position + slots; }
-  KV_DEVICE float* score(int k) const {
-    return a.present.score + (static_cast<size_t>(index) * a.statistics + k) * a.capacity;
   }
   KV_DEVICE int query_head(int g) const { return batch * a.query_heads + head * (a.query_heads / a.heads) + g; }
   KV_DEVICE const T* query(int g, int t) const {
@@ -85,12 +80,37 @@ struct Head {
     return static_cast<int>(first < 0 ? 0 : first > most ? most : first);
   }
   KV_DEVICE int first() const { return first(stored()); }
-  // The new tokens of this call, at most as many as there is room for.
-  KV_DEVICE int length(const Stored& stored, int used) const {
-    const int room = min_of(a.tokens, a.capacity - used);
-    return stored.length < 0 ? 0 : stored.length > room ? room : static_cast<int>(stored.length);
+  // The new tokens of this call, at most as many as there is `room` for.
+  KV_DEVICE int length_within(const Stored& stored, int room) const {
+    const int most = min_of(a.tokens, room);
+    return stored.length < 0 ? 0 : stored.length > most ? most : static_cast<int>(stored.length);
   }
-  KV_DEVICE int length(int used) const { return length(stored(), used); }
+};
+
+// One KV head of one sequence. Rows of new tokens are read from the call, rows of slots from the cache, which is
+// updated in place.
+template <class T>
+struct Head : HeadOfCall<T> {
+  using typename HeadOfCall<T>::Stored;
+  using HeadOfCall<T>::a, HeadOfCall<T>::index;
+  size_t slots;  // slots of all heads before this one
+
+  KV_DEVICE Head(const KvVoteAttention& call, int index)
+      : HeadOfCall<T>(call, index), slots(static_cast<size_t>(index) * call.capacity) {}
+
+  KV_DEVICE int capacity() const { return a.capacity; }
+  KV_DEVICE T* key(int slot) const { return static_cast<T*>(a.present.key) + (slots + slot) * a.key_size; }
+  KV_DEVICE T* value(int slot) const { return static_cast<T*>(a.present.value) + (slots + slot) * a.value_size; }
+  // The i-th vector of the contiguous rows from slot `from` on, in the type that kernels compute with.
+  KV_DEVICE Vector key_vector(int from, int i) const { return load_vector(key(from) + i * kLanes<T>); }
+  KV_DEVICE Vector value_vector(int from, int i) const { return load_vector(value(from) + i * kLanes<T>); }
+  KV_DEVICE float* votes() const { return a.present.votes + slots; }
+  KV_DEVICE int32_t* position() const { return a.present.position + slots; }
+  KV_DEVICE float* score(int k) const {
+    return a.present.score + (static_cast<size_t>(index) * a.statistics + k) * a.capacity;
+  }
+  KV_DEVICE int length(const Stored& stored, int used) const { return this->length_within(stored, a.capacity - used); }
+  KV_DEVICE int length(int used) const { return length(this->stored(), used); }
 };
 
 KV_DEVICE KvStatistic statistic_of(const KvVoteAttention& a, int k) { return a.statistic[k]; }

@@ -132,14 +132,15 @@ struct DecodeSmall {
     return s;
   }
 
-  static KV_DEVICE void run(Block<DecodeSmall>& block, const Attention& args) {
+  static KV_DEVICE void run(Block<DecodeSmall>& block, const Args& args) {
     const KvVoteAttention& a = args.call;
-    const Head<Small> head(a, block.index() / args.splits);
-    const int split = block.index() % args.splits, group = args.group();
+    const Part<Small> part(args, block.index());
+    const Head<Small> head = part.head();
+    const int group = args.group();
     const auto stored = head.stored();
     const Shared s = divide(block.shared);
-    const int used = used_slots(block, head.votes(), a.capacity, s.ends), now = head.first(stored);
-    if (head.length(stored, used) == 0) return store_idle(block, args, head, split, used);
+    const int used = used_slots(block, head.votes(), head.capacity(), s.ends), now = head.first(stored);
+    if (head.length(stored, used) == 0) return store_idle(block, args, head, part.split, used);
     start(block, head, group);
     const auto use = [&](const Stage<Small>& stage, int from, int count) {
       multiply_keys(block, a, stage);
@@ -164,10 +165,10 @@ struct DecodeSmall {
                         [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
       });
     };
-    stream_slots(block, args, head, s.stages, used, share_of(split, args.splits, used + 1, kBlock), use);
-    store_partial(block, args, head, split);
-    if (block.is_last(args.counters + head.index, args.splits))
-      combine(block, args, head, reinterpret_cast<float*>(s.stages), used);
+    stream_slots(block, args, head, s.stages, used, share_of(part.split, part.splits(), used + 1, kBlock), use);
+    store_partial(block, part);
+    if (block.is_last(args.counters + head.index, part.splits()))
+      combine(block, part, head, reinterpret_cast<float*>(s.stages), used);
   }
 
   // Loads queries into registers, as the product's rows, with columns in the order of widen_keys.
@@ -339,10 +340,10 @@ struct DecodeSmall {
   }
 
   // Stores the split's partial output and softmax in the workspace.
-  static KV_DEVICE void store_partial(Block<DecodeSmall>& block, const Attention& args, const Head<Small>& head,
-                                      int split) {
+  static KV_DEVICE void store_partial(Block<DecodeSmall>& block, const Part<Small>& part) {
+    const Attention& args = part.args;
     const int group = args.group(), size = args.call.value_size;
-    const size_t at = static_cast<size_t>(head.index) * args.splits + split;
+    const size_t at = part.before(1, part.splits()) + part.split;
 #pragma unroll
     for (int i = 0; i < kWarpHeads; ++i)
       if (i * kWarps < group) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
@@ -361,11 +362,12 @@ struct DecodeSmall {
 
   // The last block of a head runs this like combine_splits, and rotates the output; a row of the output per warp. The
   // new token already has its slot.
-  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Attention& args, const Head<Small>& head, float* share,
-                                int used) {
-    const int group = args.group(), size = args.call.value_size, splits = args.splits;
-    combine_softmax(block, args, head, share);
-    const float* const output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
+  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Part<Small>& part, const Head<Small>& head,
+                                float* share, int used) {
+    const Attention& args = part.args;
+    const int group = args.group(), size = args.call.value_size, splits = part.splits();
+    combine_softmax(block, part, head, share);
+    const float* const output = args.partial_output + part.before(1, splits) * group * size;
     for (int first = 0; first < group; first += kWarps) {
       block.each_alone([&](int t, Registers& r) {
         const int g = first + t / kWarp;

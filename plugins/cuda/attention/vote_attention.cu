@@ -5,50 +5,20 @@
 //   one token:      Decode or DecodeMma; DecodeSums if a statistic is a sum of probabilities
 //   several tokens: Append, then Prefill and PrefillScores, or PrefillMma and PrefillMmaScores
 //   a quantized cache:  vote_attention_small.cu
-#include "decode.h"
-#include "decode_mma.h"
 #include "plan.h"
 #include "prefill_mma_scores.h"
+#include "programs.h"
 
 namespace kv {
 namespace cuda {
 namespace {
 
-const char* check(const KvVoteAttention& a) {
-  if (const char* problem =
-          check_cache(a.cache_type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
-    return problem;
-  if (is_small(a.cache_type) ? a.query_type < KV_FLOAT32 || a.query_type > KV_BFLOAT16 : a.query_type != a.cache_type)
-    return is_small(a.cache_type) ? "the type of the query is neither float32, float16 nor bfloat16"
-                                  : "the query is of another type than the cache";
-  if (a.tokens < 0) return "a dimension is zero or negative";
-  if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
-  if (a.query_heads / a.heads > kMaxGroup) return "a KV head has more than 16 query heads";
-  if (a.tokens > a.capacity) return "the call brings more tokens than the cache has slots";
-  return nullptr;
-}
-
-// Divides the workspace among the arrays of a call, for the largest number of splits; returns the bytes that it uses.
+// Divides the workspace, for the largest number of splits; returns the bytes that the call uses.
 size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Attention* args) {
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads,
-               query_heads = static_cast<size_t>(a.batch) * a.query_heads;
-  Workspace space(workspace);
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
   *args = {};
-  args->call = a;
   args->splits = most_shares(heads, slot_blocks(a), static_cast<size_t>(kMostPlaces) * device.multiprocessors);
-  args->counters = space.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
-  args->used = space.take<int>(2 * heads);
-  const bool sums = keeps(a, KV_STATISTIC_PROBABILITY);
-  if (is_small(a.cache_type)) args->rotated = space.take<float>(query_heads * a.tokens * a.key_size);
-  if (a.tokens == 1) {
-    args->row_softmax = space.take<float>(2 * query_heads);
-    if (sums) args->logits = space.take<float>(query_heads * a.capacity);
-    args->partial_output = space.take<float>(query_heads * args->splits * a.value_size);
-    args->partial_softmax = space.take<float>(2 * query_heads * args->splits);
-  } else if (sums) {
-    args->row_softmax = space.take<float>(2 * query_heads * a.tokens);
-  }
-  return space.size();
+  return lay_out(a, heads * args->splits, workspace, args);
 }
 
 template <class T, int kSize>
@@ -85,18 +55,9 @@ const char* prefill_of(const Attention& args, const Device& device, Stream strea
 
 template <class T>
 const char* run(Attention& args, const Device& device, Stream stream) {
-  const KvVoteAttention& a = args.call;
-  const int group = a.query_heads / a.heads;
-  if (a.tokens > 1) return prefill_of<T>(args, device, stream);
-  if constexpr (sizeof(T) == 2) {
-    if (a.key_size <= 128 && a.value_size <= 128) return decode<T, DecodeMma<T, 128>>(args, device, stream);
-    return decode<T, DecodeMma<T, 256>>(args, device, stream);
-  } else {
-    if (group == 1) return decode<T, Decode<T, 1>>(args, device, stream);
-    if (group <= 4) return decode<T, Decode<T, 4>>(args, device, stream);
-    if (group <= 8) return decode<T, Decode<T, 8>>(args, device, stream);
-    return decode<T, Decode<T, 16>>(args, device, stream);
-  }
+  if (args.call.tokens > 1) return prefill_of<T>(args, device, stream);
+  return with_decode<T>(
+      args.call, [&](auto program) { return decode<T, typename decltype(program)::Type>(args, device, stream); });
 }
 
 const char* run(Attention& args, const Device& device, Stream stream) {

@@ -143,6 +143,13 @@ inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream 
   return to == from ? nullptr : text_of(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
 }
 
+// Copies `count` rows of `bytes` bytes. to_apart, from_apart: bytes from row to row.
+inline const char* copy_rows(void* to, size_t to_apart, const void* from, size_t from_apart, size_t bytes, size_t count,
+                             Stream stream) {
+  if (bytes == 0 || count == 0) return nullptr;
+  return text_of(cudaMemcpy2DAsync(to, to_apart, from, from_apart, bytes, count, cudaMemcpyDeviceToDevice, stream));
+}
+
 #else
 
 using Stream = void*;
@@ -196,6 +203,13 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
 
 inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream) {
   if (to != from) memcpy(to, from, bytes);
+  return nullptr;
+}
+
+inline const char* copy_rows(void* to, size_t to_apart, const void* from, size_t from_apart, size_t bytes, size_t count,
+                             Stream) {
+  for (size_t i = 0; i < count; ++i)
+    memcpy(static_cast<char*>(to) + i * to_apart, static_cast<const char*>(from) + i * from_apart, bytes);
   return nullptr;
 }
 

@@ -1,0 +1,110 @@
+// VoteAttention for one token per sequence over KV heads whose caches are tensors of their own, of several capacities:
+// the programs of decode.h and decode_mma.h with Ragged<T> in place of T. A table in the arguments of a launch has the
+// caches of up to 32 heads and the splits of each, so one launch has the blocks of all of them:
+//
+//   block -> sequence, head of the table, split of the head    the sequence's blocks are in the order of heads
+//   then as in decode.h, over the head's own slots
+#pragma once
+
+#include "decode_split.h"
+#include "decode_sums.h"
+
+namespace kv {
+namespace cuda {
+
+// The type of elements T in caches of single KV heads.
+template <class T>
+struct Ragged {
+  T element;
+};
+
+constexpr int kTable = 32;  // the most heads of a launch, a power of two
+
+struct RaggedAttention : Attention {
+  int first_head;         // of the table, in the layer
+  int start[kTable + 1];  // blocks of a sequence before those of each head; behind the last head, blocks of all heads
+  struct Cache {
+    KvState state;
+    int capacity;
+  } cache[kTable];
+};
+static_assert(sizeof(RaggedAttention) <= 4096, "the arguments of a kernel");
+
+template <class T>
+struct CacheTraits<Ragged<T>> {
+  using Number = T;
+  using Args = RaggedAttention;
+};
+
+// The place of a block in a launch over heads of a table.
+struct TablePlace {
+  int batch, head, split;  // head: in the table
+
+  KV_DEVICE TablePlace(const RaggedAttention& args, int block) : batch(block / args.start[kTable]), head(0) {
+    const int at = block % args.start[kTable];
+#pragma unroll
+    for (int step = kTable / 2; step > 0; step /= 2)
+      if (at >= args.start[head + step]) head += step;
+    split = at - args.start[head];
+  }
+  KV_DEVICE int index(const RaggedAttention& args) const { return batch * args.call.heads + args.first_head + head; }
+};
+
+template <class T>
+struct Head<Ragged<T>> : HeadOfCall<T> {
+  using typename HeadOfCall<T>::Stored;
+  using HeadOfCall<T>::a;
+  const RaggedAttention::Cache& cache;
+  size_t slots;  // slots of all sequences before this one
+
+  KV_DEVICE Head(const RaggedAttention& args, const TablePlace& place)
+      : HeadOfCall<T>(args.call, place.index(args)),
+        cache(args.cache[place.head]),
+        slots(static_cast<size_t>(place.batch) * cache.capacity) {}
+
+  KV_DEVICE int capacity() const { return cache.capacity; }
+  KV_DEVICE T* key(int slot) const { return static_cast<T*>(cache.state.key) + (slots + slot) * a.key_size; }
+  KV_DEVICE T* value(int slot) const { return static_cast<T*>(cache.state.value) + (slots + slot) * a.value_size; }
+  KV_DEVICE float* votes() const { return cache.state.votes + slots; }
+  KV_DEVICE int32_t* position() const { return cache.state.position + slots; }
+  KV_DEVICE float* score(int k) const {
+    return cache.state.score + slots * a.statistics + static_cast<size_t>(k) * cache.capacity;
+  }
+  KV_DEVICE int length(const Stored& stored, int used) const {
+    return this->length_within(stored, cache.capacity - used);
+  }
+};
+
+template <class T>
+struct Part<Ragged<T>> {
+  const RaggedAttention& args;
+  TablePlace place;
+  int index, split, start;
+
+  KV_DEVICE Part(const RaggedAttention& args, int block)
+      : args(args), place(args, block), index(place.index(args)), split(place.split), start(block - split) {}
+  KV_DEVICE int splits() const { return args.start[place.head + 1] - args.start[place.head]; }
+  KV_DEVICE size_t before(size_t each, int) const { return each * start; }
+  KV_DEVICE Head<Ragged<T>> head() const { return {args, place}; }
+};
+
+template <class T>
+struct Stage<Ragged<T>> : Stage<T> {
+  using Stage<T>::Stage;
+};
+
+// The second launch: as DecodeSums, with the blocks of each head in the place of its splits.
+struct RaggedSums {
+  using Args = RaggedAttention;
+  static constexpr int kThreads = DecodeSums::kThreads, kBlocksPerMultiprocessor = 1;
+  struct Registers {};
+
+  static KV_DEVICE void run(Block<RaggedSums>& block, const RaggedAttention& args) {
+    const TablePlace place(args, block.index());
+    const Head<Ragged<float>> head(args, place);  // any type: no row is read here
+    add_probabilities(block, args, head, args.group(), place.split * kThreads);
+  }
+};
+
+}  // namespace cuda
+}  // namespace kv

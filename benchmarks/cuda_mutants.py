@@ -35,7 +35,7 @@ from tests.conformance.cuda_library import OTHER_LIBRARY, PtxCaller
 from tests.conformance.ptx_mutants import CALLS, faults
 
 RESULT = RESULTS / "cuda-mutants.json"
-ATTENTION, SMALL, MERGE, LINEAR, *_ = KERNELS
+ATTENTION, SMALL, RAGGED, MERGE, LINEAR, *_ = KERNELS
 # The tests of every source, from the conformance suite too, without the test that compiles its own library.
 TESTS = {
     ATTENTION: ("test_cuda_on_host.py", "test_prefill_on_host.py", "-k", "not outside_of_any_buffer"),

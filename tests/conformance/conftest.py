@@ -28,4 +28,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_of_ptx(item: pytest.Item) -> bool:
     call = getattr(item, "callspec", None)
-    return call is not None and isinstance(call.params.get("backend"), CudaPtx)
+    if call is None:
+        return False
+    return isinstance(call.params.get("backend"), CudaPtx) or call.params.get("way") == CudaPtx.name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ STRUCTURES = _structures()
 State, Statistic = STRUCTURES["KvState"], STRUCTURES["KvStatistic"]
 Scales, SCALE_NAMES = STRUCTURES["KvScales"], tuple(tensor.name for tensor in SCALES)
 VoteAttention, MergeCache = STRUCTURES["KvVoteAttention"], STRUCTURES["KvMergeCache"]
+HeadCache = STRUCTURES["KvHeadCache"]
 
 
 def _structure(name: str, **fields: Any) -> Any:
@@ -124,6 +125,9 @@ def load(path: Path) -> ctypes.CDLL:
             workspace = getattr(library, f"kv_cuda_{operator}_workspace")
             workspace.restype = ctypes.c_char_p
             workspace.argtypes = [ctypes.POINTER(call), ctypes.POINTER(ctypes.c_size_t)]
+    for name in ("", "_workspace"):
+        function = getattr(library, f"kv_cuda_ragged_vote_attention{name}")
+        function.restype = ctypes.c_char_p
     return library
 
 
@@ -199,20 +203,20 @@ class Caller:
         self.workspace = memory.bytes(COUNTER_BYTES, COUNTER_BYTES)
         self.size = COUNTER_BYTES
 
-    def prepared(self, operator: str, call: Any) -> Callable[[], None]:
+    def prepared(self, operator: str, *call: Any) -> Callable[[], None]:
         """Return a function that enqueues the call and raises RuntimeError if the library refuses it."""
         needed = ctypes.c_size_t()
         if operator not in WITHOUT_WORKSPACE:
-            self._check(getattr(self.library, f"kv_cuda_{operator}_workspace")(call, needed))
+            self._check(getattr(self.library, f"kv_cuda_{operator}_workspace")(*call, ctypes.byref(needed)))
         if needed.value > self.size:
             self.workspace, self.size = self.memory.bytes(needed.value, COUNTER_BYTES), needed.value
         where = Where(self.memory.stream, self.memory.address(self.workspace), self.size, None, self.begin)
         function = getattr(self.library, f"kv_cuda_{operator}")
-        return lambda: self._check(function(call, where))
+        return lambda: self._check(function(*call, ctypes.byref(where)))
 
-    def _run(self, operator: str, call: Any) -> None:
+    def _run(self, operator: str, *call: Any) -> None:
         """Run a call whose workspace is filled with 0xFF, so that no result depends on an earlier call."""
-        enqueue = self.prepared(operator, call)
+        enqueue = self.prepared(operator, *call)
         self.workspace[COUNTER_BYTES:] = 0xFF
         enqueue()
 
@@ -250,6 +254,40 @@ class Caller:
         return {"output": self.memory.get(output)} | {
             f"present_{name}": self.memory.get(present[name]) for name in names
         }
+
+    def ragged_vote_attention(self, heads: Sequence[Arrays], attributes: Any, *, in_place: bool = True) -> list[Arrays]:
+        """Return the outputs of each KV head from one call over the inputs of each KV head."""
+        put, address = self.memory.put, self.memory.address
+        key, value = heads[0]["past_key"], heads[0]["past_value"]
+        names, cache_type = names_of(key), cache_type_of(key, value)
+        pasts = [{name: put(inputs[f"past_{name}"]) for name in names} for inputs in heads]
+        presents = pasts
+        if not in_place:
+            presents = [{name: put(np.full_like(inputs[f"past_{name}"], 77)) for name in names} for inputs in heads]
+        whole = {name: np.concatenate([x[name] for x in heads], 1) for name in ("query", "key", "value")}
+        whole |= {name: heads[0][name] for name in ("position", "query_length")}
+        if "sink_logits" in heads[0]:
+            whole["sink_logits"] = np.concatenate([x["sink_logits"] for x in heads])
+        held = {name: put(x) for name, x in whole.items()}
+        query, value_size = whole["query"], whole["value"].shape[3]
+        output = put(np.full((*query.shape[:3], value_size), 77, query.dtype))
+        capacities = [x["past_votes"].shape[2] for x in heads]
+        shape = (query.shape[0], len(heads), max(capacities), query.shape[3])
+        call = vote_attention_call(attributes, query.dtype.name, query.shape, shape, value_size)
+        call.cache_type = TYPES[cache_type]
+        for name, x in held.items():
+            setattr(call, name, address(x))
+        call.output = address(output)
+        caches = (HeadCache * len(heads))()
+        for cache, capacity, past, present in zip(caches, capacities, pasts, presents, strict=True):
+            cache.capacity = capacity
+            self.bind(cache, past, present)
+        self._run("ragged_vote_attention", ctypes.byref(call), caches)
+        parts = np.split(self.memory.get(output), len(heads), 1)
+        return [
+            {"output": part} | {f"present_{name}": self.memory.get(present[name]) for name in names}
+            for part, present in zip(parts, presents, strict=True)
+        ]
 
     def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
         put = self.memory.put
@@ -404,12 +442,12 @@ class PtxCaller(Caller):
         numbers = self.library.kv_ptx_stretches(program.encode(), count)
         return numbers[: count.value]
 
-    def _run(self, operator: str, call: Any) -> None:
+    def _run(self, operator: str, *call: Any) -> None:
         self.library.kv_ptx_constant(None, 0)
-        for begin, size in weight_bytes(call) if operator == "linear" and self.begin == EARLY_WEIGHTS else ():
+        for begin, size in weight_bytes(call[0]) if operator == "linear" and self.begin == EARLY_WEIGHTS else ():
             self.library.kv_ptx_constant(begin, size)
         try:
-            super()._run(operator, call)
+            super()._run(operator, *call)
         except RuntimeError as error:
             faults = self.library.kv_ptx_reports().decode()
             raise AssertionError(faults) if faults else error from None

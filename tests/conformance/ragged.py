@@ -22,10 +22,13 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema import operators
 from kvexport.schema.state import StateTensor, scales_of
 from tests.conformance.backends import SYMBOLIC, NativeCpu, node_session, reached
-from tests.conformance.cuda_library import cache_type_of
+from tests.conformance.cuda_library import CudaOnHost, cache_type_of
 
 Arrays = dict[str, np.ndarray]
-WAYS = [backend.name for backend in reached() if backend.name in ("torch", "onnx-function", "native-cpu")]
+BACKENDS: dict[str, Any] = {backend.name: backend for backend in reached()}
+WAYS = [name for name in BACKENDS if name in ("torch", "onnx-function", "native-cpu")]
+CALLERS = [name for name, backend in BACKENDS.items() if isinstance(backend, CudaOnHost)]  # without a node
+ATTENTION_WAYS = [*WAYS, *(name for name in BACKENDS if name in ("onnxruntime-cuda-on-host", *CALLERS))]
 
 
 def join(heads: Sequence[Arrays], prefix: str = "") -> Arrays:
@@ -47,6 +50,8 @@ def join(heads: Sequence[Arrays], prefix: str = "") -> Arrays:
 
 def vote_attention(way: str, heads: Sequence[Arrays], attributes: VoteAttentionAttributes) -> list[Arrays]:
     """Return the outputs of each KV head, by name, from one ragged node over the inputs of each KV head."""
+    if way in CALLERS:
+        return BACKENDS[way].caller.ragged_vote_attention(heads, attributes)
     key, value, query = heads[0]["past_key"], heads[0]["past_value"], heads[0]["query"]
     cache_type = cache_type_of(key, value)
     extra = _extra(cache_type, attributes.method)
@@ -134,8 +139,10 @@ def _attention_session(
         operators.ragged(operators.VOTE_ATTENTION, caches, extra),
         vote_attention_node_attributes(attributes),
     )
-    meaning: Any = NativeCpu().path()
-    if way == "onnx-function":
+    meaning: Any = None
+    if way != "onnx-function":
+        meaning = BACKENDS[way].path()
+    else:
         one = vote_attention_function(
             attributes,
             heads=heads,

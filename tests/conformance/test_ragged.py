@@ -78,7 +78,7 @@ def states_of(profile: MergeProfile, scenario: MergeScenario) -> tuple[list[Arra
     return states, attributes
 
 
-@pytest.mark.parametrize(("way", "profile"), cases(PROFILES, ragged.WAYS))
+@pytest.mark.parametrize(("way", "profile"), cases(PROFILES, ragged.ATTENTION_WAYS))
 @every_scenario
 def test_attention_equals_the_oracle_of_each_head(way: str, profile: Profile, scenario: Scenario) -> None:
     heads = heads_of(profile, scenario)

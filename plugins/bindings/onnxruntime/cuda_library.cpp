@@ -31,6 +31,28 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
   }
 };
 
+struct RaggedVoteAttentionKernel : kv::RaggedVoteAttentionNode {
+  static constexpr const char* kProvider = kv::kDeviceProvider;
+  kv::Streams streams;
+
+  RaggedVoteAttentionKernel(const OrtKernelInfo* info, const kv::CacheType& query)
+      : RaggedVoteAttentionNode(Ort::ConstKernelInfo(info), query, false),
+        streams(std::make_shared<kv::Memory>(info)) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      std::vector<KvHeadCache> caches;
+      const KvVoteAttention call = this->call(context, caches);
+      size_t bytes = 0;
+      kv::require_success("RaggedVoteAttention", kv_cuda_ragged_vote_attention_workspace(&call, caches.data(), &bytes));
+      streams.run(context, bytes, [&](const KvCuda& where) {
+        kv::require_success("RaggedVoteAttention", kv_cuda_ragged_vote_attention(&call, caches.data(), &where));
+      });
+    });
+  }
+};
+
 struct MergeCacheKernel : kv::MergeCacheNode {
   static constexpr const char* kProvider = kv::kDeviceProvider;
   kv::Streams streams;
@@ -153,22 +175,22 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
   constexpr auto f32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, f16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                  bf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
                  u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+  const std::vector<kv::CacheType> types{{KV_FLOAT32, f32},
+                                         {KV_FLOAT16, f16},
+                                         {KV_BFLOAT16, bf16},
+                                         {KV_INT8, i8, i8, KV_FLOAT32, f32},
+                                         {KV_INT8, i8, i8, KV_FLOAT16, f16},
+                                         {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
+                                         {KV_INT4, u8, u8, KV_FLOAT32, f32},
+                                         {KV_INT4, u8, u8, KV_FLOAT16, f16},
+                                         {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
+                                         {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+                                         {KV_K8V4, i8, u8, KV_FLOAT16, f16},
+                                         {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}};
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>, kv::ExpertsOp<ExpertsKernel>,
-                                kv::LinearAttentionOp<LinearAttentionKernel>, kv::AllReduceOp<AllReduceKernel>>(
-      options, base,
-      {{KV_FLOAT32, f32},
-       {KV_FLOAT16, f16},
-       {KV_BFLOAT16, bf16},
-       {KV_INT8, i8, i8, KV_FLOAT32, f32},
-       {KV_INT8, i8, i8, KV_FLOAT16, f16},
-       {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
-       {KV_INT4, u8, u8, KV_FLOAT32, f32},
-       {KV_INT4, u8, u8, KV_FLOAT16, f16},
-       {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
-       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-       {KV_K8V4, i8, u8, KV_FLOAT16, f16},
-       {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}});
+                                kv::RaggedVoteAttentionOp<RaggedVoteAttentionKernel>, kv::LinearOp<LinearKernel>,
+                                kv::ExpertsOp<ExpertsKernel>, kv::LinearAttentionOp<LinearAttentionKernel>,
+                                kv::AllReduceOp<AllReduceKernel>>(options, base, types);
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the

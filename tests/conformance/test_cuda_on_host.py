@@ -106,8 +106,15 @@ def inputs_of(
 def hold_to_oracle(
     caller: Caller, inputs: Arrays, attributes: VoteAttentionAttributes, tolerance: float = 1e-5, single: float = 2e-5
 ) -> None:
+    compare(inputs, caller.vote_attention(inputs, attributes), attributes, tolerance, single)
+
+
+def compare(
+    inputs: Arrays, actual: Arrays, attributes: VoteAttentionAttributes, tolerance: float, single: float = 2e-5
+) -> None:
+    """Compare the outputs of a call with the oracle's."""
     exact = {name: float32_of(x) if x.dtype == np.uint16 else x for name, x in inputs.items()}
-    expected, actual = vote_attention(exact, attributes), caller.vote_attention(inputs, attributes)
+    expected = vote_attention(exact, attributes)
     output = float32_of(actual["output"]) if actual["output"].dtype == np.uint16 else actual["output"]
     np.testing.assert_allclose(
         output, expected["output"], rtol=0, atol=tolerance * max(1, np.abs(expected["output"]).max())
@@ -504,10 +511,10 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
         OTHER_LIBRARY: str(library),
     }
     sample = "both-33 or largest_rows or any-order-ballot or any-order-kvslimmer or any-order-keepkv"
-    sample += " or (head_size and (80 or 136)) or stages"
+    sample += " or (head_size and (80 or 136)) or stages or (heads and many and float and 3) or call_for_each"
     like_others = "h2o or streaming or snapkv or keepkv-key or least-attended or asymkv or alone"
     sample += f" or (garbage and not ({like_others}))"
-    others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("garbage", "cuda_quantized")]
+    others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("garbage", "cuda_quantized", "cuda_ragged")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", sample]
     command += [__file__, *others]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)

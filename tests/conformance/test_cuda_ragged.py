@@ -1,0 +1,229 @@
+"""The CUDA kernels over KV heads that have caches of their own, run on the host: one launch for up to 32 heads.
+
+The conformance suite (test_ragged.py) has three heads. Here are more heads than a launch takes, empty, full and single
+slots, splits of very different numbers, all types, and properties that the host can show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.methods.slots import Statistic
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+from tests.conformance.cuda_library import COUNTER_BYTES, Caller, HeadCache, HostMemory, bfloat16, vote_attention_call
+from tests.conformance.oracle import vote_attention
+from tests.conformance.quantized import BITS, small
+from tests.conformance.test_cuda_on_host import (
+    BOTH,
+    ORDERS,
+    assert_same_bits,
+    compare,
+    inputs_of,
+    set_host,
+)
+from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
+
+Arrays = dict[str, np.ndarray]
+TABLE = 32  # the most heads of a launch
+FEW = (96, 1, 700, 33)
+MANY = (*FEW, *range(40, 73))
+TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+def heads_of(
+    capacities: Sequence[int],
+    group: int,
+    sizes: tuple[int, int] = (16, 24),
+    dtype: str = "float32",
+    tokens: int = 1,
+    statistics: int = 2,
+) -> list[Arrays]:
+    """Return the inputs of each KV head, with 4 sequences.
+
+    The slots of a head are full but for the new tokens, empty, half full, and full without a new token.
+    """
+    heads = []
+    for h, capacity in enumerate(capacities):
+        used = [capacity - tokens, 0, (capacity - tokens) // 2, capacity]
+        inputs = inputs_of((group, 1), sizes, capacity, tokens, used, statistics, dtype)
+        rng = np.random.default_rng(h)
+        for name in ("query", "key", "value", "past_key", "past_value"):
+            x = rng.normal(size=inputs[name].shape)
+            inputs[name] = bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
+        heads.append(inputs)
+    position = np.max([inputs["position"] for inputs in heads], axis=0)
+    shared = {"position": position, "query_length": np.array([[tokens]] * 3 + [[0]])}
+    return [inputs | shared for inputs in heads]
+
+
+def ragged_call(
+    capacities: Sequence[int], attributes: VoteAttentionAttributes, dtype: str, batch: int, group: int, size: int
+) -> tuple[Any, Any]:
+    """Return a call of one token, and its caches, without their pointers."""
+    shape = (batch, len(capacities), max(capacities), size)
+    query = (batch, len(capacities) * group, 1, size)
+    caches = (HeadCache * len(capacities))()
+    for cache, capacity in zip(caches, capacities, strict=True):
+        cache.capacity = capacity
+    return vote_attention_call(attributes, dtype, query, shape, size), caches
+
+
+def launches_of(library: ctypes.CDLL, call: Any, caches: Any, multiprocessors: int = 132) -> list[tuple[str, int]]:
+    """Return the program and the number of blocks of every launch of a call."""
+    set_host(library, multiprocessors=multiprocessors, shared_limit=232448)
+    ask = library.kv_cuda_ragged_vote_attention_problem
+    ask.restype = library.kv_host_checked.restype = ctypes.c_char_p
+    assert ask(ctypes.byref(call), caches) is None
+    lines = library.kv_host_checked().decode().splitlines()
+    set_host(library)
+    programs = ("DecodeMma", "RaggedSums", "Decode")
+    return [(next(x for x in programs if x in line), int(line.split()[-1])) for line in lines]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("capacities", [FEW, MANY], ids=["few", "many"])
+def test_heads_of_several_capacities_equal_the_oracle(
+    caller: Caller, dtype: str, group: int, capacities: tuple[int, ...]
+) -> None:
+    set_host(caller.library, multiprocessors=9)
+    heads = heads_of(capacities, group, dtype=dtype)
+    attributes = VoteAttentionAttributes(0.3, 0.7, BOTH, sliding_window=300, softcap=20.0)
+    for inputs in heads:
+        inputs["sink_logits"] = np.linspace(-1, 2, group).astype(np.float32)
+    actual = caller.ragged_vote_attention(heads, attributes)
+    for inputs, got in zip(heads, actual, strict=True):
+        compare(inputs, got, attributes, TOLERANCES[dtype])
+    set_host(caller.library)
+    assert_same_heads(actual, caller.ragged_vote_attention(heads, attributes, in_place=False), exact=False)
+
+
+def assert_same_heads(ones: list[Arrays], others: list[Arrays], *, exact: bool = True) -> None:
+    for one, other in zip(ones, others, strict=True):
+        for name, x in one.items():
+            if exact:
+                assert x.tobytes() == other[name].tobytes(), name
+            elif name in ("present_key", "present_value", "present_votes", "present_position"):
+                assert (x == other[name]).all(), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller, dtype: str) -> None:
+    heads, attributes = heads_of(MANY, 4, dtype=dtype), VoteAttentionAttributes(0.3, 1.0, BOTH)
+    results = []
+    for order, late in ORDERS:
+        set_host(caller.library, order, late)
+        results.append(caller.ragged_vote_attention(heads, attributes))
+    set_host(caller.library)
+    for other in results[1:]:
+        assert_same_heads(results[0], other)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_no_bit_depends_on_whether_a_state_is_updated_in_place(caller: Caller, dtype: str) -> None:
+    heads, attributes = heads_of(FEW, 4, dtype=dtype), VoteAttentionAttributes(0.3, 1.0, BOTH)
+    ones, others = (caller.ragged_vote_attention(heads, attributes, in_place=x) for x in (True, False))
+    assert_same_heads(ones, others)
+
+
+def test_heads_of_one_capacity_give_the_bits_of_heads_that_share_their_tensors(caller: Caller) -> None:
+    """Heads of one capacity have the splits of the launch over tensors of all heads, so they give its bits."""
+    heads, attributes = heads_of((300,) * 4, 2, dtype="float16"), VoteAttentionAttributes(0.3, 1.0, BOTH)
+    set_host(caller.library, multiprocessors=9)
+    actual = caller.ragged_vote_attention(heads, attributes)
+    shared = ("position", "query_length")
+    whole = {n: heads[0][n] if n in shared else np.concatenate([x[n] for x in heads], 1) for n in heads[0]}
+    expected = caller.vote_attention(whole, attributes)
+    set_host(caller.library)
+    for h, got in enumerate(actual):
+        assert got["output"].tobytes() == expected["output"][:, 2 * h : 2 * h + 2].tobytes()
+        for name in ("key", "value", "votes", "score", "position"):
+            assert got[f"present_{name}"].tobytes() == expected[f"present_{name}"][:, h : h + 1].tobytes(), name
+
+
+@pytest.mark.parametrize("cache_type", ["float32", "float16", *BITS])
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_several_tokens_and_quantized_caches_give_the_bits_of_a_call_for_each_head(
+    caller: Caller, cache_type: str, tokens: int, batch: int
+) -> None:
+    if cache_type not in BITS and tokens == 1:
+        return
+    heads = heads_of((96, 40, 300), 2, (16, 12 if cache_type in BITS else 16), tokens=tokens)
+    heads = [{name: x if name == "sink_logits" else x[:batch].copy() for name, x in inputs.items()} for inputs in heads]
+    if cache_type in BITS:
+        heads = [small(inputs, cache_type, "past_") for inputs in heads]
+    else:
+        rows = ("query", "key", "value", "past_key", "past_value")
+        heads = [{n: x.astype(cache_type) if n in rows else x for n, x in inputs.items()} for inputs in heads]
+    attributes = VoteAttentionAttributes(0.3, 1.0, BOTH)
+    for h, inputs in enumerate(heads):
+        inputs["sink_logits"] = np.array([0.1 * h, 1.0], np.float32)
+    actual = caller.ragged_vote_attention(heads, attributes)
+    assert_same_heads(actual, [caller.vote_attention(inputs, attributes) for inputs in heads])
+
+
+# ---- how the work is divided ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("heads", [3, TABLE, TABLE + 1, 3 * TABLE])
+def test_a_step_is_one_launch_for_each_table_of_heads(caller: Caller, dtype: str, heads: int) -> None:
+    """A step is as many launches as over heads that share their tensors, if the layer has at most 32 KV heads."""
+    capacities = [64 + 40 * h for h in range(heads)]
+    program = "Decode" if dtype == "float32" else "DecodeMma"
+    for statistics, programs in ((BOTH[1:], [program]), (BOTH, [program, "RaggedSums"])):
+        attributes = VoteAttentionAttributes(0.3, 1.0, statistics)
+        launches = launches_of(caller.library, *ragged_call(capacities, attributes, dtype, 2, 4, 64))
+        assert [name for name, _ in launches] == programs * -(-heads // TABLE)
+
+
+@pytest.mark.parametrize("multiprocessors", [16, 132])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_splits_fill_the_device_with_blocks_of_about_one_size(
+    caller: Caller, batch: int, multiprocessors: int
+) -> None:
+    """Heads of 256 to 4,096 slots have as many blocks as heads of their mean, to within a third."""
+    capacities = [256, 4096, 640, 256, 1024, 2048, 320, 512] * 4
+    attributes = VoteAttentionAttributes(0.3, 1.0, BOTH[1:])
+    ((_, blocks),) = launches_of(
+        caller.library, *ragged_call(capacities, attributes, "float16", batch, 1, 128), multiprocessors
+    )
+    mean = int(np.mean(capacities))
+    ((_, uniform),) = launches_of(
+        caller.library, *ragged_call([mean] * len(capacities), attributes, "float16", batch, 1, 128), multiprocessors
+    )
+    assert batch * len(capacities) <= blocks <= max(batch * len(capacities), 24 * multiprocessors)
+    assert blocks >= 0.9 * multiprocessors
+    assert uniform / 1.34 <= blocks <= uniform * 1.34 or blocks == batch * len(capacities), (blocks, uniform)
+
+
+def test_the_workspace_is_enough_for_any_device_and_its_counters_come_back_to_zero(caller: Caller) -> None:
+    heads, fresh = heads_of(MANY, 2), Caller(caller.library, HostMemory())
+    fresh.ragged_vote_attention(heads, VoteAttentionAttributes(0.3, 1.0, BOTH))
+    assert not fresh.workspace[:COUNTER_BYTES].any()
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"capacity": 90}, "a head has more slots than the call's capacity"),
+        ({"tokens": 35}, "more tokens than the cache has slots"),
+        ({"query_heads": 6}, "not a multiple"),
+        ({"key_size": 10}, "16-byte vectors"),
+    ],
+)
+def test_refusals_have_a_reason(caller: Caller, change: dict[str, int], message: str) -> None:
+    call, caches = ragged_call(FEW, VoteAttentionAttributes(0.3, 1.0, (Statistic(),)), "float32", 2, 2, 16)
+    for name, value in change.items():
+        setattr(call, name, value)
+    with pytest.raises(RuntimeError, match=message):
+        caller.prepared("ragged_vote_attention", ctypes.byref(call), caches)

@@ -22,6 +22,7 @@ from common import save
 
 RECORDED = json.loads((Path(__file__).parent.parent / "plugins/cuda/instructions.json").read_text())
 COUNTS = RECORDED["instructions of a warp"]
+RATIOS = RECORDED["budgets of heads over equal ones"]
 
 LANES, WARPS = 128, 4  # those of a multiprocessor that issue an instruction in a cycle
 LAUNCH = 1e-6  # seconds from one kernel of a CUDA graph to the next
@@ -76,6 +77,9 @@ BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # bytes of a weight; groups of 3
 # factors 8, the embedding 1, the last row 6, the cast of the logits 1, the length 2, and 6 that find the largest
 # logits. A packed embedding takes five more.
 BESIDE, PACKED_EMBEDDING = 8 + 1 + 6 + 1 + 2 + 6, 5
+# KV heads of a launch where these have caches of their own (attention/ragged.h), and the launches of the ONNX function
+# that splits query, key and value and joins the outputs.
+TABLE, SPLIT_AND_JOIN = 32, 4
 OWN_BYTES = 16384  # the most bytes of several rows for which each block computes the norm itself (linear/linear.cu)
 
 
@@ -229,6 +233,17 @@ def own_launches(shape: Shape, batch: int) -> int:
     return 5 * shape.layers + 1 + norms
 
 
+def budgets_of_heads(shape: Shape) -> dict[str, Any]:
+    """Return the launches of a step at batch 1 where the KV heads of a layer have caches of their own.
+
+    In a call for each head, the ONNX function also splits query, key and value, and joins the outputs.
+    """
+    equal = own_launches(shape, 1) + BESIDE
+    each = equal + shape.layers * (shape.heads - 1 + SPLIT_AND_JOIN)
+    table = equal + shape.layers * (ceil(shape.heads / TABLE) - 1)
+    return {"model": shape.name, "equal budgets": equal, "a call for each head": each, "now": table}
+
+
 def step(device: Device, shape: Shape, weights: str, batch: int, version: Version) -> dict[str, float]:
     """Return the microseconds of one step."""
     parts = [linear_seconds(device, product, weights, batch, version) for product in shape.products]
@@ -279,13 +294,15 @@ def main() -> None:
         cells += [_range(x["early least us"], x["early most us"], 0) for x in (before, now)]
         cells += [_range(*x["over the floor"], 2) for x in (before, now)]
         print(f"| {' | '.join(map(str, cells))} |")
+    print("\n| launches of a step | equal budgets | budgets of heads, a call for each head | now |\n|---|---|---|---|")
+    heads = [budgets_of_heads(shape) for shape in SHAPES]
+    for one in heads:
+        print(f"| {' | '.join(map(str, one.values()))} |")
     assumed = {"seconds a launch": LAUNCH, "seconds a round trip": TRIP, "of launches saved by early ones": SAVED}
     shapes = [asdict(shape) | {"weights": shape.weights} for shape in SHAPES]
     devices = [asdict(device) for device in DEVICES]
-    save(
-        "step_on_paper",
-        {"assumed": assumed, "devices": devices, "instructions": COUNTS, "shapes": shapes, "rows": rows},
-    )
+    figures = {"assumed": assumed, "devices": devices, "instructions": COUNTS, "shapes": shapes, "rows": rows}
+    save("step_on_paper", figures | {"launches in budgets of heads": heads, "instructions in budgets of heads": RATIOS})
 
 
 def _range(least: float, most: float, digits: int) -> str:

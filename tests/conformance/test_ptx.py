@@ -127,6 +127,15 @@ def test_kernels_take_no_more_instructions_than_recorded() -> None:
     assert not more, f"{more}; if that is meant: python -m tests.plugins.instruction_counts"
 
 
+@needs_library
+def test_a_step_in_budgets_of_heads_takes_the_instructions_of_one_in_equal_budgets() -> None:
+    """KV heads with caches of their own take at most 1.03 times the instructions of heads that share their tensors."""
+    caller = PtxCaller(make.build("cuda-ptx"))
+    measured = instruction_counts.measured_budgets(caller)
+    caller.set_order(2, late=True)
+    assert measured and max(measured.values()) <= 1.03, measured
+
+
 LOOP = """
 .visible .entry _Z3run(.param .u64 _Z3run_param_0)
 {

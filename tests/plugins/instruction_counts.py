@@ -5,12 +5,14 @@
 Each count is the difference of the instructions of two calls, whose PTX runs on the host, divided by the difference of
 their slots or evicted slots, so that fixed costs cancel out. PTX has more instructions than the machine code, because
 ptxas merges some. Both rise and fall together. The file also has the round trips to memory that wait for one another
-(plugins/building/ptx/trips.py) in one thread of a call.
+(plugins/building/ptx/trips.py) in one thread of a call, and the instructions of a decode step of KV heads with budgets of
+their own over those of heads with equal budgets.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ DECODE = (
 LOG_EMA = (Statistic("log_ema", 0.9),)
 COLUMNS, INPUTS = 384, (512, 1024)
 EXPERT_INPUTS, OUTPUTS = 2048, (128, 256)  # inputs of the first product, and its outputs
+BUDGETS = (64, 96, 128, 192, 256, 320, 416, 576)  # slots of KV heads
+BUDGET = sum(BUDGETS) // len(BUDGETS)
 STATE = 128 * 32  # numbers of a block's share of a head's state
 LINEAR = (
     ("int4", "float16", PackedFormat(4, True, 32), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
@@ -126,6 +130,46 @@ def measured_trips(caller: PtxCaller) -> dict[str, int]:
     return figures
 
 
+def measured_budgets(caller: PtxCaller) -> dict[str, float]:
+    """Return the instructions of a decode step in budgets of heads over those in equal budgets of the same bytes.
+
+    All slots are used but the new token's. The ratio of slots to places of thread blocks is that of Llama-2-7B (32 KV
+    heads, 1,024 slots of each, one sequence) on an H200, and that of eight sequences.
+    """
+    figures = {}
+    for dtype, program, ragged in (
+        ("float16", "DecodeMma<kv::cuda::{}Half{}, 128>", ("Ragged<kv::cuda::", "> ")),
+        ("float32", "Decode<{}float{}, 1>", ("kv::cuda::Ragged<", "> ")),
+    ):
+        for name, multiprocessors in (("one sequence", 8), ("eight sequences", 1)):
+            caller.set_order(0, late=False, multiprocessors=multiprocessors)
+            counts = []
+            for capacities, marks in ((BUDGETS, ragged), ((BUDGET,) * len(BUDGETS), ("", ""))):
+                full = f"kv::cuda::{program.format(*marks).replace('> ,', '>,')}"
+                caller.instructions(full)
+                _decode_heads(caller, dtype, capacities)
+                counts.append(caller.instructions(full))
+            figures[f"decode, {dtype}, {name}"] = round(counts[0] / counts[1], 4)
+    caller.set_order(0, late=False, multiprocessors=1)
+    return figures
+
+
+def _decode_heads(caller: PtxCaller, dtype: str, capacities: Sequence[int]) -> None:
+    """Run a token over KV heads of these capacities: in one call for each table of heads, or over shared tensors."""
+    heads, rng = [], np.random.default_rng(5)
+    for capacity in capacities:
+        rows = {name: rng.normal(size=(1, 1, 1, SIZE)).astype(dtype) for name in ("query", "key", "value")}
+        state = {f"past_{name}": x for name, x in _state(capacity - 1, capacity, 1, dtype).items()}
+        heads.append(rows | state | {"position": np.array([[capacity]]), "query_length": np.array([[1]])})
+    attributes = VoteAttentionAttributes(SIZE**-0.5, 1.0, LOG_EMA)
+    if len(set(capacities)) > 1:
+        caller.ragged_vote_attention(heads, attributes)
+        return
+    shared = ("position", "query_length")
+    whole = {x: heads[0][x] if x in shared else np.concatenate([one[x] for one in heads], 1) for x in heads[0]}
+    caller.vote_attention(whole, attributes)
+
+
 def _experts(caller: PtxCaller, inner: int) -> None:
     """Run a token through one expert without a gate, whose weights are int4."""
     form = ExpertsForm(gate=0)
@@ -193,6 +237,7 @@ def record(library: Path) -> None:
     caller.set_order(0, late=False, multiprocessors=1)
     held = {"compiler": resources.compiler_version(), "instructions of a warp": measured(caller)}
     held["round trips of a call"] = measured_trips(caller)
+    held["budgets of heads over equal ones"] = measured_budgets(caller)
     RECORD.write_text(json.dumps(held, indent=1) + "\n")
 
 

@@ -137,19 +137,18 @@ def measured_budgets(caller: PtxCaller) -> dict[str, float]:
     heads, 1,024 slots of each, one sequence) on an H200, and that of eight sequences.
     """
     figures = {}
-    for dtype, program, ragged in (
-        ("float16", "DecodeMma<kv::cuda::{}Half{}, 128>", ("Ragged<kv::cuda::", "> ")),
-        ("float32", "Decode<{}float{}, 1>", ("kv::cuda::Ragged<", "> ")),
+    for dtype, own, shared in (
+        ("float16", "DecodeMma<kv::cuda::Ragged<kv::cuda::Half>, 128>", "DecodeMma<kv::cuda::Half, 128>"),
+        ("float32", "Decode<kv::cuda::Ragged<float>, 1>", "Decode<float, 1>"),
     ):
-        for name, multiprocessors in (("one sequence", 8), ("eight sequences", 1)):
+        for sequences, multiprocessors in (("one sequence", 8), ("eight sequences", 1)):
             caller.set_order(0, late=False, multiprocessors=multiprocessors)
             counts = []
-            for capacities, marks in ((BUDGETS, ragged), ((BUDGET,) * len(BUDGETS), ("", ""))):
-                full = f"kv::cuda::{program.format(*marks).replace('> ,', '>,')}"
-                caller.instructions(full)
+            for program, capacities in ((own, BUDGETS), (shared, (BUDGET,) * len(BUDGETS))):
+                caller.instructions(f"kv::cuda::{program}")
                 _decode_heads(caller, dtype, capacities)
-                counts.append(caller.instructions(full))
-            figures[f"decode, {dtype}, {name}"] = round(counts[0] / counts[1], 4)
+                counts.append(caller.instructions(f"kv::cuda::{program}"))
+            figures[f"decode, {dtype}, {sequences}"] = round(counts[0] / counts[1], 4)
     caller.set_order(0, late=False, multiprocessors=1)
     return figures
 

@@ -42,15 +42,15 @@ const char* check_heads(const KvVoteAttention& a, const KvHeadCache* caches) {
 
 // ---- one launch for each table ----
 
-// Returns the most splits of all heads of a table together.
-size_t most_parts(const KvVoteAttention& a, const Device& device) {
-  const size_t heads = static_cast<size_t>(a.batch) * table_size(a);
-  return heads * most_shares(heads, slot_blocks(a), static_cast<size_t>(kMostPlaces) * device.multiprocessors);
-}
+// Returns the most splits of all heads of a table together: one of each head, or eight waves of blocks. places: the
+// blocks that run at a time.
+size_t most_parts(size_t heads, size_t places) { return 8 * places > heads ? 8 * places : heads; }
 
 size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, RaggedAttention* args) {
   *args = {};
-  return lay_out(a, most_parts(a, device), workspace, args);
+  const size_t heads = static_cast<size_t>(a.batch) * table_size(a), all = heads * min_of(slot_blocks(a), kMostShares),
+               most = most_parts(heads, static_cast<size_t>(kMostPlaces) * device.multiprocessors);
+  return lay_out(a, all < most ? all : most, workspace, args);
 }
 
 // Sets the number of blocks of every head to that of its units of work when a block has at most `each` of them.
@@ -64,7 +64,7 @@ void divide(RaggedAttention& args, int heads, int each, int unit) {
 // Divides the heads of a table into splits with the least estimated time, which is that of shares_of; a tie goes to the
 // fewest splits. places: the blocks that run at a time. Returns the most splits of a head.
 int split_heads(RaggedAttention& args, int heads, size_t places) {
-  const size_t batch = args.call.batch, filling = 8 * places > batch * heads ? 8 * places : batch * heads;
+  const size_t batch = args.call.batch, most_blocks = most_parts(batch * heads, places);
   int units = 1, best = 0, most = 1;
   for (int h = 0; h < heads; ++h) units = max_of(units, (args.cache[h].capacity + kBlock - 1) / kBlock);
   size_t least = SIZE_MAX;
@@ -74,7 +74,7 @@ int split_heads(RaggedAttention& args, int heads, size_t places) {
     last = each;
     divide(args, heads, each, kBlock);
     const size_t blocks = batch * args.start[kTable], waves = (blocks + places - 1) / places;
-    if (blocks > filling) break;
+    if (blocks > most_blocks) break;
     const size_t time = waves * (2 * static_cast<size_t>(each) + 1) * 16 + splits;
     if (time < least) least = time, best = each, most = splits;
   }
@@ -91,7 +91,7 @@ const char* decode_table(RaggedAttention& args, int heads, const Device& device,
     const size_t shared = prepare<Ragged<T>, Program>(args, most, device);
     if (!shared) return kTooMuchShared;
     if (const char* problem = launch<Program>(args, batch * args.start[kTable], shared, device, stream)) return problem;
-    if (!args.logits) return static_cast<const char*>(nullptr);
+    if (!keeps(args.call, KV_STATISTIC_PROBABILITY)) return static_cast<const char*>(nullptr);
     divide(args, heads, 1, RaggedSums::kThreads);
     return launch<RaggedSums>(args, batch * args.start[kTable], 0, device, stream);
   });

@@ -185,22 +185,24 @@ def test_a_step_is_one_launch_for_each_table_of_heads(caller: Caller, dtype: str
 
 @pytest.mark.parametrize("multiprocessors", [16, 132])
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_splits_fill_the_device_with_blocks_of_about_one_size(
+def test_splits_fill_the_device_and_are_no_more_than_those_of_equal_heads(
     caller: Caller, batch: int, multiprocessors: int
 ) -> None:
-    """Heads of 256 to 4,096 slots have as many blocks as heads of their mean, to within a third."""
+    """Heads of 256 to 4,096 slots fill the device with about as many blocks as heads of one capacity and as many bytes.
+
+    There are at most a quarter more: more blocks would take more instructions.
+    """
     capacities = [256, 4096, 640, 256, 1024, 2048, 320, 512] * 4
     attributes = VoteAttentionAttributes(0.3, 1.0, BOTH[1:])
-    ((_, blocks),) = launches_of(
-        caller.library, *ragged_call(capacities, attributes, "float16", batch, 1, 128), multiprocessors
-    )
-    mean = int(np.mean(capacities))
-    ((_, uniform),) = launches_of(
-        caller.library, *ragged_call([mean] * len(capacities), attributes, "float16", batch, 1, 128), multiprocessors
-    )
-    assert batch * len(capacities) <= blocks <= max(batch * len(capacities), 24 * multiprocessors)
-    assert blocks >= 0.9 * multiprocessors
-    assert uniform / 1.34 <= blocks <= uniform * 1.34 or blocks == batch * len(capacities), (blocks, uniform)
+
+    def blocks_of(slots: list[int]) -> int:
+        call = ragged_call(slots, attributes, "float16", batch, 1, 128)
+        ((_, blocks),) = launches_of(caller.library, *call, multiprocessors)
+        return blocks
+
+    blocks, equal = blocks_of(capacities), blocks_of([sum(capacities) // len(capacities)] * len(capacities))
+    assert max(0.9 * multiprocessors, batch * len(capacities)) <= blocks
+    assert blocks <= max(1.25 * equal, batch * len(capacities)), (blocks, equal)
 
 
 def test_the_workspace_is_enough_for_any_device_and_its_counters_come_back_to_zero(caller: Caller) -> None:

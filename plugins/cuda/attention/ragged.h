@@ -2,8 +2,10 @@
 // the programs of decode.h and decode_mma.h with Ragged<T> in place of T. A table in the arguments of a launch has the
 // caches of up to 32 heads and the splits of each, so one launch has the blocks of all of them:
 //
-//   block -> sequence, head of the table, split of the head    the sequence's blocks are in the order of heads
+//   block -> head of the table, sequence, split of the head
 //   then as in decode.h, over the head's own slots
+//
+// Blocks begin in their order, so a table begins with the heads whose splits are largest.
 #pragma once
 
 #include "decode_split.h"
@@ -21,11 +23,12 @@ struct Ragged {
 constexpr int kTable = 32;  // the most heads of a launch, a power of two
 
 struct RaggedAttention : Attention {
-  int first_head;         // of the table, in the layer
-  int start[kTable + 1];  // blocks of a sequence before those of each head; behind the last head, blocks of all heads
+  int start[kTable + 1];  // blocks before those of each head of the table; behind the last head, all blocks
   struct Cache {
     KvState state;
     int capacity;
+    int head;    // its number in the layer
+    int splits;  // blocks of one sequence
   } cache[kTable];
 };
 static_assert(sizeof(RaggedAttention) <= 4096, "the arguments of a kernel");
@@ -38,16 +41,26 @@ struct CacheTraits<Ragged<T>> {
 
 // The place of a block in a launch over heads of a table.
 struct TablePlace {
-  int batch, head, split;  // head: in the table
+  const RaggedAttention::Cache& cache;
+  int batch, split;
 
-  KV_DEVICE TablePlace(const RaggedAttention& args, int block) : batch(block / args.start[kTable]), head(0) {
-    const int at = block % args.start[kTable];
+  KV_DEVICE TablePlace(const RaggedAttention& args, int block) : TablePlace(args, block, entry_of(args, block)) {}
+  // The number of the KV head, counted through all sequences.
+  KV_DEVICE int index(const RaggedAttention& args) const { return batch * args.call.heads + cache.head; }
+
+ private:
+  KV_DEVICE TablePlace(const RaggedAttention& args, int block, int entry)
+      : cache(args.cache[entry]),
+        batch((block - args.start[entry]) / cache.splits),
+        split((block - args.start[entry]) % cache.splits) {}
+
+  static KV_DEVICE int entry_of(const RaggedAttention& args, int block) {
+    int entry = 0;
 #pragma unroll
     for (int step = kTable / 2; step > 0; step /= 2)
-      if (at >= args.start[head + step]) head += step;
-    split = at - args.start[head];
+      if (block >= args.start[entry + step]) entry += step;
+    return entry;
   }
-  KV_DEVICE int index(const RaggedAttention& args) const { return batch * args.call.heads + args.first_head + head; }
 };
 
 template <class T>
@@ -59,7 +72,7 @@ struct Head<Ragged<T>> : HeadOfCall<T> {
 
   KV_DEVICE Head(const RaggedAttention& args, const TablePlace& place)
       : HeadOfCall<T>(args.call, place.index(args)),
-        cache(args.cache[place.head]),
+        cache(place.cache),
         slots(static_cast<size_t>(place.batch) * cache.capacity) {}
 
   KV_DEVICE int capacity() const { return cache.capacity; }
@@ -83,7 +96,7 @@ struct Part<Ragged<T>> {
 
   KV_DEVICE Part(const RaggedAttention& args, int block)
       : args(args), place(args, block), index(place.index(args)), split(place.split), start(block - split) {}
-  KV_DEVICE int splits() const { return args.start[place.head + 1] - args.start[place.head]; }
+  KV_DEVICE int splits() const { return place.cache.splits; }
   KV_DEVICE size_t before(size_t each, int) const { return each * start; }
   KV_DEVICE Head<Ragged<T>> head() const { return {args, place}; }
 };

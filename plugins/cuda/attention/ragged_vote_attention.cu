@@ -7,6 +7,8 @@
 //   several tokens, or quantized caches:   a call of kv_cuda_vote_attention for each head, whose query, key and value
 //                                          are copied from those of all heads, and its output to theirs, unless they
 //                                          are contiguous
+#include <utility>
+
 #include "plan.h"
 #include "programs.h"
 #include "ragged.h"
@@ -53,56 +55,96 @@ size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Rag
   return lay_out(a, all < most ? all : most, workspace, args);
 }
 
-// Sets the number of blocks of every head to that of its units of work when a block has at most `each` of them.
-void divide(RaggedAttention& args, int heads, int each, int unit) {
+// Returns the units of work of a split of a head, when a split has at most `each` of them, and the splits.
+struct Division {
+  int splits, largest;
+  Division(int units, int each) : splits((units + each - 1) / each), largest((units + splits - 1) / splits) {}
+};
+
+int units_of(const RaggedAttention::Cache& cache, int unit) { return (cache.capacity + unit - 1) / unit; }
+
+// Sets the splits of every head, each of at most `each` units of work, and the blocks before those of each head.
+// Returns the most splits of a head.
+int divide(RaggedAttention& args, int heads, int each, int unit) {
+  int most = 1;
   for (int h = 0; h < kTable; ++h) {
-    const int units = h < heads ? (args.cache[h].capacity + unit - 1) / unit : 0;
-    args.start[h + 1] = args.start[h] + (units + each - 1) / each;
+    int blocks = 0;
+    if (h < heads) {
+      args.cache[h].splits = Division(units_of(args.cache[h], unit), each).splits;
+      blocks = args.call.batch * args.cache[h].splits;
+      most = max_of(most, args.cache[h].splits);
+    }
+    args.start[h + 1] = args.start[h] + blocks;
   }
+  return most;
 }
 
-// Divides the heads of a table into splits with the least estimated time, which is that of shares_of; a tie goes to the
-// fewest splits. places: the blocks that run at a time. Returns the most splits of a head.
+// Moves the heads whose splits are largest to the front, when a split has at most `each` blocks of slots.
+void sort_heads(RaggedAttention& args, int heads, int each) {
+  const auto largest = [&](int h) { return Division(units_of(args.cache[h], kBlock), each).largest; };
+  for (int h = 1; h < heads; ++h)
+    for (int i = h; i > 0 && largest(i) > largest(i - 1); --i) std::swap(args.cache[i], args.cache[i - 1]);
+}
+
+// Returns the estimated time of the splits of sorted heads. A split takes its units of work, and half a unit for its
+// fixed work (shares_of). The time is at least that of all work divided among the places, and, because block n of the
+// order is on a place with n / places larger ones, that many times its own. For heads of one capacity that is the
+// estimate of shares_of.
+size_t time_of(const RaggedAttention& args, int heads, int each, size_t places) {
+  size_t work = 0, blocks = 0, longest = 0;
+  for (int h = 0; h < heads; ++h) {
+    const int units = units_of(args.cache[h], kBlock);
+    const Division division(units, each);
+    const size_t batch = args.call.batch, splits = batch * division.splits;
+    blocks += splits, work += 2 * batch * units + splits;
+    const size_t time = ((blocks - 1) / places + 1) * (2 * static_cast<size_t>(division.largest) + 1);
+    if (time > longest) longest = time;
+  }
+  const size_t shared = (work + places - 1) / places;
+  return shared > longest ? shared : longest;
+}
+
+// Divides the heads of a table into splits with the least estimated time; a tie goes to the fewest splits. places: the
+// blocks that run at a time. Returns the most splits of a head.
 int split_heads(RaggedAttention& args, int heads, size_t places) {
-  const size_t batch = args.call.batch, most_blocks = most_parts(batch * heads, places);
-  int units = 1, best = 0, most = 1;
-  for (int h = 0; h < heads; ++h) units = max_of(units, (args.cache[h].capacity + kBlock - 1) / kBlock);
+  const size_t most_blocks = most_parts(static_cast<size_t>(args.call.batch) * heads, places);
+  int units = 1, best = 0;
+  for (int h = 0; h < heads; ++h) units = max_of(units, units_of(args.cache[h], kBlock));
   size_t least = SIZE_MAX;
   for (int splits = 1, last = 0; splits <= min_of(units, kMostShares); ++splits) {
     const int each = (units + splits - 1) / splits;
     if (each == last) continue;
     last = each;
     divide(args, heads, each, kBlock);
-    const size_t blocks = batch * args.start[kTable], waves = (blocks + places - 1) / places;
-    if (blocks > most_blocks) break;
-    const size_t time = waves * (2 * static_cast<size_t>(each) + 1) * 16 + splits;
-    if (time < least) least = time, best = each, most = splits;
+    if (static_cast<size_t>(args.start[kTable]) > most_blocks) break;
+    sort_heads(args, heads, each);
+    const size_t time = time_of(args, heads, each, places) * 16 + splits;
+    if (time < least) least = time, best = each;
   }
-  divide(args, heads, best, kBlock);
-  return most;
+  sort_heads(args, heads, best);
+  return divide(args, heads, best, kBlock);
 }
 
 template <class T>
 const char* decode_table(RaggedAttention& args, int heads, const Device& device, Stream stream) {
   return with_decode<Ragged<T>>(args.call, [&](auto named) {
     using Program = typename decltype(named)::Type;
-    const size_t batch = args.call.batch, places = size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors;
-    const int most = split_heads(args, heads, places);
+    const int most = split_heads(args, heads, size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors);
     const size_t shared = prepare<Ragged<T>, Program>(args, most, device);
     if (!shared) return kTooMuchShared;
-    if (const char* problem = launch<Program>(args, batch * args.start[kTable], shared, device, stream)) return problem;
+    if (const char* problem = launch<Program>(args, args.start[kTable], shared, device, stream)) return problem;
     if (!keeps(args.call, KV_STATISTIC_PROBABILITY)) return static_cast<const char*>(nullptr);
     divide(args, heads, 1, RaggedSums::kThreads);
-    return launch<RaggedSums>(args, batch * args.start[kTable], 0, device, stream);
+    return launch<RaggedSums>(args, args.start[kTable], 0, device, stream);
   });
 }
 
 const char* decode_heads(RaggedAttention& args, const KvHeadCache* caches, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
-  for (args.first_head = 0; args.first_head < a.heads; args.first_head += kTable) {
-    const int heads = min_of(a.heads - args.first_head, kTable);
+  for (int first = 0; first < a.heads; first += kTable) {
+    const int heads = min_of(a.heads - first, kTable);
     for (int h = 0; h < heads; ++h)
-      args.cache[h] = {caches[args.first_head + h].present, caches[args.first_head + h].capacity};
+      args.cache[h] = {caches[first + h].present, caches[first + h].capacity, first + h, 1};
     const auto decode = a.cache_type == KV_FLOAT32   ? decode_table<float>
                         : a.cache_type == KV_FLOAT16 ? decode_table<Half>
                                                      : decode_table<BFloat>;

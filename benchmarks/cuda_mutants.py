@@ -40,6 +40,7 @@ ATTENTION, SMALL, RAGGED, MERGE, LINEAR, *_ = KERNELS
 TESTS = {
     ATTENTION: ("test_cuda_on_host.py", "test_prefill_on_host.py", "-k", "not outside_of_any_buffer"),
     SMALL: ("test_cuda_quantized.py",),
+    RAGGED: ("test_cuda_ragged.py",),
     MERGE: (
         "test_cuda_on_host.py",
         "test_nearest_on_host.py",
@@ -87,6 +88,7 @@ SELECT, POSITIONS, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
     f"cuda/merge/{name}.h" for name in ("select", "positions", "nearest", "nearest_mma", "sets", "place", "work")
 )
 LINEAR_MMA = "cuda/linear/linear_mma.h"
+OWN, OWN_CALLS = "cuda/attention/ragged.h", "cuda/attention/ragged_vote_attention.cu"
 FIRST_WAIT = "if (!args.weights_stay) block.wait_for_earlier();"
 # The last step that Linear takes early.
 FIRST_GROUPS = "r.next_groups.load(args, work.p, r.column, kInputs, work.range.from, t); });\n"
@@ -257,6 +259,34 @@ ORDERING = (
 )
 # Bugs that exist everywhere.
 MEANING = (
+    Mutant(
+        "a head of its own takes the slots of the first sequence",
+        OWN,
+        "slots(static_cast<size_t>(place.batch) * cache.capacity)",
+        "slots(static_cast<size_t>(place.batch * 0) * cache.capacity)",
+        RAGGED,
+    ),
+    Mutant(
+        "a block finds the head before its own",
+        OWN,
+        "if (block >= args.start[entry + step]) entry += step;",
+        "if (block > args.start[entry + step]) entry += step;",
+        RAGGED,
+    ),
+    Mutant(
+        "heads of the second table are named as those of the first",
+        OWN_CALLS,
+        "first + h, 1};",
+        "h, 1};",
+        RAGGED,
+    ),
+    Mutant(
+        "a head's keys are copied from the first head",
+        OWN_CALLS,
+        "static_cast<const char*>(tensor)) + of_head * bytes)",
+        "static_cast<const char*>(tensor)) + of_head * bytes * (heads != a.heads))",
+        RAGGED,
+    ),
     Mutant(
         "a split ends a block early",
         BLOCK,

@@ -279,9 +279,9 @@ class Caller:
             setattr(call, name, address(x))
         call.output = address(output)
         caches = (HeadCache * len(heads))()
-        for cache, capacity, past, present in zip(caches, capacities, pasts, presents, strict=True):
-            cache.capacity = capacity
-            self.bind(cache, past, present)
+        for own, capacity, past, present in zip(caches, capacities, pasts, presents, strict=True):
+            own.capacity = capacity
+            self.bind(own, past, present)
         self._run("ragged_vote_attention", ctypes.byref(call), caches)
         parts = np.split(self.memory.get(output), len(heads), 1)
         return [

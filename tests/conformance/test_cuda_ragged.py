@@ -16,16 +16,8 @@ import pytest
 from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from tests.conformance.cuda_library import COUNTER_BYTES, Caller, HeadCache, HostMemory, bfloat16, vote_attention_call
-from tests.conformance.oracle import vote_attention
 from tests.conformance.quantized import BITS, small
-from tests.conformance.test_cuda_on_host import (
-    BOTH,
-    ORDERS,
-    assert_same_bits,
-    compare,
-    inputs_of,
-    set_host,
-)
+from tests.conformance.test_cuda_on_host import BOTH, ORDERS, compare, inputs_of, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 
 Arrays = dict[str, np.ndarray]

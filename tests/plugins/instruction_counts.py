@@ -5,8 +5,8 @@
 Each count is the difference of the instructions of two calls, whose PTX runs on the host, divided by the difference of
 their slots or evicted slots, so that fixed costs cancel out. PTX has more instructions than the machine code, because
 ptxas merges some. Both rise and fall together. The file also has the round trips to memory that wait for one another
-(plugins/building/ptx/trips.py) in one thread of a call, and the instructions of a decode step of KV heads with budgets of
-their own over those of heads with equal budgets.
+(plugins/building/ptx/trips.py) in one thread of a call, and the instructions of a decode step of KV heads with budgets
+of their own over those of heads with equal budgets.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ from kvexport.cache import CachePlan
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem
+from kvexport.export.build import build
 from plugins.building import make
+from tests.export.test_head_budgets import UNEQUAL, recipe_of
 from tests.support.on_device import onto_device
 from tests.support.one_node import VOTE_ATTENTION, model, session, vote_attention_inputs, vote_attention_shapes
 from tests.support.paths import ROOT
@@ -62,6 +64,17 @@ def test_an_engine_on_the_binding_equals_the_functions(
     tokens = generated(load(tiny_artifact))
     monkeypatch.setenv(native.VARIABLE, "off")
     assert generated(load(tiny_artifact)) == tokens
+
+
+@needs_binding
+def test_heads_with_budgets_of_their_own_equal_the_functions(
+    tmp_path: Path, on_the_binding: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RaggedVoteAttention has a native kernel, and the function of RaggedMergeCache calls the kernels of MergeCache."""
+    path = build(recipe_of(UNEQUAL), tmp_path / "heads", name="heads")
+    tokens = generated(load(path))
+    monkeypatch.setenv(native.VARIABLE, "off")
+    assert generated(load(path)) == tokens
 
 
 @needs_binding

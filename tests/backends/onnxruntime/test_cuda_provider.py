@@ -67,14 +67,14 @@ def test_an_engine_on_the_binding_equals_the_functions(
 
 
 @needs_binding
-def test_heads_with_budgets_of_their_own_equal_the_functions(
-    tmp_path: Path, on_the_binding: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_with_budgets_of_their_own_equal_the_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RaggedVoteAttention has a native kernel, and the function of RaggedMergeCache calls the kernels of MergeCache."""
-    path = build(recipe_of(UNEQUAL), tmp_path / "heads", name="heads")
-    tokens = generated(load(path))
-    monkeypatch.setenv(native.VARIABLE, "off")
-    assert generated(load(path)) == tokens
+    path, answers = build(recipe_of(UNEQUAL), tmp_path / "heads", name="heads"), []
+    for setting in (str(ON_HOST), "off"):
+        monkeypatch.setenv(native.VARIABLE, setting)
+        completions = load(path).generate(PROMPTS[:2], max_new_tokens=40)
+        answers.append([completion.token_ids for completion in completions])
+    assert answers[0] == answers[1] and len(answers[0][0]) == 40
 
 
 @needs_binding

@@ -57,5 +57,6 @@ def _row(parameter: Any, context: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return help text as Markdown that shows the same characters."""
-    return re.sub(r"([\\|<>*_\[\]])", r"\\\1", text)
+    """Return help text as Markdown that shows the same characters. An example is a command, which is code."""
+    text = re.sub(r"([\\|<>*_\[\]])", r"\\\1", text)
+    return re.sub(r"^Example: (.+)$", lambda match: f"Example: `{match[1].replace(chr(92), '')}`", text, flags=re.M)

@@ -19,4 +19,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     python = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
     assert not [name for name in kvexport.__all__ if name != "__version__" and f'id="kvexport.{name}"' not in python]
     commands = (tmp_path / "site" / "reference" / "cli.html").read_text(encoding="utf-8")
+    example = "".join(f'<span class="pre">{word}</span> ' for word in ("kvexport", "chat", "Qwen/Qwen3-0.6B"))
+    assert example in commands
     assert "--max-new-tokens" in commands and "kvexport deploy triton" in commands

@@ -1,22 +1,30 @@
 """Which clients work with `kvexport serve`: each one chats, streams, calls a tool and gets a structured answer.
 
     python benchmarks/clients.py --python VENV/bin/python [--python VENV2/bin/python] [--node FOLDER]
+    python benchmarks/clients.py --python VENV/bin/python --client "Open WebUI"
 
 The server runs the tests' tiny random model, so a grammar enforces tool calls and structured answers, and the text of a
 chat is any text. Every client runs in a process of its own: a Python client with the first interpreter `--python` in
 whose environment it is installed, and the AI SDK with node, from the folder whose node_modules has `ai`,
-`@ai-sdk/openai-compatible` and `zod`. A client that is not installed is left out.
+`@ai-sdk/openai-compatible` and `zod`. A client that is not installed is left out. `--client` tries one client alone,
+and saves its row in a file of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import Callable
 from importlib import metadata, util
 from pathlib import Path
@@ -254,6 +262,60 @@ def guidellm(url: str) -> dict[str, Callable[[], bool]]:
     return {"stream": stream}
 
 
+def open_webui(url: str) -> dict[str, Callable[[], bool]]:
+    """Return the checks of Open WebUI, which passes chats from its own API on to the server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Without a login; with embeddings by an API, for which the program loads no model when it starts.
+    settings = {"OPENAI_API_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": KEY, "ENABLE_OLLAMA_API": "false"}
+    settings |= {"WEBUI_AUTH": "False", "RAG_EMBEDDING_ENGINE": "openai", "OFFLINE_MODE": "true"}
+    folder = tempfile.TemporaryDirectory()
+    program = Path(sys.executable).with_name("open-webui")
+    child = subprocess.Popen(
+        [program, "serve", "--host", "127.0.0.1", "--port", str(port)],
+        env={**os.environ, **settings, "DATA_DIR": folder.name, "WEBUI_SECRET_KEY": "secret"},
+        cwd=folder.name,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def end() -> None:
+        child.terminate()
+        child.wait(60)
+        folder.cleanup()
+
+    atexit.register(end)
+
+    def call(path: str, body: Any = None, token: str = "") -> bytes:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return bytes(answer.read())
+
+    def sign_in() -> str:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                call("/health")
+                return str(json.loads(call("/api/v1/auths/signin", {"email": "", "password": ""}))["token"])
+            time.sleep(1)
+        raise RuntimeError("Open WebUI did not start in ten minutes")
+
+    token = sign_in()
+    names = [one["id"] for one in json.loads(call("/api/models", token=token))["data"]]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24}
+
+    def chat(*, stream: bool) -> bytes:
+        assert MODEL in names, names
+        return call("/api/chat/completions", {**body, "stream": stream}, token)
+
+    return {
+        "chat": lambda: bool(json.loads(chat(stream=False))["choices"][0]["message"]["content"]),
+        "stream": lambda: chat(stream=True).count(b'"content"') > 2,
+    }
+
+
 # The package of each Python client, its module, and its checks.
 CLIENTS: dict[str, tuple[str, str, Callable[[str], dict[str, Callable[[], bool]]]]] = {
     "OpenAI": ("openai", "openai", openai),
@@ -265,6 +327,7 @@ CLIENTS: dict[str, tuple[str, str, Callable[[str], dict[str, Callable[[], bool]]
     "lm-eval": ("lm_eval", "lm_eval", lm_eval),
     "guidellm": ("guidellm", "guidellm", guidellm),
     "aider": ("aider-chat", "aider", aider),
+    "Open WebUI": ("open-webui", "open_webui", open_webui),
 }
 
 
@@ -291,7 +354,7 @@ def run_client(name: str, url: str) -> None:
 def row_of(python: str, name: str, url: str) -> dict[str, str]:
     """Return the version and the outcomes of a client in an interpreter's environment; none if it is not installed."""
     command = [python, __file__, "--client", name, "--url", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if done.stdout:
         row: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
         return row
@@ -330,10 +393,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append")
     parser.add_argument("--node", type=Path)
-    parser.add_argument("--client", choices=CLIENTS, help=argparse.SUPPRESS)
+    parser.add_argument("--client", choices=CLIENTS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.client:
+    if options.url:
         run_client(options.client, options.url)
         return
     sys.path.insert(0, str(ROOT))
@@ -345,7 +408,7 @@ def main() -> None:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
-            for name in CLIENTS:
+            for name in [options.client] if options.client else CLIENTS:
                 for python in options.python or [sys.executable]:
                     if row := row_of(python, name, url):
                         results[name] = row
@@ -356,7 +419,7 @@ def main() -> None:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
     print(json.dumps(results, indent=1))
-    print(save("clients", results))
+    print(save(f"clients-{options.client.lower().replace(' ', '-')}" if options.client else "clients", results))
 
 
 if __name__ == "__main__":

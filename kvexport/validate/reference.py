@@ -148,7 +148,7 @@ class TorchReference:
         states = RecurrentCache(self.model.config.model_type, recurrent, query_length, traced=False)
         self._token_logits.query_length = query_length if self._last_logits else None
         with attending(eager), recurring(self.model, states), self._watched(hidden):
-            logits = self.model(input_ids=ids, position_ids=rotated_by, past_key_values=states, use_cache=True).logits
+            logits = self.model(input_ids=ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
         present = {
             tensor.present(i): x.numpy()
             for i, state in eager.present.items()

@@ -59,7 +59,7 @@ def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
     try:
         with wrapped(dict(enumerate(modules)), watch.layer), attending(watch), torch.no_grad(), mode, watch:
             tokens = torch.zeros(1, 2, dtype=torch.int64)
-            model(input_ids=tokens, position_ids=tokens, past_key_values=PassThroughCache(), use_cache=True)
+            model(input_ids=tokens, position_ids=tokens, **PassThroughCache().as_arguments(model))
     except Exception:  # A model that cannot be watched can still be traced whole.
         return None
     if not watch.regular or len(watch.records) != len(modules):

@@ -181,9 +181,7 @@ class _Decoder(nn.Module):
         tracing = _Tracing(self.operator, self.plan, self.attributes, position, fitting, state)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing), recurring(self.model, states), complex_as_pairs():
-            logits = self.model(
-                input_ids=input_ids, position_ids=rotated_by, past_key_values=states, use_cache=True
-            ).logits
+            logits = self.model(input_ids=input_ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
         present = [x for i in self.layers for x in tracing.present[i]]
         present += [states.present[place] for place in recurrent]
         # Computed from `position`: both lengths may be bound to one buffer, which must be read before it is written.

@@ -8,6 +8,7 @@ the tracer, or the PyTorch reference.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -75,6 +76,14 @@ class PassThroughCache(Cache):
         super().__init__(layers=[])
         self.model_type = model_type
         self.updated: set[int] = set()
+
+    def as_arguments(self, model: Any) -> dict[str, Any]:
+        """Return the arguments that give this cache to `model`, under the name that its version of transformers has.
+
+        transformers 5.24 renamed `past_key_values` to `cache`, and warns of the old name, which 5.40 will not take.
+        """
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        return {name: self, "use_cache": True}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -101,9 +101,8 @@ class LayerwiseDecoder:
         logits: Tensor = self._model(
             input_ids=torch.tensor([list(ids)]),
             position_ids=torch.arange(len(ids))[None],
-            past_key_values=PassThroughCache(self._type),
-            use_cache=True,
             logits_to_keep=torch.tensor(kept),
+            **PassThroughCache(self._type).as_arguments(self._model),
         ).logits
         return logits[0].float()
 

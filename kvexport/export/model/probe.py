@@ -163,7 +163,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
     try:
         with attending(probe), recurring(model, probe.cache), torch.no_grad(), mode, reads:
             tokens = torch.zeros(1, 2, dtype=torch.int64)
-            model(input_ids=tokens, position_ids=tokens, past_key_values=probe.cache, use_cache=True)
+            model(input_ids=tokens, position_ids=tokens, **probe.cache.as_arguments(model))
     except UsageError:
         raise
     except Exception as error:

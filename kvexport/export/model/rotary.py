@@ -151,7 +151,7 @@ def _read(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> li
     states = RecurrentCache(probe.model_type)
     with probe.watching(model), attending(probe), recurring(model, states), torch.no_grad(), mode:
         tokens = torch.zeros(1, 2, dtype=torch.int64)
-        model(input_ids=tokens, position_ids=tokens, past_key_values=states, use_cache=True)
+        model(input_ids=tokens, position_ids=tokens, **states.as_arguments(model))
     calls = [call for _, call in sorted(probe.layers.items())]
     return [replace(layer, rotary=_rotary(call)) for layer, call in zip(geometry, calls, strict=True)]
 

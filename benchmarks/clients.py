@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from importlib import metadata, util
@@ -295,12 +296,13 @@ def open_webui(url: str) -> dict[str, Callable[[], bool]]:
             return bytes(answer.read())
 
     def sign_in() -> str:
-        for _ in range(600):
-            with contextlib.suppress(OSError):
+        end = time.monotonic() + 1200
+        while child.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(ConnectionError, urllib.error.URLError):
                 call("/health")
-                return str(json.loads(call("/api/v1/auths/signin", {"email": "", "password": ""}))["token"])
+                break
             time.sleep(1)
-        raise RuntimeError("Open WebUI did not start in ten minutes")
+        return str(json.loads(call("/api/v1/auths/signin", {"email": "", "password": ""}))["token"])
 
     token = sign_in()
     names = [one["id"] for one in json.loads(call("/api/models", token=token))["data"]]
@@ -354,7 +356,7 @@ def run_client(name: str, url: str) -> None:
 def row_of(python: str, name: str, url: str) -> dict[str, str]:
     """Return the version and the outcomes of a client in an interpreter's environment; none if it is not installed."""
     command = [python, __file__, "--client", name, "--url", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.stdout:
         row: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
         return row

@@ -364,7 +364,8 @@ class EngineCore:
         if not 1 <= count <= self.max_batch:
             raise UsageError(
                 f"{count} sequences at once, but the artifact was built for 1 to {self.max_batch}",
-                f"kvexport build --recipe NAME --set limits.max_batch={count}, or fewer prompts in one call",
+                f"at most {self.max_batch} prompts in one call (on the server --lanes {self.max_batch}), or kvexport "
+                f"build --recipe NAME --set limits.max_batch={max(1, count)}",
             )
 
     # ---- text ----

@@ -433,5 +433,6 @@ def test_lanes_may_be_fewer_than_the_artifact_has_and_are_reserved_once(tiny_art
     assert engine.reserve() is lanes and lanes.merges > 0
     with pytest.raises(UsageError, match="3 sequences at once"):
         engine.generate([[1], [2], [3]], max_new_tokens=1)
-    with pytest.raises(UsageError, match="5 sequences at once"):
+    with pytest.raises(UsageError, match="5 sequences at once") as caught:
         load(tiny_artifact, lanes=5)
+    assert "--lanes 4" in caught.value.fix

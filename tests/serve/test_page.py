@@ -53,6 +53,8 @@ def test_the_page_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> N
         assert answer_text == answer["choices"][0]["message"]["content"]
         tab.wait_for("document.querySelector('#lanes tr td:nth-child(2)').textContent > 200")
         tab.wait_for("document.getElementById('slotted').textContent.includes('slots stand for')")
+        most = tab.run(r"Number(/at most ([\d.]+)\./.exec(document.getElementById('slotted').textContent)[1])")
+        assert 1 < most <= 204
         assert "kB: a full cache" in tab.run("document.getElementById('full').textContent")
         painted = "[...{}.getContext('2d').getImageData(0, 0, {}.width, {}.height).data].some(x => x)"
         for name in ("rates", "memory", "slots"):
@@ -64,5 +66,7 @@ def test_the_page_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> N
             screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 800}
             tab.call("Emulation.setDeviceMetricsOverride", **screen)
             assert tab.run("document.documentElement.scrollWidth") <= width
+            tops = "[...document.querySelectorAll('#ask button')].map(x => x.getBoundingClientRect().top)"
+            assert tab.run(f"new Set({tops}).size") == 1  # the buttons stand side by side
         tab.screenshot(tmp_path / "page.png")
         assert tab.problems == []

@@ -54,9 +54,10 @@ FURTHER_PARTS = {
     "ncu": 60,
     "transformers": 120,
     "onnxruntime": 120,
+    "tensorrt": 240,
 }
 EVERY_PART = PARTS | FURTHER_PARTS
-MODULES = ("parts", "proof", "model", "ranks", "transformers", "onnxruntime", "launches", "linear")
+MODULES = ("parts", "proof", "model", "ranks", "transformers", "onnxruntime", "tensorrt", "launches", "linear")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 MISMATCH = 4
 FIGURES = "figures: "

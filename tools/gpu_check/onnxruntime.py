@@ -10,7 +10,7 @@ import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,7 @@ def prepare(target: Target) -> None:
     Raises:
         Skipped: Something is missing; the message names it.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise Skipped(f"{missing[0]} is not installed")
-    import pydantic
-
-    if not hasattr(pydantic, "TypeAdapter"):
-        raise Skipped("pydantic is not installed")  # gpu_check's stand-in supports only methods
+    require_packages(NEEDED)
     if not target.on_host:
         from kvexport.backends.onnxruntime.devices import problems
 
@@ -77,6 +71,21 @@ def prepare(target: Target) -> None:
         headers.find("onnxruntime")
     except make.Missing as error:
         raise Skipped(str(error)) from error
+
+
+def require_packages(names: Sequence[str]) -> None:
+    """Check that packages are installed, and pydantic with them.
+
+    Raises:
+        Skipped: One is missing; the message names it.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Skipped(f"{missing[0]} is not installed")
+    import pydantic
+
+    if not hasattr(pydantic, "TypeAdapter"):
+        raise Skipped("pydantic is not installed")  # gpu_check's stand-in supports only methods
 
 
 def build_for_this_gpu() -> Path:

@@ -56,6 +56,11 @@ def page(report: dict[str, Any]) -> str:
         note = "Beside the graphs' functions on the CPU; over the largest logit."
         table = [[name, *figures.values()] for name, figures in engines.items()]
         sections.append(Table("Engines on ONNX Runtime", ["engine", *next(iter(engines.values()))], table, note))
+    plans = parts.get("tensorrt", {}).get("figures", {})
+    if plans:
+        names = [name for name in next(iter(plans.values())) if name != "operators"]
+        rows = [[name, *(figures[column] for column in names)] for name, figures in plans.items()]
+        sections.append(Table("Engines on TensorRT", ["weights", *names], rows, "Compared with PyTorch at every step."))
     return render_html(
         "CUDA kernels", f"{report['gpu']['name']}, {report['date']}, commit {report['commit']}", sections
     )

@@ -1,0 +1,116 @@
+"""Engines on TensorRT with kvexport's plugins: the part `tensorrt` of `gpu_check`.
+
+A small model is built for TensorRT, in float16 and with packed weights, and compared with PyTorch at every step, cache
+state included. The part needs TensorRT, cuda-bindings, nvcc, TensorRT's headers and the packages of `kvexport build`
+and `validate`. Without one of them it is skipped, and its row names the missing one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from plugins.building import make
+from tools.gpu_check.onnxruntime import LENGTHS, STEPS, require_packages, step_times
+from tools.gpu_check.target import Figures, Skipped, Target
+
+NEEDED = (
+    "onnxruntime", "tokenizers", "yaml", "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors",
+    "polygraphy",
+)  # fmt: skip
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "float16": {},
+    "uint4 with zero points": {"bits": 4, "group": 32, "symmetric": False, "inputs": "float"},
+}
+"""The weights of each artifact. The second has a head of int8 too, so that both kinds of integers are read."""
+CACHE = {"method": "keepkv", "budget": 32, "merge_every": 4}
+CHUNK, LENGTH = 16, 120
+VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
+
+
+def tensorrt(target: Target) -> Figures:
+    """Measure by kind of weights the operators of the engines, their distance from PyTorch, and milliseconds of a step.
+
+    Raises:
+        RuntimeError: An engine differs from PyTorch, or its packed weights are not read by the plugin.
+    """
+    from kvexport.engine.load import load
+    from kvexport.validate.runner import validate_artifact
+
+    prepare(target)
+    os.environ.setdefault(VARIABLE, str(build_for_this_gpu()))  # the part has a process of its own
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, weights in WEIGHTS.items():
+            artifact = engines(Path(folder), name, weights)
+            result = validate_artifact(artifact, length=LENGTH, batch=len(LENGTHS))
+            if not result.passed:
+                raise RuntimeError(f"{name}: {result.problem}")
+            if weights and result.operators.get("Linear") != "plugin":
+                raise RuntimeError(f"{name}: Linear runs by {result.operators.get('Linear')}, not by its plugin")
+            figures[name] = {
+                "operators": dict(result.operators),
+                "nats from PyTorch": result.own_kl,
+                "heads merged": result.head_merges,
+                **step_times(load(artifact)),
+            }
+            target.keep(figures)
+    return figures
+
+
+def prepare(target: Target) -> None:
+    """Check that TensorRT, its GPU and the needed packages are there.
+
+    Raises:
+        Skipped: Something is missing; the message names it.
+    """
+    if target.on_host:
+        raise Skipped("TensorRT needs a GPU")
+    require_packages(NEEDED)
+    from kvexport.backends.tensorrt.cuda import Cuda
+    from kvexport.backends.tensorrt.environment import import_tensorrt, require_gpu
+    from kvexport.errors import EnvironmentProblem
+
+    try:
+        require_gpu(Cuda())
+        import_tensorrt()
+    except EnvironmentProblem as error:
+        raise Skipped(f"{error.problem} ({error.fix})") from error
+
+
+def build_for_this_gpu() -> Path:
+    """Compile the plugins for this machine's GPU, and return the library's path.
+
+    Raises:
+        Skipped: Nvcc or a header is missing.
+    """
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    try:
+        return make.build("tensorrt", capabilities=[f"{major}{minor}"], out=make.CACHE / "cuda")
+    except make.Missing as error:
+        raise Skipped(str(error)) from error
+
+
+def engines(folder: Path, name: str, weights: dict[str, Any]) -> Path:
+    """Build a random Llama of two layers for TensorRT, with plugins or not at all."""
+    from kvexport.export.build import build
+    from kvexport.recipe.fields import Recipe
+    from tests.support.models import llama, make_recipe, save_checkpoint
+
+    checkpoint = folder / "checkpoint"
+    if not checkpoint.exists():
+        save_checkpoint(checkpoint, llama())
+    limits = {"max_length": CHUNK + STEPS + LENGTH, "max_batch": len(LENGTHS)}
+    plain = make_recipe(
+        checkpoint, dtype="float16", cache=CACHE, export={"prefill_chunk": CHUNK, "logits": "all"}, limits=limits
+    )
+    backend = {"name": "tensorrt", "tensorrt": {"plugin": "always"}}
+    recipe = Recipe.model_validate(plain.model_dump() | {"weights": weights, "backend": backend})
+    return build(recipe, folder / name.replace(" ", "-"))
+
+
+PARTS = {"tensorrt": tensorrt}

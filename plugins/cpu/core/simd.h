@@ -12,12 +12,20 @@
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #include "../../abi/kvexport.h"
 #include "../../math/statistic.h"
 
 namespace kv {
 namespace KV_ISA {
+
+// Arm's vectors, for which the compiler's conversions between types of different sizes go lane by lane.
+#if defined(__aarch64__) && KV_WIDTH == 4
+#define KV_NEON
+#endif
 
 constexpr int W = KV_WIDTH;
 typedef float vf __attribute__((vector_size(W * 4)));
@@ -86,6 +94,8 @@ static inline vf load(const half* p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__F16C__)
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(KV_NEON)
+  return (vf)vcvt_f32_f16(vld1_f16(p));
 #else
   vh v;
   memcpy(&v, p, sizeof v);
@@ -98,6 +108,11 @@ static inline vf load(const int8_t* p) {
   return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #elif defined(__AVX2__)
   return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif defined(KV_NEON)
+  int32_t four;
+  memcpy(&four, p, sizeof four);
+  const int16x4_t words = vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))));
+  return (vf)vcvtq_f32_s32(vmovl_s16(words));
 #else
   typedef int8_t vb __attribute__((vector_size(W)));
   vb v;
@@ -123,6 +138,13 @@ static inline vf load(const int4* p) {
   memcpy(&bytes, p, sizeof bytes);
   const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kInt4));
   return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8(table, codes_of(_mm_cvtsi32_si128(bytes)))));
+#elif defined(KV_NEON)
+  uint16_t two;
+  memcpy(&two, p, sizeof two);
+  const uint8x8_t bytes = vreinterpret_u8_u16(vdup_n_u16(two));
+  const uint8x8_t codes = vzip1_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4));
+  const int16x4_t words = vget_low_s16(vmovl_s8(vqtbl1_s8(vld1q_s8(kInt4), codes)));
+  return (vf)vcvtq_f32_s32(vmovl_s16(words));
 #else
   vf v;
   for (int i = 0; i < W; ++i) v[i] = element(p, i);
@@ -137,9 +159,26 @@ static inline void store(half* p, vf v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(KV_NEON)
+  vst1_f16(p, vcvt_f16_f32((float32x4_t)v));
 #else
   vh h = __builtin_convertvector(v, vh);
   memcpy(p, &h, sizeof h);
+#endif
+}
+
+typedef int8_t vb __attribute__((vector_size(W)));
+
+// Returns the low byte of each lane.
+static inline vb low_bytes(vi v) {
+#if defined(KV_NEON)
+  const int16x4_t words = vmovn_s32((int32x4_t)v);
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(words, words));
+  vb low;
+  memcpy(&low, &bytes, sizeof low);
+  return low;
+#else
+  return __builtin_convertvector(v, vb);
 #endif
 }
 

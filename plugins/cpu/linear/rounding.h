@@ -32,7 +32,7 @@ namespace KV_ISA {
 #if KV_WIDTH == 16
 constexpr int kFewRows = 8, kTallRows = 12, kGroupRows = 4;
 #elif defined(__aarch64__)
-constexpr int kFewRows = 4, kTallRows = 4, kGroupRows = 2;
+constexpr int kFewRows = 2, kTallRows = 2, kGroupRows = 1;
 #else
 constexpr int kFewRows = 2, kTallRows = 4, kGroupRows = 1;  // 16 registers
 #endif
@@ -133,7 +133,6 @@ struct RoundedRows {
   // Rounds block b of row i of the tile of `count` rows that begins with row `first`. Returns whether the block has low
   // bytes. coarse: the largest number of a block that has none.
   bool round_block(const float* x, float coarse, int64_t first, int64_t b, int i, int count) const {
-    typedef int8_t vs __attribute__((vector_size(W)));
     const float infinite = __builtin_inff();
     vf highest{};
     for (int k = 0; k < block; k += W) {
@@ -161,9 +160,13 @@ struct RoundedRows {
         low = rest < -127 ? splat_i(-127) : rest;
       }
       highs += high, lows += low;
-      const vs upper = __builtin_convertvector(high, vs), lower = __builtin_convertvector(low, vs);
-      memcpy(upper_bytes + k, &upper, static_cast<size_t>(inputs));
-      memcpy(lower_bytes + k, &lower, static_cast<size_t>(inputs));
+      const vb upper = low_bytes(high), lower = low_bytes(low);
+      if (inputs == W) {  // a size that the compiler knows takes no call
+        memcpy(upper_bytes + k, &upper, W), memcpy(lower_bytes + k, &lower, W);
+      } else {
+        memcpy(upper_bytes + k, &upper, static_cast<size_t>(inputs));
+        memcpy(lower_bytes + k, &lower, static_cast<size_t>(inputs));
+      }
     }
     const float size = most < kLeastRounded ? 0.0f : most < infinite ? most / kMostRounded : __builtin_nanf("");
     const int high = sum_of(highs), low = sum_of(lows);

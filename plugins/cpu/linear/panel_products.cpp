@@ -16,6 +16,7 @@
 
 #include "dot.h"
 #include "panel_groups.h"
+#include "slice_dots.h"
 
 namespace kv {
 namespace KV_ISA {
@@ -67,54 +68,6 @@ static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* value
   }
 }
 
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-
-// Does the same as dots_of_block with Arm's instructions that multiply matrices of two columns and two rows, eight
-// inputs at a time. If the number of rows is odd, the last row is multiplied twice.
-template <Read kRead, int kRows, int kBlock, int kBytes>
-static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int64_t apart, int size,
-                                        const NumbersOf& table, DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
-  constexpr int kPairs = (kRows + 1) / 2;
-  const int block = kBlock ? kBlock : size;
-  int32x4_t sums[kPairs][kBytes][kSlices][2] = {};
-  for (int k = 0; k < block; k += 8) {
-    int8x16_t rows[kPairs][kBytes];
-    for (int i = 0; i < kPairs; ++i)
-      for (int p = 0; p < kBytes; ++p) {
-        const int second = min_of(2 * i + 1, kRows - 1);
-        const int8_t* const x = values + p * apart + k;
-        rows[i][p] = vcombine_s8(vld1_s8(x + 2 * i * block), vld1_s8(x + second * block));
-      }
-    for (int s = 0; s < kSlices; ++s) {
-      const uint8x16_t all = vld1q_u8(integers + 4 * W * s);
-      int32x4_t first, second;  // inputs k to k + 3 and k + 4 to k + 7 of four columns
-      if constexpr (unit_of(kRead) == 8) {
-        first = vreinterpretq_s32_u8(vandq_u8(all, vdupq_n_u8(15)));
-        second = vreinterpretq_s32_u8(vshrq_n_u8(all, 4));
-        if (kRead == Read::kTable) first = (int32x4_t)table.of((vi)first), second = (int32x4_t)table.of((vi)second);
-      } else {
-        const uint8x16_t turned = vdupq_n_u8(128);
-        first = vreinterpretq_s32_u8(veorq_u8(all, turned));
-        second = vreinterpretq_s32_u8(veorq_u8(vld1q_u8(integers + kPanelLine + 4 * W * s), turned));
-      }
-      const int8x16_t columns[2] = {vreinterpretq_s8_s32(vzip1q_s32(first, second)),
-                                    vreinterpretq_s8_s32(vzip2q_s32(first, second))};
-      for (int i = 0; i < kPairs; ++i)
-        for (int p = 0; p < kBytes; ++p)
-          for (int j = 0; j < 2; ++j) sums[i][p][s][j] = vmmlaq_s32(sums[i][p][s][j], columns[j], rows[i][p]);
-    }
-    integers += unit_of(kRead) == 8 ? kPanelLine : 2 * kPanelLine;
-  }
-  for (int i = 0; i < kRows; ++i)  // a sum holds (column, row), (column, row + 1), (column + 1, row), ...
-    for (int p = 0; p < kBytes; ++p)
-      for (int s = 0; s < kSlices; ++s) {
-        const int32x4_t* const of = sums[i / 2][p][s];
-        dots[i][p][s].sum += (vi)(i % 2 ? vuzp2q_s32(of[0], of[1]) : vuzp1q_s32(of[0], of[1]));
-      }
-}
-
-#endif
-
 // The bytes of the rows that a pass over a block multiplies.
 enum class Pass { kBoth, kHigh, kLow };
 
@@ -134,30 +87,45 @@ template <Read kRead, int kRows, int kBlock, Pass kPass, int kFrom = 0, int kCou
 static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices], const vf (&offset)[kSlices],
                                 vf (&y)[kRows][kSlices]) {
   constexpr int kBytes = kPass == Pass::kBoth ? 2 : 1, kFirst = kPass == Pass::kLow;
+  const int8_t* const values = b.values + kFirst * b.apart + kFrom * b.size;
+  const int32_t* const starts = b.start + kFirst * kRows + kFrom;
+  const auto add_slice = [&](int s, const auto& total_of) {
+    const vf unit = kPass == Pass::kHigh ? scale[s] * 256.0f : scale[s];
+    for (int i = 0; i < kCount; ++i) {
+      vi total = total_of(i, kBytes - 1);
+      if (kBytes == 2) total += total_of(i, 0) << 8;
+      y[kFrom + i][s] += __builtin_convertvector(total, vf) * (unit * b.step[kFrom + i]);
+      if (kPass != Pass::kLow && b.offsets) y[kFrom + i][s] += offset[s] * b.sum[kFrom + i];
+    }
+  };
+#if defined(__ARM_FEATURE_DOTPROD)
+  if constexpr (kBlock == kMostBlock) {
+    using Rows = BlockOfRows<kCount, kBytes>;
+    using Integers = SliceIntegers<kRead == Read::kEight, kRead == Read::kTable, NumbersOf>;
+    const Rows rows(values, b.apart);
+    for (int64_t at = 0; at < kBlock / unit_of(kRead) * kPanelLine; at += kPanelLine)
+      __builtin_prefetch(b.ahead + at, 0, kSecondCache);
+    for (int s = 0; s < kSlices; ++s) {
+      int32x4_t sums[kCount][kBytes];
+      for (int i = 0; i < kCount; ++i)
+        for (int p = 0; p < kBytes; ++p)
+          sums[i][p] = DotsOf<kRead>::kCentered ? vdupq_n_s32(0) : vdupq_n_s32(starts[p * kRows + i]);
+      rows.multiply(Integers{b.integers + 4 * W * s, b.table}, sums, Rows::kSteps);
+      add_slice(s, [&](int i, int p) { return (vi)sums[i][p]; });
+    }
+    return;
+  }
+#endif
   typedef DotsOf<kRead> Columns[kBytes][kSlices];
   Columns dots[kCount];
   for (int i = 0; i < kCount; ++i)
     for (int p = 0; p < kBytes; ++p)
       for (int s = 0; s < kSlices; ++s) {
-        const vi start = splat_i(b.start[(kFirst + p) * kRows + kFrom + i]);
+        const vi start = splat_i(starts[p * kRows + i]);
         dots[i][p][s] = DotsOf<kRead>(DotsOf<kRead>::kCentered ? vi{} : start);
       }
-  const int8_t* const values = b.values + kFirst * b.apart + kFrom * b.size;
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-  if constexpr (kCount > 1)
-    matrix_dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.table, dots);
-  else
-#endif
-    dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.ahead, b.table, dots);
-  for (int s = 0; s < kSlices; ++s) {
-    const vf unit = kPass == Pass::kHigh ? scale[s] * 256.0f : scale[s];
-    for (int i = 0; i < kCount; ++i) {
-      vi total = dots[i][kBytes - 1][s].total();
-      if (kBytes == 2) total += dots[i][0][s].total() << 8;
-      y[kFrom + i][s] += __builtin_convertvector(total, vf) * (unit * b.step[kFrom + i]);
-      if (kPass != Pass::kLow && b.offsets) y[kFrom + i][s] += offset[s] * b.sum[kFrom + i];
-    }
-  }
+  dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.ahead, b.table, dots);
+  for (int s = 0; s < kSlices; ++s) add_slice(s, [&](int i, int p) { return dots[i][p][s].total(); });
 }
 
 // Adds the products with the low bytes of those groups of kGroupRows rows that have any. fine: a bit for each group.

@@ -31,8 +31,10 @@ namespace KV_ISA {
 // kTallRows the sums of one byte. The low bytes of kGroupRows rows of a tall tile are multiplied together, or none are.
 #if KV_WIDTH == 16
 constexpr int kFewRows = 8, kTallRows = 12, kGroupRows = 4;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kFewRows = 2, kTallRows = 4, kGroupRows = 2;  // slice_dots.h
 #elif defined(__aarch64__)
-constexpr int kFewRows = 2, kTallRows = 2, kGroupRows = 1;
+constexpr int kFewRows = 4, kTallRows = 4, kGroupRows = 2;
 #else
 constexpr int kFewRows = 2, kTallRows = 4, kGroupRows = 1;  // 16 registers
 #endif

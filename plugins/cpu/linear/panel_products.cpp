@@ -100,7 +100,7 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
   };
 #if defined(__ARM_FEATURE_DOTPROD)
   if constexpr (kBlock == kMostBlock) {
-    using Rows = BlockOfRows<kCount, kBytes>;
+    using Rows = RowsOf<kCount, kBytes>;
     using Integers = SliceIntegers<kRead == Read::kEight, kRead == Read::kTable, NumbersOf>;
     const Rows rows(values, b.apart);
     for (int64_t at = 0; at < kBlock / unit_of(kRead) * kPanelLine; at += kPanelLine)

@@ -1,6 +1,6 @@
-// Dot products of a block of 32 rounded inputs with one slice of a panel, by Arm's instructions: a slice has 4 of the 16
-// columns. The bytes of the rows are read once for all slices and stay in registers, and the sums of a slice leave room
-// for them. 32 registers hold
+// Dot products of a block of 32 rounded inputs with one slice of a panel, by Arm's instructions: a slice has 4 of the
+// 16 columns. The bytes of the rows are read once for all slices and stay in registers, and the sums of a slice leave
+// room for them. 32 registers hold
 //
 //   dotprod   4 tall rows: 16 sums of floats, 8 with the rows' bytes, 4 sums of integers
 //             2 few rows:   8                 8                       4
@@ -39,11 +39,11 @@ struct SliceIntegers {
 // The bytes of kRows rows of a block, in pairs of rows: eight inputs of both. If the number of rows is odd, the last
 // row is there twice.
 template <int kRows, int kBytes>
-struct BlockOfRows {
+struct BlockOfPairs {
   static constexpr int kPairs = (kRows + 1) / 2;
   int8x16_t x[kPairs][kBytes][kQuads / 2];
 
-  BlockOfRows(const int8_t* values, int64_t apart) {
+  BlockOfPairs(const int8_t* values, int64_t apart) {
     for (int i = 0; i < kPairs; ++i)
       for (int p = 0; p < kBytes; ++p)
         for (int k = 0; k < kQuads / 2; ++k) {
@@ -76,7 +76,7 @@ struct BlockOfRows {
   static constexpr auto kSteps = std::make_index_sequence<kQuads / 2>();
 };
 
-#else
+#endif
 
 // The bytes of kRows rows of a block.
 template <int kRows, int kBytes>
@@ -102,6 +102,12 @@ struct BlockOfRows {
   static constexpr auto kSteps = std::make_index_sequence<kQuads>();
 };
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+template <int kRows, int kBytes>
+using RowsOf = std::conditional_t<(kRows > 1), BlockOfPairs<kRows, kBytes>, BlockOfRows<kRows, kBytes>>;
+#else
+template <int kRows, int kBytes>
+using RowsOf = BlockOfRows<kRows, kBytes>;
 #endif
 
 }  // namespace KV_ISA

@@ -51,8 +51,8 @@ MUTANTS = (
     Mutant(
         "the low byte of an input is dropped",
         PRODUCTS,
-        "dots[i][kBytes - 1][s].total();",
-        "dots[i][kBytes - 1][s].total() & (kBytes == 2 ? -256 : -1);",
+        "vi total = total_of(i, kBytes - 1);",
+        "vi total = total_of(i, kBytes - 1) & (kBytes == 2 ? -256 : -1);",
     ),
     Mutant("the low bytes of other rows are added", PRODUCTS, "fine & 1 << kGroup", "fine & 2 << kGroup"),
     Mutant("a zero point is added", GROUPS, "* -scale_of_group", "* scale_of_group"),

@@ -15,6 +15,7 @@ import pytest
 
 from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.schema.state import STATE_NAMES
 from tests.conformance.cuda_library import COUNTER_BYTES, Caller, HeadCache, HostMemory, bfloat16, vote_attention_call
 from tests.conformance.quantized import BITS, small
 from tests.conformance.test_cuda_on_host import BOTH, ORDERS, compare, inputs_of, set_host
@@ -134,7 +135,7 @@ def test_heads_of_one_capacity_give_the_bits_of_heads_that_share_their_tensors(c
     set_host(caller.library)
     for h, got in enumerate(actual):
         assert got["output"].tobytes() == expected["output"][:, 2 * h : 2 * h + 2].tobytes()
-        for name in ("key", "value", "votes", "score", "position"):
+        for name in STATE_NAMES:
             assert got[f"present_{name}"].tobytes() == expected[f"present_{name}"][:, h : h + 1].tobytes(), name
 
 

@@ -115,8 +115,8 @@ struct RoundedRows {
         if (inputs - b * block < block)
           from =
               static_cast<const float*>(memcpy(padded, from, static_cast<size_t>(inputs - b * block) * sizeof(float)));
-        const bool both = block == kMostBlock ? round_block<kMostBlock>(from, coarse, first, b, i, count)
-                                              : round_block<0>(from, coarse, first, b, i, count);
+        const bool both = block == kMostBlock ? round_block(kMostBlock, from, coarse, first, b, i, count)
+                                              : round_block(block, from, coarse, first, b, i, count);
         if (both) fine[tile * blocks + b] |= static_cast<uint8_t>(1 << i / kGroupRows);
       }
     }
@@ -134,11 +134,10 @@ struct RoundedRows {
   static int sum_of(vi v) { return static_cast<int>(kv::KV_ISA::sum(__builtin_convertvector(v, vf))); }
 
   // Rounds block b of row i of the tile of `count` rows that begins with row `first`. Returns whether the block has low
-  // bytes. coarse: the largest number of a block that has none. kBlock: the inputs of the block if they are known at
-  // compile time to be kMostBlock, otherwise 0.
-  template <int kBlock>
-  bool round_block(const float* x, float coarse, int64_t first, int64_t b, int i, int count) const {
-    const int block = kBlock ? kBlock : this->block;
+  // bytes. coarse: the largest number of a block that has none. Always inlined, so that the loops know a `block` that
+  // is a constant.
+  __attribute__((always_inline)) bool round_block(int block, const float* x, float coarse, int64_t first, int64_t b,
+                                                  int i, int count) const {
     const float infinite = __builtin_inff();
     vf highest{};
     for (int k = 0; k < block; k += W) {

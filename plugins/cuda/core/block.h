@@ -289,9 +289,9 @@ KV_DEVICE const char* once(const char* x) {
   return x;
 }
 
-KV_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
+KV_HD constexpr int min_of(int a, int b) { return a < b ? a : b; }
 KV_DEVICE uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
-KV_DEVICE int max_of(int a, int b) { return a > b ? a : b; }
+KV_HD constexpr int max_of(int a, int b) { return a > b ? a : b; }
 KV_DEVICE float max_of(float a, float b) { return a > b ? a : b; }
 
 // Returns how many bits of a number are 1.

@@ -88,7 +88,8 @@ def test_smollm2_is_converted_exactly() -> None:
     """
     folder = smollm2.checkpoint()
     config = json.loads((folder / "config.json").read_text())
-    assert (config["num_hidden_layers"], config["rms_norm_eps"], config["rope_parameters"]["rope_theta"]) == (30, 1e-05, 100000.0)
+    assert (config["num_hidden_layers"], config["rms_norm_eps"]) == (30, 1e-05)
+    assert config["rope_parameters"]["rope_theta"] == 100000.0
     weights = load_file(folder / "model.safetensors")
     assert sum(tensor.size for tensor in weights.values()) == 134_515_008
     digests = {name: hashlib.sha256(weights[name].tobytes()).hexdigest()[:16] for name in DIGESTS}

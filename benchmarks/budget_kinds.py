@@ -9,8 +9,8 @@ cache adds, in nats over the second half of the text. The kind `held-out` has th
 docs/measurements/quality.md; its budgets are those of a build, which are calibrated on all kinds.
 
 Every engine's figures are kept in --work, so a run that was interrupted goes on. The intervals of 95 % come from a
-bootstrap over blocks of 32 positions of one text, or over the eight texts of `held-out`. The result is
-benchmarks/results/budget-kinds.json.
+bootstrap over blocks of 32 positions of one text, or over the eight texts of `held-out`. The results are
+benchmarks/results/budget-kinds-SLOTS.json, one file for each budget.
 """
 
 from __future__ import annotations
@@ -149,7 +149,6 @@ def main() -> None:
     arguments = parser.parse_args()
     run, published = Run(arguments.work), arguments.methods.split(",")
     kinds = list(run.texts)
-    rows: list[dict[str, Any]] = []
     for slots in map(int, arguments.budgets.split(",")):
         left_out = {run.label_of(kind, slots): kind for kind in kinds}
         labels = [*published, UNIFORM, *left_out]
@@ -161,6 +160,7 @@ def main() -> None:
         for label, kind in left_out.items():
             figures = run.measure(f"heads-{slots}-without-{kind}", settings[label].recipe, [kind])
             found[kind][HEADS] = figures[kind]
+        rows: list[dict[str, Any]] = []
         for kind, methods in found.items():
             kl = {name: units(figures, 0) for name, figures in methods.items()}
             loss = {name: units(figures, 1) for name, figures in methods.items()}
@@ -175,7 +175,7 @@ def main() -> None:
                     "loss over uniform": interval(loss[HEADS], loss[UNIFORM]),
                 }
             )
-        save("budget-kinds", {"recipe": RECIPE, "length": LENGTH, "rows": rows})
+        save(f"budget-kinds-{slots}", {"recipe": RECIPE, "length": LENGTH, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict
+from typing import Any
 
 from table_parts import BUDGETS, ROOT, load, name_of, shown, table
 
@@ -41,6 +42,7 @@ def listed() -> str:
 
 
 KINDS = {"prose": "English prose", "german": "German", "french": "French", "python": "Python", "c++": "C++"}
+LENGTH = 1024  # tokens that budget_kinds.py reads
 MEASURED = "ballot, budgets of heads"
 
 
@@ -48,13 +50,19 @@ def _triple(values: list[float]) -> str:
     return shown(dict(zip(("value", "low", "high"), values, strict=True)))
 
 
+def _kinds() -> list[dict[str, Any]]:
+    """Return the rows of budget_kinds.py's results, by slots and kind of text."""
+    names = [f"budget-kinds-{slots}" for slots in (64, 128, 256)]
+    known = [name for name in names if (ROOT / "benchmarks" / "results" / f"{name}.json").exists()]
+    return [row for name in known for row in load(name)["rows"]]
+
+
 def default_quality() -> str:
     """Return the table of KL on held-out texts: published methods, `ballot`, and `ballot` as a build sets it up.
 
     The lowest KL of a column is in bold.
     """
-    result = load("budget-kinds")
-    columns = [row for row in result["rows"] if row["kind"] == "held-out"]
+    columns = [row for row in _kinds() if row["kind"] == "held-out"]
     best = [min(row["kl"], key=lambda method: row["kl"][method][0]) for row in columns]
     names = {MEASURED: "`ballot`, measured budgets (default of `kvexport build`)"}
     lines = []
@@ -62,13 +70,13 @@ def default_quality() -> str:
         cells = [_triple(row["kl"][method]) for row in columns]
         cells = [f"**{cell}**" if method == top else cell for cell, top in zip(cells, best, strict=True)]
         lines.append((names.get(method, f"`{method}`"), *cells))
-    return table(("method", *(f"1/{result['length'] // row['slots']}" for row in columns)), *lines)
+    return table(("method", *(f"1/{LENGTH // row['slots']}" for row in columns)), *lines)
 
 
 def budget_kinds() -> str:
     """Return the table of KL and loss on each kind of text that the calibration of the budgets did not read."""
     lines = []
-    for row in load("budget-kinds")["rows"]:
+    for row in _kinds():
         if row["kind"] == "held-out":
             continue
         kl, loss = row["kl"], row["loss"]

@@ -1,7 +1,7 @@
 """Speed of packed weights on the CPU, beside onnxruntime-genai and llama.cpp with weights of as many bits.
 
     python benchmarks/quantized.py --work DIR [--genai DIR] [--llamacpp DIR] [--model smollm2] [--bits 4] [--rounds 3]
-                                   [--decode 512,4096] [--prefill 512] [--slots 512]
+                                   [--decode 512,4096] [--prefill 512] [--slots 512] [--processor epyc]
 
 --model is smollm2 (SmolLM2-135M-Instruct; `make smollm2`), or M, 1b, 7b: Llama shapes of random weights. --work keeps
 checkpoints, artifacts and the peers' models. --genai and --llamacpp are the targets of `pip install --no-deps --target
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--decode", type=numbers, default=[512, 4096])
     parser.add_argument("--prefill", type=numbers, default=[512])
     parser.add_argument("--slots", type=int, default=SLOTS, help="the slots of keepkv's cache")
+    parser.add_argument("--processor", default="", help="the end of the result's name, such as epyc or xeon-amx")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
@@ -206,8 +207,10 @@ def main() -> None:
         for context in getattr(options, kind):
             results[f"{kind} {context}"] = compare(kind, context, options)
             print(kind, context, json.dumps(results[f"{kind} {context}"]), flush=True)
+    weights = "float16" if options.bits == 16 else f"int{options.bits}"
     slots = f"-{options.slots}" if options.slots != SLOTS else ""
-    save(f"quantized-{options.model}-int{options.bits}{slots}", results)
+    processor = f"-{options.processor}" if options.processor else ""
+    save(f"quantized-{options.model}-{weights}{slots}{processor}", results)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ written between its marks, `<!-- NAME -->` and `<!-- end -->`. A test checks tha
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import asdict
@@ -43,6 +44,14 @@ FIGURES = {
 PAIRED = {"smollm2-135m-base": "keepkv"}
 # Models whose engines of packed weights were measured beside their peers.
 PACKED_MODELS = {"smollm2": "SmolLM2-135M", "M": "28M Llama", "1b": "1.1B Llama", "7b": "7B Llama"}
+PACKED_PROCESSORS = {
+    "epyc": "AMD EPYC, AVX-512 VNNI",
+    "epyc-avx2": "AMD EPYC, kvexport limited to AVX2",
+    "epyc-as-avx2": "AMD EPYC, all programs limited to AVX2",
+    "xeon-amx": "Intel Xeon, AMX",
+    "xeon-avx512vnni": "Intel Xeon, kvexport limited to AVX-512 VNNI",
+    "xeon-avx2": "Intel Xeon, kvexport limited to AVX2",
+}
 # The methods that README.md shows.
 SHORT = {"smollm2-135m-base": ("streaming", "snapkv", "h2o", "keepkv", "ballot")}
 
@@ -235,23 +244,24 @@ def recall_text() -> str:
 
 
 def packed_speed() -> str:
-    """Return the table of engines of packed weights beside their peers."""
+    """Return the table of engines of packed weights beside their peers, by processor and instruction set."""
     lines = []
-    for model, name in PACKED_MODELS.items():
-        for bits in (4, 8):
-            if not (ROOT / "benchmarks" / "results" / f"quantized-{model}-int{bits}.json").exists():
+    for processor, model, weights in itertools.product(PACKED_PROCESSORS, PACKED_MODELS, ("int4", "int8", "float16")):
+        name = f"quantized-{model}-{weights}-{processor}"
+        if not (ROOT / "benchmarks" / "results" / f"{name}.json").exists():
+            continue
+        results = load(name)
+        for tokens, result in results.items():
+            if not tokens.startswith(("decode ", "prefill ")):
                 continue
-            for what, result in load(f"quantized-{model}-int{bits}").items():
-                if not what.startswith(("decode ", "prefill ")):
-                    continue
-                speed = result["tokens_per_second"]
-                ratios = (f"{result[f'{side}_to_faster_peer']:.2f}" for side in ("full", "keepkv"))
-                order = ("full", "keepkv", "genai", "llamacpp")
-                sides = (f"{speed[side]:g}" if side in speed else "" for side in order)
-                share = result.get("read_share", {}).get("full")
-                lines.append((name, str(bits), what, *sides, *ratios, f"{share:.2f}" if share else ""))
-    header = ("model", "bits", "tokens", "full cache", "512 slots", "genai", "llama.cpp", "full / faster peer")
-    return table((*header, "512 slots / faster peer", "of the bandwidth"), *lines)
+            speed = {side: f"{value:g}" for side, value in result["tokens_per_second"].items()}
+            llamacpp = ", ".join(speed[side] for side in ("llamacpp", "llamacpp-bf16") if side in speed)
+            ratios = (f"{result[f'{side}_to_faster_peer']:.2f}" for side in ("full", "keepkv"))
+            sides = (speed["full"], speed["keepkv"], speed.get("genai", ""), llamacpp)
+            titles = (PACKED_PROCESSORS[processor], results["date"][:10], PACKED_MODELS[model], weights, tokens)
+            lines.append((*titles, *sides, *ratios))
+    header = ("processor", "date", "model", "weights", "tokens", "full cache", "512 slots", "genai", "llama.cpp")
+    return table((*header, "full / faster peer", "512 slots / faster peer"), *lines)
 
 
 def packed_quality() -> str:

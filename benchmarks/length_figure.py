@@ -28,7 +28,7 @@ class Panel(NamedTuple):
 
 def figure() -> str:
     """Return the figure as SVG."""
-    results = load("quantized-smollm2-int4")
+    results = load("quantized-smollm2-int4-epyc")
     rows = {key: row for key, row in results.items() if key.startswith("decode ")}
     decode = {int(key.split()[1]): row["tokens_per_second"] for key, row in rows.items()}
     lengths = sorted(decode)

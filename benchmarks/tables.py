@@ -47,7 +47,6 @@ PACKED_MODELS = {"smollm2": "SmolLM2-135M", "M": "28M Llama", "1b": "1.1B Llama"
 PACKED_PROCESSORS = {
     "epyc": "AMD EPYC, AVX-512 VNNI",
     "epyc-avx2": "AMD EPYC, kvexport limited to AVX2",
-    "epyc-as-avx2": "AMD EPYC, all programs limited to AVX2",
     "xeon-amx": "Intel Xeon, AMX",
     "xeon-avx512vnni": "Intel Xeon, kvexport limited to AVX-512 VNNI",
     "xeon-avx2": "Intel Xeon, kvexport limited to AVX2",

@@ -17,8 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 from kvexport.backends.tensorrt.graphs import for_tensorrt, plugin_refusal
 from kvexport.ops.linear import Form
 from kvexport.ops.packed import E2M1, PackedFormat
-from plugins.building import make
-from tests.conformance.cuda_library import Arrays, HostMemory, load
+from tests.backends.tensorrt.test_model_plugins import direct as direct  # the fixtures
+from tests.backends.tensorrt.test_model_plugins import harness as harness
+from tests.conformance.cuda_library import Arrays
 from tests.conformance.cuda_library import Caller as DirectCaller
 from tests.conformance.cuda_linear import Case, case
 from tests.conformance.test_linear_on_host import DTYPES, WITHOUT_ADAPTERS, packed_form
@@ -35,23 +36,10 @@ from tests.support.tensorrt_harness import (
     Tensor,
     fields_of,
     parsed,
-    what_is_missing,
 )
 
 B, T, N = -2, -3, -4  # symbols of sequences, tokens and rows
 ROWS = ((1, 1), (2, 3), (1, 20))
-
-
-@pytest.fixture(scope="module")
-def harness() -> Harness:
-    if missing := what_is_missing():
-        pytest.skip(missing)
-    return Harness(make.build("tensorrt-harness"))
-
-
-@pytest.fixture(scope="module")
-def direct(harness: Harness) -> DirectCaller:
-    return DirectCaller(load(make.build("cuda-host")), HostMemory())
 
 
 def node_of(form: Form) -> onnx.NodeProto:

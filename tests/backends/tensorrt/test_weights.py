@@ -246,7 +246,7 @@ def test_an_artifact_with_a_packed_embedding_is_refused_by_name(
 def test_an_artifact_for_another_backend_is_taken_with_the_plugin(
     checkpoint: Path, tmp_path: Path, plugins: Path
 ) -> None:
-    """Its scales may be below 0, and its groups of any size."""
+    """With the plugin Linear, an artifact's packed weights may have scales below 0 and groups of any size."""
     weights = {**ROUNDED, "group": 32, "head": "float"}
     artifact_of_another = models.build_shared(recipe_of(checkpoint, weights, {"name": "onnxruntime"}), tmp_path / "a")
     assert load_manifest(engines(artifact_of_another, tmp_path / "engines")).operators["Linear"] == "plugin"

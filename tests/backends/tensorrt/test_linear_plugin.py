@@ -19,7 +19,7 @@ from kvexport.ops.linear import Form
 from kvexport.ops.packed import E2M1, PackedFormat
 from tests.backends.tensorrt.test_model_plugins import direct as direct  # the fixtures
 from tests.backends.tensorrt.test_model_plugins import harness as harness
-from tests.conformance.cuda_library import Arrays
+from tests.conformance.cuda_library import Arrays, HostMemory
 from tests.conformance.cuda_library import Caller as DirectCaller
 from tests.conformance.cuda_linear import Case, case
 from tests.conformance.test_linear_on_host import DTYPES, WITHOUT_ADAPTERS, packed_form

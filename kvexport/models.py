@@ -62,6 +62,54 @@ def model_recipe(
     return recipe
 
 
+def recipe_of_command(
+    verb: str,
+    model: str | None,
+    recipe: str | None,
+    budget: int | None = None,
+    *,
+    max_length: int | None = None,
+    overrides: Sequence[str] = (),
+    calibrate: bool | None = None,
+    progress: Show = silent,
+) -> LoadedRecipe:
+    """Return the recipe that a command's arguments describe: `kvexport build` builds it, `kvexport plan` plans it.
+
+    Args:
+        verb: The name of the command.
+        model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file. With `recipe`, it replaces the
+            recipe's model.
+        recipe: The name or file of a recipe; None takes the recipe of a model that has none.
+        budget: Slots of each KV head; None takes the recipe's.
+        max_length: The largest number of tokens of one sequence; None takes the recipe's.
+        overrides: "dotted.key=value" strings, as `--set` takes them.
+        calibrate: See `calibrated_recipe`; refused for a recipe.
+        progress: Shows the stages of the measurement.
+
+    Raises:
+        UsageError: No model and no recipe is named, or an argument cannot be used.
+        EnvironmentProblem: See `calibrated_recipe`.
+    """
+    from kvexport.packages import require
+
+    if recipe is None:
+        if model is None:
+            raise UsageError(
+                f"there is nothing to {verb}",
+                f"kvexport {verb} MODEL (a hub id, a checkpoint's folder or a GGUF file), or kvexport {verb} --recipe "
+                "NAME",
+            )
+        require(verb)
+        return calibrated_recipe(
+            model, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
+        )
+    from kvexport.recipe.load import load_recipe
+
+    refuse_calibration_of_recipes(calibrate)
+    own = [("model.path", model), ("cache.budget", budget), ("limits.max_length", max_length)]
+    return load_recipe(recipe, [*(f"{key}={value}" for key, value in own if value is not None), *overrides])
+
+
 def calibrated_recipe(
     model: str,
     budget: int | None = None,

@@ -305,7 +305,7 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
     rank_bytes = weights if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
-    targets = projection_sizes(shape.model, recipe.adapters.targets) if recipe.adapters.count else {}
+    targets = projection_sizes(shape.model, shape.mode, recipe.adapters.targets) if recipe.adapters.count else {}
     geometry, adapters = tuple(shape.geometry), largest_bytes(recipe, targets)
     return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, rank_bytes, *experts, adapters)
 

@@ -8,8 +8,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvexport.commands.options import (
     RECIPE,
     BackendOption,
@@ -17,9 +15,11 @@ from kvexport.commands.options import (
     CalibrateOption,
     JsonOption,
     MaxLengthOption,
+    ModelArgument,
+    NamedModelOption,
     SetOption,
     backend_option,
-    model_option,
+    one_model,
     output_option,
 )
 from kvexport.commands.output import print_json
@@ -34,19 +34,13 @@ class Stage(str, Enum):
 
 
 def build(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A hub id, the folder of a checkpoint, or a GGUF file."),
-    ] = None,
+    model: ModelArgument = None,
     recipe: Annotated[str | None, RECIPE] = None,
     budget: BudgetOption = None,
     max_length: MaxLengthOption = None,
     calibrate: CalibrateOption = None,
     overrides: SetOption = None,
-    named_model: Annotated[
-        str | None,
-        model_option("--model", metavar="MODEL", help="The same as the argument."),
-    ] = None,
+    named_model: NamedModelOption = None,
     out: Annotated[
         Path | None,
         output_option("--out", metavar="DIR", help="The folder of the artifact. [default: artifacts/NAME]"),
@@ -67,8 +61,6 @@ def build(
     Example: kvexport build Qwen/Qwen3-0.6B --budget 1024 --out qwen3
     """
     start = time.monotonic()
-    if model is not None and named_model is not None:
-        raise UsageError(f"there are two models, {model} and {named_model}", "name one of them")
     built = build_artifact(
         recipe,
         overrides or (),
@@ -76,7 +68,7 @@ def build(
         backend,
         stage,
         source,
-        model=model or named_model,
+        model=one_model(model, named_model),
         budget=budget,
         max_length=max_length,
         calibrate=calibrate,
@@ -131,23 +123,12 @@ def build_artifact(
         from kvexport.export.rebuild import rebuild
 
         return rebuild(source, out, changes, progress=show)
-    if recipe is None and model is None:
-        raise UsageError(
-            "there is nothing to build",
-            "kvexport build MODEL (a hub id, a checkpoint's folder or a GGUF file), or kvexport build --recipe NAME",
-        )
-    from kvexport.models import calibrated_recipe, refuse_calibration_of_recipes
+    from kvexport.models import recipe_of_command
     from kvexport.packages import require
-    from kvexport.recipe.load import load_recipe
 
-    if recipe is None:
-        loaded = calibrated_recipe(
-            str(model), budget, max_length=max_length, overrides=changes, calibrate=calibrate, progress=show
-        )
-    else:
-        refuse_calibration_of_recipes(calibrate)
-        own = [("model.path", model), ("cache.budget", budget), ("limits.max_length", max_length)]
-        loaded = load_recipe(recipe, [*(f"{key}={value}" for key, value in own if value is not None), *changes])
+    loaded = recipe_of_command(
+        "build", model, recipe, budget, max_length=max_length, overrides=changes, calibrate=calibrate, progress=show
+    )
     require("build")
     from kvexport.export.build import build
 

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvexport.backends.sections import names
+from kvexport.errors import UsageError
 
 
 def in_panel(name: str) -> Callable[..., Any]:
@@ -37,6 +38,17 @@ class Command(TyperCommand):
                 formatter.write_dl(panels[panel])
 
 
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """Return the model that a command names as its argument or by `--model`; None if it names none.
+
+    Raises:
+        UsageError: The command names two models.
+    """
+    if argument is not None and option is not None:
+        raise UsageError(f"there are two models, {argument} and {option}", "name one of them")
+    return argument or option
+
+
 def complete_recipe(incomplete: str) -> list[str]:
     """Return the names of shipped recipes that begin with `incomplete`, for completion in the shell."""
     from kvexport.recipe.inherit import recipe_folder
@@ -51,6 +63,14 @@ RecipeOption = Annotated[str, RECIPE]
 SetOption = Annotated[
     list[str] | None,
     model_option("--set", metavar="KEY=VALUE", help="Override a value of the recipe. This option is repeatable."),
+]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A hub id, the folder of a checkpoint, or a GGUF file."),
+]
+NamedModelOption = Annotated[
+    str | None,
+    model_option("--model", metavar="MODEL", help="The same as the argument."),
 ]
 BudgetOption = Annotated[
     int | None,

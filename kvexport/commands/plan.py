@@ -1,4 +1,4 @@
-"""The command `kvexport plan`: how much memory a recipe needs, before anything is built."""
+"""The command `kvexport plan`: how much memory a model needs, before anything is built."""
 
 from __future__ import annotations
 
@@ -6,26 +6,52 @@ from typing import Annotated
 
 import typer
 
-from kvexport.commands.options import JsonOption, RecipeOption, SetOption
+from kvexport.commands.options import (
+    RECIPE,
+    BudgetOption,
+    JsonOption,
+    MaxLengthOption,
+    ModelArgument,
+    NamedModelOption,
+    SetOption,
+    one_model,
+)
 from kvexport.commands.output import print_result
 
 
 def plan(
-    recipe: RecipeOption,
+    model: ModelArgument = None,
+    recipe: Annotated[str | None, RECIPE] = None,
+    budget: BudgetOption = None,
+    max_length: MaxLengthOption = None,
     overrides: SetOption = None,
+    named_model: NamedModelOption = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Show how many sequences fit this memory, such as 24GB or 24GiB.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute how much memory a recipe needs, before anything is built."""
+    """Compute how much memory a model or a recipe needs, before anything is built.
+
+    No budgets are measured: every KV head of a model has the same budget in its plan.
+
+    Example: kvexport plan Qwen/Qwen3-0.6B --budget 1024
+    """
+    from kvexport.models import recipe_of_command
     from kvexport.planning import plan_memory
-    from kvexport.recipe.load import load_recipe
     from kvexport.terminal import show
     from kvexport.units import parse_bytes
 
     amount = None if memory is None else parse_bytes(memory)
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = recipe_of_command(
+        "plan",
+        one_model(model, named_model),
+        recipe,
+        budget,
+        max_length=max_length,
+        overrides=overrides or (),
+        calibrate=False,
+    )
     with show("reading the checkpoint"):
         memory_plan = plan_memory(loaded.recipe, loaded.name)
     fit = None if amount is None else memory_plan.fit(amount)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -49,6 +50,18 @@ def test_build_takes_a_folder_and_the_length_that_it_was_trained_for(tiny_checkp
         "build", "--model", tiny_checkpoint, "--max-length", 64, "--out", tmp_path / "c", "--set", "cache.sinks=2"
     )
     assert load_manifest(Path(other.strip())).recipe.cache.sinks == 2
+
+
+def test_the_plan_of_a_model_is_that_of_its_build(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    plan = json.loads(ok("plan", tiny_checkpoint, "--budget", 32, "--max-length", 64, "--json"))
+    artifact = kvexport.build(tiny_checkpoint, tmp_path / "a", budget=32, max_length=64, calibrate=False)
+    engine = kvexport.load(artifact)
+    assert plan["cache_bytes_per_sequence"] == engine.plan.bytes(1)
+    assert (plan["recipe"], plan["max_length"], plan["method"]) == ("checkpoint", 64, "ballot")
+    recipe = ("--recipe", "tiny-keepkv", "--budget", 16)
+    assert json.loads(ok("plan", tiny_checkpoint, *recipe, "--json"))["model"] == str(tiny_checkpoint)
+    assert "kvexport plan MODEL" in failure(2, "plan")
+    assert "two models" in failure(2, "plan", "a/b", "--model", "c/d")
 
 
 def test_models_that_cannot_be_built_are_named(tiny_artifact: Path, tiny_checkpoint: Path) -> None:

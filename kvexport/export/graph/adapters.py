@@ -11,13 +11,15 @@ others.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvexport.backends.adapters import ROWS, first_input, second_input
 from kvexport.errors import UsageError
+from kvexport.export.model.probe import probe_layers
 from kvexport.export.passes.nodes import dims, is_op, known_shape, permutes
 from kvexport.tensor_files.shards import some_names
 
@@ -54,14 +56,41 @@ def put_adapters(graph: ir.Graph, targets: Sequence[str] | None) -> dict[str, tu
     return {module: _put(graph, module, node, mask) for module, node in taken.items()}
 
 
-def projection_sizes(model: torch.nn.Module, targets: Sequence[str] | None) -> dict[str, tuple[int, int]]:
-    """Return the sizes that `put_adapters` returns, for a model that is not traced yet."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    return {
-        name: (module.in_features, module.out_features)
-        for name, module in linears.items()
-        if _MODULE.fullmatch(name) and (targets is None or name.rpartition(".")[2] in targets)
-    }
+def projection_sizes(
+    model: torch.nn.Module, mode: FakeTensorMode, targets: Sequence[str] | None
+) -> dict[str, tuple[int, int]]:
+    """Return the sizes that `put_adapters` returns, for a model that is not traced yet.
+
+    A forward pass on fake tensors shows which projections receive rows [batch, tokens]. Routers and shared experts of
+    some models receive all tokens as one row of rows instead, and take no adapters.
+
+    Args:
+        model: The model.
+        mode: The mode of the fake tensors that are its parameters.
+        targets: The last names of the projections that take adapters; None for all projections of layers.
+    """
+    sizes: dict[str, tuple[int, int]] = {}
+
+    def hook(name: str) -> Callable[[torch.nn.Linear, tuple[torch.Tensor, ...]], None]:
+        def record(module: torch.nn.Linear, arguments: tuple[torch.Tensor, ...]) -> None:
+            if arguments[0].dim() == 3:
+                sizes[name] = module.in_features, module.out_features
+
+        return record
+
+    handles = [
+        module.register_forward_pre_hook(hook(name))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and _MODULE.fullmatch(name)
+        and (targets is None or name.rpartition(".")[2] in targets)
+    ]
+    try:
+        probe_layers(model, mode)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes
 
 
 def _projection(node: ir.Node, rows: tuple[int | str, ...]) -> str:

@@ -16,6 +16,7 @@ WORKDIR /source
 COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY licenses licenses
 COPY plugins plugins
+COPY docs docs
 COPY recipes recipes
 COPY kvexport kvexport
 # Of the version whose registers and spills plugins/cuda/resources.json records. nvcc looks for its libraries in lib64.

@@ -17,6 +17,7 @@ WORKDIR /source
 COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY licenses licenses
 COPY plugins plugins
+COPY docs docs
 COPY recipes recipes
 COPY kvexport kvexport
 # Compute capabilities of the GPUs that the image is for, as in "90" or "80 86 89 90"; nvcc takes minutes for each. 87 is Orin, 110 Thor.

@@ -42,7 +42,7 @@ def backend_section() -> type[RecipeSection]:
             ge=1,
             le=64,
             description="The number of ranks: processes that compute one model together, each with its share of the KV "
-            "heads (docs/tasks/tensor-parallel.md).",
+            "heads (kvexport docs tasks/tensor-parallel).",
         )
 
     sections: dict[str, type[RecipeSection]] = {name: _module(name).Section for name in names()}

@@ -13,7 +13,7 @@ from kvexport.recipe.load import LoadedRecipe
 from kvexport.terminal import Progress, say, silent
 
 MOST_SECONDS = 1800.0  # a longer calibration runs only if the user asks for it
-COST = "at equal bytes they lose about twice as much as measured budgets (docs/measurements/budgets.md)"
+COST = "at equal bytes they lose about twice as much as measured budgets (kvexport docs measurements/budgets)"
 
 Show = Callable[[str, "int | None"], Progress]
 

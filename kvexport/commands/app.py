@@ -16,6 +16,7 @@ from kvexport.commands.build import build
 from kvexport.commands.calibrate import calibrate
 from kvexport.commands.chat import chat
 from kvexport.commands.deploy import deploy_kubernetes, deploy_ray, deploy_triton
+from kvexport.commands.docs import docs
 from kvexport.commands.doctor import doctor
 from kvexport.commands.errors import Verbs
 from kvexport.commands.eval import evaluate
@@ -36,6 +37,7 @@ for verb in (build, generate, chat, serve, bench, plan, inspect, validate):
 app.command("eval", cls=Command)(evaluate)
 app.command(cls=Command)(calibrate)
 app.command(cls=Command)(doctor)
+app.command(cls=Command)(docs)
 recipes_app = typer.Typer(help="List the recipes; show one; list the compression methods.", **PLAIN)
 recipes_app.callback(invoke_without_command=True)(recipes)
 recipes_app.command("show", cls=Command)(recipes_show)

@@ -30,7 +30,7 @@ def bench(
 ) -> None:
     """Measure the latency and throughput of an artifact by batch, context and chunk.
 
-    docs/tasks/measure-speed.md explains each figure, and how to load-test a server.
+    `kvexport docs tasks/measure-speed` explains each figure, and how to load-test a server.
     """
     from kvexport.bench.offline import Plan, measure, sections
     from kvexport.engine.load import load

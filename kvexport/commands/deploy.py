@@ -23,7 +23,10 @@ def deploy_triton(
     ] = ("state"),
     name: Annotated[str | None, typer.Option(help="The name of the model. [default: the artifact's folder]")] = None,
 ) -> None:
-    """Write a model repository for NVIDIA's Triton Inference Server. docs/tasks/deploy.md explains how to call it."""
+    """Write a model repository for NVIDIA's Triton Inference Server.
+
+    `kvexport docs tasks/deploy` explains how to call it.
+    """
     from kvexport.deploy.triton import write_repository
     from kvexport.terminal import show
 

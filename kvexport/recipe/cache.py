@@ -110,7 +110,7 @@ class CacheSection(RecipeSection):
     merge_prompts: Literal["chunks", "end"] = Field(
         "chunks",
         description="When the tokens of a prompt merge. chunks: after each chunk; end: once, after a full cache has "
-        "read the whole prompt, if it has at least merge_every tokens. See docs/tasks/compress-once.md.",
+        "read the whole prompt, if it has at least merge_every tokens. See `kvexport docs tasks/compress-once`.",
     )
     periodic: PeriodicSection = Field(
         PeriodicSection(),

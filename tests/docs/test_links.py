@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
+from kvexport.commands.docs import pages
 from tests.docs.pages import PAGES, anchors, links
 from tests.support.paths import ROOT
 
@@ -41,6 +43,28 @@ def test_every_page_is_in_a_table_of_contents() -> None:
                 listed |= set(page.parent.glob(f"{entry}.md"))
     documents = {page for page in PAGES if (ROOT / "docs") in page.parents} - {ROOT / "docs" / "index.md"}
     assert documents == listed
+
+
+def test_the_program_prints_every_page_that_is_complete_as_markdown() -> None:
+    rendered = {ROOT / "docs" / name for name in ("index.md", "reference/cli.md", "reference/python.md")}
+    assert set(pages().values()) == {page for page in PAGES if (ROOT / "docs") in page.parents} - rendered
+
+
+def test_texts_of_the_program_name_pages_as_an_installed_program_prints_them() -> None:
+    """A user of a wheel has no folder docs, so texts name pages as `kvexport docs FOLDER/NAME`."""
+    shown = {path: "\n".join(texts(path)) for path in (ROOT / "kvexport").rglob("*.py")}
+    del shown[ROOT / "kvexport" / "schema" / "generate.py"]  # for a checkout alone
+    assert [path for path, text in shown.items() if re.search(r"docs/\S+\.md", text)] == []
+    names = {name for text in shown.values() for name in re.findall(r"kvexport docs ([a-z][\w-]+/[\w-]+)", text)}
+    assert len(names) > 5 and names <= pages().keys()
+
+
+def texts(path: Path) -> list[str]:
+    """Return the strings of a source file. Docstrings are among them only in the folder of commands, as their help."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr) and path.parent.name != "commands"}
+    strings = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [node.value for node in strings if isinstance(node.value, str)]
 
 
 def test_every_page_that_the_sources_name_exists() -> None:

@@ -27,7 +27,7 @@ VERSION = "1"
 NAMESPACE = "kvexport"
 BUILD = (
     "python plugins/build.py tensorrt --capabilities 90, with the GPU's compute capability "
-    "(docs/reference/tensorrt-plugins.md)"
+    "(kvexport docs reference/tensorrt-plugins)"
 )
 
 

@@ -139,9 +139,14 @@ class Diagnosis:
         if not self.runs:
             lines = {s.package.install for s in self.packages if s.problem and s.package.extra == "run"}
             return f"Artifacts cannot be run here. To mend it: {' && '.join(sorted(lines)) or 'see above'}"
-        if any(self.verbs.values()):
-            return "Artifacts can be run here, but not built or validated. To mend it: pip install 'kvexport[export]'"
-        return "Artifacts can be built, validated and run here."
+        able, missing = ["run"], []
+        for extra, done in (("serve", ["served"]), ("export", ["built", "validated"])):
+            if any(lacks for verb, lacks in self.verbs.items() if VERBS[verb] == extra):
+                missing.append(extra)
+            else:
+                able += done
+        text = f"Artifacts can be {' and '.join(filter(None, (', '.join(able[:-1]), able[-1])))} here"
+        return f"{text}. For more: pip install 'kvexport[{','.join(missing)}]'" if missing else f"{text}."
 
 
 def diagnose() -> Diagnosis:

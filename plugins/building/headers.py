@@ -41,7 +41,7 @@ PLACES = {
             *(Path(root, folder) for folder in ONNXRUNTIME_FOLDERS for root in ("/usr", "/usr/local")),
         ),
         "ONNX Runtime's C headers were not found (ONNXRUNTIME_INCLUDE_DIR=DIR, with DIR the folder include of a "
-        "release of ONNX Runtime; in a checkout of kvexport: make native)",
+        "release of ONNX Runtime; in a checkout on Debian: python plugins/build.py --fetch-headers)",
     ),
     "tensorrt": Place(
         "NvInferRuntime.h",

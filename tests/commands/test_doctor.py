@@ -50,6 +50,22 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
         monkeypatch.setitem(sys.modules, module, None)
 
 
+@pytest.mark.parametrize(
+    ("modules", "verdict"),
+    [
+        ((), "Artifacts can be run, served, built and validated here."),
+        (("torch",), "Artifacts can be run and served here. For more: pip install 'kvexport[export]'"),
+        (("uvicorn",), "Artifacts can be run, built and validated here. For more: pip install 'kvexport[serve]'"),
+        (("uvicorn", "torch"), "Artifacts can be run here. For more: pip install 'kvexport[serve,export]'"),
+    ],
+)
+def test_the_verdict_names_the_extras_of_the_commands_that_lack_packages(
+    modules: tuple[str, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, *modules)
+    assert diagnose().verdict == verdict
+
+
 def without_gpu_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the package onnxruntime-gpu from importlib.metadata. Its module `onnxruntime` stays importable."""
     version = metadata.version
@@ -78,7 +94,7 @@ def test_the_packages_are_those_of_the_project_with_the_same_oldest_versions() -
 
 def test_every_verb_of_the_command_line_is_judged() -> None:
     shown = CliRunner().invoke(app, ["--help"]).stdout
-    assert set(re.findall(r"^  ([a-z]+)  ", shown[shown.index("Commands:") :], re.MULTILINE)) == {*VERBS, "doctor"}
+    assert set(re.findall(r"^  ([a-z]+)  ", shown[shown.index("Commands:") :], re.MULTILINE)) == {*VERBS, "docs", "doctor"}
 
 
 def test_this_machine_can_do_everything() -> None:

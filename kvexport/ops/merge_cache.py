@@ -121,7 +121,9 @@ def merge_cache(
     slots = gather_slots(Slots(key, values, votes, score, position, now, attributes.rotary, extra), order, axes)
     used = slots.votes > 0
     positions_before = torch.where(used, slots.position, LAST)
-    if not attributes.method.compresses:
+    # A cache whose capacity is its budget has no slot over the budget. Methods expect room for one evicted slot.
+    never_over = rows is None and evicted_rows.shape[0] == 0
+    if never_over or not attributes.method.compresses:
         kept = used
     else:
         sink, late = (

@@ -189,7 +189,7 @@ def no_artifact(root: Path, problem: str) -> ArtifactError:
     """Return the error for a directory without an artifact's manifest; it never advises to remove the directory."""
     return ArtifactError(
         f"{root} is no artifact: {problem}",
-        "name the directory of an artifact; kvexport build --recipe NAME --out DIR builds one",
+        "name the directory of an artifact; kvexport build MODEL --out DIR builds one",
     )
 
 

@@ -77,7 +77,7 @@ def _existing(path: Path) -> Path:
                 else f"there is no artifact at {path}"
             )
             raise UsageError(
-                problem, f"kvexport build --recipe NAME --out {quoted(path)}, or name the directory of an artifact"
+                problem, f"kvexport build MODEL --out {quoted(path)}, or name the directory of an artifact"
             )
     return path.resolve()
 

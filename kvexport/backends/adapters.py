@@ -136,7 +136,7 @@ def load_adapters(manifest: Manifest, folders: Mapping[str, str | Path]) -> Adap
     section, targets = manifest.recipe.adapters, manifest.adapters
     if len(folders) > section.count:
         raise UsageError(
-            f"{len(folders)} adapters were given, and the artifact takes {section.count}",
+            f"the artifact takes {section.count or 'no'} adapters, and {len(folders)} were given",
             f"kvexport build --recipe NAME --set adapters.count={len(folders)}",
         )
     dtype = np.dtype(manifest.recipe.model.dtype)

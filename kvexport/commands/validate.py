@@ -86,12 +86,12 @@ def validate_backends(
         UsageError: See `validate_artifact`, `first_layers` and, for a named backend, `rebuild`.
     """
     from kvexport.artifact.reading import load_manifest
+    from kvexport.packages import require
     from kvexport.validate.layers import first_layers
-    from kvexport.validate.runner import require_packages
 
     if layers is None:
         return _compare(artifact, backend, progress, checkpoint=checkpoint, **settings)
-    require_packages()
+    require("validate")
     total = load_manifest(artifact).model.layers
     with first_layers(artifact, layers, checkpoint, progress) as shortened:
         name = backend or load_manifest(shortened).recipe.backend.name

@@ -19,7 +19,8 @@ import numpy as np
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
-from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.errors import UsageError
+from kvexport.packages import require
 from kvexport.ranks.comparison import runners
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
@@ -72,7 +73,7 @@ def validate_artifact(
         UsageError: The weights are missing, or are not the artifact's.
         EnvironmentProblem: torch, transformers, polygraphy or a package of the backend is missing.
     """
-    require_packages()
+    require("validate")
     from kvexport.export.build import read_model
     from kvexport.export.weights.importance import as_built
     from kvexport.validate.compare import LAYERS, tolerance_of
@@ -180,12 +181,3 @@ def _quiet_polygraphy() -> None:
     from polygraphy.logger import G_LOGGER
 
     G_LOGGER.module_severity = G_LOGGER.CRITICAL
-
-
-def require_packages() -> None:
-    """Raise EnvironmentProblem if a package that validation needs is missing."""
-    for package in ("torch", "transformers", "polygraphy", "onnx"):
-        try:
-            __import__(package)
-        except ImportError as error:
-            raise EnvironmentProblem(f"validate needs {package}: {error}", "pip install 'kvexport[export]'") from error

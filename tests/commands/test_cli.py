@@ -64,6 +64,8 @@ def test_running_an_artifact_needs_neither_torch_nor_transformers_nor_onnx(tiny_
         "error: build needs torch, transformers, safetensors, onnx, onnxscript, which are not installed"
     )
     assert "pip install 'kvexport[export]'" in problems
+    _, problems = process("validate", tiny_artifact, code=code).communicate()
+    assert "error: validate needs torch, transformers, safetensors, onnx, onnxscript, which are" in problems
 
 
 def test_the_public_names_are_there_and_survive_the_import_of_the_package_build(tiny_artifact: Path) -> None:

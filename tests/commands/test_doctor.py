@@ -94,7 +94,11 @@ def test_the_packages_are_those_of_the_project_with_the_same_oldest_versions() -
 
 def test_every_verb_of_the_command_line_is_judged() -> None:
     shown = CliRunner().invoke(app, ["--help"]).stdout
-    assert set(re.findall(r"^  ([a-z]+)  ", shown[shown.index("Commands:") :], re.MULTILINE)) == {*VERBS, "docs", "doctor"}
+    assert set(re.findall(r"^  ([a-z]+)  ", shown[shown.index("Commands:") :], re.MULTILINE)) == {
+        *VERBS,
+        "docs",
+        "doctor",
+    }
 
 
 def test_this_machine_can_do_everything() -> None:

@@ -129,6 +129,19 @@ def test_keeps_the_budget_the_sinks_and_the_recent(
                 assert (new[name][kept_slots] == old[name][slots]).all(), f"{name} of a protected slot changed"
 
 
+@pytest.mark.parametrize("backend", [b for b in reached() if b.name in ("torch", "native-cpu")], ids=lambda b: b.name)
+@pytest.mark.parametrize("profile", [p for p in MERGE_PROFILES if not p.sliding_window], ids=lambda p: p.name)
+def test_a_cache_whose_capacity_is_its_budget_stays_as_it_is(backend: Backend, profile: MergeProfile) -> None:
+    attributes = profile.attributes(12)
+    if problem := backend.lacks(attributes):
+        pytest.skip(problem)
+    state = merge_cache_state(profile, MergeScenario("capacity-is-the-budget", 12, 12, ((12, 12), (0, 5))))
+    actual = state_of(backend.merge_cache(state, attributes))
+    for b, h in np.ndindex(2, profile.kv_heads):
+        before, after = by_position(state, b, h), by_position(actual, b, h)
+        assert all((after[name] == before[name]).all() for name in STATE)
+
+
 @every_merge
 def test_the_order_of_the_slots_changes_nothing(backend: Backend, profile: MergeProfile) -> None:
     scenario = next(s for s in MERGE_SCENARIOS if s.name == "ragged-over-the-budget")

@@ -259,8 +259,8 @@ def test_more_adapters_and_ranks_than_the_recipe_allows_are_refused(
 ) -> None:
     large = adapter(tmp_path / "large", tiny_checkpoint, rank=5)
     cases: list[tuple[Path, dict[str, Path], str]] = [
-        (tiny_artifact, adapters, "2 adapters were given, and the artifact takes 0"),
-        (adapted_artifact, {**adapters, "three": large}, "3 adapters were given, and the artifact takes 2"),
+        (tiny_artifact, adapters, "the artifact takes no adapters, and 2 were given"),
+        (adapted_artifact, {**adapters, "three": large}, "the artifact takes 2 adapters, and 3 were given"),
         (adapted_artifact, {"large": large}, "has rank 5, and the artifact takes ranks up to 4"),
         (adapted_artifact, {"none": tmp_path}, "is no folder with adapter_config.json"),
     ]

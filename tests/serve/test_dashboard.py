@@ -1,4 +1,4 @@
-"""Tests of the Grafana dashboard: every metric that it queries is one that the server exports."""
+"""Tests of the Grafana dashboard: it keeps the rules of Grafana, and queries metrics that the server exports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.grafana import problems
 from tests.support.http_server import Running
 
 DASHBOARD = Path(__file__).parent.parent.parent / "docker" / "grafana" / "dashboard.json"
@@ -36,8 +39,30 @@ def test_the_dashboard_shows_every_metric_that_the_documentation_names() -> None
     assert [name for name in METRIC.findall(text) if name not in shown] == []
 
 
-def test_the_panels_have_places_of_their_own_and_one_source() -> None:
+def test_the_dashboard_keeps_the_rules_of_grafana() -> None:
+    assert problems(json.loads(DASHBOARD.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (("panels", 1, "id"), 1, "id of panels: 1 occurs 2 times"),
+        (("panels", 0, "gridPos", "w"), 9, "Requests and Finished requests, by reason overlap"),
+        (("panels", 2, "gridPos", "w"), 9, "Tokens a second ends beyond column 24"),
+        (("panels", 0, "kind"), "graph", "$.panels[0]: Additional properties are not allowed ('kind' was unexpected)"),
+        (("panels", 0, "targets", 1, "refId"), "A", "refId of Requests: A occurs 2 times"),
+        (("panels", 0, "datasource", "uid"), "$source", "$source is no variable"),
+        (("panels", 0, "fieldConfig", "defaults", "unit"), "tokens", "is not one of"),
+        (("uid",), "kv export", "does not match"),
+        (("templating", "list", 1, "datasource"), None, "is not valid under any of the given schemas"),
+    ],
+)
+def test_a_broken_rule_of_grafana_is_found(path: tuple[Any, ...], value: Any, problem: str) -> None:
     board = json.loads(DASHBOARD.read_text())
-    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
-    assert len(places) == len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {"${datasource}"}
+    *outer, last = path
+    place = board
+    for key in outer:
+        place = place[key]
+    place[last] = value
+    (found,) = problems(board)
+    assert problem in found

@@ -58,7 +58,7 @@ def test_the_plan_of_a_model_is_that_of_its_build(tiny_checkpoint: Path, tmp_pat
     engine = kvexport.load(artifact)
     assert plan["cache_bytes_per_sequence"] == engine.plan.bytes(1)
     assert (plan["recipe"], plan["max_length"], plan["method"]) == ("checkpoint", 64, "ballot")
-    recipe = ("--recipe", "tiny-keepkv", "--budget", 16)
+    recipe = ("--recipe", "tiny-keepkv", "--budget", 16, "--max-length", 64)
     assert json.loads(ok("plan", tiny_checkpoint, *recipe, "--json"))["model"] == str(tiny_checkpoint)
     assert "kvexport plan MODEL" in failure(2, "plan")
     assert "two models" in failure(2, "plan", "a/b", "--model", "c/d")

@@ -20,6 +20,7 @@ from kvexport.errors import UsageError
 from kvexport.tensor_files.casting import load_tensor
 from kvexport.tensor_files.peft import AdapterFiles, matching_name, read_adapter
 from kvexport.tensor_files.shards import some_names
+from kvexport.terminal import say
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
@@ -154,7 +155,14 @@ def load_adapters(manifest: Manifest, folders: Mapping[str, str | Path]) -> Adap
     }
     for name, adapter in files.items():
         _fill(tensors, adapter, adapters[name].rows, targets)
+        if (base := _short(adapter.base)) and base != _short(manifest.recipe.model.path):
+            say(f"note: {adapter} is applied to {manifest.recipe.model.path}: they fit by shape, but not by name")
     return Adapters(adapters, tensors)
+
+
+def _short(model: str) -> str:
+    """Return the last part of a model's hub id or path, in lower case, without the suffix of a GGUF file."""
+    return model.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
 
 
 def _rank(adapter: AdapterFiles, most: int) -> int:
@@ -162,7 +170,7 @@ def _rank(adapter: AdapterFiles, most: int) -> int:
     rank = max(first.shape[0] for first, _ in adapter.pairs.values())
     if rank > most:
         raise UsageError(
-            f"the adapter {adapter.folder} has rank {rank}, and the artifact takes ranks up to {most}",
+            f"{adapter} has rank {rank}, and the artifact takes ranks up to {most}",
             f"kvexport build --recipe NAME --set adapters.rank={rank}",
         )
     return rank
@@ -180,7 +188,7 @@ def _fill(
         if name is None:
             projections = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
             raise UsageError(
-                f"the adapter {adapter.folder} changes {module!r}, and the artifact takes adapters of {projections} in "
+                f"{adapter} changes {module!r}, and the artifact takes adapters of {projections} in "
                 f"its {len({target.rpartition('.')[0] for target in targets})} blocks",
                 f"--set adapters.targets=null or an adapter of this model; to add it at build: --set "
                 f"weights.merge_adapter={shlex.quote(str(adapter.folder))}",
@@ -188,7 +196,7 @@ def _fill(
         inputs, outputs = targets[name]
         if (first.shape, second.shape) != ((first.shape[0], inputs), (outputs, first.shape[0])):
             raise UsageError(
-                f"the adapter {adapter.folder} has matrices {list(first.shape)} and {list(second.shape)} for "
+                f"{adapter} has matrices {list(first.shape)} and {list(second.shape)} for "
                 f"{module!r}, which has {inputs} inputs and {outputs} outputs in the artifact",
                 "an adapter that was trained on this model",
             )
@@ -198,7 +206,6 @@ def _fill(
             tensors[second_input(name)][own] = (adapter.scale(module) * load_tensor(second, "float32")).T
         if not all(np.isfinite(tensors[key(name)][own]).all() for key in (first_input, second_input)):
             raise UsageError(
-                f"the adapter {adapter.folder} has values for {module!r} that exceed the largest "
-                f"{tensors[first_input(name)].dtype}",
+                f"{adapter} has values for {module!r} that exceed the largest {tensors[first_input(name)].dtype}",
                 "--set model.dtype=float32",
             )

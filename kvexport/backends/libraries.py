@@ -62,6 +62,19 @@ def _from_another_distribution(entry: str) -> Path | None:
     return None
 
 
+def is_cut_off(path: Path) -> bool:
+    """Return whether an ELF file of 64 bits ends before the table of its sections, as after a disk that was full.
+
+    The system would load such a file, and end the process when it first touches the missing part.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:5] != b"\x7fELF\x02" or len(header) < 64:
+        return False
+    place, size, count = (int.from_bytes(header[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    return path.stat().st_size < place + size * count
+
+
 def why_not_loaded(path: Path, error: OSError) -> str:
     """Return why the system could not load a native library, from its error and from the header of the file."""
     machine = platform.machine()

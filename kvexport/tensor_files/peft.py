@@ -54,6 +54,16 @@ class AdapterFiles:
     pairs: Mapping[str, tuple[TensorEntry, TensorEntry]]
     digest: str
 
+    def __str__(self) -> str:
+        base = self.base
+        return f"the adapter {self.folder}" + (f", trained on {base}," if base else "")
+
+    @property
+    def base(self) -> str:
+        """The model that the adapter was trained on, as PEFT names it: a hub id or a folder; "" if it names none."""
+        name = self.config.get("base_model_name_or_path")
+        return name if isinstance(name, str) else ""
+
     @property
     def transposed(self) -> bool:
         """Whether the checkpoint of the adapter stores weights as [inputs, outputs] (`fan_in_fan_out`)."""

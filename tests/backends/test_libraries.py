@@ -46,6 +46,16 @@ def test_a_library_for_another_system_is_named_with_the_missing_versions(
     assert caught.value.fix == "make native, or KVEXPORT_OPERATORS=off"
 
 
+@pytest.mark.skipif(native.library() is None, reason="not reached: the native operators are not built (make native)")
+def test_a_library_whose_end_is_missing_is_named_instead_of_ending_the_process(tmp_path: Path) -> None:
+    whole = native.library()
+    assert whole is not None and not libraries.is_cut_off(whole)
+    path = tmp_path / whole.name
+    path.write_bytes(whole.read_bytes()[:1_000_000])
+    with pytest.raises(EnvironmentProblem, match="is damaged: its end is missing"):
+        native.loaded(path)
+
+
 def test_a_library_of_another_distribution_is_used_where_the_package_has_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

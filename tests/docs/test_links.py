@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvexport.commands.docs import pages
+from kvexport.recipe.inherit import recipe_folder
 from tests.docs.pages import PAGES, anchors, links
 from tests.support.paths import ROOT
 
@@ -54,6 +55,7 @@ def test_texts_of_the_program_name_pages_as_an_installed_program_prints_them() -
     """A user of a wheel has no folder docs, so texts name pages as `kvexport docs FOLDER/NAME`."""
     shown = {path: "\n".join(texts(path)) for path in (ROOT / "kvexport").rglob("*.py")}
     del shown[ROOT / "kvexport" / "schema" / "generate.py"]  # for a checkout alone
+    shown |= {path: path.read_text(encoding="utf-8") for path in recipe_folder().glob("*.yaml")}
     assert [path for path, text in shown.items() if re.search(r"docs/\S+\.md", text)] == []
     names = {name for text in shown.values() for name in re.findall(r"kvexport docs ([a-z][\w-]+/[\w-]+)", text)}
     assert len(names) > 5 and names <= pages().keys()

@@ -269,6 +269,26 @@ def test_more_adapters_and_ranks_than_the_recipe_allows_are_refused(
             kvexport.load(path, threads=1, adapters=settings)
 
 
+def test_an_adapter_of_another_base_model_is_named(
+    tmp_path: Path, tiny_checkpoint: Path, adapted_artifact: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An adapter whose shapes do not fit is refused; one whose shapes fit is used, with a note."""
+
+    def load(name: str, *, wide: bool = False, **config: Any) -> str:
+        folder = adapter(tmp_path / name, tiny_checkpoint, **config)
+        if wide:
+            tensors = load_file(folder / "adapter_model.safetensors")
+            tensors = {key: torch.cat([x, x], 1) if ".lora_A." in key else x for key, x in tensors.items()}
+            save_file(tensors, folder / "adapter_model.safetensors")
+        kvexport.load(adapted_artifact, threads=1, adapters={name: folder})
+        return capfd.readouterr().err
+
+    with pytest.raises(UsageError, match=r"wide, trained on meta/Other-1B, has matrices \[3, 64\]"):
+        load("wide", wide=True, base_model_name_or_path="meta/Other-1B")
+    assert "trained on meta/Other-1B, is applied to" in load("other", base_model_name_or_path="meta/Other-1B")
+    assert load("same", base_model_name_or_path=f"org/{tiny_checkpoint.name}") == load("none") == ""
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

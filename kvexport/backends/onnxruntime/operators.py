@@ -236,6 +236,8 @@ def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
 @cache
 def loaded(path: Path) -> ctypes.CDLL:
     """Load a native operator library with ctypes, after a check that it was built for this version of the operators."""
+    if libraries.is_cut_off(path):
+        raise _refused(path, f"{path} is damaged: its end is missing")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

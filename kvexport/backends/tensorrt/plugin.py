@@ -26,7 +26,7 @@ STATEFUL = (*CACHE_OPERATORS, "LinearAttention")
 VERSION = "1"
 NAMESPACE = "kvexport"
 BUILD = (
-    "python plugins/build.py tensorrt --capabilities 90, with the GPU's compute capability "
+    "python plugins/build.py tensorrt --capabilities 90 in a checkout of kvexport, with the GPU's compute capability "
     "(kvexport docs reference/tensorrt-plugins)"
 )
 

@@ -116,7 +116,7 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         tensor = matching_name(f"{module}.weight", names)
         if tensor is None:
             raise UsageError(
-                f"the adapter {folder} changes {module!r}, and the checkpoint has no tensor '{module}.weight' (it has "
+                f"{adapter} changes {module!r}, and the checkpoint has no tensor '{module}.weight' (it has "
                 f"{some_names(names)})",
                 "--set model.path=CHECKPOINT of the model that the adapter was trained on",
             )
@@ -137,14 +137,13 @@ def _adapted(base: TensorEntry | Source, module: str, adapter: AdapterFiles) -> 
     first, second = adapter.pairs[module]
     if not isinstance(base, TensorEntry) and base.packing is not None:
         raise UsageError(
-            f"the adapter {adapter.folder} changes {base.name!r}, which the checkpoint stores packed as "
-            f"{base.packing.label}",
+            f"{adapter} changes {base.name!r}, which the checkpoint stores packed as {base.packing.label}",
             "--set model.path=CHECKPOINT of the same model in floats, and --set weights.bits=4 to pack the sum",
         )
     shape = tuple(base.shape)[::-1] if adapter.transposed else tuple(base.shape)
     if first.shape[1:] != shape[1:] or second.shape[:1] != shape[:1] or first.shape[:1] != second.shape[1:]:
         raise UsageError(
-            f"the adapter {adapter.folder} has matrices {list(first.shape)} and {list(second.shape)} for {module!r}, "
+            f"{adapter} has matrices {list(first.shape)} and {list(second.shape)} for {module!r}, "
             f"whose weight is {list(shape)} in the checkpoint",
             "--set model.path=CHECKPOINT of the model that the adapter was trained on",
         )

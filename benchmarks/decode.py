@@ -81,14 +81,16 @@ def time_transformers(checkpoint: Path, context: int) -> float:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
+    from kvexport.export.hooks.attention import cache_name
+
     torch.set_num_threads(THREADS)
     model = AutoModelForCausalLM.from_pretrained(str(checkpoint), attn_implementation="sdpa").eval()
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, 4096, context))[None]
-    cache = DynamicCache()
+    cache: Any = {cache_name(model): DynamicCache()}
     with torch.no_grad():
         for start in range(0, context, 1024):
-            model(ids[:, start : start + 1024], past_key_values=cache, logits_to_keep=1)
-        return _steps(lambda i: model(ids[:, i : i + 1], past_key_values=cache))
+            model(ids[:, start : start + 1024], **cache, logits_to_keep=1)
+        return _steps(lambda i: model(ids[:, i : i + 1], **cache))
 
 
 def _steps(step: Any) -> float:

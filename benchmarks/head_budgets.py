@@ -205,7 +205,7 @@ class Model:
         self.position = torch.arange(first, first + ids.shape[1]).expand(ids.shape)
         with attending(self):
             return self.model.model(  # type: ignore[no-any-return]
-                input_ids=ids, position_ids=self.position, past_key_values=PassThroughCache(), use_cache=True
+                input_ids=ids, position_ids=self.position, **PassThroughCache().as_arguments(self.model.model)
             ).last_hidden_state
 
     def logs(self, hidden: Tensor) -> Tensor:

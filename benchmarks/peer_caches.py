@@ -113,8 +113,7 @@ def heads_of(model: Any, rotary: list[Rotary], ids: list[int]) -> list[Heads]:
         model(
             input_ids=torch.tensor([ids]),
             position_ids=torch.arange(len(ids))[None],
-            past_key_values=PassThroughCache(),
-            use_cache=True,
+            **PassThroughCache().as_arguments(model),
         )
     return capture.layers
 

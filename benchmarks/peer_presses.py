@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvexport.cache import CachePlan
 from kvexport.engine.lanes import Lanes
 from kvexport.export.build import read_model
+from kvexport.export.hooks.attention import cache_name
 from kvexport.methods.primitives.select import mean_per_observation
 from kvexport.methods.slots import Slots
 from kvexport.recipe.fields import Recipe
@@ -194,7 +195,7 @@ class _Hook:
     kept: list[Tensor] = field(default_factory=list)
 
     def __call__(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = kwargs.get("cache", kwargs.get("past_key_values")).layers[module.layer_idx]
         position = torch.arange(layer.keys.shape[2]).expand(layer.keys.shape[:3])
         values = position[..., None].expand_as(layer.keys)
         _, kept = self.press.compress(module, kwargs["hidden_states"], layer.keys, values, output[1], kwargs)
@@ -209,7 +210,7 @@ def their_positions(model: Any, press: Any, prompts: list[list[int]]) -> list[Te
         hook = _Hook(press)
         handles = [layer.self_attn.register_forward_hook(hook, with_kwargs=True) for layer in model.model.layers]
         try:
-            model(torch.tensor([ids]), past_key_values=DynamicCache())
+            model(torch.tensor([ids]), **{cache_name(model): DynamicCache()})
         finally:
             for handle in handles:
                 handle.remove()

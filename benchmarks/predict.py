@@ -106,8 +106,7 @@ def measure(recipe_name: str, texts: int, length: int) -> dict[str, dict[str, Es
             model(
                 input_ids=ids,
                 position_ids=torch.arange(ids.shape[1])[None],
-                past_key_values=PassThroughCache(),
-                use_cache=True,
+                **PassThroughCache().as_arguments(model),
             )
         by_text.append(errors(logits.layers))
     return {n: {h: mean(np.array([text[n][h] for text in by_text])) for h in by} for n, by in by_text[0].items()}

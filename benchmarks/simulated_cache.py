@@ -62,8 +62,8 @@ class SimulatedCache:
             self.position = torch.arange(first, min(first + chunk, len(ids)))[None]
             tokens = torch.tensor([ids[first : first + chunk]])
             with attending(self):
-                cache = PassThroughCache()
-                result = model(input_ids=tokens, position_ids=self.position, past_key_values=cache, use_cache=True)
+                arguments = PassThroughCache().as_arguments(model)
+                result = model(input_ids=tokens, position_ids=self.position, **arguments)
             rows.append(result.logits[0])
             for i, layer in enumerate(plan.caches):
                 merges = layer.merges and int((self.state[i][2] > 0).sum(-1).max()) > layer.budget

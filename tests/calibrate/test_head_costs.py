@@ -46,7 +46,7 @@ def test_layers_one_at_a_time_have_the_costs_of_the_whole_model(tiny: tuple[Load
     full = _Storing(shape.geometry)
     with torch.enable_grad(), attending(full):
         inputs = {"input_ids": torch.tensor([IDS]), "position_ids": torch.arange(LENGTH)[None]}
-        logits = model(**inputs, past_key_values=PassThroughCache(), use_cache=True).logits[0, COUNTED]
+        logits = model(**inputs, **PassThroughCache().as_arguments(model)).logits[0, COUNTED]
     outputs = [call[-1] for call in full.calls]
     along = _fisher_directions(logits.detach())
     gradients = [torch.autograd.grad((logits * x).sum(), outputs, retain_graph=True) for x in along]

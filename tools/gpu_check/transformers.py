@@ -82,14 +82,17 @@ def step_seconds(target: Target, model: Any, batch: int, slots: int) -> float:
     import torch
     from transformers import StaticCache
 
+    from kvexport.export.hooks.attention import cache_name
+
     device = model.device
     cache = StaticCache(
         config=model.config, max_cache_len=slots, max_batch_size=batch, device=device, dtype=torch.float16
     )
+    named: Any = {cache_name(model): cache}
     ids = torch.ones(batch, 1, dtype=torch.int64, device=device)
 
     def step(forward: Callable[..., Any]) -> None:
-        out = forward(input_ids=ids, past_key_values=cache, use_cache=True)
+        out = forward(input_ids=ids, use_cache=True, **named)
         ids.copy_(out.logits[:, -1:].argmax(-1))
 
     with torch.inference_mode():

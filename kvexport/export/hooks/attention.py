@@ -62,6 +62,14 @@ def attending(attention: Attending) -> Iterator[None]:
         _attended.reset(attended)
 
 
+def cache_name(model: Any) -> str:
+    """Return the name of a model's argument for its cache.
+
+    transformers 5.24 renamed `past_key_values` to `cache`, and warns of the old name, which 5.40 will not take.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class PassThroughCache(Cache):
     """A cache of transformers that returns only the new keys and values.
 
@@ -78,12 +86,8 @@ class PassThroughCache(Cache):
         self.updated: set[int] = set()
 
     def as_arguments(self, model: Any) -> dict[str, Any]:
-        """Return the arguments that give this cache to `model`, under the name that its version of transformers has.
-
-        transformers 5.24 renamed `past_key_values` to `cache`, and warns of the old name, which 5.40 will not take.
-        """
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        return {name: self, "use_cache": True}
+        """Return the arguments that give this cache to `model`, under the name that its version of transformers has."""
+        return {cache_name(model): self, "use_cache": True}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -44,12 +44,14 @@ const char* kv_cuda_experts_workspace(const KvExperts* call, size_t* bytes);
 // The same for a call over KV heads that have caches of their own; `call.capacity` is the largest of `caches`.
 const char* kv_cuda_ragged_vote_attention_workspace(const KvVoteAttention* call, const KvHeadCache* caches,
                                                     size_t* bytes);
+const char* kv_cuda_ragged_merge_cache_workspace(const KvMergeCache* call, const KvHeadCache* caches, size_t* bytes);
 
 // Return why this device or the kernels have no room for calls of these sizes, before any call runs; nullptr if they
 // have room, or if there is no device. They read only the sizes and attributes of the call.
 const char* kv_cuda_vote_attention_problem(const KvVoteAttention* call);
 const char* kv_cuda_ragged_vote_attention_problem(const KvVoteAttention* call, const KvHeadCache* caches);
 const char* kv_cuda_merge_cache_problem(const KvMergeCache* call);
+const char* kv_cuda_ragged_merge_cache_problem(const KvMergeCache* call, const KvHeadCache* caches);
 const char* kv_cuda_linear_problem(const KvLinear* call);
 const char* kv_cuda_linear_attention_problem(const KvLinearAttention* call);
 
@@ -63,6 +65,11 @@ const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
 // memory of the host. One token per sequence is one launch for up to 32 heads (2 with sums of probabilities); several
 // tokens, or quantized caches, are a call for each head.
 const char* kv_cuda_ragged_vote_attention(const KvVoteAttention* call, const KvHeadCache* caches, const KvCuda* where);
+
+// MergeCache over `call.heads` KV heads that have caches of their own, with the budget and the recent positions of each
+// in `caches`; those of the call are unused but have to be valid. The launches are those of one merge for up to 32
+// heads.
+const char* kv_cuda_ragged_merge_cache(const KvMergeCache* call, const KvHeadCache* caches, const KvCuda* where);
 
 // Tensors of a Linear need no alignment; tensors aligned to 16 bytes are read faster.
 const char* kv_cuda_linear(const KvLinear* call, const KvCuda* where);

@@ -125,9 +125,9 @@ def load(path: Path) -> ctypes.CDLL:
             workspace = getattr(library, f"kv_cuda_{operator}_workspace")
             workspace.restype = ctypes.c_char_p
             workspace.argtypes = [ctypes.POINTER(call), ctypes.POINTER(ctypes.c_size_t)]
-    for name in ("", "_workspace"):
-        function = getattr(library, f"kv_cuda_ragged_vote_attention{name}")
-        function.restype = ctypes.c_char_p
+    for operator in ("vote_attention", "merge_cache"):
+        for name in ("", "_workspace", "_problem"):
+            getattr(library, f"kv_cuda_ragged_{operator}{name}").restype = ctypes.c_char_p
     return library
 
 
@@ -296,11 +296,32 @@ class Caller:
         call = merge_cache_call(
             attributes, state["key"].dtype.name, state["key"].shape, state["value"].shape[3], state["score"].shape[2]
         )
-        frequencies = put(np.array(attributes.rotary.inverse_frequencies or (0.0,), np.float32))
+        frequencies = self.frequencies(attributes)
         call.inverse_frequencies = self.memory.address(frequencies)
         call.past, call.present = self.state(past), self.state(present)
         self._run("merge_cache", call)
         return {f"present_{name}": self.memory.get(present[name]) for name in STATE}
+
+    def ragged_merge_cache(
+        self, states: Sequence[Arrays], attributes: Sequence[Any], *, in_place: bool = True
+    ) -> list[Arrays]:
+        """Return the caches of each KV head from one call over the cache of each KV head."""
+        put = self.memory.put
+        pasts = [{name: put(x) for name, x in state.items()} for state in states]
+        presents = pasts
+        if not in_place:
+            presents = [{name: put(np.full_like(state[name], 77)) for name in STATE} for state in states]
+        call, caches = ragged_merge_cache_call(states, attributes)
+        frequencies = self.frequencies(attributes[0])
+        call.inverse_frequencies = self.memory.address(frequencies)
+        for own, past, present in zip(caches, pasts, presents, strict=True):
+            own.past, own.present = self.state(past), self.state(present)
+        self._run("ragged_merge_cache", ctypes.byref(call), caches)
+        return [{f"present_{name}": self.memory.get(present[name]) for name in STATE} for present in presents]
+
+    def frequencies(self, attributes: Any) -> Any:
+        """Return a copy of the inverse frequencies of a merge's rotary embedding."""
+        return self.memory.put(np.array(attributes.rotary.inverse_frequencies or (0.0,), np.float32))
 
 
 def vote_attention_call(
@@ -338,6 +359,18 @@ def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_si
     call.rotary_planes, call.rotary_interleaved = len(rotary.inverse_frequencies), rotary.interleaved
     call.cache_positions = rotary.cache_positions
     return call
+
+
+def ragged_merge_cache_call(states: Sequence[Arrays], attributes: Sequence[Any]) -> tuple[Any, Any]:
+    """Return a call over the cache of each KV head, and these caches, all without their pointers."""
+    key, value_size, statistics = states[0]["key"], states[0]["value"].shape[3], states[0]["score"].shape[2]
+    capacities = [state["key"].shape[2] for state in states]
+    shape = (key.shape[0], len(states), max(capacities), key.shape[3])
+    call = merge_cache_call(attributes[0], key.dtype.name, shape, value_size, statistics)
+    caches = (HeadCache * len(states))()
+    for cache, capacity, own in zip(caches, capacities, attributes, strict=True):
+        cache.capacity, cache.budget, cache.recent = capacity, own.budget, own.recent
+    return call, caches
 
 
 def lacks(method: Any) -> str | None:

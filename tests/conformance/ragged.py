@@ -21,14 +21,13 @@ from kvexport.ops.onnx_function import (
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema import operators
 from kvexport.schema.state import StateTensor, scales_of
-from tests.conformance.backends import SYMBOLIC, NativeCpu, node_session, reached
+from tests.conformance.backends import SYMBOLIC, node_session, reached
 from tests.conformance.cuda_library import CudaOnHost, cache_type_of
 
 Arrays = dict[str, np.ndarray]
 BACKENDS: dict[str, Any] = {backend.name: backend for backend in reached()}
-WAYS = [name for name in BACKENDS if name in ("torch", "onnx-function", "native-cpu")]
+WAYS = list(BACKENDS)
 CALLERS = [name for name, backend in BACKENDS.items() if isinstance(backend, CudaOnHost)]  # without a node
-ATTENTION_WAYS = [*WAYS, *(name for name in BACKENDS if name in ("onnxruntime-cuda-on-host", *CALLERS))]
 
 
 def join(heads: Sequence[Arrays], prefix: str = "") -> Arrays:
@@ -74,6 +73,8 @@ def vote_attention(way: str, heads: Sequence[Arrays], attributes: VoteAttentionA
 
 def merge_cache(way: str, heads: Sequence[Arrays], attributes: Sequence[MergeCacheAttributes]) -> list[Arrays]:
     """Return the present state of each KV head, by name, from one ragged node over the state of each KV head."""
+    if way in CALLERS:
+        return BACKENDS[way].caller.ragged_merge_cache(heads, attributes)
     key, value, statistics = heads[0]["key"], heads[0]["value"], heads[0]["score"].shape[2]
     cache_type = cache_type_of(key, value)
     extra = _extra(cache_type, attributes[0].method)
@@ -168,8 +169,10 @@ def _merge_session(
 ) -> Any:
     extra = _extra(cache_type, attributes[0].method)
     operator = operators.ragged(operators.MERGE_CACHE, len(attributes), extra)
-    meaning: Any = NativeCpu().path()
-    if way == "onnx-function":
+    meaning: Any = None
+    if way != "onnx-function":
+        meaning = BACKENDS[way].path()
+    else:
         one = merge_cache_function(
             attributes[0], kv_heads=1, head_sizes=sizes, statistics=statistics, cache_type=cache_type
         )

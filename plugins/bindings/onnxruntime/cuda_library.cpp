@@ -53,6 +53,16 @@ struct RaggedVoteAttentionKernel : kv::RaggedVoteAttentionNode {
   }
 };
 
+// Returns a copy of a layer's inverse frequencies on the device; nullptr if it has none.
+std::shared_ptr<float> on_device(const std::vector<float>& frequencies, const std::shared_ptr<kv::Memory>& memory) {
+  if (frequencies.empty()) return nullptr;
+  const size_t bytes = frequencies.size() * sizeof(float);
+  std::shared_ptr<float> copy(static_cast<float*>(memory->take(bytes)),
+                              [memory](float* address) { memory->give_back(address); });
+  kv::upload(copy.get(), frequencies.data(), bytes);
+  return copy;
+}
+
 struct MergeCacheKernel : kv::MergeCacheNode {
   static constexpr const char* kProvider = kv::kDeviceProvider;
   kv::Streams streams;
@@ -62,13 +72,9 @@ struct MergeCacheKernel : kv::MergeCacheNode {
       : MergeCacheKernel(info, cache, std::make_shared<kv::Memory>(info)) {}
 
   MergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType& cache, const std::shared_ptr<kv::Memory>& memory)
-      : MergeCacheNode(Ort::ConstKernelInfo(info), cache, false), streams(memory) {
-    if (inverse_frequencies.empty()) return;
-    const size_t bytes = inverse_frequencies.size() * sizeof(float);
-    frequencies.reset(static_cast<float*>(memory->take(bytes)),
-                      [memory](float* address) { memory->give_back(address); });
-    kv::upload(frequencies.get(), inverse_frequencies.data(), bytes);
-  }
+      : MergeCacheNode(Ort::ConstKernelInfo(info), cache, false),
+        streams(memory),
+        frequencies(on_device(inverse_frequencies, memory)) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
     return kv::status_of([&] {
@@ -79,6 +85,34 @@ struct MergeCacheKernel : kv::MergeCacheNode {
       kv::require_success("MergeCache", kv_cuda_merge_cache_workspace(&call, &bytes));
       streams.run(context, bytes,
                   [&](const KvCuda& where) { kv::require_success("MergeCache", kv_cuda_merge_cache(&call, &where)); });
+    });
+  }
+};
+
+struct RaggedMergeCacheKernel : kv::RaggedMergeCacheNode {
+  static constexpr const char* kProvider = kv::kDeviceProvider;
+  kv::Streams streams;
+  std::shared_ptr<float> frequencies;  // on the device
+
+  RaggedMergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType&)
+      : RaggedMergeCacheKernel(info, std::make_shared<kv::Memory>(info)) {}
+
+  RaggedMergeCacheKernel(const OrtKernelInfo* info, const std::shared_ptr<kv::Memory>& memory)
+      : RaggedMergeCacheNode(Ort::ConstKernelInfo(info), false, true),
+        streams(memory),
+        frequencies(on_device(inverse_frequencies, memory)) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      std::vector<KvHeadCache> caches;
+      KvMergeCache call = this->call(context, caches);
+      call.inverse_frequencies = frequencies.get();
+      size_t bytes = 0;
+      kv::require_success("RaggedMergeCache", kv_cuda_ragged_merge_cache_workspace(&call, caches.data(), &bytes));
+      streams.run(context, bytes, [&](const KvCuda& where) {
+        kv::require_success("RaggedMergeCache", kv_cuda_ragged_merge_cache(&call, caches.data(), &where));
+      });
     });
   }
 };
@@ -188,7 +222,8 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
                                          {KV_K8V4, i8, u8, KV_FLOAT16, f16},
                                          {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}};
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::RaggedVoteAttentionOp<RaggedVoteAttentionKernel>, kv::LinearOp<LinearKernel>,
+                                kv::RaggedVoteAttentionOp<RaggedVoteAttentionKernel>,
+                                kv::RaggedMergeCacheOp<RaggedMergeCacheKernel>, kv::LinearOp<LinearKernel>,
                                 kv::ExpertsOp<ExpertsKernel>, kv::LinearAttentionOp<LinearAttentionKernel>,
                                 kv::AllReduceOp<AllReduceKernel>>(options, base, types);
 }

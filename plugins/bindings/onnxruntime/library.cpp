@@ -81,7 +81,7 @@ struct RaggedVoteAttentionKernel : kv::RaggedVoteAttentionNode {
 struct RaggedMergeCacheKernel : kv::RaggedMergeCacheNode {
   static constexpr const char* kProvider = nullptr;
   RaggedMergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType&)
-      : RaggedMergeCacheNode(Ort::ConstKernelInfo(info), true) {}
+      : RaggedMergeCacheNode(Ort::ConstKernelInfo(info), true, false) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {

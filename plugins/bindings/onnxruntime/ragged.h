@@ -158,8 +158,9 @@ struct RaggedMergeCacheNode {
   bool fits = false;
   HeadCaches head_caches;
 
-  // may_fit: whether the kernels have fits.
-  RaggedMergeCacheNode(const Ort::ConstKernelInfo& info, bool may_fit) : head_caches(read(info, may_fit)) {
+  // may_fit, may_bfloat: whether the kernels have fits, and take caches of bfloat16.
+  RaggedMergeCacheNode(const Ort::ConstKernelInfo& info, bool may_fit, bool may_bfloat)
+      : head_caches(read(info, may_fit, may_bfloat)) {
     attributes.cache_type = head_caches.type.type;
     const size_t heads = head_caches.heads;
     require(budget.size() == heads && recent.size() == heads, [&] {
@@ -181,7 +182,7 @@ struct RaggedMergeCacheNode {
   }
 
  private:
-  HeadCaches read(const Ort::ConstKernelInfo& info, bool may_fit) {
+  HeadCaches read(const Ort::ConstKernelInfo& info, bool may_fit, bool may_bfloat) {
     const RaggedMergeAttributes node(info);
     fits = read_merge_cache(node, attributes, inverse_frequencies, may_fit ? &fit : nullptr);
     budget = node.integers("budget"), recent = node.integers("recent");
@@ -189,10 +190,10 @@ struct RaggedMergeCacheNode {
     for (const int x : recent) check(node, x >= 0, "recent", x, "at least 0");
     node.require(info.GetInputCount() > 0, "the node has no cache");
     const ONNXTensorElementDataType key = info.GetInputTypeInfo(0).GetTensorTypeAndShapeInfo().GetElementType();
-    const bool half = key == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-    return HeadCaches(info, node, 0, 0,
-                      half ? CacheType(KV_FLOAT16, key) : CacheType(KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT),
-                      fits);
+    CacheType plain(KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
+    if (key == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) plain = CacheType(KV_FLOAT16, key);
+    if (key == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 && may_bfloat) plain = CacheType(KV_BFLOAT16, key);
+    return HeadCaches(info, node, 0, 0, plain, fits);
   }
 };
 

@@ -1,6 +1,6 @@
 // VoteAttention for one token per sequence over KV heads whose caches are tensors of their own, of several capacities:
-// the programs of decode.h and decode_mma.h with Ragged<T> in place of T. A table in the arguments of a launch has the
-// caches of up to 32 heads and the splits of each, so one launch has the blocks of all of them:
+// the programs of decode.h and decode_mma.h with Ragged<T> in place of T. The table of a launch (../core/table.h) has
+// the caches of up to 32 heads and the splits of each:
 //
 //   block -> head of the table, sequence, split of the head
 //   then as in decode.h, over the head's own slots
@@ -8,6 +8,7 @@
 // Blocks begin in their order, so a table begins with the heads whose splits are largest.
 #pragma once
 
+#include "../core/table.h"
 #include "decode_split.h"
 #include "decode_sums.h"
 
@@ -19,8 +20,6 @@ template <class T>
 struct Ragged {
   T element;
 };
-
-constexpr int kTable = 32;  // the most heads of a launch, a power of two
 
 struct RaggedAttention : Attention {
   int start[kTable + 1];  // blocks before those of each head of the table; behind the last head, all blocks
@@ -44,7 +43,7 @@ struct TablePlace {
   const RaggedAttention::Cache& cache;
   int batch, split;
 
-  KV_DEVICE TablePlace(const RaggedAttention& args, int block) : TablePlace(args, block, entry_of(args, block)) {}
+  KV_DEVICE TablePlace(const RaggedAttention& args, int block) : TablePlace(args, block, entry_of(args.start, block)) {}
   // The number of the KV head, counted through all sequences.
   KV_DEVICE int index(const RaggedAttention& args) const { return batch * args.call.heads + cache.head; }
 
@@ -53,14 +52,6 @@ struct TablePlace {
       : cache(args.cache[entry]),
         batch((block - args.start[entry]) / cache.splits),
         split((block - args.start[entry]) % cache.splits) {}
-
-  static KV_DEVICE int entry_of(const RaggedAttention& args, int block) {
-    int entry = 0;
-#pragma unroll
-    for (int step = kTable / 2; step > 0; step /= 2)
-      if (block >= args.start[entry + step]) entry += step;
-    return entry;
-  }
 };
 
 template <class T>

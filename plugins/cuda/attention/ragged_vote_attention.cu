@@ -44,22 +44,12 @@ const char* check_heads(const KvVoteAttention& a, const KvHeadCache* caches) {
 
 // ---- one launch for each table ----
 
-// Returns the most splits of all heads of a table together: one of each head, or eight waves of blocks. places: the
-// blocks that run at a time.
-size_t most_parts(size_t heads, size_t places) { return 8 * places > heads ? 8 * places : heads; }
-
 size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, RaggedAttention* args) {
   *args = {};
   const size_t heads = static_cast<size_t>(a.batch) * table_size(a), all = heads * min_of(slot_blocks(a), kMostShares),
-               most = most_parts(heads, static_cast<size_t>(kMostPlaces) * device.multiprocessors);
+               most = most_shares_of_all(heads, static_cast<size_t>(kMostPlaces) * device.multiprocessors);
   return lay_out(a, all < most ? all : most, workspace, args);
 }
-
-// Returns the units of work of a split of a head, when a split has at most `each` of them, and the splits.
-struct Division {
-  int splits, largest;
-  Division(int units, int each) : splits((units + each - 1) / each), largest((units + splits - 1) / splits) {}
-};
 
 int units_of(const RaggedAttention::Cache& cache, int unit) { return (cache.capacity + unit - 1) / unit; }
 
@@ -67,62 +57,29 @@ int units_of(const RaggedAttention::Cache& cache, int unit) { return (cache.capa
 // Returns the most splits of a head.
 int divide(RaggedAttention& args, int heads, int each, int unit) {
   int most = 1;
-  for (int h = 0; h < kTable; ++h) {
-    int blocks = 0;
-    if (h < heads) {
-      args.cache[h].splits = Division(units_of(args.cache[h], unit), each).splits;
-      blocks = args.call.batch * args.cache[h].splits;
-      most = max_of(most, args.cache[h].splits);
-    }
-    args.start[h + 1] = args.start[h] + blocks;
+  for (int h = 0; h < heads; ++h) {
+    args.cache[h].splits = Shares(units_of(args.cache[h], unit), each).count;
+    most = max_of(most, args.cache[h].splits);
   }
+  set_starts(args.start, heads, [&](int h) { return args.call.batch * args.cache[h].splits; });
   return most;
 }
 
 // Moves the heads whose splits are largest to the front, when a split has at most `each` blocks of slots.
 void sort_heads(RaggedAttention& args, int heads, int each) {
-  const auto largest = [&](int h) { return Division(units_of(args.cache[h], kBlock), each).largest; };
+  const auto largest = [&](int h) { return Shares(units_of(args.cache[h], kBlock), each).largest; };
   for (int h = 1; h < heads; ++h)
     for (int i = h; i > 0 && largest(i) > largest(i - 1); --i) std::swap(args.cache[i], args.cache[i - 1]);
 }
 
-// Returns the estimated time of the splits of sorted heads. A split takes its units of work, and half a unit for its
-// fixed work (shares_of). The time is at least that of all work divided among the places, and, because block n of the
-// order is on a place with n / places larger ones, that many times its own. For heads of one capacity that is the
-// estimate of shares_of.
-size_t time_of(const RaggedAttention& args, int heads, int each, size_t places) {
-  size_t work = 0, blocks = 0, longest = 0;
-  for (int h = 0; h < heads; ++h) {
-    const int units = units_of(args.cache[h], kBlock);
-    const Division division(units, each);
-    const size_t batch = args.call.batch, splits = batch * division.splits;
-    blocks += splits, work += 2 * batch * units + splits;
-    const size_t time = ((blocks - 1) / places + 1) * (2 * static_cast<size_t>(division.largest) + 1);
-    if (time > longest) longest = time;
-  }
-  const size_t shared = (work + places - 1) / places;
-  return shared > longest ? shared : longest;
-}
-
-// Divides the heads of a table into splits with the least estimated time; a tie goes to the fewest splits. places: the
-// blocks that run at a time. Returns the most splits of a head.
+// Divides the heads of a table into splits with the least estimated time. places: the blocks that run at a time.
+// Returns the most splits of a head.
 int split_heads(RaggedAttention& args, int heads, size_t places) {
-  const size_t most_blocks = most_parts(static_cast<size_t>(args.call.batch) * heads, places);
-  int units = 1, best = 0;
-  for (int h = 0; h < heads; ++h) units = max_of(units, units_of(args.cache[h], kBlock));
-  size_t least = SIZE_MAX;
-  for (int splits = 1, last = 0; splits <= min_of(units, kMostShares); ++splits) {
-    const int each = (units + splits - 1) / splits;
-    if (each == last) continue;
-    last = each;
-    divide(args, heads, each, kBlock);
-    if (static_cast<size_t>(args.start[kTable]) > most_blocks) break;
-    sort_heads(args, heads, each);
-    const size_t time = time_of(args, heads, each, places) * 16 + splits;
-    if (time < least) least = time, best = each;
-  }
-  sort_heads(args, heads, best);
-  return divide(args, heads, best, kBlock);
+  int units[kTable];
+  for (int h = 0; h < heads; ++h) units[h] = units_of(args.cache[h], kBlock);
+  const int each = largest_share(units, heads, args.call.batch, places);
+  sort_heads(args, heads, each);
+  return divide(args, heads, each, kBlock);
 }
 
 template <class T>

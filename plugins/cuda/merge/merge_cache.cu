@@ -10,6 +10,8 @@
 //   Order, Place; Turn if keys are rotated by places
 //
 // a is the arguments of the call, p its policy, m its workspace.
+#include <algorithm>
+
 #include "../../math/policy.h"
 #include "../core/launch.h"
 #include "nearest_mma.h"
@@ -45,32 +47,103 @@ bool are_wide(const KvMergeCache& a) {
 // Returns the rows of a tile of Nearest.
 int tile_of(const KvMergeCache& a) { return a.cache_type == KV_FLOAT32 ? 32 : are_wide(a) ? 64 : 128; }
 
-// Divides the workspace among the arrays of a call; returns the bytes that it uses.
-size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, MergeWork* merge) {
+// ---- the heads of a launch ----
+
+// Returns the call of head h: its cache, with the attributes of all heads.
+KvMergeCache call_of(const KvMergeCache& a, const KvHeadCache* caches, int h) {
+  KvMergeCache own = a;
+  own.heads = 1, own.capacity = caches[h].capacity, own.budget = caches[h].budget, own.recent = caches[h].recent;
+  own.past = caches[h].past, own.present = caches[h].present;
+  return own;
+}
+
+// Returns why no kernel computes the call; nullptr if one does.
+const char* check_heads(const KvMergeCache& a, const KvHeadCache* caches) {
+  if (const char* problem = check(a)) return problem;
+  for (int h = 0; h < a.heads; ++h) {
+    if (caches[h].capacity > a.capacity) return "a head has more slots than the call's capacity";
+    if (const char* problem = check(call_of(a, caches, h))) return problem;
+  }
+  return nullptr;
+}
+
+bool is_in_place(const KvMergeCache& a) {
+  const KvState &past = a.past, &present = a.present;
+  return past.key == present.key && past.value == present.value && past.votes == present.votes &&
+         past.score == present.score && past.position == present.position;
+}
+
+// Adds an entry for the heads of a call.
+void add_entry(MergeWork& m, const KvMergeCache& a) {
   const KvMergePolicy& p = a.policy;
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads, slots = heads * a.capacity;
-  Workspace space(workspace);
-  MergeWork& m = *merge;
-  m = {};
-  m.call = a;
-  m.most_evicted = a.compresses && a.capacity > a.budget ? a.capacity - a.budget : 0;
+  MergeEntry& own = m.entry[m.entries++];
+  own.state = a.present, own.capacity = a.capacity, own.budget = a.budget, own.recent = a.recent;
+  const int evicted = a.compresses && a.capacity > a.budget ? a.capacity - a.budget : 0;
   const int64_t pool = p.order != KV_ORDER_LOWEST
-                           ? static_cast<int64_t>(m.most_evicted) * (p.eviction_pool > 1 ? p.eviction_pool : 1)
-                           : m.most_evicted;
-  m.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
+                           ? static_cast<int64_t>(evicted) * (p.eviction_pool > 1 ? p.eviction_pool : 1)
+                           : evicted;
+  own.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
+  own.most_splits = a.capacity < 128 ? 1 : a.capacity / 128;  // a split has at least 128 targets
+  m.in_place = m.in_place && is_in_place(a);
+  m.call.capacity = max_of(m.call.capacity, a.capacity);
+  m.most_evicted = max_of(m.most_evicted, evicted);
+  m.most_rows = max_of(m.most_rows, own.most_rows);
+}
+
+// Returns the arguments of a launch over the `count` heads from `first` on, without a workspace. caches: their caches,
+// or nullptr: the call's own.
+MergeWork work_of(const KvMergeCache& a, const KvHeadCache* caches, int first, int count) {
+  MergeWork m = {};
+  m.call = a, m.call.past = m.call.present = {}, m.call.capacity = 0;
+  m.in_place = true, m.tile = tile_of(a);
+  m.each = caches ? a.batch : a.batch * a.heads;
+  if (!caches) add_entry(m, a);
+  for (int h = first; caches && h < first + count; ++h) add_entry(m, call_of(a, caches, h));
+  // Blocks of one kernel begin in their order, those of the largest caches first.
+  std::stable_sort(m.entry, m.entry + m.entries,
+                   [](const MergeEntry& x, const MergeEntry& y) { return x.capacity > y.capacity; });
+  return m;
+}
+
+// Calls use(MergeWork) for each launch over the heads of a call, until it returns a problem.
+template <class F>
+const char* each_table(const KvMergeCache& a, const KvHeadCache* caches, F use) {
+  const int heads = caches ? kTable : a.heads;
+  for (int first = 0; first < a.heads; first += heads) {
+    MergeWork work = work_of(a, caches, first, min_of(a.heads - first, heads));
+    if (const char* problem = use(work)) return problem;
+  }
+  return nullptr;
+}
+
+// Returns the units of work of a head in Nearest: tiles of rows times splits. Few slots are evicted at a time, however
+// large the slack: blocks are planned for at most eight tiles of rows.
+int units_of(const MergeWork& m, const MergeEntry& own) {
+  const int tiles = tiles_of(own.most_rows, m.tile);
+  return own.most_splits * (tiles < 1 ? 1 : tiles < 8 ? tiles : 8);
+}
+
+size_t places_of(const Device& device) { return size_t{kNearestPlaces} * device.multiprocessors; }
+
+// Divides the workspace among the arrays of a call; returns the bytes that it uses.
+size_t lay_out(const Device& device, void* workspace, MergeWork* merge) {
+  MergeWork& m = *merge;
+  const KvMergeCache& a = m.call;
+  const KvMergePolicy& p = a.policy;
+  const size_t each = m.each, heads = each * m.entries;
   const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
-  // Few slots are evicted at a time, however large the slack: blocks are planned for at most eight tiles of rows. A
-  // split has at least 128 targets.
-  m.tile = tile_of(a);
-  m.most_splits = a.capacity < 128 ? 1 : a.capacity / 128;
-  const int tiles = tiles_of(m.most_rows, m.tile), units = m.most_splits * (tiles < 8 ? tiles : 8);
-  const size_t places = size_t{kNearestPlaces} * device.multiprocessors;
-  m.blocks = shares_of(heads, units, places);
+  size_t slots = 0, rows = 0, blocks = 0;
+  for (MergeEntry* own = m.entry; own < m.entry + m.entries; ++own) {
+    own->slots = slots;
+    slots += each * own->capacity, rows += each * own->most_rows;
+    blocks += each * min_of(units_of(m, *own), kMostShares);
+  }
+  // The most rows times splits of all heads: with one tile there are as many splits as blocks, with many one split.
+  const size_t most = most_shares_of_all(heads, places_of(device)), tile = min_of(m.most_rows, m.tile),
+               results = rows + tile * (blocks < most ? blocks : most);
   const int sets = heads > 0 ? static_cast<int>(16 * static_cast<size_t>(device.multiprocessors) / heads) : 1;
   m.set_blocks = sets < 1 ? 1 : sets < 32 ? sets : 32;
-  // The most rows times splits: with one tile there are as many splits as blocks, with many tiles one split.
-  const int64_t rows = m.most_rows < m.tile ? m.most_rows : m.tile, most = rows * most_shares(heads, units, places);
-  m.stride = static_cast<int>(most < m.most_rows ? m.most_rows : most);
+  Workspace space(workspace);
   space.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
   m.heads = space.take<HeadInfo>(heads);
   m.order = space.take<int>(slots);
@@ -85,10 +158,10 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
     m.steps = space.take<int>(slots);
   }
   if (merges) {
-    m.nearness = space.take<float>(heads * m.stride);
-    m.nearest = space.take<int>(heads * m.stride);
+    m.nearness = space.take<float>(results);
+    m.nearest = space.take<int>(results);
     if (p.order != KV_ORDER_LOWEST) {
-      m.ease = space.take<float>(heads * m.stride);
+      m.ease = space.take<float>(results);
       m.rest = space.take<int>(slots);
       // Only a zip: the targets of a running mean are chosen after the evicted slots are known.
       if (p.merge == KV_MERGE_ZIP) {
@@ -108,16 +181,33 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
   return space.size();
 }
 
+// Divides the work of Nearest among the blocks of every head.
+void divide(MergeWork& m, const Device& device) {
+  int units[kTable];
+  for (int i = 0; i < m.entries; ++i) units[i] = units_of(m, m.entry[i]);
+  const int each = largest_share(units, m.entries, m.each, places_of(device));
+  size_t results = 0;
+  for (int i = 0; i < m.entries; ++i) {
+    MergeEntry& own = m.entry[i];
+    own.blocks = Shares(units[i], each).count;
+    own.stride = max_of(own.most_rows, min_of(own.most_rows, m.tile) * own.blocks);
+    own.results = results;
+    results += static_cast<size_t>(m.each) * own.stride;
+  }
+}
+
+// ---- launches ----
+
 template <class Kernel>
 const char* launch_nearest(const NearestArgs& args, const Device& device, Stream stream) {
   static_assert(Kernel::kBlocksPerMultiprocessor <= kNearestPlaces, "blocks are planned for as many places");
-  const size_t heads = static_cast<size_t>(args.work.call.batch) * args.work.call.heads;
-  return launch<Kernel>(args, heads * args.work.blocks, Kernel::size(args), device, stream);
+  return launch<Kernel>(args, args.start[kTable], Kernel::size(args), device, stream);
 }
 
 template <class T, bool ByError>
 const char* nearest(const MergeWork& m, Search search, const Device& device, Stream stream) {
-  const NearestArgs args{m, search};
+  NearestArgs args{m, search, {}};
+  set_starts(args.start, m.entries, [&](int i) { return m.each * m.entry[i].blocks; });
   if constexpr (sizeof(T) == 4) {
     return launch_nearest<Nearest<T, ByError>>(args, device, stream);
   } else {
@@ -131,7 +221,7 @@ template <class T>
 const char* run(const MergeWork& m, const Device& device, Stream stream) {
   const KvMergeCache& a = m.call;
   const KvMergePolicy& p = a.policy;
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
+  const size_t heads = static_cast<size_t>(m.each) * m.entries;
   const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
   if (const char* problem = launch<Rank>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
   if (merges && p.order != KV_ORDER_LOWEST) {
@@ -154,14 +244,69 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
   const size_t each = Place::blocks_of(a.key_size * element) + Place::blocks_of(a.value_size * element);
   if (const char* problem = launch<Place>({m, element}, heads * each, 0, device, stream)) return problem;
   if (!m.steps) return nullptr;
-  const int rows = a.budget < a.capacity ? a.budget : a.capacity;
-  return launch<Turn<T>>(m, heads * Turn<T>::tiles_of(rows), 0, device, stream);
+  typename Turn<T>::Args args{m, {}};
+  set_starts(args.start, m.entries, [&](int i) { return m.each * Turn<T>::tiles_of(m.entry[i]); });
+  return launch<Turn<T>>(args, args.start[kTable], 0, device, stream);
 }
 
-const char* run(const MergeWork& m, const Device& device, Stream stream) {
+const char* run(MergeWork& m, const Device& device, Stream stream) {
   const int type = m.call.cache_type;
+  divide(m, device);
   if (type == KV_FLOAT32) return run<float>(m, device, stream);
   return type == KV_FLOAT16 ? run<Half>(m, device, stream) : run<BFloat>(m, device, stream);
+}
+
+// ---- calls; caches: those of KV heads that have their own, or nullptr ----
+
+const char* check_call(const KvMergeCache& a, const KvHeadCache* caches) {
+  return caches ? check_heads(a, caches) : check(a);
+}
+
+const char* workspace_of(const KvMergeCache& a, const KvHeadCache* caches, size_t* bytes) {
+  if (const char* problem = check_call(a, caches)) return problem;
+  *bytes = 0;
+  return each_table(a, caches, [&](MergeWork& work) {
+    const size_t own = lay_out(largest_device(), nullptr, &work);
+    if (own > *bytes) *bytes = own;
+    return static_cast<const char*>(nullptr);
+  });
+}
+
+const char* problem_of(const KvMergeCache& a, const KvHeadCache* caches) {
+  Device device;
+  if (const char* problem = check_call(a, caches)) return problem;
+  if (a.batch == 0 || this_device(&device)) return nullptr;
+  device.runs = false;
+  return each_table(a, caches, [&](MergeWork& work) {
+    lay_out(device, nullptr, &work);
+    return run(work, device, nullptr);
+  });
+}
+
+bool is_aligned_state(const KvMergeCache& a) {
+  return is_aligned(a.past.key) && is_aligned(a.past.value) && is_aligned(a.present.key) && is_aligned(a.present.value);
+}
+
+const char* call(const KvMergeCache& a, const KvHeadCache* caches, const KvCuda& where) {
+  const Stream stream = static_cast<Stream>(where.stream);
+  const int states = caches ? a.heads : 1;
+  const auto with_state = [&](int i) { return caches ? call_of(a, caches, i) : a; };
+  Device device;
+  if (const char* problem = check_call(a, caches)) return problem;
+  if (a.batch == 0) return nullptr;
+  for (int i = 0; i < states; ++i)
+    if (!is_aligned_state(with_state(i))) return "a tensor is not aligned to 16 bytes";
+  if (const char* problem = this_device(&device, where.begin)) return problem;
+  const auto check_room = [&](MergeWork& work) {
+    return check_workspace(where, lay_out(device, where.workspace, &work));
+  };
+  if (const char* problem = each_table(a, caches, check_room)) return problem;
+  for (int i = 0; i < states; ++i)
+    if (const char* problem = copy_state(with_state(i), stream)) return problem;
+  return each_table(a, caches, [&](MergeWork& work) {
+    lay_out(device, where.workspace, &work);
+    return run(work, device, stream);
+  });
 }
 
 }  // namespace
@@ -169,41 +314,29 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
 }  // namespace kv
 
 extern "C" const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes) {
-  using namespace kv::cuda;
-  MergeWork merge;
-  if (const char* problem = check(*call)) return problem;
-  *bytes = lay_out(*call, largest_device(), nullptr, &merge);
-  return nullptr;
+  return kv::cuda::workspace_of(*call, nullptr, bytes);
 }
 
 extern "C" const char* kv_cuda_merge_cache_problem(const KvMergeCache* call) {
-  using namespace kv::cuda;
-  Device device;
-  MergeWork merge;
-  if (const char* problem = check(*call)) return problem;
-  if (call->batch == 0 || this_device(&device)) return nullptr;
-  device.runs = false;
-  lay_out(*call, device, nullptr, &merge);
-  return run(merge, device, nullptr);
+  return kv::cuda::problem_of(*call, nullptr);
 }
 
 extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where) {
-  using namespace kv::cuda;
-  const KvMergeCache& a = *call;
-  Device device;
-  MergeWork merge;
-  if (const char* problem = check(a)) return problem;
-  if (a.batch == 0) return nullptr;
-  for (const void* pointer : {a.past.key, a.past.value, a.present.key, a.present.value})
-    if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
-  if (const char* problem = this_device(&device, where->begin)) return problem;
-  if (const char* problem = check_workspace(*where, lay_out(a, device, where->workspace, &merge))) return problem;
-  const KvState &past = a.past, &present = a.present;
-  merge.in_place = past.key == present.key && past.value == present.value && past.votes == present.votes &&
-                   past.score == present.score && past.position == present.position;
-  const Stream stream = static_cast<Stream>(where->stream);
-  if (const char* problem = copy_state(a, stream)) return problem;
-  return run(merge, device, stream);
+  return kv::cuda::call(*call, nullptr, *where);
+}
+
+extern "C" const char* kv_cuda_ragged_merge_cache_workspace(const KvMergeCache* call, const KvHeadCache* caches,
+                                                            size_t* bytes) {
+  return kv::cuda::workspace_of(*call, caches, bytes);
+}
+
+extern "C" const char* kv_cuda_ragged_merge_cache_problem(const KvMergeCache* call, const KvHeadCache* caches) {
+  return kv::cuda::problem_of(*call, caches);
+}
+
+extern "C" const char* kv_cuda_ragged_merge_cache(const KvMergeCache* call, const KvHeadCache* caches,
+                                                  const KvCuda* where) {
+  return kv::cuda::call(*call, caches, *where);
 }
 
 extern "C" const char* kv_cuda_target(void) {

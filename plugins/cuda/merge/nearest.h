@@ -30,7 +30,9 @@ enum Search { kOfPool, kOfAll, kOfRest };
 struct NearestArgs {
   MergeWork work;
   Search search;
+  int start[kTable + 1];  // the blocks before those of each entry
 };
+static_assert(sizeof(NearestArgs) <= 4096, "the arguments of a kernel");
 
 // A tile of a search: rows from `begin` on, and the targets of a split (slots, and places in the list of the rest).
 struct SearchTile {
@@ -45,16 +47,18 @@ KV_DEVICE int target_at(const MergeHead& head, bool of_rest, int n) { return of_
 template <class Program, class F>
 KV_DEVICE void each_tile(Block<Program>& block, const NearestArgs& args, F search) {
   const MergeWork& work = args.work;
-  const MergeHead head(work, block.index() / work.blocks);
+  const int entry = entry_of(args.start, block.index()), blocks = work.entry[entry].blocks,
+            first = block.index() - args.start[entry];
+  const MergeHead head(work, entry, first / blocks);
   const HeadInfo x = head.info();
   if (x.over == 0) return;
   const bool of_pool = args.search == kOfPool;
-  const int rows = of_pool ? x.pool : x.evicted, splits = splits_of(work, rows),
+  const int rows = of_pool ? x.pool : x.evicted, splits = splits_of(head, rows),
             last = of_pool || !work.call.recent_receives ? x.unprotected + x.unprotected_count : x.used;
   int slots = last - x.unprotected, rest = 0;
   if (of_pool) rest = x.rest_unprotected;
   if (args.search == kOfRest) slots = 0, rest = x.rest;
-  for (int i = block.index() % work.blocks; i < tiles_of(rows, work.tile) * splits; i += work.blocks) {
+  for (int i = first % blocks; i < tiles_of(rows, work.tile) * splits; i += blocks) {
     const int split = i % splits;
     const Range share = share_of(split, splits, slots, Program::kSlots);
     // For the pool in the reverse order: splits with one block of slots less take one block of the rest more.

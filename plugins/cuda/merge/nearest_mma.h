@@ -109,8 +109,8 @@ struct NearestMma : NearestLayout<ByError, kHigh> {
     const int* rows = head.rows() + x.begin;
     block.each_alone([&](int t, Registers& r) {
       for (int tensor = 0; tensor < kTensors; ++tensor) {
-        r.from[tensor] = once(static_cast<const char*>(tensor ? head.a.present.value : head.a.present.key) +
-                              head.slots * s.size(tensor) * sizeof(T) + t % 8 * 16);
+        r.from[tensor] = once(
+            reinterpret_cast<const char*>(tensor ? head.template values<T>() : head.template keys<T>()) + t % 8 * 16);
       }
       for (int i = t / 8; i < kStages * s.slots; i += kThreads / 8) {
         pad_row(s, i, t % 8);

@@ -127,8 +127,8 @@ struct Order {
     const KvMergeCache& a = head.a;
     const int *rows = head.of(work.changed), *source = head.of(work.source), stride = 1 + a.statistics;
     const size_t first_set = static_cast<size_t>(head.index) * work.most_evicted;
-    int32_t* position = head.of(a.present.position);
-    const auto column = [&](int k) { return k < 0 ? head.of(a.present.votes) : head.scores(k); };
+    int32_t* position = head.positions();
+    const auto column = [&](int k) { return k < 0 ? head.all_votes() : head.scores(k); };
     block.each([&](int t, auto&) {
       for (int i = t; i < changed; i += kThreads) {
         const int row = rows[i], from = source[i];
@@ -137,7 +137,7 @@ struct Order {
           column(k)[row] = from >= 0 ? column(k)[from] : work.merged_small[(first_set + ~from) * stride + 1 + k];
       }
     });
-    const int end = work.in_place ? x.in_all : a.capacity;
+    const int end = work.in_place ? x.in_all : head.own.capacity;
     block.each([&](int t, auto&) {
       for (int row = kept + t; row < end; row += kThreads) {
         position[row] = 0;
@@ -199,7 +199,7 @@ struct Place {
     const bool keys = number < key_blocks;
     const int bytes = keys ? key_bytes : value_bytes, offset = (keys ? number : number - key_blocks) * kVectors * 16,
               width = min_of(bytes - offset, kVectors * 16);
-    char* cache = static_cast<char*>(keys ? a.present.key : a.present.value) + head.slots * bytes + offset;
+    char* cache = static_cast<char*>(keys ? head.own.state.key : head.own.state.value) + head.before * bytes + offset;
     const size_t merged_bytes = key_bytes + value_bytes;
     const char* merged = static_cast<const char*>(work.merged) +
                          static_cast<size_t>(head.index) * work.most_evicted * merged_bytes + (keys ? 0 : key_bytes) +
@@ -213,7 +213,7 @@ struct Place {
         store_vector(cache + static_cast<size_t>(rows[i]) * bytes + at, load_vector(row + at));
       }
     });
-    const int end = work.in_place ? x.in_all : a.capacity;
+    const int end = work.in_place ? x.in_all : head.own.capacity;
     block.each([&](int t, auto&) {
       const int at = t % kVectors * 16;
       for (int row = x.kept + t / kVectors; at < width && row < end; row += kLanes)
@@ -226,20 +226,27 @@ struct Place {
 // thread.
 template <class T>
 struct Turn {
-  using Args = MergeWork;
+  struct Args {
+    MergeWork work;
+    int start[kTable + 1];  // the blocks before those of each entry
+  };
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kRows = 32;
   struct Registers {};
-  static KV_HD int tiles_of(int rows) { return (rows + kRows - 1) / kRows; }
+  static KV_HD int tiles_of(const MergeEntry& entry) {
+    return (min_of(entry.budget, entry.capacity) + kRows - 1) / kRows;
+  }
 
-  static KV_DEVICE void run(Block<Turn>& block, const MergeWork& work) {
+  static KV_DEVICE void run(Block<Turn>& block, const Args& args) {
+    const MergeWork& work = args.work;
     const KvMergeCache& a = work.call;
-    const int tiles = tiles_of(min_of(a.budget, a.capacity)), planes = a.rotary_planes;
-    const MergeHead head(work, block.index() / tiles);
+    const int entry = entry_of(args.start, block.index()), tiles = tiles_of(work.entry[entry]),
+              number = block.index() - args.start[entry], planes = a.rotary_planes;
+    const MergeHead head(work, entry, number / tiles);
     const HeadInfo x = head.info();
     if (x.evicted == 0) return;
-    const int first = block.index() % tiles * kRows, rows = min_of(kRows, x.kept - first);
+    const int first = number % tiles * kRows, rows = min_of(kRows, x.kept - first);
     const int *row_of = head.of(work.row) + first, *steps = head.of(work.steps) + first;
-    T* keys = static_cast<T*>(a.present.key) + head.slots * a.key_size;
+    T* keys = head.template keys<T>();
     block.each([&](int t, auto&) {
       for (int i = t; i < rows * planes; i += kThreads) {
         const int place = i / planes, plane = i % planes;

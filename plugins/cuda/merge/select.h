@@ -226,8 +226,8 @@ struct Rank {
 
   static KV_DEVICE void order_slots(Block<Rank>& block, const MergeHead& head, const Selection& s) {
     const KvMergeCache& a = head.a;
-    const int32_t* position = head.of(a.present.position);
-    const int in_all = used_slots(block, head.of(a.present.votes), a.capacity, s.words);
+    const int32_t* position = head.positions();
+    const int in_all = used_slots(block, head.all_votes(), head.own.capacity, s.words);
     const auto sum_up = [&](auto x, auto add, auto op) {
       return reduce(
           block, reinterpret_cast<decltype(x)*>(s.keep_score),
@@ -242,7 +242,7 @@ struct Rank {
         Span{INT32_MAX, -1}, [](Span& x, int p) { x = {min_of(x.low, p), max_of(x.high, p)}; },
         [](Span a, Span b) { return Span{min_of(a.low, b.low), max_of(a.high, b.high)}; });
     const int now = span.high, passed_at = a.sliding_window ? now - a.sliding_window : -1,
-              before_recent = max_of(passed_at, now - a.recent);
+              before_recent = max_of(passed_at, now - head.own.recent);
     const Counts counts = sum_up(
         Counts{},
         [&](Counts& x, int p) {
@@ -258,7 +258,7 @@ struct Rank {
       HeadInfo& x = head.info();
       x.in_all = in_all, x.used = in_all - counts.passed, x.now = now;
       x.unprotected = counts.sinks, x.unprotected_count = x.used - counts.sinks - counts.recent;
-      x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
+      x.over = a.compresses ? max_of(x.used - head.own.budget, 0) : 0;
       x.pool = x.over == 0                                             ? 0
                : a.policy.eviction_pool > x.unprotected_count / x.over ? x.unprotected_count
                                                                        : a.policy.eviction_pool * x.over;

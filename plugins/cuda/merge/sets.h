@@ -62,7 +62,7 @@ struct FormSets {
         const int target = head.targets()[i];
         int before = 0;
         for (int j = target >= 0 ? set[target] : i; j < i; ++j) before += head.targets()[j] == target;
-        head.before()[i] = before;
+        head.before_in_set()[i] = before;
       }
     });
   }
@@ -174,7 +174,7 @@ struct MergeRows {
     block.each([&](int t, auto&) {
       for (int i = set + t; i < evicted; i += kThreads) {
         if (head.targets()[i] != target) continue;
-        s.member[1 + head.before()[i]] = head.rows()[i];
+        s.member[1 + head.before_in_set()[i]] = head.rows()[i];
         block.add(s.count, 1);
       }
     });

@@ -16,10 +16,14 @@
 // of every slot of the pool in both searches. For a zip, the first search also keeps the nearest upper slot, and the
 // second search only compares the rest.
 //
+// A launch has the heads of a table: one entry with all heads of a call, whose caches share their tensors, or an entry
+// for each of up to 32 heads whose caches are tensors of their own, of several capacities and budgets.
+//
 // Only the last three launches change the cache. A launch begins when the one before it has ended; this is the only
 // barrier between launches.
 #pragma once
 
+#include "../core/table.h"
 #include "../core/types.h"
 
 namespace kv {
@@ -44,18 +48,30 @@ struct HeadInfo {
   int changed;           // those of the kept rows that are written
 };
 
+// Heads whose caches have one capacity and one budget.
+struct MergeEntry {
+  KvState state;  // the caches, [B,H,..], updated in place
+  int capacity, budget, recent;
+  int most_rows;    // the most rows of a head in Nearest: evicted slots, or the eviction pool
+  int blocks;       // blocks of a head in Nearest, which divide the actual work: often far less than the most
+  int most_splits;  // the most splits of the targets in Nearest
+  int stride;       // elements of a head in the results of Nearest
+  size_t slots;     // slots of the entries before this one
+  size_t results;   // elements of the entries before this one in the results of Nearest
+};
+
 // The workspace. Slots are numbered in order of position. Arrays without another size have `capacity` elements per
 // head.
 struct MergeWork {
-  KvMergeCache call;
+  KvMergeCache call;  // of all heads: the largest capacity, and no state
+  MergeEntry entry[kTable];
+  int entries;
+  int each;  // heads of an entry, over all sequences
   bool in_place;
   int most_evicted;  // the most evicted slots of a head: the stride of arrays with an element per evicted slot
-  int most_rows;     // the most rows of a head in Nearest: evicted slots, or the eviction pool
+  int most_rows;     // the most rows of a head in Nearest: the stride of `rows`
   int tile;          // rows of a tile in Nearest
-  int blocks;        // blocks of a head in Nearest, which divide the actual work: often far less than the most
   int set_blocks;    // blocks of a head in MergeRows, which divide the actual work
-  int most_splits;   // the most splits of the targets in Nearest
-  int stride;        // elements of a head in the results of Nearest
   HeadInfo* heads;
   int* order;  // the slot's row in the cache
   float* importance;
@@ -82,17 +98,30 @@ struct MergeWork {
   int* steps;            // by how many places that slot has moved
 };
 
+static_assert(sizeof(MergeWork) <= 3900, "the arguments of a kernel are at most 4096 bytes");
+
 enum { kEvicted = 1, kCanReceive = 2, kUpper = 3 };  // marks of a slot
 
-// One head: its arrays in the workspace, and its slots in the cache, which is updated in place.
+// One head: its arrays in the workspace, and the rows of its cache.
 struct MergeHead {
   const MergeWork& work;
   const KvMergeCache& a;
-  int index;
-  size_t slots;
+  const MergeEntry& own;
+  int index;       // among all heads of the launch
+  size_t before;   // slots of the heads of the entry before this one
+  size_t slots;    // slots of all heads before this one
+  size_t results;  // elements of all heads before this one in the results of Nearest
 
-  KV_DEVICE MergeHead(const MergeWork& work, int index)
-      : work(work), a(work.call), index(index), slots(static_cast<size_t>(index) * work.call.capacity) {}
+  KV_DEVICE MergeHead(const MergeWork& work, int index) : MergeHead(work, index / work.each, index % work.each) {}
+  // number: of the head in its entry.
+  KV_DEVICE MergeHead(const MergeWork& work, int entry, int number)
+      : work(work),
+        a(work.call),
+        own(work.entry[entry]),
+        index(entry * work.each + number),
+        before(static_cast<size_t>(number) * own.capacity),
+        slots(own.slots + before),
+        results(own.results + static_cast<size_t>(number) * own.stride) {}
   KV_DEVICE HeadInfo& info() const { return work.heads[index]; }
   template <class T>
   KV_DEVICE T* of(T* array) const {
@@ -100,25 +129,37 @@ struct MergeHead {
   }
   KV_DEVICE int* rows() const { return work.rows + static_cast<size_t>(index) * work.most_rows; }
   KV_DEVICE int* targets() const { return work.target + static_cast<size_t>(index) * work.most_evicted; }
-  KV_DEVICE int* before() const { return work.before + static_cast<size_t>(index) * work.most_evicted; }
-  KV_DEVICE int slot(int i) const { return of(work.order)[i]; }
-  KV_DEVICE int position(int i) const { return of(a.present.position)[slot(i)]; }
-  KV_DEVICE float votes(int i) const { return of(a.present.votes)[slot(i)]; }
+  KV_DEVICE int* before_in_set() const { return work.before + static_cast<size_t>(index) * work.most_evicted; }
+  // The columns of the cache, by row.
+  KV_DEVICE int32_t* positions() const { return own.state.position + before; }
+  KV_DEVICE float* all_votes() const { return own.state.votes + before; }
   KV_DEVICE float* scores(int k) const {
-    return a.present.score + (static_cast<size_t>(index) * a.statistics + k) * a.capacity;
+    return own.state.score + before * a.statistics + static_cast<size_t>(k) * own.capacity;
   }
+  template <class T>
+  KV_DEVICE T* keys() const {
+    return static_cast<T*>(own.state.key) + before * a.key_size;
+  }
+  template <class T>
+  KV_DEVICE T* values() const {
+    return static_cast<T*>(own.state.value) + before * a.value_size;
+  }
+  // The numbers of slot i, in order of position.
+  KV_DEVICE int slot(int i) const { return of(work.order)[i]; }
+  KV_DEVICE int position(int i) const { return positions()[slot(i)]; }
+  KV_DEVICE float votes(int i) const { return all_votes()[slot(i)]; }
   KV_DEVICE float score(int k, int i) const { return scores(k)[slot(i)]; }
   template <class T>
   KV_DEVICE T* key(int i) const {
-    return static_cast<T*>(a.present.key) + (slots + slot(i)) * a.key_size;
+    return static_cast<T*>(own.state.key) + (before + slot(i)) * a.key_size;
   }
   template <class T>
   KV_DEVICE T* value(int i) const {
-    return static_cast<T*>(a.present.value) + (slots + slot(i)) * a.value_size;
+    return static_cast<T*>(own.state.value) + (before + slot(i)) * a.value_size;
   }
   // The index of row i's result in one of `splits` splits.
   KV_DEVICE size_t split(int i, int split, int splits) const {
-    return static_cast<size_t>(index) * work.stride + static_cast<size_t>(i) * splits + split;
+    return results + static_cast<size_t>(i) * splits + split;
   }
 };
 
@@ -126,9 +167,9 @@ KV_HD int tiles_of(int rows, int tile) { return (rows + tile - 1) / tile; }
 
 // Returns into how many splits Nearest divides the targets of `rows` rows: one for each block. The number of splits
 // does not change the result.
-KV_HD int splits_of(const MergeWork& work, int rows) {
-  const int splits = work.blocks / (rows > 0 ? tiles_of(rows, work.tile) : 1);
-  return splits < 1 ? 1 : splits < work.most_splits ? splits : work.most_splits;
+KV_DEVICE int splits_of(const MergeHead& head, int rows) {
+  const int splits = head.own.blocks / (rows > 0 ? tiles_of(rows, head.work.tile) : 1);
+  return splits < 1 ? 1 : splits < head.own.most_splits ? splits : head.own.most_splits;
 }
 
 // Finds the nearest target of one of `rows` rows; a tie goes to the first. Returns how near it is; kNoTarget and the
@@ -136,7 +177,7 @@ KV_HD int splits_of(const MergeWork& work, int rows) {
 KV_DEVICE float nearest_of(const MergeHead& head, int row, int rows, int* target) {
   float best = kNoTarget;
   *target = -1;
-  const int splits = splits_of(head.work, rows);
+  const int splits = splits_of(head, rows);
   for (int i = 0; i < splits; ++i) {
     const size_t at = head.split(row, i, splits);
     if (head.work.nearest[at] >= 0 && head.work.nearness[at] > best)
@@ -147,7 +188,7 @@ KV_DEVICE float nearest_of(const MergeHead& head, int row, int rows, int* target
 
 // Returns how near the best target of a row of the eviction pool is by policy.order; kNoTarget if there is none.
 KV_DEVICE float ease_of(const MergeHead& head, int row, int rows) {
-  const int splits = splits_of(head.work, rows);
+  const int splits = splits_of(head, rows);
   float best = kNoTarget;
   for (int i = 0; i < splits; ++i) best = fmaxf(best, head.work.ease[head.split(row, i, splits)]);
   return best;

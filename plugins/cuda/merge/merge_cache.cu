@@ -134,7 +134,7 @@ size_t lay_out(const Device& device, void* workspace, MergeWork* merge) {
   const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
   size_t slots = 0, rows = 0, blocks = 0;
   for (MergeEntry* own = m.entry; own < m.entry + m.entries; ++own) {
-    own->slots = slots;
+    own->slots = slots, own->first = static_cast<int>(own - m.entry) * m.each;
     slots += each * own->capacity, rows += each * own->most_rows;
     blocks += each * min_of(units_of(m, *own), kMostShares);
   }

@@ -43,23 +43,25 @@ struct SearchTile {
 // Returns a slot that may be a target: slot n, or the n-th of the rest.
 KV_DEVICE int target_at(const MergeHead& head, bool of_rest, int n) { return of_rest ? head.of(head.work.rest)[n] : n; }
 
-// Calls search(head, SearchTile) for this block's share of its head's work.
+// Calls search(head, SearchTile) for this block's share of its head's work. The head is found again for every tile, so
+// that a search, which takes nearly all registers, keeps none of its numbers.
 template <class Program, class F>
 KV_DEVICE void each_tile(Block<Program>& block, const NearestArgs& args, F search) {
   const MergeWork& work = args.work;
-  const int entry = entry_of(args.start, block.index()), blocks = work.entry[entry].blocks,
-            first = block.index() - args.start[entry];
-  const MergeHead head(work, entry, first / blocks);
-  const HeadInfo x = head.info();
-  if (x.over == 0) return;
-  const bool of_pool = args.search == kOfPool;
-  const int rows = of_pool ? x.pool : x.evicted, splits = splits_of(head, rows),
-            last = of_pool || !work.call.recent_receives ? x.unprotected + x.unprotected_count : x.used;
-  int slots = last - x.unprotected, rest = 0;
-  if (of_pool) rest = x.rest_unprotected;
-  if (args.search == kOfRest) slots = 0, rest = x.rest;
-  for (int i = first % blocks; i < tiles_of(rows, work.tile) * splits; i += blocks) {
-    const int split = i % splits;
+  for (int turn = 0;; ++turn) {
+    const int at = once(block.index()), entry = entry_of(args.start, at), blocks = work.entry[entry].blocks,
+              first = at - args.start[entry];
+    const MergeHead head(work, entry, first / blocks);
+    const HeadInfo x = head.info();
+    if (x.over == 0) return;
+    const bool of_pool = args.search == kOfPool;
+    const int rows = of_pool ? x.pool : x.evicted, splits = splits_of(head, rows),
+              last = of_pool || !work.call.recent_receives ? x.unprotected + x.unprotected_count : x.used;
+    int slots = last - x.unprotected, rest = 0;
+    if (of_pool) rest = x.rest_unprotected;
+    if (args.search == kOfRest) slots = 0, rest = x.rest;
+    const int i = first % blocks + turn * blocks, split = i % splits;
+    if (i >= tiles_of(rows, work.tile) * splits) return;
     const Range share = share_of(split, splits, slots, Program::kSlots);
     // For the pool in the reverse order: splits with one block of slots less take one block of the rest more.
     const Range more = share_of(of_pool ? splits - 1 - split : split, splits, rest, Program::kSlots);

@@ -56,6 +56,7 @@ struct MergeEntry {
   int blocks;       // blocks of a head in Nearest, which divide the actual work: often far less than the most
   int most_splits;  // the most splits of the targets in Nearest
   int stride;       // elements of a head in the results of Nearest
+  int first;        // heads of the entries before this one
   size_t slots;     // slots of the entries before this one
   size_t results;   // elements of the entries before this one in the results of Nearest
 };
@@ -107,10 +108,8 @@ struct MergeHead {
   const MergeWork& work;
   const KvMergeCache& a;
   const MergeEntry& own;
-  int index;       // among all heads of the launch
-  size_t before;   // slots of the heads of the entry before this one
-  size_t slots;    // slots of all heads before this one
-  size_t results;  // elements of all heads before this one in the results of Nearest
+  int index;     // among all heads of the launch
+  size_t slots;  // slots of all heads before this one
 
   KV_DEVICE MergeHead(const MergeWork& work, int index) : MergeHead(work, index / work.each, index % work.each) {}
   // number: of the head in its entry.
@@ -118,10 +117,10 @@ struct MergeHead {
       : work(work),
         a(work.call),
         own(work.entry[entry]),
-        index(entry * work.each + number),
-        before(static_cast<size_t>(number) * own.capacity),
-        slots(own.slots + before),
-        results(own.results + static_cast<size_t>(number) * own.stride) {}
+        index(own.first + number),
+        slots(own.slots + static_cast<size_t>(number) * own.capacity) {}
+  // Slots of the heads of the entry before this one.
+  KV_DEVICE size_t before() const { return static_cast<size_t>(index - own.first) * own.capacity; }
   KV_DEVICE HeadInfo& info() const { return work.heads[index]; }
   template <class T>
   KV_DEVICE T* of(T* array) const {
@@ -131,18 +130,18 @@ struct MergeHead {
   KV_DEVICE int* targets() const { return work.target + static_cast<size_t>(index) * work.most_evicted; }
   KV_DEVICE int* before_in_set() const { return work.before + static_cast<size_t>(index) * work.most_evicted; }
   // The columns of the cache, by row.
-  KV_DEVICE int32_t* positions() const { return own.state.position + before; }
-  KV_DEVICE float* all_votes() const { return own.state.votes + before; }
+  KV_DEVICE int32_t* positions() const { return own.state.position + before(); }
+  KV_DEVICE float* all_votes() const { return own.state.votes + before(); }
   KV_DEVICE float* scores(int k) const {
-    return own.state.score + before * a.statistics + static_cast<size_t>(k) * own.capacity;
+    return own.state.score + before() * a.statistics + static_cast<size_t>(k) * own.capacity;
   }
   template <class T>
   KV_DEVICE T* keys() const {
-    return static_cast<T*>(own.state.key) + before * a.key_size;
+    return static_cast<T*>(own.state.key) + before() * a.key_size;
   }
   template <class T>
   KV_DEVICE T* values() const {
-    return static_cast<T*>(own.state.value) + before * a.value_size;
+    return static_cast<T*>(own.state.value) + before() * a.value_size;
   }
   // The numbers of slot i, in order of position.
   KV_DEVICE int slot(int i) const { return of(work.order)[i]; }
@@ -151,15 +150,15 @@ struct MergeHead {
   KV_DEVICE float score(int k, int i) const { return scores(k)[slot(i)]; }
   template <class T>
   KV_DEVICE T* key(int i) const {
-    return static_cast<T*>(own.state.key) + (before + slot(i)) * a.key_size;
+    return static_cast<T*>(own.state.key) + (before() + slot(i)) * a.key_size;
   }
   template <class T>
   KV_DEVICE T* value(int i) const {
-    return static_cast<T*>(own.state.value) + (before + slot(i)) * a.value_size;
+    return static_cast<T*>(own.state.value) + (before() + slot(i)) * a.value_size;
   }
   // The index of row i's result in one of `splits` splits.
   KV_DEVICE size_t split(int i, int split, int splits) const {
-    return results + static_cast<size_t>(i) * splits + split;
+    return own.results + static_cast<size_t>(index - own.first) * own.stride + static_cast<size_t>(i) * splits + split;
   }
 };
 

@@ -368,8 +368,8 @@ def ragged_merge_cache_call(states: Sequence[Arrays], attributes: Sequence[Any])
     shape = (key.shape[0], len(states), max(capacities), key.shape[3])
     call = merge_cache_call(attributes[0], key.dtype.name, shape, value_size, statistics)
     caches = (HeadCache * len(states))()
-    for cache, capacity, own in zip(caches, capacities, attributes, strict=True):
-        cache.capacity, cache.budget, cache.recent = capacity, own.budget, own.recent
+    for head, capacity, own in zip(caches, capacities, attributes, strict=True):
+        head.capacity, head.budget, head.recent = capacity, own.budget, own.recent
     return call, caches
 
 

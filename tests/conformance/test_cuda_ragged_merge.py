@@ -1,0 +1,252 @@
+"""The CUDA kernels of MergeCache over KV heads that have caches of their own, run on the host.
+
+A merge of up to 32 heads is as many launches as one over tensors of all heads. The conformance suite (test_ragged.py)
+has three heads and compares every method with a merge of each head. Here are more heads than a launch takes, budgets
+above and far below the slots, all types, and properties that the host can show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.schema.state import STATE_NAMES
+from tests.conformance.cases import BY_PLACE, MergeProfile, MergeScenario, merge_cache_state
+from tests.conformance.cuda_library import Caller, Where, bfloat16, ragged_merge_cache_call
+from tests.conformance.test_cuda_on_host import ORDERS, set_host
+from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
+
+Arrays = dict[str, np.ndarray]
+TABLE = 32  # the most heads of a launch
+FEW = (420, 16, 150, 90)
+MANY = (*FEW, *range(40, 73))
+TYPES = ("float32", "float16", "bfloat16")
+METHODS = {
+    "h2o": MergeProfile("h2o", "h2o"),
+    "keepkv": MergeProfile("keepkv", "keepkv", {"zip": "vote", "order": "merge-first", "threshold": 0.5}),
+    "ballot": MergeProfile("ballot", "ballot", sizes=(16, 24)),
+    "zeromerge": MergeProfile("zeromerge", "zeromerge"),
+    "kvslimmer": MergeProfile("kvslimmer", "kvslimmer", rotary=BY_PLACE),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+PAIRS = ["Rank", "NearestMma", "Choose", "NearestMma", "FormSets", "MergeRows", "Order", "Place"]
+LAUNCHES = {
+    "h2o": ["Rank", "Order", "Place"],
+    "keepkv": PAIRS,
+    "ballot": PAIRS,
+    "zeromerge": ["Rank", "NearestMma", "FormSets", "MergeRows", "Order", "Place"],
+    "kvslimmer": ["Rank", "FormSets", "Attended", "MergeRows", "Order", "Place", "Turn"],
+}
+
+
+def heads_of(
+    method: str, capacities: Sequence[int], dtype: str = "float32", sizes: tuple[int, int] = (16, 24)
+) -> tuple[list[Arrays], list[MergeCacheAttributes]]:
+    """Return the cache of each KV head, with 4 sequences, and the attributes of its merge.
+
+    The slots of a head are all used, none, half and most. Budgets keep nine tenths of the slots, half of them, or all.
+    """
+    profile, states, attributes = replace(METHODS[method], kv_heads=1, sizes=sizes), [], []
+    profile = replace(profile, dtype=dtype if dtype != "bfloat16" else "float32")
+    for h, capacity in enumerate(capacities):
+        budget = max(7, int(capacity * (0.9, 0.5, 1.0)[h % 3]))
+        used = tuple((x,) for x in (capacity, 0, capacity // 2, capacity - 5))
+        state = merge_cache_state(profile, MergeScenario(f"{method} {h}", capacity, budget, used))
+        if dtype == "bfloat16":
+            state |= {name: bfloat16(state[name]) for name in ("key", "value")}
+        states.append(state)
+        attributes.append(replace(profile.attributes(budget), recent=h % 5))
+    return states, attributes
+
+
+def launches_of(
+    library: ctypes.CDLL, call: Any, caches: Any = None, multiprocessors: int = 132
+) -> list[tuple[str, int]]:
+    """Return the program and the number of blocks of every launch of a merge."""
+    set_host(library, multiprocessors=multiprocessors, shared_limit=232448)
+    ask = library.kv_cuda_merge_cache_problem if caches is None else library.kv_cuda_ragged_merge_cache_problem
+    ask.restype = library.kv_host_checked.restype = ctypes.c_char_p
+    assert ask(ctypes.byref(call), *([] if caches is None else [caches])) is None
+    lines = library.kv_host_checked().decode().splitlines()
+    set_host(library)
+    names = [re.search(r"2kv4cuda(\d+)(\w+)", line) for line in lines]
+    return [(n[2][: int(n[1])], int(line.split()[-1])) for n, line in zip(names, lines, strict=True) if n]
+
+
+def call_of(
+    method: str, capacities: Sequence[int], budgets: Sequence[int], batch: int = 1, size: int = 128
+) -> tuple[Any, Any]:
+    """Return a merge of float16 caches over KV heads with these slots and budgets, without its pointers."""
+    attributes = replace(METHODS[method].attributes(1), recent=64)
+    count = len(attributes.method.statistics)
+    # A view of one number has any shape, and takes no memory.
+    states = [
+        {name: np.broadcast_to(np.float16(0), (batch, 1, slots, size)) for name in ("key", "value")}
+        | {"score": np.broadcast_to(np.float32(0), (batch, 1, count, slots))}
+        for slots in capacities
+    ]
+    return ragged_merge_cache_call(states, [replace(attributes, budget=x) for x in budgets])
+
+
+def assert_same_heads(ones: Sequence[Arrays], others: Sequence[Arrays]) -> None:
+    for h, (one, other) in enumerate(zip(ones, others, strict=True)):
+        for name, x in one.items():
+            assert x.tobytes() == other[name].tobytes(), f"{name} of head {h}"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("capacities", [FEW, MANY], ids=["few", "many"])
+@every_method
+def test_heads_of_several_capacities_give_the_bits_of_a_merge_of_each(
+    caller: Caller, method: str, dtype: str, capacities: tuple[int, ...]
+) -> None:
+    states, attributes = heads_of(method, capacities, dtype)
+    expected = [caller.merge_cache(state, own) for state, own in zip(states, attributes, strict=True)]
+    for multiprocessors in (1, 7, 150):  # other divisions of the work
+        set_host(caller.library, multiprocessors=multiprocessors)
+        assert_same_heads(caller.ragged_merge_cache(states, attributes), expected)
+    set_host(caller.library)
+    changed = [
+        h for h, state in enumerate(states) if state["votes"].tobytes() != expected[h]["present_votes"].tobytes()
+    ]
+    assert set(changed) >= {h for h in range(len(states)) if h % 3 < 2 and capacities[h] > 16}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@every_method
+def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller, method: str, dtype: str) -> None:
+    states, attributes = heads_of(method, FEW, dtype)
+    results = []
+    for order, late in ORDERS:
+        set_host(caller.library, order, late)
+        results.append(caller.ragged_merge_cache(states, attributes))
+    set_host(caller.library)
+    for other in results[1:]:
+        assert_same_heads(results[0], other)
+
+
+@every_method
+def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(caller: Caller, method: str) -> None:
+    states, attributes = heads_of(method, MANY)
+    inside, apart = (caller.ragged_merge_cache(states, attributes, in_place=x) for x in (True, False))
+    for one, other in zip(inside, apart, strict=True):
+        for b in range(4):
+            n = int((one["present_votes"][b] > 0).sum())
+            for name in STATE_NAMES:
+                i, a = (np.moveaxis(x[f"present_{name}"][b, 0], name == "score", 0) for x in (one, other))
+                assert (a[n:] == 0).all() and a[:n].tobytes() == i[:n].tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_heads_of_one_capacity_give_the_bits_of_heads_that_share_their_tensors(caller: Caller, dtype: str) -> None:
+    states, attributes = heads_of("ballot", (150,) * 4, dtype)
+    attributes = [attributes[0]] * 4
+    whole = {name: np.concatenate([state[name] for state in states], 1) for name in STATE_NAMES}
+    expected = caller.merge_cache(whole, attributes[0])
+    for h, got in enumerate(caller.ragged_merge_cache(states, attributes)):
+        for name in STATE_NAMES:
+            assert got[f"present_{name}"].tobytes() == expected[f"present_{name}"][:, h : h + 1].tobytes(), name
+
+
+# ---- how the work is divided ----
+
+
+@pytest.mark.parametrize("heads", [1, 8, TABLE, TABLE + 1, 3 * TABLE])
+@every_method
+def test_a_merge_is_as_many_launches_as_with_equal_budgets(caller: Caller, method: str, heads: int) -> None:
+    """A merge has the launches of one over tensors of all heads, for each 32 heads."""
+    budgets = [64 + 24 * h for h in range(heads)]
+    call, caches = call_of(method, [x + 32 for x in budgets], budgets)
+    equal, _ = call_of(method, [256 + 32] * heads, [256] * heads)
+    launches = [name for name, _ in launches_of(caller.library, call, caches)]
+    assert launches == LAUNCHES[method] * -(-heads // TABLE)
+    assert [name for name, _ in launches_of(caller.library, equal)] == LAUNCHES[method]
+
+
+@pytest.mark.parametrize("multiprocessors", [16, 132])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("method", ["ballot", "kvslimmer"])
+def test_blocks_fill_the_device_and_are_no_more_than_those_of_equal_heads(
+    caller: Caller, method: str, batch: int, multiprocessors: int
+) -> None:
+    """Budgets of 256 to 4,096 slots have about as many blocks as equal budgets of as many bytes."""
+    budgets = [256, 4096, 640, 256, 1024, 2048, 320, 512] * 4
+    mean = sum(budgets) // len(budgets)
+    own, caches = call_of(method, [x + 32 for x in budgets], budgets, batch)
+    equal, _ = call_of(method, [mean + 32] * len(budgets), [mean] * len(budgets), batch)
+    launches = launches_of(caller.library, own, caches, multiprocessors)
+    shared = launches_of(caller.library, equal, None, multiprocessors)
+    assert len(launches) == len(shared)
+    for (name, blocks), (other, count) in zip(launches, shared, strict=True):
+        assert name == other
+        assert blocks <= max(1.25 * count, batch * len(budgets)), (name, blocks, count)
+        if name == "NearestMma":
+            assert max(0.9 * multiprocessors, batch * len(budgets)) <= blocks
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"capacity": 100}, "a head has more slots than the call's capacity"),
+        ({"key_size": 10}, "16-byte vectors"),
+        ({"cache_type": 3}, "no kernel that merges a quantized cache"),
+        ({"batch": 40_000}, "more than 65536 KV heads"),
+        ({"head": {"capacity": 0}}, "a dimension is zero or negative"),
+        ({"head": {"budget": 0}}, "budget, sinks, recent or sliding_window is out of range"),
+        ({"head": {"recent": -1}}, "budget, sinks, recent or sliding_window is out of range"),
+    ],
+)
+def test_refusals_have_a_reason(caller: Caller, change: dict[str, Any], message: str) -> None:
+    call, caches = call_of("ballot", FEW, [15] * len(FEW), size=16)
+    for name, value in change.get("head", {}).items():
+        setattr(caches[2], name, value)
+    for name, value in change.items():
+        if name != "head":
+            setattr(call, name, value)
+    with pytest.raises(RuntimeError, match=message):
+        caller.prepared("ragged_merge_cache", ctypes.byref(call), caches)
+
+
+def test_a_tensor_that_is_not_aligned_and_a_small_workspace_are_refused_before_anything_is_written(
+    caller: Caller,
+) -> None:
+    states, attributes = heads_of("ballot", FEW)
+    put = caller.memory.put
+    held = [{name: put(x) for name, x in state.items()} for state in states]
+    call, caches = ragged_merge_cache_call(states, attributes)
+    for cache, own in zip(caches, held, strict=True):
+        cache.past = cache.present = caller.state(own)
+    where = Where(None, caller.memory.address(caller.workspace), 1024, None, 0)
+    merge = caller.library.kv_cuda_ragged_merge_cache
+    assert b"workspace is smaller" in merge(ctypes.byref(call), caches, ctypes.byref(where))
+    caches[3].present.value += 4
+    with pytest.raises(RuntimeError, match="a tensor is not aligned to 16 bytes"):
+        caller.prepared("ragged_merge_cache", ctypes.byref(call), caches)()
+    assert all((own[name] == state[name]).all() for own, state in zip(held, states, strict=True) for name in own)
+
+
+@pytest.mark.parametrize("limit", [40000, 60000, 101376])
+def test_a_cache_beyond_shared_memory_is_refused_for_the_largest_head(caller: Caller, limit: int) -> None:
+    """The library refuses the heads together if and only if it refuses one of them."""
+    ask, alone = (getattr(caller.library, f"kv_cuda_{x}merge_cache_problem") for x in ("ragged_", ""))
+    alone.restype = ctypes.c_char_p
+    refused = set()
+    for capacity in (600, 6000, 7800, 9000, 15000, 21000):
+        call, caches = call_of("h2o", (64, capacity), (32, capacity - 8), size=8)
+        one, _ = call_of("h2o", (capacity,), (capacity - 8,), size=8)
+        set_host(caller.library, shared_limit=limit)
+        problem = ask(ctypes.byref(call), caches)
+        assert problem == alone(ctypes.byref(one))
+        refused.add(problem is not None)
+    set_host(caller.library)
+    assert refused == {True, False}

@@ -5,8 +5,8 @@
 Each count is the difference of the instructions of two calls, whose PTX runs on the host, divided by the difference of
 their slots or evicted slots, so that fixed costs cancel out. PTX has more instructions than the machine code, because
 ptxas merges some. Both rise and fall together. The file also has the round trips to memory that wait for one another
-(plugins/building/ptx/trips.py) in one thread of a call, and the instructions of a decode step of KV heads with budgets
-of their own over those of heads with equal budgets.
+(plugins/building/ptx/trips.py) in one thread of a call, and the instructions of a decode step and of a merge of KV
+heads with budgets of their own over those of heads with equal budgets.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ COLUMNS, INPUTS = 384, (512, 1024)
 EXPERT_INPUTS, OUTPUTS = 2048, (128, 256)  # inputs of the first product, and its outputs
 BUDGETS = (64, 96, 128, 192, 256, 320, 416, 576)  # slots of KV heads
 BUDGET = sum(BUDGETS) // len(BUDGETS)
+EVICTED = 32
+MERGES = {"h2o": ("Rank", "Order", "Place")}
+MERGES["keepkv"] = (*MERGES["h2o"], "NearestMma<kv::cuda::Half, false, 2>", "Choose", "FormSets")
+MERGES["keepkv"] += ("MergeRows<kv::cuda::Half>",)
+MERGES["ballot"] = (*MERGES["keepkv"], "NearestMma<kv::cuda::Half, true, 2>")
 STATE = 128 * 32  # numbers of a block's share of a head's state
 LINEAR = (
     ("int4", "float16", PackedFormat(4, True, 32), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
@@ -70,8 +75,7 @@ def measured(caller: PtxCaller) -> dict[str, float]:
         figures[f"decode, {dtype}, group {group}, per slot"] = _difference(
             caller, program, lambda slots, d=dtype, g=group: _decode(caller, d, g, slots), SLOTS[1] - SLOTS[0]
         )
-    evicted = 32
-    pairs = evicted * (SLOTS[1] - SLOTS[0])
+    pairs = EVICTED * (SLOTS[1] - SLOTS[0])
     for name, dtype, method, program in (
         ("nearest target by key, per pair", "float16", "zeromerge", "NearestMma<kv::cuda::Half, false, 2>"),
         ("nearest target by error, per pair", "float16", "ballot", "NearestMma<kv::cuda::Half, true, 2>"),
@@ -81,7 +85,7 @@ def measured(caller: PtxCaller) -> dict[str, float]:
         pool = getattr(all_methods()[method](), "pool", 1) if "error" in name else 1
         over = pairs * pool if "pair" in name else SLOTS[1] - SLOTS[0]
         figures[name] = _difference(
-            caller, program, lambda slots, m=method, d=dtype: _merge(caller, m, slots, evicted, d), over
+            caller, program, lambda slots, m=method, d=dtype: _merge(caller, m, slots, EVICTED, d), over
         )
     for kind, dtype, packing, rows, program in LINEAR:
         figures[f"linear, {kind}, rows {rows}, per weight"] = _difference(
@@ -131,26 +135,58 @@ def measured_trips(caller: PtxCaller) -> dict[str, int]:
 
 
 def measured_budgets(caller: PtxCaller) -> dict[str, float]:
-    """Return the instructions of a decode step in budgets of heads over those in equal budgets of the same bytes.
+    """Return the instructions of a step and of a merge in budgets of heads over those in equal budgets as large.
 
-    All slots are used but the new token's. The ratio of slots to places of thread blocks is that of Llama-2-7B (32 KV
-    heads, 1,024 slots of each, one sequence) on an H200, and that of eight sequences.
+    All slots are used but a step's new token's, and a merge evicts 32 slots of each head. The ratio of slots to places
+    of thread blocks is that of Llama-2-7B (32 KV heads, 1,024 slots of each, one sequence) on an H200, and that of
+    eight sequences.
     """
     figures = {}
-    for dtype, own, shared in (
-        ("float16", "DecodeMma<kv::cuda::Ragged<kv::cuda::Half>, 128>", "DecodeMma<kv::cuda::Half, 128>"),
-        ("float32", "Decode<kv::cuda::Ragged<float>, 1>", "Decode<float, 1>"),
-    ):
-        for sequences, multiprocessors in (("one sequence", 8), ("eight sequences", 1)):
-            caller.set_order(0, late=False, multiprocessors=multiprocessors)
-            counts = []
-            for program, capacities in ((own, BUDGETS), (shared, (BUDGET,) * len(BUDGETS))):
-                caller.instructions(f"kv::cuda::{program}")
-                _decode_heads(caller, dtype, capacities)
-                counts.append(caller.instructions(f"kv::cuda::{program}"))
+    for sequences, multiprocessors in (("one sequence", 8), ("eight sequences", 1)):
+        caller.set_order(0, late=False, multiprocessors=multiprocessors)
+        for dtype, own, shared in (
+            ("float16", "DecodeMma<kv::cuda::Ragged<kv::cuda::Half>, 128>", "DecodeMma<kv::cuda::Half, 128>"),
+            ("float32", "Decode<kv::cuda::Ragged<float>, 1>", "Decode<float, 1>"),
+        ):
+            counts = [
+                _counted(caller, (program,), lambda x=capacities, d=dtype: _decode_heads(caller, d, x))
+                for program, capacities in ((own, BUDGETS), (shared, (BUDGET,) * len(BUDGETS)))
+            ]
             figures[f"decode, {dtype}, {sequences}"] = round(counts[0] / counts[1], 4)
+        for method, programs in MERGES.items():
+            counts = [
+                _counted(caller, programs, lambda x=budgets, m=method: _merge_heads(caller, m, x))
+                for budgets in (BUDGETS, (BUDGET,) * len(BUDGETS))
+            ]
+            figures[f"merge, {method}, {sequences}"] = round(counts[0] / counts[1], 4)
     caller.set_order(0, late=False, multiprocessors=1)
-    return figures
+    return dict(sorted(figures.items()))
+
+
+def _counted(caller: PtxCaller, programs: Sequence[str], run: Any) -> int:
+    """Return the instructions of some programs in a call; each of them has to run."""
+    names = [f"kv::cuda::{program}" for program in programs]
+    for name in names:
+        caller.instructions(name)
+    run()
+    counts = [caller.instructions(name) for name in names]
+    assert all(counts), dict(zip(programs, counts, strict=True))
+    return sum(counts)
+
+
+def _merge_heads(caller: PtxCaller, method: str, budgets: Sequence[int]) -> None:
+    """Merge KV heads with these budgets: in one call over caches of their own, or over shared tensors."""
+    method_object, states, rng = all_methods()[method](), [], np.random.default_rng(3)
+    for budget in budgets:
+        slots = budget + EVICTED
+        state = _state(slots, slots, len(method_object.statistics))
+        state["position"] = rng.permutation(slots).astype(np.int32)[None, None]
+        states.append(state)
+    attributes = [MergeCacheAttributes(method_object, budget, 4, 16) for budget in budgets]
+    if len(set(budgets)) > 1:
+        caller.ragged_merge_cache(states, attributes)
+        return
+    caller.merge_cache({x: np.concatenate([one[x] for one in states], 1) for x in states[0]}, attributes[0])
 
 
 def _decode_heads(caller: PtxCaller, dtype: str, capacities: Sequence[int]) -> None:

@@ -44,6 +44,9 @@ bool are_wide(const KvMergeCache& a) {
   return a.policy.order == KV_ORDER_LEAST_ERROR && (a.key_size > 128 || a.value_size > 128);
 }
 
+// Returns whether a merge rotates kept keys to their new places.
+bool turns_keys(const KvMergeCache& a) { return a.cache_positions && a.rotary_planes > 0 && a.compresses; }
+
 // Returns the rows of a tile of Nearest.
 int tile_of(const KvMergeCache& a) { return a.cache_type == KV_FLOAT32 ? 32 : are_wide(a) ? 64 : 128; }
 
@@ -153,7 +156,7 @@ size_t lay_out(const Device& device, void* workspace, MergeWork* merge) {
   m.rows = space.take<int>(heads * m.most_rows);
   m.changed = space.take<int>(slots);
   m.source = space.take<int>(slots);
-  if (a.cache_positions && a.rotary_planes > 0 && a.compresses) {
+  if (turns_keys(a)) {
     m.row = space.take<int>(slots);
     m.steps = space.take<int>(slots);
   }
@@ -243,7 +246,7 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
   const int element = element_bits(a.cache_type) / 8;
   const size_t each = Place::blocks_of(a.key_size * element) + Place::blocks_of(a.value_size * element);
   if (const char* problem = launch<Place>({m, element}, heads * each, 0, device, stream)) return problem;
-  if (!m.steps) return nullptr;
+  if (!turns_keys(a)) return nullptr;
   typename Turn<T>::Args args{m, {}};
   set_starts(args.start, m.entries, [&](int i) { return m.each * Turn<T>::tiles_of(m.entry[i]); });
   return launch<Turn<T>>(args, args.start[kTable], 0, device, stream);

@@ -1,13 +1,15 @@
-// The entry points of MergeCache; the head of work.h describes the launches.
+// The entry points of MergeCache, over heads that share their tensors and over KV heads that have caches of their own;
+// the head of work.h describes the launches.
 //
 //   check the call; if the workspace is too small: refuse
 //   copy past to present, unless they share buffers       the launches update present in place
-//   Rank
-//   if policy.order needs targets: Nearest over the eviction pool, Choose
-//   unless slots are dropped or merge in pairs: Nearest over the evicted slots, among all targets or among those that
-//     the first search did not compare
-//   unless slots are dropped: FormSets, Attended if a Hessian weighs, MergeRows
-//   Order, Place; Turn if keys are rotated by places
+//   for all heads, or for each 32 heads that have caches of their own:
+//     Rank
+//     if policy.order needs targets: Nearest over the eviction pool, Choose
+//     unless slots are dropped or merge in pairs: Nearest over the evicted slots, among all targets or among those that
+//       the first search did not compare
+//     unless slots are dropped: FormSets, Attended if a Hessian weighs, MergeRows
+//     Order, Place; Turn if keys are rotated by places
 //
 // a is the arguments of the call, p its policy, m its workspace.
 #include <algorithm>

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from kvexport.backends.onnxruntime.operators import library
+from kvexport.backends.onnxruntime.operators import VARIABLE, library
+from kvexport.methods import all_methods
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.ragged import ragged_node_attributes
 from kvexport.schema.operators import MERGE_CACHE, RAGGED, ragged
 from kvexport.schema.operators import VOTE_ATTENTION as OPERATOR
+from kvexport.schema.state import STATE_NAMES
+from plugins.building import make
+from tests.conformance import ragged as caches_of_heads
+from tests.conformance.cuda_library import CudaOnHost, bfloat16
+from tests.conformance.quantized import small
 from tests.support.one_node import DV, HQ, VOTE_ATTENTION, D, session, state, type_of
 from tests.support.one_node import MERGE_CACHE as MERGE
 
@@ -151,6 +159,76 @@ def merge_of_policy() -> set[str]:
 def test_tensors_that_do_not_fit_are_errors_of_the_run(inputs: dict[str, np.ndarray], problem: str) -> None:
     with pytest.raises(Exception, match=problem):
         node("VoteAttention", VOTE_ATTENTION).run(None, inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"value.1": np.zeros((2, 1, 9, DV + 1), np.float32)}, r"of cache 1 do not fit the node or its other caches"),
+        ({"score.1": np.zeros((2, 1, 1, 8), np.float32)}, r"score is \[2, 1, 1, 8\], not \[2, 1, 1, 9\]"),
+        ({"position.0": np.zeros((2, 1, 15), np.int32)}, r"position is \[2, 1, 15\], not \[2, 1, 16\]"),
+        ({f"{name}.1": x[:1] for name, x in state(np.random.default_rng(0), 1, 4, 9).items()}, r"of cache 1"),
+    ],
+    ids=["sizes", "slots of scores", "slots of positions", "heads"],
+)
+def test_caches_that_do_not_fit_are_errors_of_a_merge(change: dict[str, np.ndarray], problem: str) -> None:
+    feed = {name: np.ascontiguousarray(x) for name, x in (states("") | change).items()}
+    with pytest.raises(Exception, match=problem):
+        node("MergeCache", RAGGED_MERGE, shapes={name: [None] * x.ndim for name, x in change.items()}).run(None, feed)
+
+
+BFLOAT16 = int(TensorProto.BFLOAT16)
+ON_HOST = make.host_output("onnxruntime-cuda-host")
+needs_binding = pytest.mark.skipif(
+    not make.is_current("onnxruntime-cuda-host"),
+    reason="not reached: the binding is not compiled for the host (make cuda-host)",
+)
+
+
+def bfloat_merge() -> tuple[Any, list[MergeCacheAttributes]]:
+    """Return a session of a merge of two caches of bfloat16, and the attributes of each."""
+    attributes = [MergeCacheAttributes(all_methods()["h2o"](), budget, 2, 1) for budget in (8, 6)]
+    names = [f"{prefix}{x}.{h}" for prefix in ("", "present_") for x in ("key", "value") for h in range(H)]
+    return node("MergeCache", ragged_node_attributes(attributes), types=dict.fromkeys(names, BFLOAT16)), attributes
+
+
+@needs_binding
+def test_a_merge_of_bfloat16_on_cuda_has_the_bits_of_the_kernels_called_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(Exception, match="state tensor 0 of cache 0 has another type"):
+        bfloat_merge()  # on the CPU
+    monkeypatch.setenv(VARIABLE, str(ON_HOST))
+    one, attributes = bfloat_merge()
+    heads: list[dict[str, np.ndarray]] = []
+    for capacity in CAPACITIES:
+        own = {name: x[:, :1] for name, x in state(np.random.default_rng(capacity), 2, capacity, capacity).items()}
+        # Rows of the values' size, 12, are not whole vectors of two-byte numbers.
+        own |= {"key": bfloat16(own["key"]), "value": bfloat16(np.concatenate([own["value"]] * 2, -1))}
+        heads.append({name: np.ascontiguousarray(x) for name, x in own.items()})
+    expected = CudaOnHost().caller.ragged_merge_cache(heads, attributes)
+    binding, actual = one.io_binding(), [{name: np.zeros_like(x) for name, x in own.items()} for own in heads]
+    for bind, arrays, prefix in ((binding.bind_input, heads, ""), (binding.bind_output, actual, "present_")):
+        for h, own in enumerate(arrays):
+            for name, x in own.items():
+                kind = BFLOAT16 if x.dtype == np.uint16 else x.dtype.type
+                bind(f"{prefix}{name}.{h}", "cpu", 0, kind, x.shape, x.ctypes.data)
+    one.run_with_iobinding(binding)
+    for own, right in zip(actual, expected, strict=True):
+        assert all(own[name].tobytes() == right[f"present_{name}"].tobytes() for name in STATE_NAMES)
+        assert (own["votes"] > 0).sum() in (2 * 8, 2 * 6)
+
+
+@needs_binding
+def test_a_merge_of_quantized_caches_has_no_kernel_on_cuda() -> None:
+    attributes = [MergeCacheAttributes(all_methods()["h2o"](), budget, 2, 1) for budget in (8, 6)]
+    heads = [
+        {name: np.ascontiguousarray(x[:, :1]) for name, x in state(np.random.default_rng(0), 2, 4, capacity).items()}
+        for capacity in CAPACITIES
+    ]
+    with pytest.raises(Exception, match="RaggedMergeCache: there is no kernel that merges a quantized cache"):
+        caches_of_heads.merge_cache("onnxruntime-cuda-on-host", [small(x, "int8") for x in heads], attributes)
 
 
 def test_query_heads_are_a_multiple_of_the_caches() -> None:

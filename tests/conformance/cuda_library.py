@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -371,6 +372,20 @@ def ragged_merge_cache_call(states: Sequence[Arrays], attributes: Sequence[Any])
     for head, capacity, own in zip(caches, capacities, attributes, strict=True):
         head.capacity, head.budget, head.recent = capacity, own.budget, own.recent
     return call, caches
+
+
+def checked_launches(library: ctypes.CDLL, operator: str, *call: Any) -> list[tuple[str, int]]:
+    """Return the program, without its types, and the number of blocks of every launch of a call that is not run."""
+    ask = getattr(library, f"kv_cuda_{operator}_problem")
+    ask.restype = library.kv_host_checked.restype = ctypes.c_char_p
+    if problem := ask(*call):
+        raise RuntimeError(f"kvexport: {problem.decode()}")
+    launches = []
+    for line in library.kv_host_checked().decode().splitlines():
+        # Compilers write a name's length before the name.
+        if name := re.search(r"2kv4cuda(\d+)(\w+)", line):
+            launches.append((name[2][: int(name[1])], int(line.split()[-1])))
+    return launches
 
 
 def lacks(method: Any) -> str | None:

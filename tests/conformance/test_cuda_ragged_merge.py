@@ -8,7 +8,6 @@ above and far below the slots, all types, and properties that the host can show.
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.schema.state import STATE_NAMES
 from tests.conformance.cases import BY_PLACE, MergeProfile, MergeScenario, merge_cache_state
-from tests.conformance.cuda_library import Caller, Where, bfloat16, ragged_merge_cache_call
+from tests.conformance.cuda_library import Caller, Where, bfloat16, checked_launches, ragged_merge_cache_call
 from tests.conformance.test_cuda_on_host import ORDERS, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 
@@ -71,13 +70,10 @@ def launches_of(
 ) -> list[tuple[str, int]]:
     """Return the program and the number of blocks of every launch of a merge."""
     set_host(library, multiprocessors=multiprocessors, shared_limit=232448)
-    ask = library.kv_cuda_merge_cache_problem if caches is None else library.kv_cuda_ragged_merge_cache_problem
-    ask.restype = library.kv_host_checked.restype = ctypes.c_char_p
-    assert ask(ctypes.byref(call), *([] if caches is None else [caches])) is None
-    lines = library.kv_host_checked().decode().splitlines()
+    operator, own = ("merge_cache", ()) if caches is None else ("ragged_merge_cache", (caches,))
+    launches = checked_launches(library, operator, ctypes.byref(call), *own)
     set_host(library)
-    names = [re.search(r"2kv4cuda(\d+)(\w+)", line) for line in lines]
-    return [(n[2][: int(n[1])], int(line.split()[-1])) for n, line in zip(names, lines, strict=True) if n]
+    return launches
 
 
 def call_of(

@@ -512,9 +512,11 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
     }
     sample = "both-33 or largest_rows or any-order-ballot or any-order-kvslimmer or any-order-keepkv"
     sample += " or (head_size and (80 or 136)) or stages or (heads and many and float and 3) or call_for_each"
+    sample += " or (few and (float16 and ballot or float32 and kvslimmer))"
     like_others = "h2o or streaming or snapkv or keepkv-key or least-attended or asymkv or alone"
     sample += f" or (garbage and not ({like_others}))"
-    others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("garbage", "cuda_quantized", "cuda_ragged")]
+    names = ("garbage", "cuda_quantized", "cuda_ragged", "cuda_ragged_merge")
+    others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", sample]
     command += [__file__, *others]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)

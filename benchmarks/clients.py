@@ -271,6 +271,8 @@ def open_webui(url: str) -> dict[str, Callable[[], bool]]:
     # Without a login; with embeddings by an API, for which the program loads no model when it starts.
     settings = {"OPENAI_API_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": KEY, "ENABLE_OLLAMA_API": "false"}
     settings |= {"WEBUI_AUTH": "False", "RAG_EMBEDDING_ENGINE": "openai", "OFFLINE_MODE": "true"}
+    # Where Python is told to write no bytecode, every start would compile a thousand modules again.
+    settings |= {"PYTHONDONTWRITEBYTECODE": ""}
     folder = tempfile.TemporaryDirectory()
     program = Path(sys.executable).with_name("open-webui")
     child = subprocess.Popen(

@@ -2,8 +2,8 @@
 
     python benchmarks/first_minutes.py WHEEL ARTIFACT [--extra serve]
 
-Prints the seconds of each part and the bytes on disk. pip takes packages from the index; --no-cache makes it download
-all of them. `kvexport --help` and `import kvexport` are the best of six processes.
+Prints the seconds of each part, the bytes on disk, and the largest packages. pip takes packages from the index;
+--no-cache makes it download all of them. `kvexport --help` and `import kvexport` are the best of six processes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from image_size import size
 
+OWN = ("pip", "setuptools")  # of every new environment
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
@@ -44,9 +46,20 @@ def main() -> None:
         for part, value in {**parts, "sum": sum(parts.values())}.items():
             print(f"{part:20} {value:8.2f} s")
         print(f"{'packages, no pip':20} {(size(packages) - empty) / 1e6:8.1f} MB")
-        print(f"{'of them kvexport':20} {size(packages / 'kvexport') / 1e6:8.1f} MB")
+        for name, count in largest(packages):
+            print(f"  {name:18} {count / 1e6:8.1f} MB")
         for command in ([str(program), "--help"], [str(folder / "bin" / "python"), "-c", "import kvexport"]):
             print(f"{' '.join(command[1:]):20} {min(seconds(command) for _ in range(6)):8.3f} s")
+
+
+def largest(packages: Path) -> list[tuple[str, int]]:
+    """Return the packages of a folder above 1 MB by the bytes that they install, and the bytecode that pip compiles."""
+    files = {one.name: one.files or () for one in metadata.distributions(path=[str(packages)]) if one.name not in OWN}
+    sizes = {name: sum(file.size or 0 for file in listed) for name, listed in files.items()}
+    sizes["bytecode"] = sum(
+        path.stat().st_size for path in packages.rglob("*.pyc") if path.relative_to(packages).parts[0] not in OWN
+    )
+    return sorted(((name, count) for name, count in sizes.items() if count > 1e6), key=lambda item: -item[1])
 
 
 def seconds(command: Sequence[str]) -> float:

@@ -5,7 +5,7 @@
 Four texts of 1,024 tokens are read: two of Python's manual, and one of each kind in `KINDS`. In the first part the
 texts are read in chunks of 32 tokens with a merge after each, as in `budget_kinds.py`. In the second part 768 tokens
 are read with the full cache, which is then compressed once; the next 256 tokens are read without another merge. The
-figures are the KL to the full cache and the added loss in nats per token, for each block of 32 tokens of each text: over
+figures are the KL to the full cache and the added loss in nats per token, by text and block of 32 tokens: over
 the second half in the first part, over the 256 tokens in the second.
 
 PyTorch computes all figures with the operators' definitions. The state of a rule that no kernel has (statistics of

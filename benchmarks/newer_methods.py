@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from budget_kinds import BLOCK, COMMON, HELD_OUT, RECIPE, texts
 from common import RESULTS, save
+from fitted_keys import FittedKeys
 from newer_rules import FUTURE, Given, Largest, Newer, Queries
 from torch import Tensor, nn
 
@@ -60,8 +61,9 @@ ROWS = {
     "h2o": "h2o",
     "ballot, large values kept": "newer_ballot:rules=values",
     "ballot, largest probability": "newer_ballot:rules=largest",
+    "ballot, largest probability and prior": "newer_ballot:rules=largest+prior",
     "ballot, both ends": "newer_ballot:rules=ends",
-    "DefensiveKV": "newer:rules=largest+norms",
+    "DefensiveKV": "newer:rules=largest+prior+norms",
     "random for each head, redrawn": "newer:rules=redrawn",
     "VaSE": "newer:rules=norms+noise+values",
     "h2o, both ends": "newer:rules=ends",
@@ -76,18 +78,21 @@ ROWS = {
     "snapkv": "snapkv",
     "zeromerge": "zeromerge",
 }
+FITTED: dict[str, Any] = {"after": "ballot", "change_max": 10.0, "bias_max": 6.0}
 # The rows of the second part: the method, and the rules of `newer`.
 ONCE: dict[str, Method] = {
     "random for each head": Newer(rules="redrawn"),
     "h2o": H2O(),
     "snapkv": SnapKV(),
-    "DefensiveKV": Newer(rules="largest+norms"),
+    "DefensiveKV": Newer(rules="largest+prior+norms"),
     "Expected Attention": Newer(rules="expected+norms"),
     "KVzip": Newer(rules="given"),
     "ballot": Ballot(),
     "ballot, KVzip": newer_rules.NewerBallot(rules="given"),
     "ballot, expected attention": newer_rules.NewerBallot(rules="expected"),
-    "ballot, votes and values fitted": AttentionMatching(after="ballot", queries=96, change_max=10.0, bias_max=6.0),
+    "ballot, votes and values fitted to 96 queries": AttentionMatching(queries=96, **FITTED),
+    "ballot, votes and values fitted to 192 queries": AttentionMatching(queries=192, **FITTED),
+    "ballot, keys, votes and values fitted to 192 queries": FittedKeys(queries=192, **FITTED),
 }
 
 
@@ -259,7 +264,7 @@ class Compressed:
     """The cache after `CONTEXT` tokens, for the rows of the second part."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.everything = run, Everything(after="ballot", queries=96, change_max=10.0, bias_max=6.0)
+        self.run, self.everything = run, Everything(queries=192, **FITTED)
         plan = plan_of(run.reference, self.everything, CONTEXT, CONTEXT)
         reader = Reader(run.reference, plan, self.everything, len(run.tokens))
         for at in range(0, CONTEXT, 64):
@@ -295,7 +300,7 @@ class Compressed:
         for cache, state in enumerate(self.state):
             Queries.now, Given.now = self.queries[cache], self.given[cache]
             score = state[3][:, :, columns]
-            extra = state[5:] if method.extra_state else ()
+            extra = tuple(x[:, :, -method.reference_queries :] for x in state[5:]) if method.extra_state else ()
             layer = plan.caches[cache]
             attributes = MergeCacheAttributes(method, slots, layer.sinks, int(recent * slots))
             with torch.no_grad():

@@ -30,7 +30,7 @@ LARGE = 0.1  # the share of the slots that is reserved for the values of the lar
 NEVER = 1e36  # the keep score of a slot that a rule protects
 FUTURE = 512  # future positions over which Expected Attention averages the rotation
 
-RULES = ("oldest", "redrawn", "ends", "largest", "norms", "values", "noise", "expected", "given")
+RULES = ("oldest", "redrawn", "ends", "largest", "prior", "norms", "values", "noise", "expected", "given")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Rules:
                 assert Given.now is not None
                 place = slots.position.long().clamp(min=0, max=Given.now.shape[-1] - 1)
                 importance = Given.now.gather(-1, place)
-            elif name == "largest":
+            elif name == "prior":
                 # The prior of DefensiveKV: no slot is taken to be less risky than the mean of all.
                 counted = torch.where(unprotected, importance, 0.0)
                 mean = counted.sum(-1, keepdim=True) / unprotected.sum(-1, keepdim=True).clamp(min=1)

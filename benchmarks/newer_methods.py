@@ -1,6 +1,6 @@
 """Rules of newer papers beside and on top of kvexport's methods: KL and loss of SmolLM2-135M-Instruct at equal bytes.
 
-    python benchmarks/newer_methods.py [--budgets 128,64,256] [--once 77,192] [--rows A,B] [--threads 1]
+    python benchmarks/newer_methods.py [--budgets 128] [--once 77] [--rows A,B] [--threads 1]
 
 Four texts of 1,024 tokens are read: two of Python's manual, and one of each kind in `KINDS`. In the first part the
 texts are read in chunks of 32 tokens with a merge after each, as in `budget_kinds.py`. In the second part 768 tokens
@@ -322,8 +322,8 @@ class Compressed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budgets", default="128,64,256", help="slots of the first part")
-    parser.add_argument("--once", default="77,192", help="slots of the second part")
+    parser.add_argument("--budgets", default="128", help="slots of the first part")
+    parser.add_argument("--once", default="77", help="slots of the second part")
     parser.add_argument("--rows", help="names of rows, separated by ';'; all by default")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

@@ -17,6 +17,7 @@ from typing import Any
 import length_figure
 from budget_tables import budget_kinds, default_quality, head_budgets, listed, once, small_listed
 from decoder_tables import decoder_tables
+from newer_tables import newer_methods
 from table_parts import BUDGETS, ROOT, load, name_of, shown, table
 
 from kvexport.evaluate.statistics import mean
@@ -302,6 +303,7 @@ def tables() -> dict[str, str]:
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed quality": packed_quality()}
     texts |= {"quantized cache": quantized_cache(), "awq": awq()}
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
+    texts |= {f"newer {part}": newer_methods(part) for part in ("streamed", "once")}
     texts |= {"small listed": small_listed(), "head budgets": head_budgets(), **decoder_tables()}
     texts |= {f"once {task}": once(task) for task in ("text", "codes")}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import newer_rules
 import numpy as np
@@ -95,10 +96,10 @@ def test_without_a_rule_the_method_evicts_like_ballot() -> None:
 
 def test_noise_keeps_a_slot_as_often_as_its_importance_says() -> None:
     rules, kept = newer_rules.Rules("noise", 8, 20), np.zeros(2)
-    slots, unprotected = slots_of(), torch.ones(BATCH, HEADS, SLOTS, dtype=torch.bool)
+    unprotected = torch.ones(BATCH, HEADS, SLOTS, dtype=torch.bool)
     importance = torch.tensor([3.0, 1.0, *[1e-9] * (SLOTS - 2)]).expand(BATCH, HEADS, -1)
     for now in range(SLOTS, SLOTS + 300):
-        slots = slots_of() if now == SLOTS else slots.__class__(**{**vars(slots), "now": torch.full_like(slots.now, now)})
+        slots = replace(slots_of(), now=torch.full((BATCH, HEADS, 1), now))
         first = rules.importance(slots, unprotected, importance).argmax(-1).flatten()
         kept += [int((first == i).sum()) for i in range(2)]
     assert_allclose(kept / kept.sum(), [0.75, 0.25], atol=0.04)

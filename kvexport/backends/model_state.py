@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # A function that returns a given number of bytes of zeros in the host's memory, as an array of uint8. It raises
 # EnvironmentProblem if the memory is not available.
 Memory = Callable[[int], "NDArray[np.uint8]"]
+# A function that waits for a decoder call and returns its logits.
+Pending = Callable[[], "Rows"]
 
 
 class LaneState(Protocol):
@@ -70,9 +72,12 @@ class ModelState(LaneState, Protocol):
     Attributes:
         top_logits: The number of largest logits that `step` returns for each row. 0 if the artifact has no graph for
             them. None if logits are in the host's memory.
+        runs_ahead: Whether the state has `begin` and `follow`, with which the device computes a decode call before the
+            host has read the tokens of the one before.
     """
 
     top_logits: int | None
+    runs_ahead: bool = False
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
         """Append one token [n, 1] to each of n batch lanes, like `decode`, but leave the logits on the device.
@@ -80,6 +85,20 @@ class ModelState(LaneState, Protocol):
         `top_logits` must not be None.
         """
         ...
+
+    def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
+        """Begin a `step`, and return a function that waits for its rows. `follow` may begin the next call before that.
+
+        The rows are valid until the second call of `follow` after this call.
+        """
+        raise NotImplementedError
+
+    def follow(self) -> Pending:
+        """Begin the call after the latest `begin` or `follow`, for the same lanes and lengths, as `begin` does.
+
+        Each lane's token is that of the largest logit in the latest call, and the lowest of these if logits are equal.
+        """
+        raise NotImplementedError
 
     def grown(self, lanes: int) -> ModelState:
         """Return a state with `lanes` batch lanes: copies of all lanes of this state, and then empty lanes."""

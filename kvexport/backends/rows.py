@@ -29,6 +29,11 @@ class TopLogits:
     mass: float
     vocabulary: int
 
+    @property
+    def token(self) -> int:
+        """The lowest id of the largest logit."""
+        return int(self.ids[self.values == self.values[0]].min())
+
 
 class Rows(Protocol):
     """The logits that one decoder call returned. Lanes are numbered from the call's first lane."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 
+from kvexport.backends.model_state import Pending
 from kvexport.backends.rows import HostRows, Rows
 from kvexport.engine.forks import Forks
 from kvexport.engine.lane_pool import LanePool
@@ -17,10 +20,28 @@ from kvexport.engine.speculation import Drafter
 from kvexport.errors import KvexportError
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """A decode call that the device computes while the host does not know its logits.
+
+    Attributes:
+        requests: The requests, in the order of their lanes. Those that have ended since do not need their logits.
+        rows: A function that waits for the logits.
+    """
+
+    requests: Sequence[Request]
+    rows: Pending
+
+
 class ModelCalls:
-    """The engine's calls of the model: they read chunks of prompts, decode, and verify drafted tokens."""
+    """The engine's calls of the model: they read chunks of prompts, decode, and verify drafted tokens.
+
+    Attributes:
+        ahead: The decode call whose logits the host has not read; None if the device has nothing to compute.
+    """
 
     def __init__(self, pool: LanePool, forks: Forks, chunk: int, max_length: int) -> None:
+        self.ahead: Ahead | None = None
         self._row_seconds = 0.0  # of one row (one token of one lane) in recent calls for prompts
         self._pool, self._forks = pool, forks
         self._chunk, self._max_length = chunk, max_length
@@ -63,19 +84,29 @@ class ModelCalls:
             self._forks.read(request, rows, i)
         return [self.choose(request, rows, i) for i, request in read]
 
-    def decode(self, requests: Sequence[Request], drafter: Drafter | None) -> list[Request]:
+    def decode(
+        self, requests: Sequence[Request], drafter: Drafter | None, *, steady: bool = False
+    ) -> list[Request]:
         """Decode the next token of each request in one model call, and return the requests that got tokens.
 
         The call covers all lanes up to the last of these requests. Other lanes among them get no token, and their state
         does not change.
+
+        Args:
+            requests: The requests, in the order of their lanes; those of `ahead` if there is such a call.
+            drafter: Drafts tokens; None for none.
+            steady: Whether the next step will probably decode for the same requests. If all of their tokens are
+                foreseen, the device then begins the next call before this one's logits are read.
         """
         start = time.perf_counter()
+        if self.ahead is None and steady and drafter is None and self._may_follow(requests):
+            self.ahead = Ahead(requests, self._begin(requests, self._pool.state.begin))
+        if self.ahead is not None:
+            return self.take_ahead(follow=steady and self._may_follow(requests))
         if drafter is not None and any(drafts := drafter(requests, self._pool.lanes)):
             return self._verify(requests, drafts, start)
         lanes, state = self._pool.lanes, self._pool.state
-        tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
-        for request in requests:
-            tokens[request.lane] = (request.last_token,)
+        tokens = _last_tokens(requests)
         rows: Rows
         count = state.top_logits
         if count and any(request.sampler.may_settle(count) for request in requests):
@@ -86,6 +117,51 @@ class ModelCalls:
             timing.decode_seconds += time.perf_counter() - start
             timing.steps += 1
         return [self.choose(request, rows, request.lane) for request in requests]
+
+    def _may_follow(self, requests: Sequence[Request]) -> bool:
+        """Return whether the device can foresee the next token of each request, from the largest logits alone."""
+        return self._pool.state.runs_ahead and all(request.is_foreseen(self._max_length) for request in requests)
+
+    def _begin(self, requests: Sequence[Request], decode: Callable[..., Pending]) -> Pending:
+        """Append a token to the lane of each request without a merge, and return a function that waits for the logits.
+
+        The lengths of the call are those of all requests, and `decode` may take the tokens from the device.
+        """
+        return self._pool.lanes.begin(decode, _last_tokens(requests), first=0)
+
+    def take_ahead(self, *, follow: bool) -> list[Request]:
+        """Read the logits of the call that runs ahead, and return the requests that got tokens from them.
+
+        A request may have ended since the call began. Its lane is then cleared before another request gets it, so the
+        token that this call appended to it has no effect.
+
+        Args:
+            follow: Whether to begin the next call before, for the same requests, which must all decode.
+        """
+        start, call = time.perf_counter(), self.ahead
+        assert call is not None
+        self.ahead = None
+        requests = [request for request in call.requests if request.state is DECODING]
+        self._pool.lanes.merge_due([request.lane for request in requests])
+        if follow:
+            state = self._pool.state
+            self.ahead = Ahead(requests, self._begin(requests, lambda *_: state.follow()))
+        rows = call.rows()
+        for timing in _timings(requests):
+            timing.decode_seconds += time.perf_counter() - start
+            timing.steps += 1
+        for request in call.requests:
+            if request.state is DECODING:
+                self.choose(request, rows, request.lane)
+            elif (top := rows.top_logits(request.lane)) is None or not isfinite(top.mass):
+                self._pool.poisoned(request.lane)
+        return requests
+
+    def forget_ahead(self) -> None:
+        """Wait for the call that runs ahead, whose requests have ended, and drop its logits."""
+        call, self.ahead = self.ahead, None
+        if call is not None:
+            call.rows()
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens], start: float) -> list[Request]:
         """Verify drafted tokens in one model call, which reads the last token and the draft of each lane.
@@ -125,6 +201,12 @@ class ModelCalls:
                     timing.whole_rows += 1
                     timing.decode_seconds += time.perf_counter() - start
                 token = request.sampler.next(row)
+                if self.ahead is not None and top is not None and token != top.token:
+                    raise KvexportError(
+                        f"the device's search for the largest logits puts the token {top.token} before the token "
+                        f"{token} of an equal logit and a lower number",
+                        "EngineOptions(ahead=False)",
+                    )
         except KvexportError as error:
             self._pool.poisoned(request.lane)
             request.finish("error", error)
@@ -132,6 +214,14 @@ class ModelCalls:
             timing.generated_tokens += 1
             request.take(token, self._max_length)
         return request
+
+
+def _last_tokens(requests: Sequence[Request]) -> list[Tokens]:
+    """Return the last token of each request, by lane, up to the last lane; no token for the other lanes."""
+    tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
+    for request in requests:
+        tokens[request.lane] = (request.last_token,)
+    return tokens
 
 
 def _timings(requests: Sequence[Request]) -> Iterable[Timing]:

@@ -23,7 +23,7 @@ from kvexport.engine.lane_pool import LanePool
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.options import EngineOptions
 from kvexport.engine.prefixes import Prefixes
-from kvexport.engine.request import FINISHED, FinishReason, Prompt, Request, Timing
+from kvexport.engine.request import DECODING, FINISHED, FinishReason, Prompt, Request, Timing
 from kvexport.engine.scheduler import Schedule, Scheduler
 from kvexport.engine.speculation import drafter_of
 from kvexport.engine.start import adapter_of, encode, prepare, snapshot_of, waiting_state
@@ -108,6 +108,7 @@ class EngineCore:
         self._forks = Forks(self._scheduler, self._pool)
         self._calls = ModelCalls(self._pool, self._forks, limits.prefill_chunk, self.max_length)
         self._turns = Turns()
+        self._early: list[Request] = []  # they got a token after the latest step
         self._closed = False
         if self._periodic:  # what the machine lacks is found now, and a file takes its room now and no more later
             self._pool.make(self.max_batch if manifest.recipe.cache.periodic.store else 1, others=False)
@@ -123,6 +124,7 @@ class EngineCore:
             for request_id in list(self._requests):
                 self.cancel(request_id)
             self._closed = True
+            self._calls.forget_ahead()
             self._pool.drop()
             self.drafter = self.prefixes = None
 
@@ -158,6 +160,7 @@ class EngineCore:
         Call it when no request runs. Every call returns the same lanes.
         """
         with self._turns:
+            self._calls.forget_ahead()
             self._pool.make(self.max_batch, others=False)
             return self._pool.lanes
 
@@ -171,8 +174,8 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether a request of the engine waits or runs."""
-        return self._scheduler.busy
+        """Whether a request of the engine waits or runs, or the next step returns a request."""
+        return self._scheduler.busy or bool(self._early)
 
     # ---- requests ----
 
@@ -218,12 +221,15 @@ class EngineCore:
     def preempt(self, request_id: int) -> Snapshot:
         """End a request that waits or runs, and return its state as a snapshot.
 
-        `Request((), start=snapshot)` continues it, and gets the tokens that this request would have got.
+        `Request((), start=snapshot)` continues it, and gets the tokens that this request would have got. On a GPU the
+        request may get one more token before it ends.
 
         Raises:
             UsageError: There is no such request, or it has finished.
         """
         with self._turns:
+            if self._calls.ahead is not None:
+                self._early += self._catch_up()
             request = self._requests.get(request_id)
             if request is None:
                 raise UsageError(f"there is no request {request_id} that has not finished", "one that waits or runs")
@@ -244,14 +250,42 @@ class EngineCore:
         """
         with self._turns:
             self._require_open()
+            if self._calls.ahead is not None and not self._goes_on():
+                self._early += self._catch_up()
             work = self._schedule()
             try:
                 advanced = self._run(work)
-                return [*work.expired, *advanced] if work.expired else advanced
             finally:
                 self._finish(work)
+            if not (self._early or work.expired):
+                return advanced
+            every, self._early = [*self._early, *work.expired, *advanced], []
+            return list({request.id: request for request in every}.values())
 
     # ---- the parts of a step ----
+
+    def _goes_on(self) -> bool:
+        """Return whether the next step decodes for exactly the requests of the call that runs ahead."""
+        call = self._calls.ahead
+        assert call is not None
+        return self._scheduler.decodes_only and all(request.state is DECODING for request in call.requests)
+
+    def _catch_up(self) -> list[Request]:
+        """Read the logits of the call that runs ahead, so that every lane holds the tokens that the host knows.
+
+        Returns:
+            The requests that got a token or failed.
+        """
+        call = self._calls.ahead
+        assert call is not None
+        work = Schedule(decode=[request for request in call.requests if request.state is DECODING])
+        try:
+            return self._calls.take_ahead(follow=False)
+        except BaseException as error:
+            self._fail(work.decode, error)
+            raise
+        finally:
+            self._finish(work)
 
     def _schedule(self) -> Schedule:
         """Return the next step's work, after expired requests were ended and preempted requests gave up their lanes."""
@@ -275,7 +309,8 @@ class EngineCore:
             if requests := work.prefill:
                 advanced += self._calls.prefill(requests, self.prefixes)
             if requests := work.decode:
-                advanced += self._calls.decode(requests, self.drafter)
+                steady = self.options.ahead and self._scheduler.decodes_only and not (work.moved or work.admitted)
+                advanced += self._calls.decode(requests, self.drafter, steady=steady)
         except BaseException as error:
             self._fail(requests, error)
             raise

@@ -193,6 +193,17 @@ class Lanes:
             self._merge(due)
         return result
 
+    def begin(
+        self, decode: Callable[[NDArray[np.int64], NDArray[np.int64], int], T], tokens: Sequence[Tokens], *, first: int
+    ) -> T:
+        """Append tokens to lanes as `append_by` does, but without a merge; call `merge_due` before the next tokens."""
+        return self._append(decode, tokens, first)
+
+    def merge_due(self, lanes: Sequence[int]) -> None:
+        """Merge (compress) the KV caches of those of the lanes, in ascending order, whose decoded tokens require it."""
+        if due := [lane for lane in lanes if self._is_due(lane, at_once=False)]:
+            self._merge(due)
+
     def draft(self, tokens: Sequence[Tokens], *, first: int) -> NDArray[np.float32]:
         """Append each lane's last token and drafted tokens without a merge; call `settle` for each lane then."""
         return self._append(self.state.decode, tokens, first)

@@ -22,6 +22,8 @@ class EngineOptions:
         prefix_memory: Bytes for saved states of prompt prefixes, so that a prefix that several prompts share is read
             once; 0 saves none.
         drafts: Whether the engine drafts tokens if the artifact's recipe sets `speculate.draft`.
+        ahead: Whether a GPU may begin the next decode call before the host has read the tokens of the one before, if
+            all of them are greedy. Answers are the same without.
 
     Raises:
         UsageError: A value is out of range.
@@ -33,6 +35,7 @@ class EngineOptions:
     preempts: bool = False
     prefix_memory: int = 0
     drafts: bool = True
+    ahead: bool = True
 
     def __post_init__(self) -> None:
         """Raise UsageError for engine options that are out of range."""

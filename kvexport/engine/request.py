@@ -236,6 +236,14 @@ class Request:
         left = self.sampler.settings.max_new_tokens - len(self.sampler.generated)
         return min(left, max_length - len(self.ids) - len(self.tokens))
 
+    def is_foreseen(self, max_length: int) -> bool:
+        """Return whether the next token is surely that of the largest logit, and neither a limit nor a snapshot ends it.
+
+        Args:
+            max_length: The largest number of tokens of prompt and answer together.
+        """
+        return self.room(max_length) > 1 and not self.keep and self.sampler.takes_largest
+
     def continues_with(self, token: int) -> bool:
         """Return whether the answer goes on and its last token equals the drafted (guessed) token `token`."""
         return self.state is DECODING and self.tokens[-1].id == token

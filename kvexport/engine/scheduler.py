@@ -78,6 +78,11 @@ class Scheduler:
         """Whether any request waits or has a lane of the batch."""
         return bool(self.waiting or self._prefilling or self._decoding)
 
+    @property
+    def decodes_only(self) -> bool:
+        """Whether no request waits or reads its prompt, so that steps decode for the same requests until one ends."""
+        return not (self.waiting or self._prefilling)
+
     def running(self) -> list[Request]:
         """Return the requests that occupy a lane of the batch, in the order of the lanes."""
         return [request for request in self.lanes if request is not None]

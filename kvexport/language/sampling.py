@@ -158,6 +158,12 @@ class Sampler:
             self._counts[token] += 1
         return token
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the next token is that of the largest logit, and needs nothing else from the host."""
+        changes = (self._random, self._bias, self._is_seen, self._counts, self._constraint, self.settings.logprobs)
+        return all(change is None for change in changes) and not self._processors and not self._suppresses()
+
     def may_settle(self, count: int) -> bool:
         """Return whether the `count` largest logits of a row can ever be enough to sample a token."""
         return not self._processors and may_settle(self.settings, count, self.vocab_size)

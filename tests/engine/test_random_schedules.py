@@ -26,7 +26,7 @@ def test_answers_of_random_schedules_equal_solo_answers(tiny_artifact: Path, tmp
 def test_the_same_on_a_device_with_graphs(tiny_artifact: Path, tmp_path: Path) -> None:
     *engines, other = (load(tiny_artifact) for _ in range(3))
     for engine in engines:
-        onto_device(engine, graphs=True)
+        onto_device(engine, graphs=True, late=True)
     for seed in range(4):
         Schedule(engines, Alone(other), tmp_path / str(seed), 100 + seed).run(STEPS)
 

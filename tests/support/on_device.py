@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,14 +11,52 @@ from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, TOP_LOGITS
 
 
-def onto_device(engine: Any, *, graphs: bool = False) -> Any:
+class LateStream:
+    """A stream whose runs are computed as late as a GPU may compute them: when somebody waits for them.
+
+    Attributes:
+        late: The number of runs that were not computed at once.
+    """
+
+    address = None
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run, self._runs = run, deque[Callable[[], None]]()
+        self.late = self._done = 0
+
+    def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
+        """Take the place of `Sessions.run`."""
+        if wait:
+            self.wait()
+            self._run(name, binding, graph)
+        else:
+            self._runs.append(partial(self._run, name, binding, graph))
+            self.late += 1
+
+    def mark(self) -> Callable[[], None]:
+        return partial(self._compute, self.late)
+
+    def wait(self) -> None:
+        self._compute(self.late)
+
+    def _compute(self, number: int) -> None:
+        while self._done < number:
+            self._runs.popleft()()
+            self._done += 1
+
+
+def onto_device(engine: Any, *, graphs: bool = False, late: bool = False) -> Any:
     """Return the engine with its state held as on a device.
 
     Args:
         engine: The engine, which is changed.
         graphs: Whether to take the calls that capture and replay CUDA graphs. Here they run like all other calls.
+        late: Whether the runs that the host need not wait for are computed by a `LateStream`.
     """
     sessions = engine.model
     sessions.zeros = partial(DeviceArray, "cpu")
     sessions.graphs = {DECODER, MERGE, TOP_LOGITS} if graphs else set()
+    if late:
+        sessions.stream = LateStream(sessions.run)
+        sessions.run = sessions.stream.run
     return engine

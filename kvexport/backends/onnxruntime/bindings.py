@@ -7,14 +7,16 @@ logits may stay on a device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.model_state import Memory
-from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, place, read
+from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, Place, place, read
 from kvexport.backends.rows import TopLogits
 
 CACHE_LINE = 64  # bytes
@@ -74,22 +76,41 @@ class SmallTensors:
         self._host_piece = np.zeros(size, np.uint8) if isinstance(piece, DeviceArray) else piece
         self.arrays = self._views(self._host_piece)
 
+    def of_lanes(self, count: int) -> SmallTensors:
+        """Return the part of these tensors [lanes, ...] that belongs to the first `count` lanes, in the same memory."""
+        part = copy(self)
+        part._tensors = {name: ((count, *shape[1:]), dtype) for name, (shape, dtype) in self._tensors.items()}
+        part.arrays = part._views(self._host_piece)
+        return part
+
     def _views(self, piece: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         return {name: _view(piece, self._offsets[name], shape, dtype) for name, (shape, dtype) in self._tensors.items()}
 
+    def place(self, name: str) -> Place:
+        """Return the device, element type, shape and address of a small tensor, for ONNX Runtime's binding."""
+        array = self.arrays[name]
+        if self._device_piece is None:
+            return place(array)
+        device, number, *_, start = self._device_piece.place()
+        return device, number, array.dtype.type, array.shape, start + self._offsets[name]
+
     def bind(self, binding: Any, *, output: bool) -> None:
         """Bind each small tensor to the session's input, or output, of the same name."""
-        for name, array in self.arrays.items():
-            where = place(array)
-            if self._device_piece is not None:
-                device, number, *_, start = self._device_piece.place()
-                where = (device, number, array.dtype.type, array.shape, start + self._offsets[name])
-            (binding.bind_output if output else binding.bind_input)(name, *where)
+        for name in self.arrays:
+            (binding.bind_output if output else binding.bind_input)(name, *self.place(name))
 
     def send(self) -> None:
         """Copy the host's small input tensors (`arrays`) to the GPU for the next session run."""
         if self._device_piece is not None:
             self._device_piece.write(self._host_piece)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Give the tensors on the GPU the values back that they have now, whatever is sent meanwhile."""
+        kept = None if self._device_piece is None else self._device_piece.read()
+        yield
+        if self._device_piece is not None and kept is not None:
+            self._device_piece.write(kept)
 
     def fetch(self) -> dict[str, NDArray[Any]]:
         """Return the small output tensors of the last session run by name; on the CPU the next run overwrites them."""

@@ -158,13 +158,29 @@ def drive(name: str, *arguments: Any) -> None:
     Raises:
         EnvironmentProblem: If the function returns an error, or there is no driver.
     """
+    library = driver()
+    check(library, name, getattr(library, name)(*arguments))
+
+
+def driver() -> Any:
+    """Return the library of CUDA's driver (libcuda), or raise EnvironmentProblem if there is none."""
     try:
-        driver = ctypes.CDLL(DRIVER)
+        return ctypes.CDLL(DRIVER)
     except OSError as error:
         raise EnvironmentProblem(f"there is no NVIDIA driver ({DRIVER} cannot be loaded)", A_GPU) from error
-    if code := getattr(driver, name)(*arguments):
+
+
+def check(library: Any, name: str, code: int) -> None:
+    """Raise EnvironmentProblem if `code`, the result of the driver's function `name`, is an error.
+
+    Args:
+        library: The driver's library.
+        name: The function.
+        code: Its result.
+    """
+    if code:
         text = ctypes.c_char_p()
-        driver.cuGetErrorName(code, ctypes.byref(text))
+        library.cuGetErrorName(code, ctypes.byref(text))
         answer = (text.value or b"error %d" % code).decode()
         function = "" if name in ("cuInit", "cuDeviceGetCount") else f" for {name.removesuffix('_v2')}"
         raise EnvironmentProblem(f"the NVIDIA driver cannot be used{function}: {answer}", "kvexport doctor")

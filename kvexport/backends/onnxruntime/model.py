@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvexport.backends.adapters import ROWS
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
-from kvexport.backends.model_state import Memory, ModelState
+from kvexport.backends.model_state import Memory, ModelState, Pending
 from kvexport.backends.onnxruntime.bindings import DeviceRows, SmallTensors, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, lanes_of, read, write
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS, Sessions
@@ -80,8 +81,14 @@ class OnnxRuntimeState(ModelState):
         # Calls by session. The decoder's calls of one token of the first n lanes are kept, and the last other one.
         self._calls: dict[str, dict[Hashable, _BoundCall]] = defaultdict(dict)
         self._other: Hashable = None
-        self._step_logits: Any = None  # [lanes, 1, vocabulary], shared by all calls of one token
         self.top_logits = None if model.zeros is np.zeros else model.top_count
+        self.runs_ahead = bool(self.top_logits) and model.finds_tokens
+        # Shared by all calls of one token, by turn: a call that begins before the host has read the logits of the call
+        # before it has other buffers than that one.
+        self._step_logits: list[Any] = [None, None]  # [lanes, 1, vocabulary]
+        self._step_inputs: list[SmallTensors | None] = [None, None]
+        self._latest = (0, 0, 0)  # first lane, lanes and turn of the latest call of one token
+        self._enqueued = self._ended = 0  # runs without a wait, and those of them that have certainly ended
         self._thread = threading.local()  # `graphs`: the captured ones, because ONNX Runtime captures for each thread
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
@@ -90,6 +97,7 @@ class OnnxRuntimeState(ModelState):
         An all-zero state is an empty cache. On a GPU, only the votes of slots become zero: other finite values of a
         slot without votes have no effect, and votes are a hundredth of the state.
         """
+        self._settle()
         for name, array in self.state.items():
             if poisoned or name in self._emptied or not isinstance(array, DeviceArray):
                 write(self._lanes_of(array, first, last), 0)
@@ -103,34 +111,82 @@ class OnnxRuntimeState(ModelState):
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
         """Append tokens to the sequences of batch lanes and return logits; see `LaneState.decode`."""
-        return read(self._run_decoder(input_ids, query_length, first))
+        call = self._send(input_ids, query_length, first)
+        assert call.logits is not None
+        self._model.run(DECODER, call.binding, call.graph)
+        return read(call.logits)
 
-    def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int) -> Array:
-        call = self._decoder(first, *input_ids.shape)
-        assert call.inputs is not None and call.logits is not None
+    def _send(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int, turn: int = 0
+    ) -> _BoundCall:
+        """Return the decoder's call for these lanes, after its inputs were copied to the device."""
+        self._settle()
+        call = self._decoder(first, *input_ids.shape, turn)
+        assert call.inputs is not None
         call.inputs.arrays["input_ids"][...] = input_ids
         call.inputs.arrays["query_length"][...] = query_length
         call.inputs.send()
-        self._model.run(DECODER, call.binding, call.graph)
-        return call.logits
+        return call
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
         """Append one token to each batch lane's sequence and leave the logits on the device; see `ModelState.step`."""
-        logits = self._run_decoder(input_ids, query_length, first)
+        self._send(input_ids, query_length, first)
+        return self._enqueue(first, len(input_ids), 0)()
+
+    def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
+        """Begin a `step`, and return a function that waits for its rows; see `ModelState.begin`."""
+        for turn in (1, 0):  # later calls of both turns have these lengths, and tokens of the device
+            self._send(input_ids, query_length, first, turn)
+        return self._enqueue(first, len(input_ids), 0)
+
+    def follow(self) -> Pending:
+        """Begin the call after the latest one, with the tokens of its largest logits; see `ModelState.follow`."""
+        first, count, turn = self._latest
+        return self._enqueue(first, count, 1 - turn)
+
+    def _enqueue(self, first: int, count: int, turn: int) -> Pending:
+        """Enqueue a call of the decoder and the search for the largest logits, and return a function for the rows."""
+        call = self._decoder(first, count, 1, turn)
+        logits = call.logits
         assert isinstance(logits, DeviceArray)
+        self._run_on(DECODER, call)
         # The logits of any lanes begin at the same address.
-        call = self._ready(TOP_LOGITS, len(input_ids), partial(self._bind_finder, logits))
-        assert call.outputs is not None
-        self._model.run(TOP_LOGITS, call.binding, call.graph)
-        return DeviceRows(logits, call.outputs.fetch())
+        call = self._ready(TOP_LOGITS, (count, turn), partial(self._bind_finder, logits, turn))
+        outputs = call.outputs
+        assert outputs is not None
+        self._run_on(TOP_LOGITS, call)
+        self._latest = first, count, turn
+        number, wait = self._enqueued, self._model.stream.mark()
+
+        def rows() -> Rows:
+            wait()
+            self._ended = max(self._ended, number)
+            return DeviceRows(logits, outputs.fetch())
+
+        return rows
+
+    def _run_on(self, name: str, call: _BoundCall) -> None:
+        """Enqueue a run of a bound session."""
+        self._model.run(name, call.binding, call.graph, wait=False)
+        self._enqueued += 1
+
+    def _settle(self) -> None:
+        """Wait for all runs, before the host reads or writes tensors that they use."""
+        if self._ended != self._enqueued:
+            self._model.stream.wait()
+            self._ended = self._enqueued
 
     def merge(self, first: int, last: int) -> None:
         """Compress the KV cache of each lane first <= lane < last to its budget of slots; see `LaneState.merge`."""
         call = self._ready(MERGE, (first, last), partial(self._bind_merge, first, last))
-        self._model.run(MERGE, call.binding, call.graph)
+        if self._ended != self._enqueued:
+            self._run_on(MERGE, call)
+        else:
+            self._model.run(MERGE, call.binding, call.graph)
 
     def grown(self, lanes: int) -> OnnxRuntimeState:
         """Return a state with more batch lanes, the first of which are copies of these; see `ModelState.grown`."""
+        self._settle()
         larger = OnnxRuntimeState(self._model, self._plan, lanes, self._memory)
         for name, array in self.state.items():
             copy(array, larger.state[name], target_lanes=slice(self.lanes))
@@ -141,10 +197,12 @@ class OnnxRuntimeState(ModelState):
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
         """Return copies of one lane's state tensors in host memory; see `ModelState.read`."""
+        self._settle()
         return read_used(self._plan, lambda name: read(self._lanes_of(self.state[name], lane, lane + 1))[0], names)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
         """Overwrite one lane's state tensors with saved ones; see `ModelState.write`."""
+        self._settle()
         axes = slot_axes(self._plan)
         for name, values in state.items():
             place = self._lanes_of(self.state[name], lane, lane + 1)
@@ -159,6 +217,7 @@ class OnnxRuntimeState(ModelState):
 
     def rollback(self, lane: int, count: int) -> None:
         """Remove the last `count` tokens from one lane's KV cache; see `ModelState.rollback`."""
+        self._settle()
         length = self._lanes_of(self.past_length, lane, lane + 1)
         left = int(read(length)[0, 0]) - count
         if isinstance(length, DeviceArray):
@@ -172,6 +231,7 @@ class OnnxRuntimeState(ModelState):
 
     def copy(self, source: int, target: int) -> None:
         """Copy the state tensors of one batch lane over those of another; see `ModelState.copy`."""
+        self._settle()
         for array in (*self.state.values(), self.past_length):
             copy(array, array, slice(source, source + 1), slice(target, target + 1))
         self.adapt(target, self._adapters[source])
@@ -180,6 +240,7 @@ class OnnxRuntimeState(ModelState):
         """Choose the rows of the LoRA adapter with which a lane is computed from now on; see `ModelState.adapt`."""
         if self._adapters[lane] == rows:
             return
+        self._settle()
         self._adapters[lane] = rows
         count = self._model.adapters.rows
         selected = np.zeros((1, 1, count), self._model.adapters.dtype)
@@ -194,29 +255,32 @@ class OnnxRuntimeState(ModelState):
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         """Return copies of all state tensors (KV caches of all lanes) by graph input name."""
+        self._settle()
         return {name: np.array(read(array)) for name, array in self.state.items()}
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
         """Overwrite the state tensors of the first n batch lanes; see `ModelState.set_state`."""
+        self._settle()
         for name, array in state.items():
             write(self._lanes_of(self.state[name], 0, len(array)), array)
         write(self._lanes_of(self.past_length, 0, len(past_length)), past_length)
 
-    def _decoder(self, first: int, count: int, tokens: int) -> _BoundCall:
+    def _decoder(self, first: int, count: int, tokens: int, turn: int = 0) -> _BoundCall:
         """Return the decoder session bound to the state of `count` batch lanes.
 
         Args:
             first: The first lane.
             count: The number of lanes.
             tokens: The number of tokens of each lane in a call.
+            turn: Which buffers a call of one token has: 0 or 1.
         """
         adapted = any(self._adapters[first : first + count])
-        key, stays = (first, count, tokens, adapted), tokens == 1 and first == 0
+        key, stays = (first, count, tokens, adapted, turn), tokens == 1 and first == 0
         if not stays and key != self._other:
             self._calls[DECODER].pop(self._other, None)
             self._other = key
         lanes = slice(first, first + count)
-        return self._ready(DECODER, key, partial(self._bind_decoder, lanes, tokens, stays, adapted=adapted))
+        return self._ready(DECODER, key, partial(self._bind_decoder, lanes, tokens, turn, stays, adapted=adapted))
 
     def _ready(self, name: str, key: Hashable, bind: Callable[[], _BoundCall]) -> _BoundCall:
         """Return the bound session for `key`, with its CUDA graph captured if it has one; `bind` creates a new one."""
@@ -245,20 +309,20 @@ class OnnxRuntimeState(ModelState):
         The capture runs the ONNX graph several times, in place. Its decoder calls contain no token, so they leave every
         lane unchanged. A second merge leaves a merged cache unchanged.
         """
-        if call.inputs is not None:
-            call.inputs.arrays["query_length"][...] = 0
-            call.inputs.send()
-        try:
-            self._model.run(name, call.binding, call.graph)
-        except Exception as error:
-            return first_line(error)
+        self._settle()
+        with nullcontext() if call.inputs is None else call.inputs.kept():
+            if call.inputs is not None:
+                call.inputs.arrays["query_length"][...] = 0
+                call.inputs.send()
+            try:
+                self._model.run(name, call.binding, call.graph)
+            except Exception as error:
+                return first_line(error)
         return ""
 
-    def _bind_decoder(self, lanes: slice, tokens: int, stays: bool, *, adapted: bool) -> _BoundCall:
+    def _bind_decoder(self, lanes: slice, tokens: int, turn: int, stays: bool, *, adapted: bool) -> _BoundCall:
         session, count = self._model.decoder, lanes.stop - lanes.start
-        shapes = {"input_ids": (count, tokens), "query_length": (count, 1)}
-        inputs = SmallTensors(self._model.zeros, {name: (shape, np.dtype(np.int64)) for name, shape in shapes.items()})
-        logits = self._logits(count, tokens)
+        inputs, logits = self._inputs(count, tokens, turn), self._logits(count, tokens, turn)
         binding = session.io_binding()
         inputs.bind(binding, output=False)
         bind(binding, None, "logits", logits)
@@ -282,7 +346,20 @@ class OnnxRuntimeState(ModelState):
                 bind(binding, name, present, self.state[name], slice(first, last))
         return _BoundCall(session, binding, self._model.new_graph(MERGE, is_captured(first, last)))
 
-    def _bind_finder(self, logits: Array) -> _BoundCall:
+    def _inputs(self, count: int, tokens: int, turn: int) -> SmallTensors:
+        """Return buffers for the token ids and lengths of a call; those of one token on a device have one address."""
+        shared = tokens == 1 and self.top_logits is not None
+        if shared and (kept := self._step_inputs[turn]) is not None:
+            return kept.of_lanes(count)
+        lanes = self.lanes if shared else count
+        shapes = {"input_ids": (lanes, tokens), "query_length": (lanes, 1)}
+        inputs = SmallTensors(self._model.zeros, {name: (shape, np.dtype(np.int64)) for name, shape in shapes.items()})
+        if not shared:
+            return inputs
+        self._step_inputs[turn] = inputs
+        return inputs.of_lanes(count)
+
+    def _bind_finder(self, logits: Array, turn: int) -> _BoundCall:
         session, count, lanes = self._model.finder, self._model.top_count, logits.shape[0]
         tensors = {
             "values": ((lanes, 1, count), np.dtype(np.float32)),
@@ -293,18 +370,20 @@ class OnnxRuntimeState(ModelState):
         binding = session.io_binding()
         bind(binding, "logits", None, logits)
         outputs.bind(binding, output=True)
+        if self.runs_ahead:
+            binding.bind_output("token", *self._inputs(lanes, 1, 1 - turn).place("input_ids"))
         return _BoundCall(session, binding, self._model.new_graph(TOP_LOGITS, True), outputs=outputs)
 
-    def _logits(self, count: int, tokens: int) -> Array:
+    def _logits(self, count: int, tokens: int, turn: int) -> Array:
         """Return a buffer for logits [count, 1 or tokens, vocabulary], which the next call may overwrite."""
         model, single = self._model, np.dtype(np.float32)
         if tokens > 1:
             rows = tokens if model.all_logits else 1
             wide: Array = model.zeros((count, rows, model.vocabulary), single)
             return wide
-        if self._step_logits is None:
-            self._step_logits = model.zeros((self.lanes, 1, model.vocabulary), single)
-        return self._lanes_of(self._step_logits, 0, count)
+        if self._step_logits[turn] is None:
+            self._step_logits[turn] = model.zeros((self.lanes, 1, model.vocabulary), single)
+        return self._lanes_of(self._step_logits[turn], 0, count)
 
 
 class LoadedModel(Sessions):

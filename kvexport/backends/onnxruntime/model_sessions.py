@@ -16,6 +16,7 @@ from kvexport.backends.adapters import Adapters
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, write
 from kvexport.backends.onnxruntime.session import open_session
+from kvexport.backends.onnxruntime.streams import new_stream
 from kvexport.errors import EnvironmentProblem
 
 log = logging.getLogger("kvexport.backends")
@@ -25,11 +26,14 @@ NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays 
 
 
 @cache
-def _run_options(graph: int) -> Any:
+def _run_options(graph: int | None, wait: bool) -> Any:
     from onnxruntime import RunOptions
 
     options = RunOptions()
-    options.add_run_config_entry("gpu_graph_id", str(graph))
+    if graph is not None:
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+    if not wait:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
 
 
@@ -42,6 +46,7 @@ class Sessions:
         device: The device: cpu or cuda.
         graphs: The names of the sessions whose calls are replayed as CUDA graphs.
         graph_problem: Why sessions do not use CUDA graphs although the caller enabled them.
+        stream: The stream in which the sessions run.
         adapters: The LoRA adapters.
         adapter_tensors: The adapters' matrices on the device, by the name of the decoder's input.
 
@@ -87,21 +92,19 @@ class Sessions:
         self.adapters = adapters or Adapters()
         self.adapter_tensors = {name: self._on_device(array) for name, array in self.adapters.tensors.items()}
         self._new_graphs = itertools.count(1)
+        self.stream = new_stream(device)
+        opened = partial(open_session, device=device, stream=self.stream.address)
         attention, merging = operators["VoteAttention"], operators["MergeCache"]
         self._open: dict[str, Callable[..., Any]] = {
-            DECODER: partial(
-                open_session, decoder, threads=threads, operators=attention, device=device, float_input=float_input
-            )
+            DECODER: partial(opened, decoder, threads=threads, operators=attention, float_input=float_input)
         }
         if merge:
             # A function is one long chain of small nodes, which runs fastest on one thread.
-            self._open[MERGE] = partial(
-                open_session, merge, threads=threads if merging else 1, operators=merging, device=device
-            )
+            self._open[MERGE] = partial(opened, merge, threads=threads if merging else 1, operators=merging)
         self.top_count = 0
         if top_logits is not None:
             path, self.top_count = top_logits
-            self._open[TOP_LOGITS] = partial(open_session, path, threads=1, operators=None, device=device)
+            self._open[TOP_LOGITS] = partial(opened, path, threads=1, operators=None)
         self.graphs, self.graph_problem = set(self._open) if graphs else set[str](), ""
         if self.graphs and (why := devices.graph_problem()):
             self.graphs.clear()
@@ -144,7 +147,12 @@ class Sessions:
         """The ONNX Runtime session of the graph that finds the largest logits of each row."""
         return self.session(TOP_LOGITS)
 
-    def run(self, name: str, binding: Any, graph: int | None) -> None:
+    @property
+    def finds_tokens(self) -> bool:
+        """Whether the graph that finds the largest logits also returns the token of the largest, as a device tensor."""
+        return TOP_LOGITS in self._open and any(node.name == "token" for node in self.finder.get_outputs())
+
+    def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
         """Run an ONNX Runtime session with bound inputs and outputs.
 
         Args:
@@ -152,14 +160,14 @@ class Sessions:
             binding: Its binding.
             graph: The id of the CUDA graph to replay, or to capture if it is new; None if the session has no CUDA
                 graphs.
+            wait: Whether to wait for the end of the run. Otherwise the run is enqueued in `stream`. ONNX Runtime from
+                before its pull request 28686 (June 2026) waits for a replayed CUDA graph all the same.
         """
         session = self.session(name)
-        if graph is None:
+        if graph is None and wait:
             session.run_with_iobinding(binding)
         else:
-            session.run_with_iobinding(binding, _run_options(graph))
-        if self.zeros is not np.zeros:
-            binding.synchronize_outputs()
+            session.run_with_iobinding(binding, _run_options(graph, wait))
 
     def open_decoder(self, model: bytes) -> Any:
         """Return an ONNX Runtime session of another decoder graph over the same weights.

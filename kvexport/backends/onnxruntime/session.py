@@ -23,6 +23,7 @@ def open_session(
     graphs: bool = False,
     model: bytes | None = None,
     float_input: bool = False,
+    stream: int | None = None,
 ) -> Any:
     """Return an ONNX Runtime session of an ONNX graph.
 
@@ -34,6 +35,7 @@ def open_session(
         graphs: Whether the session captures CUDA graphs.
         model: The bytes of another ONNX graph to run over the weights of the one at `path`.
         float_input: Whether packed weights are multiplied with unrounded inputs; needs the package onnx.
+        stream: The CUDA stream of the session's runs; None for a stream of its own.
 
     Raises:
         EnvironmentProblem: If ONNX Runtime cannot use the device.
@@ -65,6 +67,8 @@ def open_session(
     load_cuda_libraries(ort)
     # Without TF32, so that products of a float32 model are computed in float32.
     settings = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
+    if stream is not None:
+        settings["user_compute_stream"] = str(stream)
     session = None
     try:
         session = ort.InferenceSession(

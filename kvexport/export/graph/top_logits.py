@@ -21,8 +21,9 @@ def top_logits_model(vocabulary: int) -> onnx.ModelProto:
     """Return the ONNX graph that finds the largest logits of every row.
 
     logits [B, 1, vocabulary] float32 -> values [B, 1, n] float32, descending; ids [B, 1, n] int32; mass [B, 1, 1]
-    float32, the sum over the row of exp(logit - largest logit). n is the smaller of COUNT and `vocabulary`.
-    `kvexport.language.top_logits` reads these outputs.
+    float32, the sum over the row of exp(logit - largest logit); token [B, 1] int64, the lowest id of the largest logit.
+    n is the smaller of COUNT and `vocabulary`. `kvexport.language.top_logits` reads these outputs, except `token`,
+    which may be the decoder's next input. If a row has NaN, `token` is the last id of the vocabulary.
     """
     n = min(COUNT, vocabulary)
     nodes = [
@@ -32,8 +33,12 @@ def top_logits_model(vocabulary: int) -> onnx.ModelProto:
         helper.make_node("Sub", ["logits", "largest"], ["below"], name="below"),
         helper.make_node("Exp", ["below"], ["weights"], name="weights"),
         helper.make_node("ReduceSum", ["weights", "last"], ["mass"], name="mass", keepdims=1),
+        # TopK may order equal logits in any way on some devices, and greedy decoding takes the lowest id.
+        helper.make_node("Equal", ["values", "largest"], ["equal"], name="equal"),
+        helper.make_node("Where", ["equal", "places", "end"], ["candidates"], name="candidates"),
+        helper.make_node("ReduceMin", ["candidates", "last"], ["token"], name="token", keepdims=0),
     ]
-    constants = {"n": [n], "last": [-1]}
+    constants = {"n": [n], "last": [-1], "end": [vocabulary - 1]}
     graph = helper.make_graph(
         nodes,
         "top_logits",
@@ -42,6 +47,7 @@ def top_logits_model(vocabulary: int) -> onnx.ModelProto:
             helper.make_tensor_value_info("values", TensorProto.FLOAT, ["batch", 1, n]),
             helper.make_tensor_value_info("ids", TensorProto.INT32, ["batch", 1, n]),
             helper.make_tensor_value_info("mass", TensorProto.FLOAT, ["batch", 1, 1]),
+            helper.make_tensor_value_info("token", TensorProto.INT64, ["batch", 1]),
         ],
         [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in constants.items()],
     )

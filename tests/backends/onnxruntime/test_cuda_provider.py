@@ -262,9 +262,9 @@ def runs_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     seen: list[Run] = []
     run = engine.model.run
 
-    def watched(name: str, binding: Any, graph: int | None) -> None:
+    def watched(name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
         seen.append((name, graph))
-        run(name, binding, graph)
+        run(name, binding, graph, wait=wait)
 
     monkeypatch.setattr(engine.model, "run", watched)
     return seen
@@ -367,8 +367,8 @@ def test_where_no_graph_can_be_captured_a_session_is_opened_without(
     run, old = model.run, {each: model.session(each) for each in (DECODER, MERGE, TOP_LOGITS)}
     other = engine.new_state(3)  # bound to the old sessions
 
-    def refuses(session: str, binding: Any, graph: int | None) -> None:
-        run(session, binding, graph)  # ONNX Runtime runs the call before it captures
+    def refuses(session: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
+        run(session, binding, graph, wait=wait)  # ONNX Runtime runs the call before it captures
         if session == name and graph is not None and graph > 0:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 

@@ -1,0 +1,82 @@
+"""The CUDA stream in which a model's sessions run, so that the host need not wait between two runs."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvexport.backends.onnxruntime import devices
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: copies between host and GPU do not wait for the stream
+_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+
+
+class HostStream:
+    """The stream of sessions on the CPU, where a run has ended when its call returns.
+
+    Attributes:
+        address: None; see `CudaStream`.
+    """
+
+    address: int | None = None
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits for all runs enqueued so far: it does nothing."""
+        return _nothing
+
+    def wait(self) -> None:
+        """Wait for all runs of the stream: nothing to do."""
+
+
+class CudaStream(HostStream):
+    """A CUDA stream: its runs are enqueued, and execute one after another.
+
+    It stays for the rest of the process, because sessions need it until they end.
+
+    Attributes:
+        address: The stream as a number, for ONNX Runtime's option `user_compute_stream`.
+    """
+
+    def __init__(self) -> None:
+        self._driver = devices.driver()  # loaded once: every step calls its functions
+        self._stream = ctypes.c_void_p()
+        self._free: list[ctypes.c_void_p] = []  # events that no mark uses
+        self._thread = threading.local()
+        self._call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
+        self.address = self._stream.value
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits for all runs enqueued so far, but not for later ones. Call it once."""
+        if self._free:
+            event = self._free.pop()
+        else:
+            event = ctypes.c_void_p()
+            self._call("cuEventCreate", ctypes.byref(event), _DISABLE_TIMING)
+        self._call("cuEventRecord", event, self._stream)
+
+        def wait() -> None:
+            self._call("cuEventSynchronize", event)
+            self._free.append(event)
+
+        return wait
+
+    def wait(self) -> None:
+        """Wait for all runs of the stream."""
+        self._call("cuStreamSynchronize", self._stream)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if not getattr(self._thread, "has_context", False):
+            devices.use_first_gpu()
+            self._thread.has_context = True
+        devices.check(self._driver, name, getattr(self._driver, name)(*arguments))
+
+
+def _nothing() -> None:
+    pass
+
+
+def new_stream(device: str) -> HostStream:
+    """Return a stream for a model's sessions on `device`; one that does nothing if there is no GPU."""
+    return CudaStream() if device == "cuda" and not devices.driver_problem() else HostStream()

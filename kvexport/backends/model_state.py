@@ -91,13 +91,15 @@ class ModelState(LaneState, Protocol):
 
         The rows are valid until the second call of `follow` after this call.
         """
-        raise NotImplementedError
+        rows = self.step(input_ids, query_length, first)
+        return lambda: rows
 
     def follow(self) -> Pending:
         """Begin the call after the latest `begin` or `follow`, for the same lanes and lengths, as `begin` does.
 
         Each lane's token is that of the largest logit in the latest call, and the lowest of these if logits are equal.
         """
+        assert not self.runs_ahead
         raise NotImplementedError
 
     def grown(self, lanes: int) -> ModelState:

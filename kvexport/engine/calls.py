@@ -84,9 +84,7 @@ class ModelCalls:
             self._forks.read(request, rows, i)
         return [self.choose(request, rows, i) for i, request in read]
 
-    def decode(
-        self, requests: Sequence[Request], drafter: Drafter | None, *, steady: bool = False
-    ) -> list[Request]:
+    def decode(self, requests: Sequence[Request], drafter: Drafter | None, *, steady: bool = False) -> list[Request]:
         """Decode the next token of each request in one model call, and return the requests that got tokens.
 
         The call covers all lanes up to the last of these requests. Other lanes among them get no token, and their state

@@ -237,7 +237,9 @@ class Request:
         return min(left, max_length - len(self.ids) - len(self.tokens))
 
     def is_foreseen(self, max_length: int) -> bool:
-        """Return whether the next token is surely that of the largest logit, and neither a limit nor a snapshot ends it.
+        """Return whether the next token is surely that of the largest logit, and the answer may go on after it.
+
+        The result is False if the lane is to be saved at the end of the answer.
 
         Args:
             max_length: The largest number of tokens of prompt and answer together.

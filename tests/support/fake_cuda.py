@@ -34,17 +34,37 @@ class cudaStreamCaptureMode(IntEnum):
 
 
 class Stream:
-    """A queue of work. While the stream is captured, new work goes into a graph and is not executed."""
+    """A queue of work. While the stream is captured, new work goes into a graph and is not executed.
+
+    Attributes:
+        waiting: The work that has not been executed.
+        done: How much work has been executed.
+        graph: The work that is captured; None if no capture runs.
+    """
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
+        self.done = 0
         self.graph: list[Callable[[], None]] | None = None
 
     def __int__(self) -> int:
         return id(self)
 
+    def execute(self, number: int) -> None:
+        """Execute work until `number` pieces are done."""
+        while self.done < number:
+            self.waiting.pop(0)()
+            self.done += 1
+
     def add(self, work: Callable[[], None]) -> None:
         (self.waiting if self.graph is None else self.graph).append(work)
+
+
+class Event:
+    """A mark in a stream: the stream, and the number of the work before it."""
+
+    def __init__(self) -> None:
+        self.mark: tuple[Stream, int] | None = None
 
 
 class FakeCuda:
@@ -56,6 +76,7 @@ class FakeCuda:
     """
 
     cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode = cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode
+    cudaEventDisableTiming = 2
     cudaStreamNonBlocking = 1
 
     def __init__(self, *, name: str = "Fake GPU", capability: tuple[int, int] = (9, 0), devices: int = 1) -> None:
@@ -111,8 +132,23 @@ class FakeCuda:
 
     def cudaStreamSynchronize(self, stream: Stream) -> None:
         assert stream.graph is None, "no caller waits for captured work"
-        while stream.waiting:
-            stream.waiting.pop(0)()
+        stream.execute(stream.done + len(stream.waiting))
+
+    def cudaEventCreateWithFlags(self, flags: int) -> Event:
+        assert flags == self.cudaEventDisableTiming
+        return Event()
+
+    def cudaEventDestroy(self, event: Event) -> None:
+        event.mark = None
+
+    def cudaEventRecord(self, event: Event, stream: Stream) -> None:
+        assert stream.graph is None, "no graph contains an event"
+        event.mark = stream, stream.done + len(stream.waiting)
+
+    def cudaEventSynchronize(self, event: Event) -> None:
+        assert event.mark is not None
+        stream, number = event.mark
+        stream.execute(number)
 
     def cudaMemcpyAsync(self, dst: int, src: int, count: int, kind: int, stream: Stream) -> None:
         stream.add(lambda: ctypes.memmove(dst, src, count))

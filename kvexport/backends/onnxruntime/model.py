@@ -121,7 +121,8 @@ class OnnxRuntimeState(ModelState):
     ) -> _BoundCall:
         """Return the decoder's call for these lanes, after its inputs were copied to the device."""
         self._settle()
-        call = self._decoder(first, *input_ids.shape, turn)
+        count, tokens = input_ids.shape
+        call = self._decoder(first, count, tokens, turn)
         assert call.inputs is not None
         call.inputs.arrays["input_ids"][...] = input_ids
         call.inputs.arrays["query_length"][...] = query_length

@@ -85,6 +85,18 @@ class Cuda:
         """Wait for all work in a CUDA stream."""
         self.call("cudaStreamSynchronize", stream)
 
+    def event(self) -> Any:
+        """Return a new CUDA event, to wait for a part of a stream's work."""
+        return self.call("cudaEventCreateWithFlags", self.api.cudaEventDisableTiming)
+
+    def record(self, event: Any, stream: Any) -> None:
+        """Let an event mark the work that a CUDA stream has now."""
+        self.call("cudaEventRecord", event, stream)
+
+    def wait(self, event: Any) -> None:
+        """Wait for the work that an event marks."""
+        self.call("cudaEventSynchronize", event)
+
     def copy(self, target: int, source: int, count: int, stream: Any) -> None:
         """Enqueue a copy of `count` bytes between addresses of the host or the device on a CUDA stream."""
         self.call("cudaMemcpyAsync", target, source, count, self.api.cudaMemcpyKind.cudaMemcpyDefault, stream)
@@ -173,6 +185,11 @@ class Arena:
         """Return the GPU address of a named tensor in the shared allocation."""
         return self.device + self._layout[name][0]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return [*self._layout]
+
     def array(self, name: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
         """Return the host copy of a GPU tensor as an array; with a smaller `shape`, only its first elements."""
         assert self.host is not None
@@ -180,10 +197,11 @@ class Arena:
         shape = full if shape is None else shape
         return self.host[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
-    def upload(self, stream: Any) -> None:
-        """Enqueue a transfer of all tensors from their host copy to the GPU."""
+    def upload(self, stream: Any, *, begin: str | None = None) -> None:
+        """Enqueue a transfer of all tensors, or of `begin` and those after it, from their host copy to the GPU."""
         assert self.host is not None
-        self._cuda.copy(self.device, self.host.ctypes.data, self.nbytes, stream)
+        start = 0 if begin is None else self._layout[begin][0]
+        self._cuda.copy(self.device + start, self.host.ctypes.data + start, self.nbytes - start, stream)
 
     def download(self, stream: Any) -> None:
         """Enqueue a transfer of all tensors from the GPU to their host copy."""

@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
-from kvexport.backends.model_state import Memory, ModelState
-from kvexport.backends.rows import Rows, TopLogits
+from kvexport.backends.model_state import Memory, ModelState, Pending
+from kvexport.backends.rows import Rows
+from kvexport.backends.tensorrt.calls import Copy, Merge, Phase
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena
-from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
+from kvexport.backends.tensorrt.engines import input_shape
 from kvexport.backends.tensorrt.plans import Plans, bind, names
 from kvexport.cache import CachePlan
-
-Copy = tuple[int, int, int]  # target address, source address, bytes
 
 
 class LoadedModel(Plans):
@@ -47,9 +46,11 @@ class TensorRTState(ModelState):
         self.state = Arena(self.cuda, tensors)
         self.past_length: NDArray[np.int64] = np.zeros((lanes, 1), dtype=np.int64)
         self.top_logits: int | None = engines.top_count
+        self.runs_ahead = engines.top_logits is not None and "token" in names(engines.top_logits)
         self._tensors = tensors
-        self._phases: dict[bool, _Phase] = {}
-        self._merges: dict[tuple[int, int] | None, _Merge] = {}
+        self._phases: dict[tuple[bool, int], Phase] = {}  # by whether a call has one token, and by turn
+        self._latest = (0, np.zeros((lanes, 1), np.int64), 0)  # first lane, lengths, turn of the latest call to follow
+        self._merges: dict[tuple[int, int] | None, Merge] = {}
         # Engines run one after another in the stream, so all execution contexts share one piece of scratch memory.
         self.scratch = Arena(self.cuda, {"memory": ((engines.memory_size,), np.uint8)})
         # Memory for present tensors that must not overwrite past, and for lanes whose address is not aligned.
@@ -126,25 +127,40 @@ class TensorRTState(ModelState):
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
         """Append one token to each batch lane's sequence and leave the logits on the GPU; see `ModelState.step`."""
-        phase = self._run(input_ids, query_length, first)
-        self.cuda.synchronize(self.stream)
-        return phase
+        return self.begin(input_ids, query_length, first)()
 
-    def _run(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int) -> _Phase:
-        single = input_ids.shape[1] == 1
-        if single not in self._phases:
-            self._phases[single] = _Phase(self, 1 if single else self.engines.prefill_chunk)
-        phase = self._phases[single]
-        seen = self.past_length[first : first + len(input_ids)]
-        phase.run(input_ids, query_length, seen, first)
+    def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
+        """Begin a `step`, and return a function that waits for its rows; see `ModelState.begin`."""
+        self._latest = first, query_length.copy(), 0
+        return self._run(input_ids, query_length, first).mark()
+
+    def follow(self) -> Pending:
+        """Begin the call after the latest one, with the tokens of its largest logits; see `ModelState.follow`."""
+        first, query_length, turn = self._latest
+        self._latest = first, query_length, 1 - turn
+        return self._run(None, query_length, first, 1 - turn).mark()
+
+    def _run(
+        self, input_ids: NDArray[np.int64] | None, query_length: NDArray[np.int64], first: int, turn: int = 0
+    ) -> Phase:
+        single = input_ids is None or input_ids.shape[1] == 1
+        phase = self._phase(single, turn)
+        seen = self.past_length[first : first + len(query_length)]
+        phase.run(self._phase(True, 1 - turn) if input_ids is None else input_ids, query_length, seen, first)
         seen += query_length
         return phase
+
+    def _phase(self, single: bool, turn: int) -> Phase:
+        key = single, turn
+        if key not in self._phases:
+            self._phases[key] = Phase(self, 1 if single else self.engines.prefill_chunk)
+        return self._phases[key]
 
     def merge(self, first: int, last: int) -> None:
         """Compress the KV cache of each lane first <= lane < last to its budget of slots; see `LaneState.merge`."""
         key = (first, last) if is_captured(first, last) else None
         if key not in self._merges:
-            self._merges[key] = _Merge(self)
+            self._merges[key] = Merge(self)
         self._merges[key].run(first, last)
 
     def grown(self, lanes: int) -> TensorRTState:
@@ -215,177 +231,3 @@ class TensorRTState(ModelState):
             self.cuda.copy(self.state.pointer(name), array.ctypes.data, array.nbytes, self.stream)
         self.cuda.synchronize(self.stream)
         self.past_length[: len(past_length)] = past_length
-
-
-class _Phase:
-    """The decoder's calls of one token (decode) or of up to `tokens` tokens (prefill), and their staging memory.
-
-    The staging memory is page-locked. Whole rows of logits are fetched one by one (`Rows`).
-    """
-
-    def __init__(self, backend: TensorRTState, tokens: int) -> None:
-        engines, lanes = backend.engines, backend.lanes
-        self.backend, self.tokens = backend, tokens
-        self.cuda, self.stream = backend.cuda, backend.stream
-        rows = tokens if engines.all_logits else 1
-        per_lane = ((lanes, 1), np.int64)
-        self.inputs = Arena(
-            self.cuda,
-            {"input_ids": ((lanes, tokens), np.int64), "query_length": per_lane, "past_length": per_lane},
-            pinned=True,
-        )
-        self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
-        self.length = Arena(self.cuda, {"present_length": per_lane})  # unused: the host counts lengths
-        self.largest: Arena | None = None
-        if tokens == 1 and engines.top_logits is not None:
-            shape = (lanes, 1, engines.top_count)
-            tensors = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
-            self.largest = Arena(self.cuda, tensors, pinned=True)
-        self._calls: dict[tuple[int, int] | None, _Call] = {}
-
-    def top_logits(self, lane: int) -> TopLogits | None:
-        """Return the largest logits of a lane with their token ids; see `Rows.top_logits`."""
-        if self.largest is None:
-            return None
-        values, ids, mass = (self.largest.array(name)[lane, 0] for name in ("values", "ids", "mass"))
-        return TopLogits(ids, values, float(mass[0]), self.backend.engines.vocabulary)
-
-    def row(self, lane: int) -> NDArray[np.float32]:
-        """Return all logits [vocabulary] of a lane, in host memory; see `Rows.row`."""
-        row: NDArray[np.float32] = self.outputs.array("logits")[lane, 0]
-        self.cuda.copy(row.ctypes.data, self.outputs.pointer("logits") + lane * row.nbytes, row.nbytes, self.stream)
-        self.cuda.synchronize(self.stream)
-        return row
-
-    def logits(self, count: int, width: int) -> NDArray[np.float32]:
-        """Return the logits [count, 1 or width, vocabulary] of the last decoder call; the next call overwrites them."""
-        rows = width if self.backend.engines.all_logits else 1
-        logits = self.outputs.array("logits", (count, rows, self.backend.engines.vocabulary))
-        self.cuda.copy(logits.ctypes.data, self.outputs.pointer("logits"), logits.nbytes, self.stream)
-        self.cuda.synchronize(self.stream)
-        return logits
-
-    def run(
-        self,
-        input_ids: NDArray[np.int64],
-        query_length: NDArray[np.int64],
-        past_length: NDArray[np.int64],
-        first: int,
-    ) -> None:
-        """Enqueue a decoder call for n batch lanes; wait for the stream before `inputs` is written again.
-
-        Args:
-            input_ids: [n, T] token ids.
-            query_length: [n, 1], the number of real tokens of each lane.
-            past_length: [n, 1], the number of tokens that each lane has seen.
-            first: The first lane.
-        """
-        count, width = input_ids.shape
-        # The shapes of prompts change, and streamed weights are copied outside of the stream.
-        repeats = self.tokens == 1 and not self.backend.engines.streams_weights and is_captured(first, first + count)
-        key = (first, count) if repeats else None
-        if key not in self._calls:
-            single = self.tokens == 1 and key is not None and count == 1
-            profile = self.backend.engines.single if single else DECODE if self.tokens == 1 else PREFILL
-            self._calls[key] = _Call(self, profile)
-        for name, array in (("input_ids", input_ids), ("query_length", query_length), ("past_length", past_length)):
-            self.inputs.array(name, array.shape)[...] = array
-        self._calls[key].run(width, first, count, replayed=repeats)
-
-
-class _Call:
-    """The execution contexts of a decoder call, and their bindings to some batch lanes.
-
-    A repeated decode call is one CUDA graph of its copies and engine runs, with those for the largest logits. Each call
-    has its own contexts, because a CUDA graph requires that the shapes of its contexts do not change. After a change of
-    the number of lanes, earlier CUDA graphs therefore remain valid.
-    """
-
-    def __init__(self, phase: _Phase, profile: int) -> None:
-        self.phase, self.backend = phase, phase.backend
-        engines, scratch = self.backend.engines, self.backend.scratch.device
-        self.context = engines.context(engines.decoder, profile, phase.stream, scratch)
-        if phase.largest is not None:
-            self.finder = engines.context(engines.top_logits, 0, phase.stream, scratch)
-            for name in ("values", "ids", "mass"):
-                bind(self.finder, name, phase.largest.pointer(name))
-        self._bound = (0, 0, 0)  # tokens, first lane, lanes
-        self._before: list[Copy] = []
-        self._after: list[Copy] = []
-        self._replay = engines.replay(phase.stream, "decode")
-
-    def run(self, width: int, first: int, count: int, *, replayed: bool) -> None:
-        """Enqueue the call for `count` lanes from `first` on, of `width` tokens each.
-
-        Args:
-            width: The tokens of each lane.
-            first: The first lane.
-            count: The number of lanes.
-            replayed: Whether the call becomes a CUDA graph. All its runs then have the same lanes and width.
-        """
-        if (width, first, count) != self._bound:
-            self._bind(width, first, count)
-        if replayed:
-            self._replay(self._enqueue)
-        else:
-            self._enqueue()
-
-    def _bind(self, width: int, first: int, count: int) -> None:
-        """Bind all inputs and outputs of a decoder call for `count` lanes from `first` on."""
-        backend, phase = self.backend, self.phase
-        for name in ("input_ids", "query_length", "past_length"):
-            bind(self.context, name, phase.inputs.pointer(name), input_shape(backend.plan, name, count, width))
-        bind(self.context, "logits", phase.outputs.pointer("logits"))
-        if phase.largest is not None:
-            bind(self.finder, "logits", phase.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
-        bind(self.context, "present_length", phase.length.pointer("present_length"))
-        self._before, self._after = backend.bind_lanes(
-            self.context, backend.names, first, count, width=width, kind="decoder"
-        )
-        if backend.spare is not None and not backend.engines.overwritten["decoder"] and count == backend.lanes:
-            # The spare memory then has all tensors, in the order of the state's.
-            self._after = [(backend.state.device, backend.spare.device, backend.state.nbytes)]
-        self._bound = (width, first, count)
-
-    def _enqueue(self) -> None:
-        self.phase.inputs.upload(self.phase.stream)
-        self.backend.enqueue(self._before)
-        self.backend.engines.enqueue(self.context, self.phase.stream)
-        self.backend.enqueue(self._after)
-        if self.phase.largest is not None:
-            self.backend.engines.enqueue(self.finder, self.phase.stream)
-            self.phase.largest.download(self.phase.stream)
-
-
-class _Merge:
-    """The merge engine, which compresses the KV caches of some batch lanes to their budgets.
-
-    It has its own execution context, because a CUDA graph requires that the shapes of its context do not change. The
-    CUDA graph of its copies and its run is kept while the lanes stay the same.
-    """
-
-    def __init__(self, backend: TensorRTState) -> None:
-        self.backend, engines = backend, backend.engines
-        self.context = engines.context(engines.merge, 0, backend.stream, backend.scratch.device)
-        merged = set(names(engines.merge))
-        self._names = [pair for pair in backend.names if pair[0] in merged]
-        self._bound = (0, 0)
-        self._before: list[Copy] = []
-        self._after: list[Copy] = []
-        self._replay = engines.replay(backend.stream, "merging")
-
-    def run(self, first: int, last: int) -> None:
-        """Enqueue the compression (merge) of the KV caches of lanes first <= lane < last."""
-        if (first, last) != self._bound:
-            backend = self.backend
-            self._before, self._after = backend.bind_lanes(
-                self.context, self._names, first, last - first, width=1, kind="merge"
-            )
-            self._bound = (first, last)
-            self._replay = backend.engines.replay(backend.stream, "merging")
-        self._replay(self._enqueue)
-
-    def _enqueue(self) -> None:
-        self.backend.enqueue(self._before)
-        self.backend.engines.enqueue(self.context, self.backend.stream)
-        self.backend.enqueue(self._after)

@@ -18,8 +18,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvexport.artifact.reading import load_manifest
+from kvexport.backends.tensorrt.calls import Phase
 from kvexport.backends.tensorrt.log import STEPS, make_monitor
-from kvexport.backends.tensorrt.model import _Phase
 from kvexport.commands.app import app
 from kvexport.errors import KvexportError
 from kvexport.export.rebuild import rebuild
@@ -385,13 +385,13 @@ def test_top_logits_that_are_not_the_largest_are_detected(
 
     monkeypatch.setattr(trt, "TrtRunner", Runner)
     artifact = engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a")
-    original = _Phase.top_logits
+    original = Phase.top_logits
 
     def shifted(phase: Any, lane: int) -> Any:
         right = original(phase, lane)
         return replace(right, ids=right.ids + 1)
 
-    monkeypatch.setattr(_Phase, "top_logits", shifted)
+    monkeypatch.setattr(Phase, "top_logits", shifted)
     result = validate_artifact(artifact, length=20, batch=1)
     assert not result.passed
     assert result.problem == "the top logits that the device returned are not the largest logits"

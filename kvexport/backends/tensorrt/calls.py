@@ -1,0 +1,228 @@
+"""The calls of a model's TensorRT engines: their staging memory, bindings, execution contexts and CUDA graphs."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.backends.lane_state import is_captured
+from kvexport.backends.model_state import Pending
+from kvexport.backends.rows import Rows, TopLogits
+from kvexport.backends.tensorrt.cuda import Arena
+from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
+from kvexport.backends.tensorrt.plans import bind, names
+
+if TYPE_CHECKING:
+    from kvexport.backends.tensorrt.model import TensorRTState
+
+Copy = tuple[int, int, int]  # target address, source address, bytes
+
+
+class Phase:
+    """The decoder's calls of one token (decode) or of up to `tokens` tokens (prefill), and their staging memory.
+
+    The staging memory is page-locked. Whole rows of logits are fetched one by one (`Rows`).
+    """
+
+    def __init__(self, backend: TensorRTState, tokens: int) -> None:
+        engines, lanes = backend.engines, backend.lanes
+        self.backend, self.tokens = backend, tokens
+        self.cuda, self.stream = backend.cuda, backend.stream
+        rows = tokens if engines.all_logits else 1
+        per_lane = ((lanes, 1), np.int64)
+        self.inputs = Arena(
+            self.cuda,
+            {"input_ids": ((lanes, tokens), np.int64), "query_length": per_lane, "past_length": per_lane},
+            pinned=True,
+        )
+        self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
+        self.length = Arena(self.cuda, {"present_length": per_lane})  # unused: the host counts lengths
+        self.largest: Arena | None = None
+        if tokens == 1 and engines.top_logits is not None:
+            shape = (lanes, 1, engines.top_count)
+            tensors = {
+                "values": (shape, np.float32),
+                "ids": (shape, np.int32),
+                "mass": ((lanes, 1, 1), np.float32),
+                "token": ((lanes, 1), np.int64),
+            }
+            found = names(engines.top_logits)  # older plans find no token
+            self.largest = Arena(self.cuda, {name: tensors[name] for name in tensors if name in found}, pinned=True)
+        self._calls: dict[tuple[int, int] | None, Call] = {}
+        self._event = self.cuda.event()
+        weakref.finalize(self, self.cuda.api.cudaEventDestroy, self._event).atexit = False
+
+    def mark(self) -> Pending:
+        """Return a function that waits for the present call, but not for later ones, and returns its logits."""
+        self.cuda.record(self._event, self.stream)
+
+        def rows() -> Rows:
+            self.cuda.wait(self._event)
+            return self
+
+        return rows
+
+    def top_logits(self, lane: int) -> TopLogits | None:
+        """Return the largest logits of a lane with their token ids; see `Rows.top_logits`."""
+        if self.largest is None:
+            return None
+        values, ids, mass = (self.largest.array(name)[lane, 0] for name in ("values", "ids", "mass"))
+        return TopLogits(ids, values, float(mass[0]), self.backend.engines.vocabulary)
+
+    def row(self, lane: int) -> NDArray[np.float32]:
+        """Return all logits [vocabulary] of a lane, in host memory; see `Rows.row`."""
+        row: NDArray[np.float32] = self.outputs.array("logits")[lane, 0]
+        self.cuda.copy(row.ctypes.data, self.outputs.pointer("logits") + lane * row.nbytes, row.nbytes, self.stream)
+        self.cuda.synchronize(self.stream)
+        return row
+
+    def logits(self, count: int, width: int) -> NDArray[np.float32]:
+        """Return the logits [count, 1 or width, vocabulary] of the last decoder call; the next call overwrites them."""
+        rows = width if self.backend.engines.all_logits else 1
+        logits = self.outputs.array("logits", (count, rows, self.backend.engines.vocabulary))
+        self.cuda.copy(logits.ctypes.data, self.outputs.pointer("logits"), logits.nbytes, self.stream)
+        self.cuda.synchronize(self.stream)
+        return logits
+
+    def run(
+        self,
+        input_ids: NDArray[np.int64] | Phase,
+        query_length: NDArray[np.int64],
+        past_length: NDArray[np.int64],
+        first: int,
+    ) -> None:
+        """Enqueue a decoder call for n batch lanes; wait for its end before `inputs` is written again.
+
+        Args:
+            input_ids: [n, T] token ids, or the calls whose latest one found the tokens on the GPU.
+            query_length: [n, 1], the number of real tokens of each lane.
+            past_length: [n, 1], the number of tokens that each lane has seen.
+            first: The first lane.
+        """
+        leader = input_ids if isinstance(input_ids, Phase) else None
+        count, width = query_length.shape if isinstance(input_ids, Phase) else input_ids.shape
+        # The shapes of prompts change, and streamed weights are copied outside of the stream.
+        repeats = self.tokens == 1 and not self.backend.engines.streams_weights and is_captured(first, first + count)
+        key = (first, count) if repeats else None
+        if key not in self._calls:
+            single = self.tokens == 1 and key is not None and count == 1
+            profile = self.backend.engines.single if single else DECODE if self.tokens == 1 else PREFILL
+            self._calls[key] = Call(self, profile)
+        arrays = {"query_length": query_length, "past_length": past_length}
+        if not isinstance(input_ids, Phase):
+            arrays["input_ids"] = input_ids
+        for name, array in arrays.items():
+            self.inputs.array(name, array.shape)[...] = array
+        self._calls[key].run(width, first, count, replayed=repeats, leader=leader)
+
+
+class Call:
+    """The execution contexts of a decoder call, and their bindings to some batch lanes.
+
+    A repeated decode call is one CUDA graph of its copies and engine runs, with those for the largest logits. Each call
+    has its own contexts, because a CUDA graph requires that the shapes of its contexts do not change. After a change of
+    the number of lanes, earlier CUDA graphs therefore remain valid.
+    """
+
+    def __init__(self, phase: Phase, profile: int) -> None:
+        self.phase, self.backend = phase, phase.backend
+        engines, scratch = self.backend.engines, self.backend.scratch.device
+        self.context = engines.context(engines.decoder, profile, phase.stream, scratch)
+        if phase.largest is not None:
+            self.finder = engines.context(engines.top_logits, 0, phase.stream, scratch)
+            for name in phase.largest.names:
+                bind(self.finder, name, phase.largest.pointer(name))
+        self._bound = (0, 0, 0)  # tokens, first lane, lanes
+        self._before: list[Copy] = []
+        self._after: list[Copy] = []
+        # Calls with the host's tokens, and calls with tokens of the call before.
+        self._replays = [engines.replay(phase.stream, "decode") for _ in range(2)]
+
+    def run(self, width: int, first: int, count: int, *, replayed: bool, leader: Phase | None) -> None:
+        """Enqueue the call for `count` lanes from `first` on, of `width` tokens each.
+
+        Args:
+            width: The tokens of each lane.
+            first: The first lane.
+            count: The number of lanes.
+            replayed: Whether the call becomes a CUDA graph. All its runs then have the same lanes and width.
+            leader: The calls whose latest one found the tokens; None if the host has written them to `inputs`.
+        """
+        if (width, first, count) != self._bound:
+            self._bind(width, first, count)
+        enqueue = partial(self._enqueue, leader, count)
+        if replayed:
+            self._replays[leader is not None](enqueue)
+        else:
+            enqueue()
+
+    def _bind(self, width: int, first: int, count: int) -> None:
+        """Bind all inputs and outputs of a decoder call for `count` lanes from `first` on."""
+        backend, phase = self.backend, self.phase
+        for name in ("input_ids", "query_length", "past_length"):
+            bind(self.context, name, phase.inputs.pointer(name), input_shape(backend.plan, name, count, width))
+        bind(self.context, "logits", phase.outputs.pointer("logits"))
+        if phase.largest is not None:
+            bind(self.finder, "logits", phase.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
+        bind(self.context, "present_length", phase.length.pointer("present_length"))
+        self._before, self._after = backend.bind_lanes(
+            self.context, backend.names, first, count, width=width, kind="decoder"
+        )
+        if backend.spare is not None and not backend.engines.overwritten["decoder"] and count == backend.lanes:
+            # The spare memory then has all tensors, in the order of the state's.
+            self._after = [(backend.state.device, backend.spare.device, backend.state.nbytes)]
+        self._bound = (width, first, count)
+
+    def _enqueue(self, leader: Phase | None, count: int) -> None:
+        inputs, stream = self.phase.inputs, self.phase.stream
+        if leader is None:
+            inputs.upload(stream)
+        else:
+            assert leader.largest is not None
+            tokens = leader.largest.pointer("token")
+            self.backend.cuda.copy(inputs.pointer("input_ids"), tokens, count * np.dtype(np.int64).itemsize, stream)
+            inputs.upload(stream, begin="query_length")
+        self.backend.enqueue(self._before)
+        self.backend.engines.enqueue(self.context, stream)
+        self.backend.enqueue(self._after)
+        if self.phase.largest is not None:
+            self.backend.engines.enqueue(self.finder, self.phase.stream)
+            self.phase.largest.download(self.phase.stream)
+
+
+class Merge:
+    """The merge engine, which compresses the KV caches of some batch lanes to their budgets.
+
+    It has its own execution context, because a CUDA graph requires that the shapes of its context do not change. The
+    CUDA graph of its copies and its run is kept while the lanes stay the same.
+    """
+
+    def __init__(self, backend: TensorRTState) -> None:
+        self.backend, engines = backend, backend.engines
+        self.context = engines.context(engines.merge, 0, backend.stream, backend.scratch.device)
+        merged = set(names(engines.merge))
+        self._names = [pair for pair in backend.names if pair[0] in merged]
+        self._bound = (0, 0)
+        self._before: list[Copy] = []
+        self._after: list[Copy] = []
+        self._replay = engines.replay(backend.stream, "merging")
+
+    def run(self, first: int, last: int) -> None:
+        """Enqueue the compression (merge) of the KV caches of lanes first <= lane < last."""
+        if (first, last) != self._bound:
+            backend = self.backend
+            self._before, self._after = backend.bind_lanes(
+                self.context, self._names, first, last - first, width=1, kind="merge"
+            )
+            self._bound = (first, last)
+            self._replay = backend.engines.replay(backend.stream, "merging")
+        self._replay(self._enqueue)
+
+    def _enqueue(self) -> None:
+        self.backend.enqueue(self._before)
+        self.backend.engines.enqueue(self.context, self.backend.stream)
+        self.backend.enqueue(self._after)

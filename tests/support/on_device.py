@@ -16,13 +16,14 @@ class LateStream:
 
     Attributes:
         late: The number of runs that were not computed at once.
+        computed: The number of these that were computed meanwhile.
     """
 
     address = None
 
     def __init__(self, run: Callable[..., None]) -> None:
         self._run, self._runs = run, deque[Callable[[], None]]()
-        self.late = self._done = 0
+        self.late = self.computed = 0
 
     def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
         """Take the place of `Sessions.run`."""
@@ -40,9 +41,9 @@ class LateStream:
         self._compute(self.late)
 
     def _compute(self, number: int) -> None:
-        while self._done < number:
+        while self.computed < number:
             self._runs.popleft()()
-            self._done += 1
+            self.computed += 1
 
 
 def onto_device(engine: Any, *, graphs: bool = False, late: bool = False) -> Any:

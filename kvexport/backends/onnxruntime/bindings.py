@@ -107,7 +107,7 @@ class SmallTensors:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Give the tensors on the GPU the values back that they have now, whatever is sent meanwhile."""
-        kept = None if self._device_piece is None else self._device_piece.read()
+        kept = None if self._device_piece is None else np.array(self._device_piece.read())
         yield
         if self._device_piece is not None and kept is not None:
             self._device_piece.write(kept)

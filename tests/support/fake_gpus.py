@@ -80,6 +80,23 @@ class Driver:
     def cuCtxSynchronize(self) -> None:
         pass
 
+    def cuStreamCreate(self, stream: Any, flags: int) -> None:
+        assert flags == 1
+        stream._obj.value = 2
+
+    def cuStreamSynchronize(self, stream: Any) -> None:
+        assert stream.value == 2
+
+    def cuEventCreate(self, event: Any, flags: int) -> None:
+        assert flags == 2
+        event._obj.value = 3
+
+    def cuEventRecord(self, event: Any, stream: Any) -> None:
+        assert (event.value, stream.value) == (3, 2)
+
+    def cuEventSynchronize(self, event: Any) -> None:
+        assert event.value == 3
+
     def cuMemHostRegister_v2(self, memory: Any, size: Any, flags: int) -> None:
         assert memory.value % 4096 == 0 and size.value and flags == 3
 

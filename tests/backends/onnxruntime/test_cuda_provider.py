@@ -250,8 +250,10 @@ class Changed:
 # The runtime's device path, over memory of the CPU that ONNX Runtime holds.
 
 
-def on_device(path: Path, *, graphs: bool = False) -> Any:
-    return onto_device(load(path), graphs=graphs)
+def on_device(path: Path, *, graphs: bool = False, ahead: bool = True) -> Any:
+    engine = onto_device(load(path), graphs=graphs)
+    engine.options = replace(engine.options, ahead=ahead)
+    return engine
 
 
 Run = tuple[str, int | None]  # a session, and the id of the CUDA graph
@@ -303,7 +305,7 @@ def test_a_state_that_is_set_is_read_back(tiny_artifact: Path) -> None:
 def test_decode_steps_are_graphs_and_a_capture_appends_nothing(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = on_device(tiny_artifact, graphs=True)
+    engine = on_device(tiny_artifact, graphs=True, ahead=False)
     seen = runs_of(engine, monkeypatch)
     assert generated(engine) == generated(load(tiny_artifact))
     assert replayed(seen, DECODER) == [1 + 39], "one capture, and every step after the prompts"
@@ -344,7 +346,7 @@ def test_merges_of_one_lane_and_of_the_first_ones_are_graphs(
 
 
 def test_every_thread_captures_its_own_graphs(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = on_device(tiny_artifact, graphs=True)
+    engine = on_device(tiny_artifact, graphs=True, ahead=False)
     seen = runs_of(engine, monkeypatch)
     tokens = [generated(engine, 9)]
     alone = {name: replayed(seen, name) for name in (DECODER, MERGE, TOP_LOGITS)}

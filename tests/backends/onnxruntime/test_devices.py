@@ -17,11 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvexport.artifact.digests import write_manifest
-from kvexport.backends.onnxruntime import devices, model, model_sessions
+from kvexport.backends.onnxruntime import devices, model, model_sessions, streams
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.model import LoadedModel
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, TOP_LOGITS
+from kvexport.backends.onnxruntime.streams import HostStream
 from kvexport.commands.app import app
 from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem, UsageError
@@ -74,8 +75,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[Any]]:
         monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
         return requested
 
+    class Stream(HostStream):
+        address = 4711
+
     for module in (model, model_sessions):
         monkeypatch.setattr(module, "DeviceArray", OnCpu)
+    monkeypatch.setattr(streams, "CudaStream", Stream)
     return sessions_get
 
 
@@ -196,7 +201,7 @@ def test_without_native_operators_for_cuda_the_functions_run_there(
         "function: the native operators for CUDA are not built"
     }
     assert native.why_no_library("cuda")[1] == "make native-cuda"
-    options = {"device_id": "0", "use_tf32": "0"}
+    options = {"device_id": "0", "use_tf32": "0", "user_compute_stream": "4711"}
     assert requested == [
         (name, [("CUDAExecutionProvider", {**options, "enable_cuda_graph": graph}), "CPUExecutionProvider"])
         for name, graph in (("decoder.onnx", "1"), ("merge.onnx", "0"), ("top_logits.onnx", "1"))

@@ -46,6 +46,7 @@ class Version:
         outputs: Splits whose outputs decode loads at a time.
         token: Round trips of decode for the new token's key, value and position.
         softmax: Cycles in which decode adds up the softmax of its splits: for each split, and for four query heads.
+        chosen: Launches that find the token of the largest logit.
     """
 
     int4: dict[int, float]
@@ -56,10 +57,11 @@ class Version:
     outputs: int
     token: int
     softmax: tuple[int, int]
+    chosen: int
 
 
 # Before: position, five reads of votes, length, queries, the first keys.
-BEFORE = Version({1: 4.17, 8: 4.7, 32: 6.5}, 1, False, (1, 1), before=9, outputs=8, token=3, softmax=(70, 0))
+BEFORE = Version({1: 4.17, 8: 4.7, 32: 6.5}, 1, False, (1, 1), before=9, outputs=8, token=3, softmax=(70, 0), chosen=0)
 # Now: two reads of votes, with which position, length and queries arrive, and the first keys.
 NOW = Version(
     {rows: COUNTS[f"linear, int4, rows {rows}, per weight"] for rows in (1, 8, 32)},
@@ -70,6 +72,7 @@ NOW = Version(
     outputs=16,
     token=0,
     softmax=(0, 300),  # the lanes of a warp add up the splits
+    chosen=5,  # Equal, Where, and ReduceMin between two casts
 )
 FLOAT16 = 4.5  # instructions of a lane per weight of 16 bits, counted for 8 rows
 BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # bytes of a weight; groups of 32 with a float16 scale each
@@ -238,7 +241,7 @@ def budgets_of_heads(shape: Shape) -> dict[str, Any]:
 
     In a call for each head, the ONNX function also splits query, key and value, and joins the outputs.
     """
-    equal = own_launches(shape, 1) + BESIDE
+    equal = own_launches(shape, 1) + BESIDE + NOW.chosen
     each = equal + shape.layers * (shape.heads - 1 + SPLIT_AND_JOIN)
     table = equal + shape.layers * (ceil(shape.heads / TABLE) - 1)
     return {"model": shape.name, "equal budgets": equal, "a call for each head": each, "now": table}
@@ -251,7 +254,7 @@ def step(device: Device, shape: Shape, weights: str, batch: int, version: Versio
     head = linear_seconds(device, shape.head, weights, batch, version)
     seconds, trips = (shape.layers * sum(part[i] for part in parts) + head[i] for i in range(2))
     own = own_launches(shape, batch)
-    launches = own + BESIDE + (PACKED_EMBEDDING if weights == "int4" else 0)
+    launches = own + BESIDE + version.chosen + (PACKED_EMBEDDING if weights == "int4" else 0)
     whole = seconds + launches * LAUNCH
     early = [whole - own * saved if device.early else whole for saved in SAVED]
     return {

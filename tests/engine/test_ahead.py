@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
@@ -247,6 +248,17 @@ def test_a_device_that_does_not_order_equal_logits_is_named(tiny_artifact: Path)
     engine._calls.choose(request, Equal(), 0)
     assert isinstance(request.error, KvexportError) and "token 5 before the token 0" in str(request.error)
     assert request.error.fix == "EngineOptions(ahead=False)"
+
+
+def test_the_device_takes_the_lowest_of_equal_tokens(tiny_artifact: Path) -> None:
+    session = onnxruntime.InferenceSession(tiny_artifact / "top_logits.onnx", providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-3, 3, (200, 1, VOCABULARY)).astype(np.float32)
+    (token,) = session.run(["token"], {"logits": logits})
+    assert (token == logits.argmax(-1)).all() and token.shape == (200, 1)
+    assert len(np.unique(token)) > 5 and (logits == logits.max(-1, keepdims=True)).sum() > 1000
+    logits[0] = np.nan
+    assert session.run(["token"], {"logits": logits[:1]})[0].tolist() == [[VOCABULARY - 1]]
 
 
 def test_threads_that_take_turns_capture_their_own_graphs(tiny_artifact: Path, followed: list[int]) -> None:

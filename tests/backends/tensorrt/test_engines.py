@@ -96,7 +96,7 @@ def test_decode_is_one_graph_and_prefill_is_none(tiny_artifact: Path, tmp_path: 
     engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert engine.timing.steps == NEW - 1
     # The first step of a kind includes work that no graph may hold. The second one is captured and, like all later
-    # ones, launched. One step has tokens of the host. The others have those of the GPU, with two sets of buffers in turn.
+    # ones, launched. One step has tokens of the host. The others have those of the GPU, and buffers in turn.
     assert graphs(gpu, "cudaGraphLaunch")[DECODE] == NEW - 1 - 3
     assert graphs(gpu, "cudaGraphInstantiate")[DECODE] == 2
     allocated = gpu.called("cudaMalloc")

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def onnxruntime(target: Target) -> Figures:
                 figures[f"{dtype}, {'graphs' if graphs else 'plain'}"] = {
                     "largest difference": worst,
                     **step_times(engine),
+                    **greedy_times(engine),
                     "captured": sorted(model.graphs),
                     "why not": model.graph_problem,
                 }
@@ -178,6 +180,24 @@ def step_times(engine: Any) -> Figures:
     # The first steps capture.
     plain, merging = (1e3 * float(np.median(each[2:])) for each in spans)
     return {"ms of a step": plain, "ms of a step that merges": merging}
+
+
+def greedy_times(engine: Any) -> Figures:
+    """Return milliseconds per step of greedy answers, with calls that run ahead of the host and without.
+
+    Both must give the same tokens.
+    """
+    prompts = [(np.arange(n) % engine.vocabulary).tolist() for n in PROMPTS]
+    figures, answers = {}, []
+    for ahead in (False, True):
+        one = engine.with_options(replace(engine.options, ahead=ahead))
+        for _ in range(2):  # the first round captures
+            found = one.generate(prompts, max_new_tokens=STEPS, do_sample=False, eos_token_ids=())
+        answers.append([answer.token_ids for answer in found])
+        name = "ms of a greedy step that runs ahead" if ahead else "ms of a greedy step"
+        figures[name] = 1e3 * one.timing.decode_seconds / one.timing.steps
+    assert answers[0] == answers[1], "calls that run ahead of the host give other tokens"
+    return figures
 
 
 PARTS = {"onnxruntime": onnxruntime}

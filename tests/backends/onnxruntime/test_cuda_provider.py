@@ -27,6 +27,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import device_array, devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
+from kvexport.backends.onnxruntime.model import OnnxRuntimeState
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS
 from kvexport.cache import CachePlan
 from kvexport.engine.engine import Engine
@@ -425,6 +426,23 @@ def test_gpu_check_times_steps_that_merge_and_others(tiny_artifact: Path) -> Non
     times = gpu_check().step_times(on_device(tiny_artifact, graphs=True))
     assert set(times) == {"ms of a step", "ms of a step that merges"}
     assert all(0 < value < 1000 for value in times.values())
+
+
+def test_gpu_check_times_greedy_steps_and_compares_their_tokens(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_device(tiny_artifact, graphs=True)
+    times = gpu_check().greedy_times(engine)
+    assert set(times) == {"ms of a greedy step", "ms of a greedy step that runs ahead"}
+    assert all(0 < value < 1000 for value in times.values())
+    begin = OnnxRuntimeState.begin
+
+    def other(state: Any, input_ids: Any, *rest: Any) -> Any:
+        return begin(state, (input_ids + 1) % 64, *rest)
+
+    monkeypatch.setattr(OnnxRuntimeState, "begin", other)
+    with pytest.raises(AssertionError, match="give other tokens"):
+        gpu_check().greedy_times(engine)
 
 
 def test_a_step_makes_one_copy_in_each_direction(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

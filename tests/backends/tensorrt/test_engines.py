@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,8 @@ def test_logits_stay_on_the_gpu_if_the_largest_determine_the_token(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, options: dict[str, Any]
 ) -> None:
     engine = kvexport.load(engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
-    prompts = PROMPTS[:2]  # so that no other copy has the size of the prompts' logits, or of one row
+    # So that no other copy has the size of the prompts' logits, or of one row: calls that run ahead copy lengths alone.
+    prompts, engine.options = PROMPTS[:2], replace(engine.options, ahead=False)
     engine.generate(prompts, max_new_tokens=2, **options)
     gpu.log.clear()
     tokens = [c.token_ids for c in engine.generate(prompts, max_new_tokens=NEW, **options)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +12,40 @@ from numpy.typing import NDArray
 from kvexport.backends.lane_state import is_captured
 from kvexport.backends.model_state import Pending
 from kvexport.backends.rows import Rows, TopLogits
-from kvexport.backends.tensorrt.cuda import Arena
+from kvexport.backends.tensorrt.cuda import Arena, Cuda
 from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
-from kvexport.backends.tensorrt.plans import bind, names
-
-if TYPE_CHECKING:
-    from kvexport.backends.tensorrt.model import TensorRTState
+from kvexport.backends.tensorrt.plans import Plans, bind, names
+from kvexport.cache import CachePlan
 
 Copy = tuple[int, int, int]  # target address, source address, bytes
+
+
+class State(Protocol):
+    """The attributes of a `kvexport.backends.tensorrt.model.TensorRTState` that its calls need."""
+
+    lanes: int
+    plan: CachePlan
+    cuda: Cuda
+    stream: Any
+    names: list[tuple[str, str]]
+    state: Arena
+    scratch: Arena
+    spare: Arena | None
+
+    @property
+    def engines(self) -> Plans:
+        """The engines of the model."""
+        ...
+
+    def bind_lanes(
+        self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, kind: str
+    ) -> tuple[list[Copy], list[Copy]]:
+        """Bind the state tensors of some batch lanes to an execution context."""
+        ...
+
+    def enqueue(self, copies: list[Copy]) -> None:
+        """Enqueue copies between GPU addresses on the stream."""
+        ...
 
 
 class Phase:
@@ -28,7 +54,7 @@ class Phase:
     The staging memory is page-locked. Whole rows of logits are fetched one by one (`Rows`).
     """
 
-    def __init__(self, backend: TensorRTState, tokens: int) -> None:
+    def __init__(self, backend: State, tokens: int) -> None:
         engines, lanes = backend.engines, backend.lanes
         self.backend, self.tokens = backend, tokens
         self.cuda, self.stream = backend.cuda, backend.stream
@@ -201,7 +227,7 @@ class Merge:
     CUDA graph of its copies and its run is kept while the lanes stay the same.
     """
 
-    def __init__(self, backend: TensorRTState) -> None:
+    def __init__(self, backend: State) -> None:
         self.backend, engines = backend, backend.engines
         self.context = engines.context(engines.merge, 0, backend.stream, backend.scratch.device)
         merged = set(names(engines.merge))

@@ -72,8 +72,9 @@ def artifact(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_fac
     if config := CONFIGS.get(request.param):
         checkpoint = folder / "checkpoint"
         save_checkpoint(checkpoint, config())
-    kinds: dict[str, dict[str, Any]] = {"quantized": {"dtype": "int8"}, "full": {"method": "full", "budget": None}}
-    cache = {**RECIPE["cache"], **kinds.get(request.param, {})}
+    cache: dict[str, Any] = {"full": {"method": "full"}, "quantized": {**RECIPE["cache"], "dtype": "int8"}}.get(
+        request.param, RECIPE["cache"]
+    )
     recipe = make_recipe(checkpoint, cache=cache, export=RECIPE["export"], limits=RECIPE["limits"])
     return build_shared(recipe, folder / "artifact")
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from kvexport.ops.exporter_steps import decompositions_skipped, mismatches_skipped, steps_skipped
+from kvexport.ops.in_place import without_changes_in_place
 from kvexport.quiet import quiet_exporter
 
 OPSET = 23  # keeps RMSNormalization and RotaryEmbedding whole; 24 decomposes them
@@ -49,7 +50,7 @@ def to_onnx(
             prefer_deferred_runtime_asserts_over_guards=True,
         )
         _pass_detached(exported)
-        if not _changes_in_place(exported):
+        if without_changes_in_place(exported):
             with contextlib.suppress(torch.onnx.OnnxExporterError), decompositions_skipped():
                 return _translate(exported, translations, names)
         return _translate(exported, translations, names)
@@ -70,16 +71,6 @@ def _pass_detached(exported: ExportedProgram) -> None:
             module.graph.erase_node(node)
 
 
-def _changes_in_place(exported: ExportedProgram) -> bool:
-    targets = [
-        node.target
-        for module in exported.graph_module.modules()
-        for node in module.graph.nodes
-        if node.op == "call_function"
-    ]
-    return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
-
-
 def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names: dict[str, Any]) -> ir.Model:
     aten: Any = torch.ops.aten
     # Operators that torch.onnx translates only after decomposition.
@@ -91,6 +82,7 @@ def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names
         aten.__and__.Tensor: _and,
         aten.__or__.Tensor: _or,
         aten.min.other: _least,
+        aten.square.default: _square,
     }
     program = torch.onnx.export(
         exported,
@@ -148,3 +140,9 @@ def _least(x: Any, y: Any) -> Any:
     from onnxscript import opset23 as op
 
     return op.Min(x, y)
+
+
+def _square(x: Any) -> Any:
+    from onnxscript import opset23 as op
+
+    return op.Mul(x, x)

@@ -245,8 +245,10 @@ def _link_on_host(
     if kernels and not set(target.sources) & set(KERNELS):
         flags += ["-fvisibility=hidden", "-DKV_ON_HOST"]
     if target.sanitize:
-        # -Og compiles in half of the time of -O1, and the code runs nearly as fast.
+        # -Og compiles in half of the time of -O1, and the code runs nearly as fast. The address sanitizer sees what is
+        # read or written through a pointer that the checks of pointers, which take a third of the time, would refuse.
         flags += ["-Og", f"-fsanitize={target.sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+        flags += ["-fno-sanitize=null,object-size,pointer-overflow"]
         flags += ["--param=asan-instrumentation-with-call-threshold=0"] if "g++" in host_compiler() else []
     command = [host_compiler(), *flags, *_include(target)]
     objects, _ = _compile(command, target.sources, library.parent, library.stem)

@@ -1,0 +1,138 @@
+"""Replacement of operators that change a tensor in place, in an exported program.
+
+torch.onnx translates an operator in place only after a decomposition, which traces the whole program a second time.
+Most programs change only tensors that they have just computed, or a slice of one. For these, an operator that returns a
+new tensor gives the same values, and later nodes read the new tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+
+aten: Any = torch.ops.aten
+SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+
+
+def without_changes_in_place(exported: ExportedProgram) -> bool:
+    """Replace the operators of an exported program that change a tensor in place.
+
+    An operator stays if its tensor is an input or a weight, if a view other than a slice or a single index leads to the
+    tensor, or if another view of the tensor is read later.
+
+    Returns:
+        Whether no operator in place is left.
+    """
+    graphs: list[Graph] = [module.graph for module in exported.graph_module.modules() if hasattr(module, "graph")]
+    changes = [(graph, node) for graph in graphs for node in graph.nodes if _changes(node)]
+    before = _outputs(exported)
+    replaced = [_replaced(graph, node) for graph, node in changes]  # all of them, even after one that stays
+    for old, new in zip(before, _outputs(exported), strict=True):
+        exported.graph_signature.replace_all_uses(old, new)
+    return all(replaced)
+
+
+def _outputs(exported: ExportedProgram) -> list[str]:
+    """Return the names of the tensors that a program returns."""
+    (returned,) = exported.graph.output_node().args
+    return [node.name for node in returned if isinstance(node, Node)]
+
+
+def _changes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _replaced(graph: Graph, node: Node) -> bool:
+    """Replace one operator in place, and return whether that was possible."""
+    chain = _chain(node.args[0])
+    places = {each: i for i, each in enumerate(graph.nodes)}
+    if not chain or _is_read_later(chain, places, places[node]):
+        return False
+    with graph.inserting_before(node):
+        new = _new_value(graph, node)
+        if new is None:
+            return False
+        values = [new]
+        for view, base in itertools.pairwise(chain):
+            scatter = SCATTERS[view.target]
+            values.append(graph.call_function(scatter, (base, values[-1], *view.args[1:]), dict(view.kwargs)))
+    for old, value in zip(chain, values, strict=True):
+        value.meta["val"] = old.meta["val"]
+        for user in [user for user in old.users if places.get(user, -1) > places[node]]:
+            user.replace_input_with(old, value)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return True
+
+
+def _chain(changed: Any) -> list[Node]:
+    """Return the changed tensor, the tensor that it is a slice of, and so on to a tensor that an operator has computed.
+
+    The list is empty if other views, an input or a weight are on the way.
+    """
+    chain = []
+    while isinstance(changed, Node) and changed.op == "call_function":
+        chain.append(changed)
+        if not _is_view(changed):
+            return chain
+        if changed.target not in SCATTERS:
+            break
+        changed = changed.args[0]
+    return []
+
+
+def _is_view(node: Node) -> bool:
+    """Return whether the result of a node may share memory with an operand."""
+    target = node.args[0].target if node.target is operator.getitem else node.target  # type: ignore[union-attr]
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return any(returned.alias_info is not None for returned in target._schema.returns)
+
+
+def _is_read_later(chain: list[Node], places: dict[Node, int], place: int) -> bool:
+    """Return whether a node after `place` reads a view of the chain's tensors that is not in the chain itself."""
+
+    def is_read(view: Node) -> bool:
+        readers = [user for user in view.users if user in places]
+        later = any(places[user] > place for user in readers)
+        return later or any(_is_view(user) and places[user] < place and is_read(user) for user in readers)
+
+    users = [user for tensor in chain for user in tensor.users if user not in chain]
+    others = [user for user in users if places.get(user, place) < place]
+    return any(_is_view(view) and is_read(view) for view in others)
+
+
+def _new_value(graph: Graph, node: Node) -> Node | None:
+    """Add the operator that returns what a node writes in place; return None if PyTorch has no such operator."""
+    changed, *others = node.args
+    if node.target is aten.copy_.default:
+        return _like(graph, others[0], changed.meta["val"])  # type: ignore[union-attr]
+    name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+    functional: Any = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
+    return functional and graph.call_function(functional, tuple(node.args), dict(node.kwargs))
+
+
+def _like(graph: Graph, value: Any, old: Tensor) -> Node | None:
+    """Add the operators that give a value the dtype and shape of another tensor; return None if a shape is unclear.
+
+    torch.onnx's own translation of `copy_` after a decomposition does not repeat a row that is copied into several.
+    """
+    new = value.meta["val"]
+    sizes = [size if isinstance(size, int) else str(size) for size in old.shape]
+    given = [size if isinstance(size, int) else str(size) for size in new.shape]
+    added = len(sizes) - len(given)
+    repeated = [-1 if i >= added and given[i - added] == size else size for i, size in enumerate(sizes)]
+    if added < 0 or not all(isinstance(size, int) for size in repeated):
+        return None
+    if new.dtype != old.dtype:
+        value = graph.call_function(aten.to.dtype, (value, old.dtype))
+        value.meta["val"] = new.to(old.dtype)
+    if any(size != -1 for size in repeated):
+        value = graph.call_function(aten.expand.default, (value, repeated))
+    return value  # type: ignore[no-any-return]

@@ -148,3 +148,36 @@ def once(task: str) -> str:
         lines.append((f"`{method}`", *(cell for part in row_cells for cell in part)))
     counted = "texts" if task == "text" else "passages"
     return table(("method", *(f"1/{part}, {x}" for part in parts for x in (*figures, counted))), *lines)
+
+
+def calibration_cost() -> str:
+    """Return the table of the time and memory that measuring one text takes."""
+    names = {"smollm2": "SmolLM2-135M", "1b": "1.1B Llama", "7b": "7B Llama"}
+    rows = load("calibration-cost")["rows"].values()
+    lines = [
+        (
+            names[r["shape"]],
+            str(r["tokens"]),
+            f"{r['seconds']:.0f} s",
+            f"{r['ten_texts_minutes']:.0f} min" if r["ten_texts_minutes"] >= 10 else f"{r['ten_texts_minutes']} min",
+            f"{r['start_megabytes'] / 1e3:.2f} GB",
+            f"{r['peak_megabytes'] / 1e3:.2f} GB",
+            f"{r['estimate_megabytes'] / 1e3:.2f} GB",
+        )
+        for r in rows
+    ]
+    header = ("model", "tokens of a text", "one text", "ten texts", "memory before", "memory at most", "estimate")
+    return table(header, *lines)
+
+
+def calibration_texts() -> str:
+    """Return the table of the KL of budgets that were calibrated on fewer or shorter texts."""
+    lines = [
+        (
+            "no calibration: equal budgets" if r["calibration"] == "equal" else r["calibration"],
+            _triple(r["kl"]),
+            f"{r['loss'][0]:.3f}",
+        )
+        for r in load("calibration-texts")["rows"]
+    ]
+    return table(("calibration", "KL", "added loss"), *lines)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import headers, resources
 from .ptx import library as ptx
-from .targets import BINDING_FLAGS, CAPABILITIES, DEVICE_FLAGS, HOST_FLAGS, KERNELS, TARGETS, Target
+from .targets import BINDING_FLAGS, CAPABILITIES, DEVICE_FLAGS, HOST_FLAGS, KERNELS, TARGETS, Target, object_flags
 from .tools import CACHE, PLUGINS, ROOT, Missing, host_compiler, link, publish, run, tool
 
 # The flags of /proc/cpuinfo that the kernels of an instruction set need; the best set first.
@@ -154,21 +154,25 @@ def compile_kernels(capabilities: Sequence[str] = ()) -> tuple[list[Path], resou
     Returns:
         The object files, and the resources of each kernel (for one of the capabilities if there are several).
     """
-    known = chosen_capabilities(capabilities)
-    codes = [f"arch=compute_{x},code=sm_{x}" for x in known]
-    codes.append(f"arch=compute_{known[-1]},code=compute_{known[-1]}")
-    flags = [*DEVICE_FLAGS, *(flag for code in codes for flag in ("-gencode", code)), "-c"]
+    flags = object_flags(chosen_capabilities(capabilities))
     with ThreadPoolExecutor(2) as pool:
         compiled = list(pool.map(lambda unit: ptx.device_code(flags, PLUGINS / unit, ".o"), KERNELS))
     return [path for path, _ in compiled], resources.read_report("\n".join(log for _, log in compiled))
 
 
-def assembled() -> resources.Report:
-    """Return the resources of each kernel for ptx.CAPABILITY: those of the PTX of `cuda-ptx`, compiled by ptxas."""
-    flags = [*DEVICE_FLAGS, "-cubin", f"-arch=sm_{ptx.CAPABILITY}"]
+def assembled(capability: str) -> resources.Report:
+    """Return the resources that each kernel of the target `cuda-ptx` has for another capability than ptx.CAPABILITY.
+
+    This takes ptxas alone. nvcc compiles the same PTX for both capabilities, except the instructions that overlap
+    launches, which begin with 9.0.
+    """
+    flags = [*DEVICE_FLAGS, "-cubin", f"-arch=sm_{capability}"]
+
+    def report_of(unit: str) -> str:
+        return ptx.device_code(flags, ptx.retargeted(ptx.ptx_of(unit), capability), ".cubin")[1]
+
     with ThreadPoolExecutor(2) as pool:
-        logs = pool.map(lambda unit: ptx.device_code(flags, ptx.ptx_of(unit), ".cubin")[1], KERNELS)
-        return resources.read_report("\n".join(logs))
+        return resources.read_report("\n".join(pool.map(report_of, KERNELS)))
 
 
 def record_resources(capabilities: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 CAPABILITIES = ("80", "86", "87", "89", "90", "100", "110", "120")  # compute capabilities of the kernels by default
@@ -25,6 +26,13 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 HOST_FLAGS = ["-std=c++17", "-O2", "-fPIC", *WARNINGS, "-fno-strict-aliasing", "-ffp-contract=off"]
 DEVICE_FLAGS = ["-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=default", "-lineinfo"]
 BINDING_FLAGS = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-maybe-uninitialized"]
+
+
+def object_flags(capabilities: Sequence[str]) -> list[str]:
+    """Return nvcc's flags for object files of these compute capabilities, with PTX of the latest for later ones."""
+    codes = [f"arch=compute_{x},code=sm_{x}" for x in capabilities]
+    codes.append(f"arch=compute_{capabilities[-1]},code=compute_{capabilities[-1]}")
+    return [*DEVICE_FLAGS, *(flag for code in codes for flag in ("-gencode", code)), "-c"]
 
 
 class Target(NamedTuple):

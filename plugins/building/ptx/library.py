@@ -11,13 +11,14 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from ..targets import HOST_FLAGS, KERNEL_FILES, KERNELS
+from ..targets import HOST_FLAGS, KERNEL_FILES, KERNELS, object_flags
 from ..tools import CACHE, PLUGINS, Missing, cached, digest, host_compiler, publish, run, tool, version
 from . import read, translate
 from .instructions import Unknown
@@ -162,24 +163,42 @@ def ptx_of(unit: str, plugins: Path = PLUGINS) -> Path:
     """Return the path of the PTX of a source of the kernels, for CAPABILITY."""
     nvcc = tool("nvcc")
     texts = [text for path in kernel_sources(plugins) for text in (str(path.relative_to(plugins)), path.read_bytes())]
-    name = f"{Path(unit).stem}-{digest(version(nvcc), unit, CAPABILITY, *texts)}.ptx"
+    path = CACHED / f"{Path(unit).stem}-{digest(version(nvcc), unit, CAPABILITY, *texts)}.ptx"
+    if plugins == PLUGINS and not path.is_file():
+        CACHED.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHED) as folder:
+            # The object file takes a few seconds more than the PTX, and make.compile_kernels needs it as well.
+            device_code(object_flags([CAPABILITY]), PLUGINS / unit, ".o", ["--keep", "--keep-dir", folder])
+            if (kept := Path(folder) / f"{Path(unit).stem}.ptx").is_file():
+                return publish(kept, path)
     command = [nvcc, "-std=c++17", "-O3", f"-arch=compute_{CAPABILITY}", "-lineinfo", "-ptx", str(plugins / unit)]
-    return cached(CACHED / name, command, "compiler")
+    return cached(path, command, "compiler")
 
 
-def device_code(flags: Sequence[str], source: Path, suffix: str) -> tuple[Path, str]:
+def retargeted(ptx: Path, capability: str) -> Path:
+    """Return the path of a copy of a PTX file of CAPABILITY for another capability."""
+    text = ptx.read_text().replace(f".target sm_{CAPABILITY}", f".target sm_{capability}", 1)
+    if int(capability) < 90:
+        text = re.sub(r"^\s*griddepcontrol\.\w+;$", "", text, flags=re.MULTILINE)
+    path = ptx.with_name(f"{ptx.stem}-{capability}.ptx")
+    path.write_text(text)
+    return path
+
+
+def device_code(flags: Sequence[str], source: Path, suffix: str, more: Sequence[str] = ()) -> tuple[Path, str]:
     """Return nvcc's output for a source of the kernels, or for its PTX, and nvcc's report.
 
     Args:
         flags: The flags of nvcc.
         source: The file.
         suffix: The suffix of the output.
+        more: Flags that do not change the output.
     """
     nvcc = tool("nvcc")
     read_files = [path.read_bytes() for path in (source, *kernel_sources())]
     path = CACHED / f"{source.stem}-{digest(version(nvcc), *flags, *read_files)}{suffix}"
     log = path.with_suffix(".log")
-    cached(path, [nvcc, *flags, str(source)], "compiler", log)
+    cached(path, [nvcc, *flags, *more, str(source)], "compiler", log)
     return path, log.read_text()
 
 
@@ -236,5 +255,5 @@ def _own_object(source: str) -> Path:
 def _remove_unused() -> None:
     """Remove the cached files that no build has used for a week."""
     for path in CACHED.iterdir():
-        if path.stat().st_mtime < time.time() - 7 * DAY:
+        if path.is_file() and path.stat().st_mtime < time.time() - 7 * DAY:
             path.unlink(missing_ok=True)

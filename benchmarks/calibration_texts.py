@@ -3,15 +3,14 @@
     python benchmarks/calibration_texts.py --work DIR [--slots 128]
 
 SmolLM2-135M-Instruct with `ballot` and 128 slots of a KV head on average reads the eight held-out texts of
-docs/measurements/quality.md. Its budgets of KV heads come from calibrations on shorter texts, on fewer kinds of text, or on
-neither; `equal` has no calibration. The figures are the mean KL to the full cache in nats, with an interval of 95 %
-from a bootstrap over the texts, and the seconds of two cores that the calibration took, if it was measured in this run.
+docs/measurements/quality.md. Its budgets of KV heads come from calibrations on shorter texts, on fewer kinds of text, or
+on neither; `equal` has no calibration. The figures are the mean KL to the full cache and the loss that the cache adds,
+in nats, with intervals of 95 % from a bootstrap over the texts.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from budget_kinds import COMMON, HELD_OUT, LENGTH, RECIPE, UNIFORM, Run, interva
 from common import save
 
 from kvexport.calibrate.head_shares import grouped, head_shares_of, samples_of
-from kvexport.calibrate.measured import folder_of, measure
+from kvexport.calibrate.measured import measure
 from kvexport.evaluate.settings import equal_bytes, load_setting
 from kvexport.export.build import read_model
 from kvexport.terminal import silent
@@ -36,22 +35,15 @@ AMOUNTS = {
 }
 
 
-def label_of(run: Run, length: int, kinds: tuple[str, ...] | None, slots: int) -> tuple[str, float | None]:
-    """Return the setting with budgets from texts of `length` tokens of these kinds, and the seconds of measuring."""
+def label_of(run: Run, length: int, kinds: tuple[str, ...] | None, slots: int) -> str:
+    """Return the setting with budgets that are calibrated on texts of `length` tokens of these kinds."""
     recipe = load_setting(RECIPE, UNIFORM, slots, COMMON)
     shape = read_model(recipe)
     samples = samples_of(shape.checkpoint.path, length)
     samples = {name: sample for name, sample in samples.items() if kinds is None or name in kinds}
-    known, start = _files(folder_of(recipe, shape.checkpoint)), time.perf_counter()
     measured = grouped(measure(recipe, shape, samples, length, silent))
-    new = len(_files(folder_of(recipe, shape.checkpoint))) - len(known)
     shares, _ = head_shares_of(measured, slots * length // LENGTH, run.least)
-    seconds = round(time.perf_counter() - start, 1) if new == len(samples) else None
-    return f"ballot:cache.allocation.kind=listed:cache.allocation.shares={str(shares).replace(' ', '')}", seconds
-
-
-def _files(folder: Path) -> set[Path]:
-    return set(folder.glob("*.json"))
+    return f"ballot:cache.allocation.kind=listed:cache.allocation.shares={str(shares).replace(' ', '')}"
 
 
 def main() -> None:
@@ -61,14 +53,13 @@ def main() -> None:
     options = parser.parse_args()
     run = Run(options.work)
     rows: list[dict[str, Any]] = []
-    labels: dict[str, tuple[str, float | None]] = {"equal": (UNIFORM, None)}
+    labels = {"equal": UNIFORM}
     labels |= {name: label_of(run, *amount, options.slots) for name, amount in AMOUNTS.items()}
-    every = [label for label, _ in labels.values()]
-    settings = {s.label: s for s in equal_bytes(RECIPE, every, [options.slots], LENGTH, run.geometry, COMMON)}
-    for name, (label, seconds) in labels.items():
-        figures = run.measure(f"amount-{options.slots}-{name}", settings[label].recipe, [HELD_OUT])[HELD_OUT]
-        kl, loss = interval(units(figures, 0)), interval(units(figures, 1))
-        rows.append({"calibration": name, "kl": kl, "loss": loss, "seconds": seconds})
+    settings = equal_bytes(RECIPE, list(labels.values()), [options.slots], LENGTH, run.geometry, COMMON)
+    recipes = {setting.label: setting.recipe for setting in settings}
+    for name, label in labels.items():
+        figures = run.measure(f"amount-{options.slots}-{name}", recipes[label], [HELD_OUT])[HELD_OUT]
+        rows.append({"calibration": name, "kl": interval(units(figures, 0)), "loss": interval(units(figures, 1))})
         save("calibration-texts", {"recipe": RECIPE, "slots": options.slots, "length": LENGTH, "rows": rows})
 
 

@@ -3,9 +3,9 @@
     python benchmarks/calibration_texts.py --work DIR [--slots 128]
 
 SmolLM2-135M-Instruct with `ballot` and 128 slots of a KV head on average reads the eight held-out texts of
-docs/measurements/quality.md. Its budgets of KV heads come from calibrations on shorter texts, on fewer kinds of text, or
-on neither; `equal` has no calibration. The figures are the mean KL to the full cache and the loss that the cache adds,
-in nats, with intervals of 95 % from a bootstrap over the texts.
+docs/measurements/quality.md. Its budgets of KV heads come from calibrations on shorter texts or on fewer kinds of text;
+`equal` has no calibration. The figures are the mean KL to the full cache and the loss that the cache adds, in nats,
+with intervals of 95 % from a bootstrap over the texts.
 """
 
 from __future__ import annotations

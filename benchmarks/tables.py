@@ -17,6 +17,8 @@ from typing import Any
 import length_figure
 from budget_tables import (
     budget_kinds,
+    calibration_cost,
+    calibration_texts,
     default_quality,
     head_budgets,
     listed,
@@ -311,6 +313,7 @@ def tables() -> dict[str, str]:
     texts |= {"quantized cache": quantized_cache(), "awq": awq()}
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
     texts |= {f"newer {part}": newer_methods(part) for part in ("streamed", "once")}
+    texts |= {"calibration cost": calibration_cost(), "calibration texts": calibration_texts()}
     texts |= {"small listed": small_listed(), "head budgets": head_budgets(), **decoder_tables()}
     texts |= {f"once {task}": once(task) for task in ("text", "codes")}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run

@@ -94,7 +94,7 @@ def measure(
         samples: A text of every kind.
         length: The tokens of a text that the budgets refer to. A shorter text has budgets in the same ratios.
         progress: Shows the stages. The time that the texts take is estimated from the first of them.
-        most_seconds: The longest time for the texts after the first; None for no limit.
+        most_seconds: The longest time for the texts after the first, in a build; None for no limit.
 
     Raises:
         UsageError: The model cannot be measured.
@@ -124,7 +124,8 @@ def measure(
         if most_seconds is not None and seconds > most_seconds:
             raise EnvironmentProblem(f"the calibration would take about {duration(seconds)}", "")
         if missing[1:]:
-            label = f"calibrating: {len(missing) - 1} more texts, about {duration(seconds)} ({HINT})"
+            hint = "" if most_seconds is None else f" ({HINT})"
+            label = f"calibrating: {len(missing) - 1} more texts, about {duration(seconds)}{hint}"
             with progress(label, measurement.units * (len(missing) - 1)) as bar:
                 for kind in missing[1:]:
                     measure_text(kind, bar.advance)

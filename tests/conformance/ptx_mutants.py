@@ -58,8 +58,11 @@ def without(kind: str, which: int | None = None, instead: str = "") -> Callable[
 
 
 def writes_early(body: str) -> str:
-    """Return PTX that stores to the kernel's first address argument before it waits for earlier launches."""
-    address = re.search(r"ld\.param\.u64\s+%\w+,\s*(\[[^\]]+\]);", body)
+    """Return PTX that stores to the kernel's first address argument before it waits for earlier launches.
+
+    Arguments that the kernel finds by a register, as those of an entry of a table, are not at a fixed place.
+    """
+    address = re.search(r"ld\.param\.u64\s+%\w+,\s*(\[[^%\]]+\]);", body)
     assert address, "the kernel has no address argument"
     store = f"{{ .reg .b64 %first; ld.param.u64 %first, {address[1]}; st.global.u32 [%first], 0; }}\n"
     return without("earlier", 0, f"{store}griddepcontrol.wait;")(body)

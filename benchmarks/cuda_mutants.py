@@ -268,9 +268,9 @@ MEANING = (
     ),
     Mutant(
         "a block finds the head before its own",
-        OWN,
-        "if (block >= args.start[entry + step]) entry += step;",
-        "if (block > args.start[entry + step]) entry += step;",
+        "cuda/core/table.h",
+        "if (block >= start[entry + step]) entry += step;",
+        "if (block > start[entry + step]) entry += step;",
         RAGGED,
     ),
     Mutant(
@@ -333,7 +333,7 @@ MEANING = (
         ATTENTION,
     ),
     Mutant("of equals the last are evicted", SELECT, "equal++ < left", "equal++ >= r.count + r.scanned - left", MERGE),
-    Mutant("recent slots are one fewer", SELECT, "now - a.recent)", "now - a.recent + 1)", MERGE),
+    Mutant("recent slots are one fewer", SELECT, "now - head.own.recent)", "now - head.own.recent + 1)", MERGE),
     Mutant("pooling reaches one position less", SELECT, "p.pooled / 2", "(p.pooled - 1) / 2 - 1", MERGE),
     Mutant("a position's own bit counts", POSITIONS, "(1u << at % 32) - 1", "(2u << at % 32) - 1", MERGE),
     Mutant(

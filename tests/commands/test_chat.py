@@ -74,11 +74,11 @@ def test_an_interrupted_answer_is_part_of_the_conversation(
     """
     real, count = getattr(of, where), [0]
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **named: Any) -> Any:
         count[0] += 1
         if count[0] == 5:
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(of, where, interrupted)
     talk.answer("anna lamp")

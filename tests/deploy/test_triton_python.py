@@ -152,7 +152,7 @@ def test_a_cancelled_request_ends_and_an_error_of_a_step_ends_those_that_took_pa
     gone.sent.get(timeout=60)
     gone.cancelled = True
     assert len(gone.answer()) < 399
-    monkeypatch.setattr(model._engine._calls, "decode", lambda requests, drafter: 1 // 0)
+    monkeypatch.setattr(model._engine._calls, "decode", lambda *_, **__: 1 // 0)
     failed = ids([1, 2])
     model.execute([failed])
     assert failed.answer()[-1].error == "the server failed"

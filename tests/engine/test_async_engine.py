@@ -107,7 +107,7 @@ def test_errors_reach_the_task(tiny_artifact: Path, monkeypatch: pytest.MonkeyPa
         async with kvexport.AsyncEngine(kvexport.load(tiny_artifact)) as engine:
             with pytest.raises(UsageError, match="the prompt is empty"):
                 await engine.agenerate([])
-            monkeypatch.setattr(engine.engine._calls, "decode", lambda *_: 1 // 0)
+            monkeypatch.setattr(engine.engine._calls, "decode", lambda *_, **__: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 await engine.agenerate("abc")
             monkeypatch.undo()

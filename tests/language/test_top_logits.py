@@ -122,7 +122,7 @@ def test_an_invalid_row_determines_no_token(bad: float) -> None:
     logits = np.linspace(-1, 1, 1000, dtype=np.float32)
     session = finder(1000)
     logits[5] = bad
-    values, ids, mass = session.run(None, {"logits": logits[None, None]})
+    values, ids, mass, _ = session.run(None, {"logits": logits[None, None]})
     sampler = Sampler(GenerationSettings(), [1], 1000)
     assert sampler.next_of(TopLogits(ids[0, 0], values[0, 0], float(mass[0, 0, 0]), 1000)) is None
     with pytest.raises(KvexportError, match="logit 5 of new token 0"):
@@ -136,9 +136,11 @@ def finder(vocabulary: int) -> Any:
 @pytest.mark.parametrize("vocabulary", [40, 256, 32003])
 def test_the_graph_returns_the_largest_logits(vocabulary: int) -> None:
     logits = np.random.default_rng(0).standard_normal((3, 1, vocabulary)).astype(np.float32) * 4
-    values, ids, mass = finder(vocabulary).run(None, {"logits": logits})
+    logits[1, 0, 7] = logits[1, 0, 30] = 100.0  # equal
+    values, ids, mass, token = finder(vocabulary).run(None, {"logits": logits})
     n = min(COUNT, vocabulary)
     assert ids.dtype == np.int32
+    np.testing.assert_array_equal(token, logits.argmax(-1))
     assert ids.shape == values.shape == (3, 1, n)
     np.testing.assert_array_equal(values, -np.sort(-logits, axis=-1)[..., :n])
     np.testing.assert_array_equal(np.take_along_axis(logits, ids.astype(np.int64), -1), values)

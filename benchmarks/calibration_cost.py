@@ -85,7 +85,7 @@ def main() -> None:
         if shape != "smollm2":
             recipe = str(options.work / f"{shape}.yaml")
             path = checkpoint_of(shape, options.work.absolute())
-            Path(recipe).write_text(f"model: {{path: {path}, dtype: bfloat16}}\n")
+            Path(recipe).write_text(f"model: {{path: {path}, dtype: float16}}\n")
         out = options.work / "figures.json"
         command = [sys.executable, __file__, "--one", recipe, "--tokens", str(options.tokens)]
         run = measured(["sh", "-c", f'"$@" > {out}', "sh", *command], dict(os.environ))

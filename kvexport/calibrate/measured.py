@@ -27,11 +27,14 @@ from kvexport.export.model.checkpoint import Checkpoint, facts_of
 from kvexport.export.model.shape import ModelShape
 from kvexport.memory import machine_memory
 from kvexport.recipe.fields import Recipe
-from kvexport.terminal import Progress
+from kvexport.terminal import Progress, say
 from kvexport.units import format_bytes
 
 VERSION = 1  # of the estimate: another one is not comparable
 BUDGETS = 5  # the number of measured budgets
+FEWEST = 3  # texts that a build needs if it has no time for all
+# The order in which a build that has no time for all texts reads them: each is unlike those before it.
+VARIED = ("prose", "python", "german", "recall/0", "chat", "tables", "french", "c++", "manual")
 HINT = "--no-calibrate builds at once with uniform budgets"
 
 
@@ -94,12 +97,13 @@ def measure(
         samples: A text of every kind.
         length: The tokens of a text that the budgets refer to. A shorter text has budgets in the same ratios.
         progress: Shows the stages. The time that the texts take is estimated from the first of them.
-        most_seconds: The longest time for the texts after the first, in a build; None for no limit.
+        most_seconds: The longest time for the texts after the first, in a build; None for no limit. If all texts would
+            take longer, only as many are read as this time allows.
 
     Raises:
         UsageError: The model cannot be measured.
-        EnvironmentProblem: There is too little memory, the texts would take more than `most_seconds`, or the cache
-            folder cannot be written.
+        EnvironmentProblem: There is too little memory, there is time for fewer than `FEWEST` texts, or the cache folder
+            cannot be written.
     """
     folder, least = folder_of(recipe, shape.checkpoint), least_slots(recipe)
     budgets = budgets_of(length, least)
@@ -120,16 +124,22 @@ def measure(
         start = time.monotonic()
         with progress(f"calibrating: the first of {len(missing)} texts", measurement.units) as bar:
             measure_text(missing[0], bar.advance)
-        seconds = (time.monotonic() - start) * (len(missing) - 1)
-        if most_seconds is not None and seconds > most_seconds:
-            raise EnvironmentProblem(f"the calibration would take about {duration(seconds)}", "")
-        if missing[1:]:
+        each, rest = time.monotonic() - start, missing[1:]
+        if most_seconds is not None and each * len(rest) > most_seconds:
+            whole = duration(each * len(rest))
+            rest = sorted(rest, key=lambda kind: VARIED.index(kind) if kind in VARIED else len(VARIED))
+            rest = rest[: max(0, int(most_seconds / each))]
+            if len(costs) + len(rest) < FEWEST:
+                raise EnvironmentProblem(f"the calibration would take about {whole}", "")
+            number = f"{len(costs) + len(rest)} of {len(samples)} texts"
+            say(f"budgets are measured on {number}; --calibrate reads all, which takes about {whole}")
+        if rest:
             hint = "" if most_seconds is None else f" ({HINT})"
-            label = f"calibrating: {len(missing) - 1} more texts, about {duration(seconds)}{hint}"
-            with progress(label, measurement.units * (len(missing) - 1)) as bar:
-                for kind in missing[1:]:
+            label = f"calibrating: {len(rest)} more texts, about {duration(each * len(rest))}{hint}"
+            with progress(label, measurement.units * len(rest)) as bar:
+                for kind in rest:
                     measure_text(kind, bar.advance)
-    return Measured(length, budgets, {kind: costs[kind] for kind in samples})
+    return Measured(length, budgets, {kind: costs[kind] for kind in samples if kind in costs})
 
 
 def duration(seconds: float) -> str:

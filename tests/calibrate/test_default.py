@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,3 +160,25 @@ def test_a_long_calibration_is_left_to_the_user(
     assert budgets(small).recipe.cache.allocation.kind is None
     assert "the calibration would take about 0 s" in capsys.readouterr().err
     assert budgets(small, calibrate=True).recipe.cache.allocation.kind == "listed"
+
+
+def test_a_build_reads_as_many_texts_as_it_has_time_for(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text takes a second of this clock, and there are two and a half for the texts after the first."""
+    read = [0.0]
+
+    def of_text(*_: object) -> object:
+        read[0] += 1
+        return np.ones((6, 2, 5)) * read[0]
+
+    monkeypatch.setattr("kvexport.calibrate.default.MOST_SECONDS", 2.5)
+    monkeypatch.setattr(measured, "time", SimpleNamespace(monotonic=lambda: read[0]))
+    monkeypatch.setattr(HeadCosts, "of_text", of_text)
+    os.utime(next(small.glob("*.safetensors")), (3, 3))
+    assert budgets(small).recipe.cache.allocation.kind == "listed"
+    assert read == [3]
+    shown = capsys.readouterr().err
+    assert "budgets are measured on 3 of 4 texts; --calibrate reads all, which takes about 3 s" in shown
+    assert budgets(small, calibrate=True).recipe.cache.allocation.kind == "listed"
+    assert read == [4]

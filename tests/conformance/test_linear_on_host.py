@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -76,6 +76,25 @@ def test_groups_may_end_anywhere_in_a_chunk_or_many_chunks_later(
     set_host(caller.library, multiprocessors=multiprocessors)
     for rows in (2, 9):
         one = case(packed_form(packing), "float16", (1, rows), 1536, 70, (packing,))
+        check(one, one.run(caller))
+    set_host(caller.library)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("offset", ["none", "zero"])
+@pytest.mark.parametrize("multiprocessors", [1, 150])
+def test_groups_are_copied_as_they_are_stored(
+    caller: Caller, group: int, offset: Literal["none", "zero"], multiprocessors: int
+) -> None:
+    """Scales in float16 and zero points are copied with their weights, in 32 and in 128 inputs, for 8 chunks of inputs.
+
+    The gate's integers are signed, the product's are not.
+    """
+    packings = tuple(PackedFormat(4, signed, group, offset) for signed in (False, True))
+    form = Form(packed=(OFFSETS[offset],) * 2, group=(group,) * 2, gate=1)
+    set_host(caller.library, multiprocessors=multiprocessors)
+    for rows in (1, 8, 9, 32):
+        one = case(form, "float16", (1, rows), 2048, 70, packings)
         check(one, one.run(caller))
     set_host(caller.library)
 

@@ -107,6 +107,17 @@ struct InputLayout {
 // A thread has this many loads of a row under way at a time.
 constexpr int kAhead = 4;
 
+// Returns a sum of squares plus the squares of kAhead loads of kEach inputs, of which the first `count` are no
+// repetition.
+template <int kEach>
+KV_DEVICE float add_squares(float squares, const float (&x)[kAhead][kEach], int count) {
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j)
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) squares += j < count ? x[j][k] * x[j][k] : 0.0f;
+  return squares;
+}
+
 // Returns the sum of squares of every `step`-th load of a row, from load `from` on. A load has kEach inputs: a vector,
 // or one input if vectors would not be aligned.
 template <class T, int kEach>
@@ -126,10 +137,7 @@ KV_DEVICE float squares_of(const KvLinear& a, int row, int from, int step) {
       else
         widen<T>(load_vector(input + at), x[j]);
     }
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j)
-#pragma unroll
-      for (int k = 0; k < kEach; ++k) squares += i + j * step < loads ? x[j][k] * x[j][k] : 0.0f;
+    squares = add_squares(squares, x, (loads - i + step - 1) / step);
   }
   return squares;
 }
@@ -142,10 +150,10 @@ KV_HD int warps_of_row(const KvLinear& a) {
 
 // Computes the factors of a panel's rows in factors[0 .. rows), in an order that depends on the number of inputs alone.
 // Ends with a barrier: the factors are visible. sums: as many floats of shared memory as there are rows and warps.
-// kAligned: whether args.whole_vectors is known to be true.
-template <class T, bool kAligned, class Program>
-KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int first, int rows, float* factors,
-                            float* sums) {
+// squares(row, lane, lanes, registers): the squares of a lane, of the lanes that share a row of the panel.
+template <class T, class Program, class Squares>
+KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int rows, float* factors, float* sums,
+                            Squares squares) {
   constexpr int kWarps = Program::kThreads / kWarp;
   const KvLinear& a = args.call;
   const int warps = warps_of_row<T, kWarps>(a);
@@ -153,11 +161,7 @@ KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int f
     block.each_alone([&](int t, auto& r) {
       const int row = from + t / kWarp / warps, lane = t % (warps * kWarp);
       r.squares = 0.0f;
-      if (row >= rows) return;
-      if (kAligned || args.whole_vectors)
-        r.squares = squares_of<T, kLanes<T>>(a, first + row, lane, warps * kWarp);
-      else
-        r.squares = squares_of<T, 1>(a, first + row, lane, warps * kWarp);
+      if (row < rows) r.squares = squares(row, lane, warps * kWarp, r);
     });
     block.warp_sum([](auto& r) -> float& { return r.squares; });
     block.each_alone([&](int t, auto& r) {
@@ -168,20 +172,30 @@ KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int f
   block.each([&](int, auto&) {});
   block.each([&](int t, auto&) {
     if (t >= rows) return;
-    float squares = 0.0f;
-    for (int i = 0; i < warps; ++i) squares += sums[t * warps + i];
-    factors[t] = 1.0f / sqrtf(squares / static_cast<float>(args.inputs()) + a.epsilon);
+    float whole = 0.0f;
+    for (int i = 0; i < warps; ++i) whole += sums[t * warps + i];
+    factors[t] = 1.0f / sqrtf(whole / static_cast<float>(args.inputs()) + a.epsilon);
+  });
+}
+// The same, of rows in global memory, from row `first` on. kAligned: whether args.whole_vectors is known to be true.
+template <class T, bool kAligned, class Program>
+KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int first, int rows, float* factors,
+                            float* sums) {
+  find_factors<T>(block, args, rows, factors, sums, [&](int row, int lane, int lanes, auto&) {
+    if (kAligned || args.whole_vectors) return squares_of<T, kLanes<T>>(args.call, first + row, lane, lanes);
+    return squares_of<T, 1>(args.call, first + row, lane, lanes);
   });
 }
 
 // A launch that computes all rows after the norm, for calls whose blocks would read and multiply too much to do it
-// each.
+// each. If the lanes of a row can read it at once, they keep it in registers: it takes one round trip to memory.
 template <class T>
 struct LinearRows {
   using Args = LinearArgs;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 8, kWarps = kThreads / kWarp;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 4, kWarps = kThreads / kWarp;
   struct Registers {
     float squares;
+    Vector x[kAhead], norm[kAhead];
   };
   static constexpr size_t shared_size() { return 2 * kWarps * sizeof(float); }
   // Returns the rows of a block, which reads them at once.
@@ -190,12 +204,55 @@ struct LinearRows {
   static KV_DEVICE void run(Block<LinearRows>& block, const LinearArgs& args) {
     const int each = rows(args.call), first = block.index() * each, count = min_of(each, args.rows() - first);
     float* const factors = reinterpret_cast<float*>(block.shared);
+    if (args.whole_vectors && args.inputs() <= kThreads / each * kAhead * kLanes<T>)
+      return run_held(block, args, kThreads / each, first, count, factors);
     find_factors<T, false>(block, args, first, count, factors, factors + kWarps);
     block.each_alone([&](int t, Registers&) {
       if (args.whole_vectors)
         store_rows<kLanes<T>>(args, factors, first, count, t);
       else
         store_rows<1>(args, factors, first, count, t);
+    });
+  }
+
+  // Computes rows that are kept in registers. lanes: the threads of a row, each of which has every lanes-th vector.
+  static KV_DEVICE void run_held(Block<LinearRows>& block, const LinearArgs& args, int lanes, int first, int count,
+                                 float* factors) {
+    constexpr int kEach = kLanes<T>;
+    const KvLinear& a = args.call;
+    const InputLayout layout(a);
+    const int vectors = args.inputs() / kEach;
+    const auto place = [&](int t, int j) { return min_of(t % lanes + j * lanes, vectors - 1) * kEach; };
+    block.each_alone([&](int t, Registers& r) {
+      const T* const input = static_cast<const T*>(a.input) + layout.of_row(first + min_of(t / lanes, count - 1));
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        r.x[j] = load_vector(input + layout.without_branch(place(t, j)));
+        r.norm[j] = load_vector(static_cast<const T*>(a.norm) + place(t, j));
+      }
+    });
+    find_factors<T>(block, args, count, factors, factors + kWarps, [&](int, int lane, int, Registers& r) {
+      float x[kAhead][kEach];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) widen<T>(r.x[j], x[j]);
+      return add_squares(0.0f, x, (vectors - lane + lanes - 1) / lanes);
+    });
+    block.each_alone([&](int t, Registers& r) {
+      const int row = t / lanes;
+      if (row >= count) return;
+      T* const to = static_cast<T*>(args.normed) + static_cast<size_t>(first + row) * args.inputs();
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (t % lanes + j * lanes >= vectors) break;
+        struct alignas(16) Elements {
+          T element[kEach];
+        } y;
+        float x[kEach], scale[kEach];
+        widen<T>(r.x[j], x), widen<T>(r.norm[j], scale);
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) assign(y.element[e], x[e] * factors[row] * scale[e]);
+        *reinterpret_cast<Elements*>(to + place(t, j)) = y;
+      }
     });
   }
 

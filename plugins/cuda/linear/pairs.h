@@ -148,7 +148,8 @@ struct Unit {
   struct alignas(8) Both {
     uint32_t word[2];
   };
-  // Loads the operand b of all steps of unit u.
+  static constexpr int kOfLane = kBits == 4 ? 16 : 8;  // bytes from lane to lane in a row
+  // Loads the operand b of all steps of unit u. lane: 0 if `row` is the lane's own part of the row.
   static KV_DEVICE void load_inputs(const char* row, int u, int lane, uint32_t* b) {
     if (kBits == 4) {
       const Vector all = load_vector(row + u * 64 + lane % 4 * 16);

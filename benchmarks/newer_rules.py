@@ -193,7 +193,7 @@ class Newer(H2O):
 
     @cached_property
     def parsed(self) -> Rules:
-        """The rules."""
+        """The rules of `rules`, with the numbers that they need."""
         return Rules(self.rules, self.prompt, self.kept)
 
     @property
@@ -224,7 +224,7 @@ class NewerBallot(Ballot):
 
     @cached_property
     def parsed(self) -> Rules:
-        """The rules."""
+        """The rules of `rules`, with the numbers that they need."""
         return Rules(self.rules, self.prompt, self.kept)
 
     @property

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 aten: Any = torch.ops.aten
 SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
@@ -48,9 +49,17 @@ def _changes(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def _changes_first(node: Node) -> bool:
+    """Return whether an operator changes its first argument and no other."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    return [bool(each.alias_info and each.alias_info.is_write) for each in arguments] == [
+        each is arguments[0] for each in arguments
+    ]
+
+
 def _replaced(graph: Graph, node: Node) -> bool:
     """Replace one operator in place, and return whether that was possible."""
-    chain = _chain(node.args[0])
+    chain = _chain(node.args[0]) if _changes_first(node) else []
     places = {each: i for i, each in enumerate(graph.nodes)}
     if not chain or _is_read_later(chain, places, places[node]):
         return False
@@ -115,7 +124,13 @@ def _new_value(graph: Graph, node: Node) -> Node | None:
         return _like(graph, others[0], changed.meta["val"])  # type: ignore[union-attr]
     name, _, overload = str(node.target).removeprefix("aten.").partition(".")
     functional: Any = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
-    return functional and graph.call_function(functional, tuple(node.args), dict(node.kwargs))
+    if functional is None:
+        return None
+    new = graph.call_function(functional, tuple(node.args), dict(node.kwargs))
+    given = map_arg((new.args, new.kwargs), lambda each: each.meta["val"])
+    new.meta["val"] = functional(*given[0], **given[1])
+    # In place, a tensor keeps its type, whatever the other operand's is.
+    return _like(graph, new, changed.meta["val"])  # type: ignore[union-attr]
 
 
 def _like(graph: Graph, value: Any, old: Tensor) -> Node | None:

@@ -127,10 +127,20 @@ def _new_value(graph: Graph, node: Node) -> Node | None:
     if functional is None:
         return None
     new = graph.call_function(functional, tuple(node.args), dict(node.kwargs))
-    given = map_arg((new.args, new.kwargs), lambda each: each.meta["val"])
-    new.meta["val"] = functional(*given[0], **given[1])
     # In place, a tensor keeps its type, whatever the other operand's is.
-    return _like(graph, new, changed.meta["val"])  # type: ignore[union-attr]
+    arguments, named = map_arg((node.args, node.kwargs), _example)
+    old = changed.meta["val"]  # type: ignore[union-attr]
+    return (
+        new
+        if functional(*arguments, **named).dtype == old.dtype
+        else graph.call_function(aten.to.dtype, (new, old.dtype))
+    )
+
+
+def _example(node: Node) -> Any:
+    """Return a tensor of one element without memory, of a node's type and number of dimensions, or 1 for a number."""
+    value = node.meta["val"]
+    return torch.empty([1] * value.dim(), dtype=value.dtype, device="meta") if isinstance(value, Tensor) else 1
 
 
 def _like(graph: Graph, value: Any, old: Tensor) -> Node | None:

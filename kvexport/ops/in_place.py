@@ -130,11 +130,10 @@ def _new_value(graph: Graph, node: Node) -> Node | None:
     # In place, a tensor keeps its type, whatever the other operand's is.
     arguments, named = map_arg((node.args, node.kwargs), _example)
     old = changed.meta["val"]  # type: ignore[union-attr]
-    return (
-        new
-        if functional(*arguments, **named).dtype == old.dtype
-        else graph.call_function(aten.to.dtype, (new, old.dtype))
-    )
+    if (dtype := functional(*arguments, **named).dtype) == old.dtype:
+        return new
+    new.meta["val"] = old.to(dtype)
+    return graph.call_function(aten.to.dtype, (new, old.dtype))
 
 
 def _example(node: Node) -> Any:

@@ -66,8 +66,8 @@ def _has_a_choice(loaded: LoadedRecipe) -> bool:
 def prefers_layers(recipe: Recipe) -> bool:
     """Return whether budgets of layers suit a recipe better than budgets of KV heads.
 
-    On a GPU, prompts are a call of the kernels for each KV head with its own budget, and with TensorRT steps and merges
-    too. Tensor-parallel ranks divide the heads of a cache.
+    On a GPU, prompts are a call of the kernels for each KV head with its own budget. Tensor-parallel ranks divide the
+    heads of a cache.
     """
     return backends.get(recipe.backend.name).needs_gpu(recipe) or recipe.backend.tensor_parallel > 1
 

@@ -12,132 +12,13 @@
 #include <random>
 #include <vector>
 
-#include "tensorrt_harness.h"
+#include "tensorrt_fields.h"
 
 using namespace harness;
 
 namespace {
 
 enum Verdict { kSame, kRefused, kEither };
-
-struct Item {
-  std::string name;
-  PluginFieldType type;
-  int32_t length;
-  std::string bytes;
-  bool has_name = true, has_data = true;
-};
-using Items = std::vector<Item>;
-
-template <class T>
-std::string bytes_of(const std::vector<T>& values) {
-  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
-}
-Item real(const char* name, std::vector<float> x) {
-  return {name, PluginFieldType::kFLOAT32, static_cast<int32_t>(x.size()), bytes_of(x)};
-}
-Item whole(const char* name, std::vector<int32_t> x) {
-  return {name, PluginFieldType::kINT32, static_cast<int32_t>(x.size()), bytes_of(x)};
-}
-Item word(const char* name, const std::string& x) {
-  return {name, PluginFieldType::kCHAR, static_cast<int32_t>(x.size() + 1), x + '\0'};
-}
-
-Items vote_attention() {
-  return {real("scale", {0.3f}),    real("vote_exponent", {1}),  word("statistics", "probability,log_ema"),
-          real("decay", {1, 0.9f}), whole("window", {0, 8}),     real("recency_weight", {1, 1.2f}),
-          real("softcap", {0}),     whole("sliding_window", {0})};
-}
-
-// Returns the fields of experts of floats, or with packed weights.
-Items experts(size_t which) {
-  Items items = {word("activation", "silu"), whole("gate", {1}),     real("slope", {1.702f}),
-                 real("limit", {7}),         real("up_offset", {1}), whole("bias", {1})};
-  if (which % 3 == 0) return items;
-  const bool table = which % 3 == 1;
-  for (const Item& item : {whole("packed", {table ? 5 : 1, 2}), whole("group", {32, 16}), whole("float_input", {0}),
-                           whole("bits", {4, 8}), whole("signed", {0, 1})})
-    items.push_back(item);
-  return items;
-}
-
-// Returns the fields of two products, of floats or with packed weights.
-Items linear(size_t which) {
-  Items items = {
-      whole("input_heads", {0}), whole("norm", {1}),       real("epsilon", {1e-5f}), whole("output_heads", {2, 0}),
-      whole("bias", {1, 0}),     whole("rotated", {0, 0}), whole("gate", {0}),       whole("residual", {0})};
-  if (which % 2 == 0) return items;
-  for (const Item& item : {whole("packed", {2, 1}), whole("group", {32, 64}), whole("float_input", {0}),
-                           whole("bits", {4, 8}), whole("signed", {0, 1})})
-    items.push_back(item);
-  return items;
-}
-
-Items linear_attention(size_t which) {
-  static const char* const rules[] = {"linear", "gated", "delta", "gated_delta"};
-  return {whole("heads", {4}), whole("key_heads", {2}), word("update_rule", rules[which % 4]), real("scale", {0.5f})};
-}
-
-// Returns the fields of a merge policy that drops by position, with these changes.
-Items merge_cache(const Items& changes) {
-  Items items = {whole("budget", {64}),
-                 whole("sinks", {4}),
-                 whole("recent", {8}),
-                 whole("sliding_window", {0}),
-                 whole("compresses", {1}),
-                 whole("recent_receives", {0}),
-                 word("statistics", "probability"),
-                 word("select", "position"),
-                 real("select_decay", {0.9f}),
-                 whole("pooled", {1}),
-                 word("order", "lowest"),
-                 whole("eviction_pool", {1}),
-                 real("error_exponent", {0}),
-                 whole("merged_last", {0}),
-                 word("merge", "drop"),
-                 word("measure", "cosine"),
-                 real("threshold", {-1e38f}),
-                 real("weigh_decay", {0.9f}),
-                 word("zip", "mean"),
-                 real("key_factor_max", {2}),
-                 real("votes_max", {32}),
-                 real("residual", {1}),
-                 whole("mean_adds", {0}),
-                 word("weigh", "score"),
-                 real("tau", {0}),
-                 whole("share_pairs", {0})};
-  for (const Item& change : changes) {
-    const auto same = [&](const Item& item) { return item.name == change.name; };
-    const auto at = std::find_if(items.begin(), items.end(), same);
-    if (at == items.end())
-      items.push_back(change);
-    else
-      *at = change;
-  }
-  return items;
-}
-
-// Returns the fields of one of the methods streaming, snapkv, keepkv, ballot, zeromerge, kvslimmer and asymkv, or of a
-// policy that rotates by places.
-Items merge_cache(size_t which) {
-  static const std::vector<Items> changes = {
-      {word("statistics", "none")},
-      {word("select", "pooled"), whole("pooled", {5})},
-      {word("select", "average"), word("statistics", "log_ema"), word("order", "nearest"), whole("eviction_pool", {4}),
-       word("merge", "zip"), real("threshold", {0.8f}), word("zip", "key")},
-      {word("select", "mean"), word("statistics", "probability,log_ema"), word("order", "least_error"),
-       whole("eviction_pool", {4}), real("error_exponent", {0.5f}), word("merge", "zip"), word("measure", "distance"),
-       whole("mean_adds", {1}), whole("recent_receives", {1})},
-      {word("select", "score"), whole("merged_last", {1}), word("merge", "running_mean"), word("measure", "dot"),
-       real("residual", {0.33f})},
-      {word("select", "score"), word("merge", "pair"), word("weigh", "hessian"), real("tau", {0.001f})},
-      {word("select", "score"), word("merge", "pair"), real("inverse_frequencies", {1, 0.5f}),
-       whole("rotary_interleaved", {1})},
-      {word("statistics", "none"), real("inverse_frequencies", {1, 0.5f}), whole("rotary_interleaved", {0}),
-       whole("cache_positions", {1})},
-  };
-  return merge_cache(changes[which % changes.size()]);
-}
 
 class Random {
  public:
@@ -192,7 +73,8 @@ bool spoil(Random& random, Item& item) {
     const float x = bad[random.below(bad.size())];
     memcpy(&item.bytes[0], &x, sizeof x);
   } else if (item.type == PluginFieldType::kINT32) {
-    const bool from_one = item.name == "budget" || item.name == "pooled" || item.name == "eviction_pool";
+    const bool from_one =
+        item.name == "budget" || item.name == "caches" || item.name == "pooled" || item.name == "eviction_pool";
     const int32_t x = item.name == "share_pairs" ? 1 : from_one ? 0 : -1;
     memcpy(&item.bytes[0], &x, sizeof x);
   } else {
@@ -285,6 +167,18 @@ struct Tested {
   size_t optional;
 };
 const std::vector<int64_t> kKey = {2, 2, 128, 8}, kSlots = {2, 2, 128};
+
+// Returns these shapes, then those of the state of three caches, then the last ones.
+std::vector<std::vector<int64_t>> with_caches(std::vector<std::vector<int64_t>> shapes, int64_t statistics,
+                                              const std::vector<std::vector<int64_t>>& last) {
+  for (const int64_t slots : {128, 40, 96}) {
+    const std::vector<int64_t> key = {2, 1, slots, 8}, row = {2, 1, slots};
+    shapes.insert(shapes.end(), {key, key, row, {2, 1, statistics, slots}, row});
+  }
+  shapes.insert(shapes.end(), last.begin(), last.end());
+  return shapes;
+}
+
 const std::vector<Tested> kTested = {
     {"VoteAttention",
      [](size_t) { return vote_attention(); },
@@ -292,6 +186,9 @@ const std::vector<Tested> kTested = {
      {{2, 4, 3, 8}, {2, 2, 3, 8}, {2, 2, 3, 8}, {2, 3}, {2, 1}, kKey, kKey, kSlots, {2, 2, 2, 128}, kSlots, {4}},
      1},
     {"MergeCache", merge_cache, 5, {kKey, kKey, kSlots, {2, 2, 1, 128}, kSlots}, 0},
+    {"RaggedVoteAttention", [](size_t) { return ragged_vote_attention(); }, 16,
+     with_caches({{2, 6, 3, 8}, {2, 3, 3, 8}, {2, 3, 3, 8}, {2, 3}, {2, 1}}, 2, {{6}}), 1},
+    {"RaggedMergeCache", ragged_merge_cache, 15, with_caches({}, 1, {}), 0},
     {"Experts",
      experts,
      1,
@@ -308,10 +205,12 @@ const std::vector<Tested> kTested = {
 // Gives the plugin tensors of nearly the right shapes; any answer is allowed.
 void drive(Random& random, IPluginV3* plugin, const Tested& tested) {
   const int64_t sizes[] = {-1, 0, 1, 2, 4, 8, 16, 64, 256, int64_t{1} << 33, -7};
-  const auto size = [&](int64_t usual) { return random.below(12) ? usual : sizes[random.below(11)]; };
+  const size_t rarely = 2 * tested.inputs.size();  // so that many calls of many tensors pass the checks
+  const auto size = [&](int64_t usual) { return random.below(rarely) ? usual : sizes[random.below(11)]; };
   const auto dims = [&](std::vector<int64_t> usual) {
     Dims d{};
-    d.nbDims = random.below(30) ? static_cast<int32_t>(usual.size()) : static_cast<int32_t>(random.below(11)) - 1;
+    d.nbDims =
+        random.below(2 * rarely) ? static_cast<int32_t>(usual.size()) : static_cast<int32_t>(random.below(11)) - 1;
     for (int32_t i = 0; i < 8; ++i) d.d[i] = size(i < static_cast<int32_t>(usual.size()) ? usual[i] : 1);
     return d;
   };
@@ -412,7 +311,7 @@ int main(int count, char** arguments) {
   // No collection, a negative count, and a collection without memory.
   PluginFieldCollection none{-1, nullptr}, nowhere{3, nullptr};
   for (const PluginFieldCollection* bad : {static_cast<PluginFieldCollection*>(nullptr), &none, &nowhere})
-    for (const char* op : {"VoteAttention", "MergeCache"})
+    for (const char* op : {"VoteAttention", "MergeCache", "RaggedVoteAttention", "RaggedMergeCache"})
       if (creator(op)->createPlugin("layer", bad, TensorRTPhase::kBUILD)) return 1;
   printf("%zu accepted, %zu refused\n", counts.accepted, counts.refused);
   return 0;

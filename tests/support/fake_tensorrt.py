@@ -56,8 +56,11 @@ ExecutionContextAllocationStrategy = IntEnum(
 )
 
 
-def with_packed_weights(model: bytes) -> bytes:
-    """Return an ONNX model whose plugin nodes read packed weights of ONNX types again, instead of their bytes."""
+def without_plugins(model: bytes) -> bytes:
+    """Return an ONNX model whose plugin nodes have the inputs of ONNX nodes again.
+
+    Packed weights are of ONNX types instead of bytes, and the sink logits of a ragged node are in their place.
+    """
     import onnx
     from onnx.helper import get_attribute_value
 
@@ -65,6 +68,10 @@ def with_packed_weights(model: bytes) -> bytes:
     tensors = {tensor.name: tensor for tensor in parsed.graph.initializer}
     for node in parsed.graph.node:
         values = {a.name: get_attribute_value(a) for a in node.attribute}
+        if node.op_type == "RaggedVoteAttention":
+            first, last = 5, 5 + 5 * values["caches"]
+            sinks = node.input[last] if len(node.input) > last else ""
+            node.input[:] = [*node.input[:first], sinks, *node.input[first:last]]
         if "bits" not in values:
             continue
         at = 1 + values["norm"] if node.op_type == "Linear" else 3
@@ -117,7 +124,7 @@ class ICudaEngine:
         if library() is not None:
             options.register_custom_ops_library(str(library()))
         self._session = ort.InferenceSession(
-            with_packed_weights(plan[8 + size :]), options, providers=["CPUExecutionProvider"]
+            without_plugins(plan[8 + size :]), options, providers=["CPUExecutionProvider"]
         )
         self._inputs, self._outputs = (
             [x.name for x in tensors] for tensors in (self._session.get_inputs(), self._session.get_outputs())

@@ -6,7 +6,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-LIBRARY = "plugins\nVoteAttention 1\nMergeCache 1\nExperts 1\nLinear 1\nLinearAttention 1\n"
+from kvexport.backends.tensorrt.plugin import OPERATORS
+
+LIBRARY = "\n".join(["plugins", *(f"{name} 1" for name in OPERATORS)])
 """The text of a library that has all plugins of kvexport."""
 PluginFieldType = IntEnum("PluginFieldType", "FLOAT32 INT32 CHAR")
 TensorRTPhase = IntEnum("TensorRTPhase", "BUILD RUNTIME")

@@ -98,6 +98,8 @@ ATTENTION = parsed(
     )
 )
 MERGE = parsed(merge_cache_node_attributes(MergeCacheAttributes(all_methods()["h2o"](), 64, 2, 8)))
+RAGGED_ATTENTION = ATTENTION | parsed({"caches": 3})
+RAGGED_MERGE = MERGE | parsed({"budget": [24, 8, 16], "recent": [8, 2, 8]})
 EXPERTS = parsed(ExpertsForm("silu", limit=7.0, bias=1, packed=(5, 2), group=(32, 16)).attributes) | parsed(
     {"bits": [4, 8], "signed": [0, 0]}
 )
@@ -107,8 +109,8 @@ PROJECTIONS = Form(
 PRODUCTS = parsed(PROJECTIONS.attributes) | parsed({"bits": [4, 8, 0], "signed": [0, 1, 0]})
 LINEAR_ATTENTION = parsed({"heads": 4, "key_heads": 2, "update_rule": "gated_delta", "scale": 0.5})
 FIELDS = {
-    "VoteAttention": ATTENTION, "MergeCache": MERGE, "Experts": EXPERTS, "Linear": PRODUCTS,
-    "LinearAttention": LINEAR_ATTENTION,
+    "VoteAttention": ATTENTION, "MergeCache": MERGE, "RaggedVoteAttention": RAGGED_ATTENTION,
+    "RaggedMergeCache": RAGGED_MERGE, "Experts": EXPERTS, "Linear": PRODUCTS, "LinearAttention": LINEAR_ATTENTION,
 }  # fmt: skip
 """The fields of one plugin of each operator."""
 

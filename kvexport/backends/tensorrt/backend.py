@@ -190,6 +190,8 @@ class TensorRT(Backend):
         for op, how in manifest.operators.items():
             why = f"function: {engines.functions.get(op, '')}" if how == "function" else how
             shown[op] = why or "not needed by this artifact"
+        for op in engines.functions.keys() - manifest.operators.keys():
+            shown[op] = f"a node for each KV head: {engines.functions[op]}"
         return Description(sections=(KeyValues("LoadedModel", shown),))
 
 

@@ -2,9 +2,10 @@
 
 The parser distinguishes functions only by name, so the first of several overloads would replace all others. It also
 fixes every shape before it knows a value. The conversion therefore removes the functions of nodes that a plugin
-supports, and inlines all other functions. No plugin supports ragged nodes, so these become one node for each KV head. A
-plugin has no optional inputs before others, so a node loses the inputs that it leaves out. Linear nodes without packed
-weights are inlined, because TensorRT fuses matrix products of floats with their neighbours itself.
+supports, and inlines all other functions. Ragged nodes that the plugin does not support become one node for each KV
+head, which the plugin may support. A plugin has no optional inputs before others, so a node loses the inputs that it
+leaves out, and the sink logits of a ragged node become the last input. Linear nodes without packed weights are inlined,
+because TensorRT fuses matrix products of floats with their neighbours itself.
 """
 
 from __future__ import annotations
@@ -13,16 +14,26 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvexport.backends.tensorrt.packed import EXPERTS, LINEAR, add_byte_fields, as_bytes, is_packed
-from kvexport.backends.tensorrt.plugin import CACHE_OPERATORS, NAMESPACE, OPERATORS, STATEFUL
+from kvexport.backends.tensorrt.plugin import (
+    CACHE_OPERATORS,
+    NAMESPACE,
+    OPERATORS,
+    RAGGED_ATTENTION,
+    RAGGED_OPERATORS,
+    STATEFUL,
+)
 from kvexport.backends.tensorrt.weights import with_typed_weights
 from kvexport.errors import KvexportError
-from kvexport.schema.operators import RAGGED
+from kvexport.schema.operators import VOTE_ATTENTION, ragged
+from kvexport.schema.state import STATE
 
 if TYPE_CHECKING:
     import onnx
 
 # The name of a field of the plugins in STATEFUL (plugins/bindings/tensorrt/tensors.h).
 ALIAS_STATE = "alias_state"
+# The name of a field of the plugin RaggedVoteAttention (plugins/bindings/tensorrt/ragged.h).
+CACHES = "caches"
 # Values in MergeCache's function: the evicted rows, and their largest number, which is capacity - budget.
 EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
 
@@ -45,8 +56,6 @@ def for_tensorrt(
     import onnx
     from onnx import inliner
 
-    if any(function.name.startswith(RAGGED) for function in model.functions):
-        model = inliner.inline_selected_functions(model, [(NAMESPACE, RAGGED + name) for name in CACHE_OPERATORS])
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     tensors = {tensor.name: tensor for tensor in copy.graph.initializer}
@@ -54,11 +63,16 @@ def for_tensorrt(
     whys: dict[str, str] = {}
     for node in plugins.values():
         whys[node.op_type] = whys.get(node.op_type) or refusal(node) or ""
+    if refused := {name: why for name in RAGGED_OPERATORS if (why := whys.get(name))}:
+        of_heads = inliner.inline_selected_functions(model, [(NAMESPACE, name) for name in refused])
+        seen, of_others = for_tensorrt(of_heads, refusal, alias_state=alias_state)
+        return seen, refused | of_others
     taken = {(node.op_type, copy.graph.node[i].overload) for i, node in plugins.items() if not whys[node.op_type]}
     del copy.functions[:]
     for function in model.functions:
         if function.domain != NAMESPACE or (function.name, function.overload) not in taken:
-            copy.functions.append(with_static_rows(function) if function.name == "MergeCache" else function)
+            merges = function.name.startswith("MergeCache")  # `callee` names further functions of the operator
+            copy.functions.append(with_static_rows(function) if merges else function)
     for i, node in plugins.items():
         if whys[node.op_type]:
             continue
@@ -92,7 +106,13 @@ def _plugin_node(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) 
 
     plugin = onnx.NodeProto()
     plugin.CopyFrom(node)
-    plugin.input[:] = [name for name in node.input if name]
+    inputs = list(node.input)
+    if node.op_type == RAGGED_ATTENTION:
+        shared = ragged(VOTE_ATTENTION, 0).input_names[:-1]  # without the sink logits
+        state = inputs[len(shared) + 1 :]
+        inputs = [*inputs[: len(shared)], *state, inputs[len(shared)]]
+        plugin.attribute.append(onnx.helper.make_attribute(CACHES, len(state) // len(STATE)))
+    plugin.input[:] = [name for name in inputs if name]
     if node.op_type in (LINEAR, EXPERTS):
         add_byte_fields(plugin, tensors)
     return plugin
@@ -139,8 +159,8 @@ def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | No
     """Return by operator how TensorRT runs it, for the manifest.
 
     MergeCache is None if the artifact merges nothing. Experts, LinearAttention and Linear with packed weights are left
-    out if it has no such node.
+    out if it has no such node. VoteAttention and MergeCache include their ragged forms.
     """
-    named = [name for name in OPERATORS if name in whys or name in CACHE_OPERATORS]
+    named = [name for name in OPERATORS if name in {*CACHE_OPERATORS, *whys} - {*RAGGED_OPERATORS}]
     result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in named}
     return result if has_merge else {**result, "MergeCache": None}

@@ -15,13 +15,15 @@ from typing import Any
 from kvexport.backends import libraries
 from kvexport.errors import EnvironmentProblem
 from kvexport.paths import checkout
-from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
+from kvexport.schema.operators import RAGGED
+from kvexport.schema.state import STATE_NAMES
 
 NAME = "libkvexport_tensorrt.so"
 VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
 CACHE_OPERATORS = ("VoteAttention", "MergeCache")
-OPERATORS = (*CACHE_OPERATORS, "Experts", "Linear", "LinearAttention")
-STATEFUL = (*CACHE_OPERATORS, "LinearAttention")
+RAGGED_ATTENTION, RAGGED_MERGE = RAGGED_OPERATORS = tuple(RAGGED + name for name in CACHE_OPERATORS)
+OPERATORS = (*CACHE_OPERATORS, *RAGGED_OPERATORS, "Experts", "Linear", "LinearAttention")
+STATEFUL = (*CACHE_OPERATORS, *RAGGED_OPERATORS, "LinearAttention")
 """The operators that write a present state, which may be the memory of the past one."""
 VERSION = "1"
 NAMESPACE = "kvexport"
@@ -118,16 +120,17 @@ def refusal(trt: Any, node: Any) -> str | None:
         trt: The module tensorrt.
         node: The node, an onnx.NodeProto.
     """
-    operator = {"VoteAttention": VOTE_ATTENTION, "MergeCache": MERGE_CACHE}.get(node.op_type)
-    if operator is not None and len(node.input) > len(operator.inputs):
-        return f"the plugin does not take a method that keeps extra state, {node.input[-1].rpartition('.')[2]}"
+    if node.op_type.removeprefix(RAGGED) in CACHE_OPERATORS:
+        present = [name.rpartition(".")[2] for name in node.output[node.op_type.endswith("VoteAttention") :]]
+        if extra := [name for name in present if name not in STATE_NAMES]:
+            return f"the plugin does not take a method that keeps extra state, {extra[-1]}"
     creator = trt.get_plugin_registry().get_creator(node.op_type, VERSION, NAMESPACE)
     fields = [field for attribute in node.attribute if (field := _field(trt, attribute)) is not None]
     if (
         creator.create_plugin(node.name or node.op_type, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
         is None
     ):
-        if node.op_type == "MergeCache" and not any(a.name == "select" for a in node.attribute):
+        if node.op_type in ("MergeCache", RAGGED_MERGE) and not any(a.name == "select" for a in node.attribute):
             return "the plugin does not take a method without a merge policy"
         return f"the plugin does not take node {node.name}"
     return None

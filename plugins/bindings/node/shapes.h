@@ -12,7 +12,7 @@ namespace kv {
 using Shape = std::vector<int64_t>;  // -1: a size that is not known yet
 
 struct Input {
-  const char* name;
+  std::string name;
   Shape shape;
 };
 

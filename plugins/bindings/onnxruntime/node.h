@@ -171,11 +171,10 @@ inline bool has_output(const Ort::ConstKernelInfo& info, size_t i) {
 }
 
 // Throws if an input's declared shape contradicts `expected`, in which -1 is any size.
-inline void check_declared(const Ort::ConstKernelInfo& info, const Attributes& node, size_t i, const char* name,
+inline void check_declared(const Ort::ConstKernelInfo& info, const Attributes& node, size_t i, const std::string& name,
                            const Shape& expected) {
   const Shape shape = declared_shape(info, i);
-  node.require(shape.empty() || fits(shape, expected),
-               std::string(name) + " is " + text(shape) + ", not " + text(expected));
+  node.require(shape.empty() || fits(shape, expected), name + " is " + text(shape) + ", not " + text(expected));
 }
 
 // Returns the data of an input; throws if its shape is not `expected`.

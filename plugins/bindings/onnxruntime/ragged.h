@@ -2,6 +2,7 @@
 // tensors into a call of the kernels, in which every KV head has a cache of its own.
 #pragma once
 
+#include "../node/ragged.h"
 #include "merge_cache.h"
 #include "vote_attention.h"
 
@@ -136,24 +137,10 @@ struct RaggedVoteAttentionNode {
   }
 };
 
-// The attributes of a RaggedMergeCache node. Budget and recent are lists with one number for each cache; `integer`
-// returns the first.
-class RaggedMergeAttributes : public Attributes {
- public:
-  explicit RaggedMergeAttributes(const Ort::ConstKernelInfo& info) : Attributes(info, "RaggedMergeCache") {}
-
-  int integer(const char* name) const {
-    if (strcmp(name, "budget") != 0 && strcmp(name, "recent") != 0) return Attributes::integer(name);
-    const std::vector<int> all = integers(name);
-    require(!all.empty(), std::string(name) + " is an empty list");
-    return all[0];
-  }
-};
-
 struct RaggedMergeCacheNode {
   KvMergeCache attributes{};
   std::vector<float> inverse_frequencies;
-  std::vector<int> budget, recent;  // of each cache
+  OfCaches of_caches;
   KvFit fit{};
   bool fits = false;
   HeadCaches head_caches;
@@ -162,10 +149,10 @@ struct RaggedMergeCacheNode {
   RaggedMergeCacheNode(const Ort::ConstKernelInfo& info, bool may_fit, bool may_bfloat)
       : head_caches(read(info, may_fit, may_bfloat)) {
     attributes.cache_type = head_caches.type.type;
-    const size_t heads = head_caches.heads;
-    require(budget.size() == heads && recent.size() == heads, [&] {
-      return "RaggedMergeCache: budget has " + std::to_string(budget.size()) + " numbers and recent " +
-             std::to_string(recent.size()) + ", but the node has " + std::to_string(heads) + " caches";
+    const size_t budgets = of_caches.budget.size(), heads = head_caches.heads;
+    require(budgets == heads, [&] {
+      return "RaggedMergeCache: budget has " + std::to_string(budgets) + " numbers, but the node has " +
+             std::to_string(heads) + " caches";
     });
   }
 
@@ -176,18 +163,16 @@ struct RaggedMergeCacheNode {
     caches = head_caches.caches(context, 0, call);
     const std::string problem = misfit(attributes, call.key_size, call.statistics);
     require(problem.empty(), [&] { return "RaggedMergeCache: " + problem; });
-    for (size_t h = 0; h < caches.size(); ++h) caches[h].budget = budget[h], caches[h].recent = recent[h];
+    for (size_t h = 0; h < caches.size(); ++h)
+      caches[h].budget = of_caches.budget[h], caches[h].recent = of_caches.recent[h];
     call.inverse_frequencies = inverse_frequencies.data();
     return call;
   }
 
  private:
   HeadCaches read(const Ort::ConstKernelInfo& info, bool may_fit, bool may_bfloat) {
-    const RaggedMergeAttributes node(info);
-    fits = read_merge_cache(node, attributes, inverse_frequencies, may_fit ? &fit : nullptr);
-    budget = node.integers("budget"), recent = node.integers("recent");
-    for (const int x : budget) check(node, x >= 1, "budget", x, "at least 1");
-    for (const int x : recent) check(node, x >= 0, "recent", x, "at least 0");
+    const Attributes node(info, "RaggedMergeCache");
+    fits = read_ragged_merge_cache(node, attributes, of_caches, inverse_frequencies, may_fit ? &fit : nullptr);
     node.require(info.GetInputCount() > 0, "the node has no cache");
     const ONNXTensorElementDataType key = info.GetInputTypeInfo(0).GetTensorTypeAndShapeInfo().GetElementType();
     CacheType plain(KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);

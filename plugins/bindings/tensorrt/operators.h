@@ -14,6 +14,8 @@
 
 namespace kv::tensorrt {
 
+constexpr int kState = 5;  // the state tensors of a cache
+
 // Returns the type of state tensor i: key, value, votes, score, position.
 inline DataType state_type(int i, DataType cache) {
   if (i < 2) return cache;
@@ -37,7 +39,7 @@ struct VoteAttention {
   // The number of inputs without and with sink logits; the first state tensor among inputs and among outputs.
   static constexpr int kLeastInputs = 10, kMostInputs = 11, kPast = 5, kPresent = 1;
 
-  static int outputs() { return 6; }
+  static int outputs() { return kPresent + kState; }
 
   static std::vector<PluginField> fields() { return with_alias(fields_of(kVoteAttentionAttributes)); }
   static int least_inputs() { return kLeastInputs; }
@@ -81,8 +83,8 @@ struct VoteAttention {
   static const char* problem(const Arguments& a) { return kv_cuda_vote_attention_problem(&a); }
   // Calls use(call) for the calls, of this size or smaller, that may need the most workspace: one token and several run
   // other kernels, and a smaller batch may have more splits.
-  template <class Use>
-  static void each_smaller(Arguments a, Use use) {
+  template <class Call, class Use>
+  static void each_smaller(Call a, Use use) {
     each_batch(a, use);
     if (a.tokens > 1) a.tokens = 1, each_batch(a, use);
   }
@@ -90,14 +92,18 @@ struct VoteAttention {
   // The initial content of the instance's device memory: the kernels' counters.
   std::string initial_memory() const { return std::string(KV_CUDA_COUNTER_BYTES, '\0'); }
 
-  static const char* run(Arguments a, KvCuda where, void* counters, const void* const* inputs, int count,
-                         void* const* outputs) {
+  // Sets the tensors of a call but its state. sinks: the number of the input with sink logits.
+  static void place_tokens(Arguments& a, const void* const* inputs, int count, int sinks, void* const* outputs) {
     a.query = inputs[0], a.key = inputs[1], a.value = inputs[2];
     a.position = static_cast<const int64_t*>(inputs[3]);
     a.query_length = static_cast<const int64_t*>(inputs[4]);
-    a.past = state_at(inputs + kPast), a.present = state_at(outputs + kPresent);
-    a.sink_logits = count > kLeastInputs ? static_cast<const float*>(inputs[10]) : nullptr;
+    a.sink_logits = count > sinks ? static_cast<const float*>(inputs[sinks]) : nullptr;
     a.output = outputs[0];
+  }
+  static const char* run(Arguments a, KvCuda where, void* counters, const void* const* inputs, int count,
+                         void* const* outputs) {
+    place_tokens(a, inputs, count, kLeastInputs, outputs);
+    a.past = state_at(inputs + kPast), a.present = state_at(outputs + kPresent);
     where.counters = counters;
     return kv_cuda_vote_attention(&a, &where);
   }
@@ -106,8 +112,6 @@ struct VoteAttention {
 struct MergeCache {
   using Arguments = KvMergeCache;
   static constexpr const char* kName = "MergeCache";
-  static constexpr int kState = 5;
-
   static int outputs() { return kState; }
 
   static std::vector<PluginField> fields() { return with_alias(fields_of(kMergeCacheAttributes)); }
@@ -117,6 +121,7 @@ struct MergeCache {
 
   Arguments attributes{};
   std::vector<float> inverse_frequencies;
+  MergeCache() = default;
   explicit MergeCache(const Fields& fields) { read_merge_cache(fields, attributes, inverse_frequencies); }
 
   static Types types(int i, DataType cache) { return i == 0 ? kFloatTypes : Types{state_type(i, cache)}; }
@@ -138,8 +143,8 @@ struct MergeCache {
 
   static const char* workspace(const Arguments& a, size_t* bytes) { return kv_cuda_merge_cache_workspace(&a, bytes); }
   static const char* problem(const Arguments& a) { return kv_cuda_merge_cache_problem(&a); }
-  template <class Use>
-  static void each_smaller(const Arguments& a, Use use) {
+  template <class Call, class Use>
+  static void each_smaller(const Call& a, Use use) {
     each_batch(a, use);
   }
 

@@ -232,7 +232,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     const std::vector<Input> expected = operator_.inputs(call);
     for (size_t i = 0; i < shapes.size(); ++i)
       if (!fits(shapes[i], expected[i].shape))
-        refuse(std::string(expected[i].name) + " is " + kv::text(shapes[i]) + ", not " + kv::text(expected[i].shape));
+        refuse(expected[i].name + " is " + kv::text(shapes[i]) + ", not " + kv::text(expected[i].shape));
     const std::string problem = operator_.misfit(call);
     require(problem.empty(), problem);
     return call;

@@ -122,11 +122,12 @@ def test_a_malformed_state_is_refused(op: str, change: dict[str, Any], problem: 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"budget": [8]}, "budget has 1 numbers and recent 2, but the node has 2 caches"),
-        ({"recent": [2, 1, 1]}, "budget has 2 numbers and recent 3, but the node has 2 caches"),
+        ({"budget": [8]}, "budget and recent have a number for each cache, not 1 and 2"),
+        ({"recent": [2, 1, 1]}, "budget and recent have a number for each cache, not 2 and 3"),
+        ({"budget": [8], "recent": [2]}, "budget has 1 numbers, but the node has 2 caches"),
         ({"budget": [8, 0]}, "budget is 0, and has to be at least 1"),
         ({"recent": [2, -1]}, "recent is -1, and has to be at least 0"),
-        ({"budget": 8}, "budget is an empty list"),
+        ({"budget": 8}, "budget and recent have a number for each cache, not 0 and 2"),
     ],
 )
 def test_budgets_of_another_number_of_caches_are_refused(change: dict[str, Any], problem: str) -> None:

@@ -131,8 +131,9 @@ def test_engines_without_plugins_compute_what_onnx_runtime_does(heads: Path, tmp
 
 def test_the_plugin_is_not_asked_for_caches_with_extra_state(heads: Path, plugins: Path) -> None:
     register(fake_tensorrt)
-    for model in graphs(heads).values():
-        node = next(node for node in model.graph.node if node.op_type in RAGGED_OPERATORS)
+    ragged = [node for model in graphs(heads).values() for node in model.graph.node if node.op_type in RAGGED_OPERATORS]
+    assert {node.op_type for node in ragged} == {*RAGGED_OPERATORS}
+    for node in ragged:
         assert refusal(fake_tensorrt, node) is None
         node.input.append("past_key_values.1.query_seen")
         node.output.append("present.1.query_seen")

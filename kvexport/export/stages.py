@@ -162,7 +162,7 @@ def trace_and_write(
         taken = put_adapters(decoder.graph, recipe.adapters.targets) if recipe.adapters.count else {}
         functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
         merge = _parse_merge(merge_bytes(), method)
-        gc.collect()  # while the weights may still be under way
+        gc.collect(0)  # all traces, since the collector is paused; the weights may still be under way
         return Traced(decoder, taken, functions, merge, writing.result())
 
 

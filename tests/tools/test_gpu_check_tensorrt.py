@@ -38,9 +38,9 @@ def simulated(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_are_built_and_compared_with_pytorch(simulated: None) -> None:
     kept: list[Any] = []
     figures = tensorrt.tensorrt(target(kept))
-    assert list(figures) == list(tensorrt.WEIGHTS) and len(kept) == 2, "figures are kept as they are measured"
-    plain, packed = figures.values()
-    assert plain["operators"] == {"VoteAttention": "plugin", "MergeCache": "plugin"}
+    assert list(figures) == list(tensorrt.ARTIFACTS) and len(kept) == 3, "figures are kept as they are measured"
+    plain, heads, packed = figures.values()
+    assert plain["operators"] == heads["operators"] == {"VoteAttention": "plugin", "MergeCache": "plugin"}
     assert packed["operators"]["Linear"] == "plugin"
     assert all(row["heads merged"] > 0 and row["ms of a step"] > 0 for row in figures.values())
     parts = {"tensorrt": {"status": "passed", "seconds": 1.0, "figures": figures}}
@@ -63,7 +63,7 @@ def test_engines_that_differ_from_pytorch_fail(simulated: None, monkeypatch: pyt
 
 def test_weights_that_the_plugin_does_not_read_fail(simulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_tensorrt.IPluginCreatorV3One, "refused", "Linear")
-    monkeypatch.setattr(tensorrt, "WEIGHTS", {"uint4": tensorrt.WEIGHTS["uint4 with zero points"]})
+    monkeypatch.setattr(tensorrt, "ARTIFACTS", {"uint4": tensorrt.ARTIFACTS["uint4 with zero points"]})
     with pytest.raises(EnvironmentProblem, match="the plugin does not take node"):
         tensorrt.tensorrt(target())
 

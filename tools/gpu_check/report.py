@@ -60,7 +60,7 @@ def page(report: dict[str, Any]) -> str:
     if plans:
         names = [name for name in next(iter(plans.values())) if name != "operators"]
         rows = [[name, *(figures[column] for column in names)] for name, figures in plans.items()]
-        sections.append(Table("Engines on TensorRT", ["weights", *names], rows, "Compared with PyTorch at every step."))
+        sections.append(Table("Engines on TensorRT", ["engine", *names], rows, "Compared with PyTorch at every step."))
     return render_html(
         "CUDA kernels", f"{report['gpu']['name']}, {report['date']}, commit {report['commit']}", sections
     )

@@ -1,8 +1,8 @@
 """Engines on TensorRT with kvexport's plugins: the part `tensorrt` of `gpu_check`.
 
-A small model is built for TensorRT, in float16 and with packed weights, and compared with PyTorch at every step, cache
-state included. The part needs TensorRT, cuda-bindings, nvcc, TensorRT's headers and the packages of `kvexport build`
-and `validate`. Without one of them it is skipped, and its row names the missing one.
+A small model is built for TensorRT, in float16, with budgets of its KV heads and with packed weights, and compared with
+PyTorch at every step, cache state included. The part needs TensorRT, cuda-bindings, nvcc, TensorRT's headers and the
+packages of `kvexport build` and `validate`. Without one of them it is skipped, and its row names the missing one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ NEEDED = (
     "onnxruntime", "tokenizers", "yaml", "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors",
     "polygraphy",
 )  # fmt: skip
-WEIGHTS: dict[str, dict[str, Any]] = {
+ARTIFACTS: dict[str, dict[str, Any]] = {
     "float16": {},
-    "uint4 with zero points": {"bits": 4, "group": 32, "symmetric": False, "inputs": "float"},
+    "budgets of KV heads": {"cache": {"allocation": {"kind": "listed", "shares": [[0.6, 1.4], [1.2, 0.8]]}}},
+    "uint4 with zero points": {"weights": {"bits": 4, "group": 32, "symmetric": False, "inputs": "float"}},
 }
-"""The weights of each artifact. The second has a head of int8 too, so that both kinds of integers are read."""
+"""Changes of each artifact. The last has a head of int8 too, so that both kinds of integers are read."""
 CACHE = {"method": "keepkv", "budget": 32, "merge_every": 4}
 CHUNK, LENGTH = 16, 120
 VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
 
 
 def tensorrt(target: Target) -> Figures:
-    """Measure by kind of weights the operators of the engines, their distance from PyTorch, and milliseconds of a step.
+    """Measure for each artifact the operators of the engines, their distance from PyTorch, and milliseconds of a step.
 
     Raises:
         RuntimeError: An engine differs from PyTorch, or its packed weights are not read by the plugin.
@@ -43,12 +44,12 @@ def tensorrt(target: Target) -> Figures:
     os.environ.setdefault(VARIABLE, str(build_for_this_gpu()))  # the part has a process of its own
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, weights in WEIGHTS.items():
-            artifact = engines(Path(folder), name, weights)
+        for name, changes in ARTIFACTS.items():
+            artifact = engines(Path(folder), name, changes)
             result = validate_artifact(artifact, length=LENGTH, batch=len(LENGTHS))
             if not result.passed:
                 raise RuntimeError(f"{name}: {result.problem}")
-            if weights and result.operators.get("Linear") != "plugin":
+            if "weights" in changes and result.operators.get("Linear") != "plugin":
                 raise RuntimeError(f"{name}: Linear runs by {result.operators.get('Linear')}, not by its plugin")
             figures[name] = {
                 "operators": dict(result.operators),
@@ -95,8 +96,14 @@ def build_for_this_gpu() -> Path:
         raise Skipped(str(error)) from error
 
 
-def engines(folder: Path, name: str, weights: dict[str, Any]) -> Path:
-    """Build a random Llama of two layers for TensorRT, with plugins or not at all."""
+def engines(folder: Path, name: str, changes: dict[str, Any]) -> Path:
+    """Build a random Llama of two layers for TensorRT, with plugins or not at all.
+
+    Args:
+        folder: The folder of the checkpoint and of the artifacts.
+        name: The name of the artifact.
+        changes: Its cache, beyond CACHE, and its weights.
+    """
     from kvexport.export.build import build
     from kvexport.recipe.fields import Recipe
     from tests.support.models import llama, make_recipe, save_checkpoint
@@ -106,10 +113,14 @@ def engines(folder: Path, name: str, weights: dict[str, Any]) -> Path:
         save_checkpoint(checkpoint, llama())
     limits = {"max_length": CHUNK + STEPS + LENGTH, "max_batch": len(LENGTHS)}
     plain = make_recipe(
-        checkpoint, dtype="float16", cache=CACHE, export={"prefill_chunk": CHUNK, "logits": "all"}, limits=limits
+        checkpoint,
+        dtype="float16",
+        cache=CACHE | changes.get("cache", {}),
+        export={"prefill_chunk": CHUNK, "logits": "all"},
+        limits=limits,
     )
     backend = {"name": "tensorrt", "tensorrt": {"plugin": "always"}}
-    recipe = Recipe.model_validate(plain.model_dump() | {"weights": weights, "backend": backend})
+    recipe = Recipe.model_validate(plain.model_dump() | {"weights": changes.get("weights", {}), "backend": backend})
     return build(recipe, folder / name.replace(" ", "-"))
 
 

@@ -65,14 +65,14 @@ def for_tensorrt(
         whys[node.op_type] = whys.get(node.op_type) or refusal(node) or ""
     if refused := {name: why for name in RAGGED_OPERATORS if (why := whys.get(name))}:
         of_heads = inliner.inline_selected_functions(model, [(NAMESPACE, name) for name in refused])
+        _restore_overloads(of_heads)
         seen, of_others = for_tensorrt(of_heads, refusal, alias_state=alias_state)
         return seen, refused | of_others
     taken = {(node.op_type, copy.graph.node[i].overload) for i, node in plugins.items() if not whys[node.op_type]}
     del copy.functions[:]
     for function in model.functions:
         if function.domain != NAMESPACE or (function.name, function.overload) not in taken:
-            merges = function.name.startswith("MergeCache")  # `callee` names further functions of the operator
-            copy.functions.append(with_static_rows(function) if merges else function)
+            copy.functions.append(with_static_rows(function) if function.name == "MergeCache" else function)
     for i, node in plugins.items():
         if whys[node.op_type]:
             continue
@@ -87,6 +87,21 @@ def for_tensorrt(
         if node.domain == NAMESPACE:
             node.overload = ""
     return with_typed_weights(seen), whys
+
+
+def _restore_overloads(model: onnx.ModelProto) -> None:
+    """Turn the names of functions that ragged functions call, `OPERATOR_OVERLOAD`, into names and overloads, in place.
+
+    `kvexport.ops.ragged.callee` gives these names to all functions of an operator but the first.
+    """
+    for function in model.functions:
+        name, _, overload = function.name.partition("_")
+        if function.domain == NAMESPACE and name in CACHE_OPERATORS and overload:
+            function.name, function.overload = name, overload
+    for node in model.graph.node:
+        name, _, overload = node.op_type.partition("_")
+        if node.domain == NAMESPACE and name in CACHE_OPERATORS and overload:
+            node.op_type, node.overload = name, overload
 
 
 def _is_own(node: onnx.NodeProto) -> bool:

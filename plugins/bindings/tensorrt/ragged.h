@@ -118,7 +118,6 @@ struct RaggedMergeCache : MergeCache {
   Arguments sized(const std::vector<Shape>& inputs) const {
     Arguments a{attributes, {}};
     a.size_caches(inputs, 0, static_cast<int>(caches.budget.size()));
-    a.statistics = size_of(inputs, 3, 2);
     for (size_t h = 0; h < a.caches.size(); ++h)
       a.caches[h].budget = caches.budget[h], a.caches[h].recent = caches.recent[h];
     return a;

@@ -19,7 +19,8 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make
 from tests.backends.tensorrt.test_model_plugins import ROUTES, SIZES, experts_through, recurrence_through
 from tests.backends.tensorrt.test_plugins import hold_attention, hold_merges
-from tests.conformance.cases import PROFILES, Profile
+from tests.backends.tensorrt.test_ragged_plugins import MERGED, hold_ragged_attention, hold_ragged_merges
+from tests.conformance.cases import PROFILES, MergeProfile, Profile
 from tests.conformance.cuda_library import DEVICE, Cuda, DeviceMemory, HostMemory, load, vote_attention_call
 from tests.conformance.cuda_library import Caller as DirectCaller
 from tests.conformance.cuda_recurrence import RULES, recurrence
@@ -61,6 +62,18 @@ def test_attention_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: Profi
 @pytest.mark.parametrize("in_place", [True, False])
 def test_merges_on_a_gpu(callers: tuple[Caller, DirectCaller], in_place: bool) -> None:
     hold_merges(*callers, in_place)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_ragged_attention_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: Profile, in_place: bool) -> None:
+    hold_ragged_attention(*callers, profile, in_place)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("profile", MERGED, ids=lambda profile: profile.name)
+def test_ragged_merges_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: MergeProfile, in_place: bool) -> None:
+    hold_ragged_merges(*callers, profile, in_place)
 
 
 def test_experts_on_a_gpu(callers: tuple[Caller, DirectCaller]) -> None:

@@ -18,9 +18,13 @@ import kvexport
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.graphs import CACHES, for_tensorrt, plugin_refusal
 from kvexport.backends.tensorrt.plugin import RAGGED_ATTENTION, RAGGED_MERGE, RAGGED_OPERATORS, refusal, register
+from kvexport.cache import LayerGeometry
+from kvexport.cache_planning import plan_cache
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem
+from kvexport.export.graph.graphs import merge_model
 from kvexport.recipe.fields import Recipe
+from kvexport.recipe.load import load_recipe
 from tests.support import fake_tensorrt
 from tests.support.tensorrt_artifacts import engines, generated
 from tests.support.tensorrt_walk import attribute, graphs, problems
@@ -138,3 +142,17 @@ def test_the_plugin_is_not_asked_for_caches_with_extra_state(heads: Path, plugin
         node.input.append("past_key_values.1.query_seen")
         node.output.append("present.1.query_seen")
         assert "a method that keeps extra state, query_seen" in str(refusal(fake_tensorrt, node))
+
+
+def test_all_functions_of_an_operator_are_that_operator() -> None:
+    """A layer with a sliding window merges by another function, which gets another name (`kvexport.ops.ragged`)."""
+    geometry = [LayerGeometry(4, 2, 8, 8), LayerGeometry(4, 2, 8, 8, sliding_window=64)]
+    settings = ["cache.allocation.kind=listed", "cache.allocation.shares=[[1, 3], [2, 2]]", "cache.budget=24"]
+    recipe = load_recipe("tiny-base", [*settings, "cache.method=streaming", "limits.max_length=128"]).recipe
+    model = merge_model(plan_cache(recipe, geometry), recipe.cache.build_method(), geometry)
+    assert model is not None
+    assert len({function.name for function in model.functions} - {RAGGED_MERGE}) == 2
+    seen, whys = for_tensorrt(model, plugin_refusal("off"))
+    assert whys == {RAGGED_MERGE: "off", "MergeCache": "off"} and not list(problems(seen))
+    assert own_nodes(for_tensorrt(model, no_ragged_plugins)[0]) == {"MergeCache": 4}
+    assert own_nodes(for_tensorrt(model, lambda _: None)[0]) == {RAGGED_MERGE: 2}

@@ -54,6 +54,7 @@ from tests.support.tensorrt_harness import (
 Arrays = dict[str, np.ndarray]
 B, T = -2, -3  # symbols of the batch and of the number of tokens
 SLOTS = (96, 40, 64)  # of the caches in the shapes below
+MERGED = [profile for profile in MERGE_PROFILES if lacks(profile.build_method()) is None]
 ATTRIBUTES = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
 
 
@@ -122,23 +123,29 @@ def test_attention_is_the_kernels_bits(
     harness: Harness, direct: DirectCaller, profile: Profile, in_place: bool
 ) -> None:
     """The calls have one token and several, with sink logits and without."""
+    hold_ragged_attention(Caller(harness), direct, profile, in_place)
+
+
+def hold_ragged_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_place: bool) -> None:
     for scenario in SCENARIOS:
         heads = heads_of_profile(profile, scenario)
-        actual = attention_through(Caller(harness), heads, profile.attributes, in_place=in_place)
+        actual = attention_through(caller, heads, profile.attributes, in_place=in_place)
         expected = direct.ragged_vote_attention(heads, profile.attributes, in_place=in_place)
         assert_same(actual, expected, scenario.name)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize(
-    "profile", [p for p in MERGE_PROFILES if lacks(p.build_method()) is None], ids=lambda profile: profile.name
-)
+@pytest.mark.parametrize("profile", MERGED, ids=lambda profile: profile.name)
 def test_merges_are_the_kernels_bits(
     harness: Harness, direct: DirectCaller, profile: MergeProfile, in_place: bool
 ) -> None:
+    hold_ragged_merges(Caller(harness), direct, profile, in_place)
+
+
+def hold_ragged_merges(caller: Caller, direct: DirectCaller, profile: MergeProfile, in_place: bool) -> None:
     for scenario in MERGE_SCENARIOS:
         states, attributes = states_of(profile, scenario)
-        actual = merge_through(Caller(harness), states, attributes, in_place=in_place)
+        actual = merge_through(caller, states, attributes, in_place=in_place)
         expected = direct.ragged_merge_cache(states, attributes, in_place=in_place)
         assert_same(actual, expected, scenario.name)
 

@@ -1,10 +1,13 @@
 """`kvexport validate` on an engine of every method of a real checkpoint, in float32 and float16, with its time.
 
     python benchmarks/validate.py [--recipe smollm2-135m-base] [--set KEY=VALUE ...] [--methods NAME ...]
+    python benchmarks/validate.py --shipped
 
 Writes benchmarks/results/validate-RECIPE.json, engine by engine, each with its settings. Engines that the file already
-holds with the same settings are not run again. Every engine is built and validated in a process of its own, whose peak
-memory is recorded.
+holds with the same settings are not run again. `--shipped` validates each recipe of recipes/ whose model is in the
+checkout or is SmolLM2 instead, with the defaults of `kvexport validate`, and writes
+benchmarks/results/validate-recipes.json. Every engine is built and validated in a process of its own, whose peak memory
+is recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from kvexport.terminal import show
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.runner import validate_artifact
 
+ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("float32", "float16")
+SHIPPED = ("smollm2-135m-*.yaml", "tiny-*.yaml")
 
 
 def row(result: ValidationResult) -> dict[str, Any]:
@@ -56,6 +61,22 @@ def validate(recipe: str, changes: list[str], batch: int | None) -> dict[str, An
     return {**row(result), "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
 
 
+def in_own_process(recipe: str, changes: list[str], batch: int | None) -> dict[str, Any]:
+    """Build an engine and validate it in a process of its own, and print the result."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        figures = process.submit(validate, recipe, changes, batch).result()
+    verdict = "passed" if figures["passed"] else figures["problems"]
+    name = " ".join([recipe, *changes])
+    print(f"{name}: {verdict}, {figures['seconds']:.0f} s, {figures['peak_mb']} MB", flush=True)
+    return figures
+
+
+def validate_shipped() -> None:
+    """Validate the shipped recipes of models that are here."""
+    recipes = sorted(path.stem for pattern in SHIPPED for path in (ROOT / "recipes").glob(pattern))
+    save("validate-recipes", {"recipes": {recipe: in_own_process(recipe, [], None) for recipe in recipes}})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="smollm2-135m-base")
@@ -63,7 +84,11 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", metavar="NAME", default=sorted(all_methods()))
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=DTYPES)
     parser.add_argument("--batch", type=int)
+    parser.add_argument("--shipped", action="store_true")
     arguments = parser.parse_args()
+    if arguments.shipped:
+        validate_shipped()
+        return
     name = f"validate-{Path(arguments.recipe).stem}"
     path = RESULTS / f"{name}.json"
     done = json.loads(path.read_text())["engines"] if path.exists() else {}
@@ -74,11 +99,7 @@ def main() -> None:
             if engine in done and {key: done[engine].get(key) for key in settings} == settings:
                 continue
             changes = [f"cache.method={method}", f"model.dtype={dtype}", *arguments.set]
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                figures = process.submit(validate, arguments.recipe, changes, arguments.batch).result()
-            done[engine] = {**settings, **figures}
-            verdict = "passed" if figures["passed"] else figures["problems"]
-            print(f"{engine}: {verdict}, {figures['seconds']:.0f} s, {figures['peak_mb']} MB", flush=True)
+            done[engine] = {**settings, **in_own_process(arguments.recipe, changes, arguments.batch)}
             save(name, {"recipe": arguments.recipe, "engines": done})
 
 

@@ -120,9 +120,8 @@ class Comparison:
         """
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
         feed = {**feed, **self.adapters.unused(len(feed["query_length"]))}
-        outputs_in_all = self._run(feed) if whole or self.cut is None else None
-        separate = None if outputs_in_all is None else self._with_used_slots(phase, outputs_in_all)
         largest: dict[str, float] = {}
+        length: Any = None
         if self.cut is not None:
             outputs, reached = self.cut.infer(feed, hidden)
             for layer in range(len(self.plan.caches)):
@@ -131,18 +130,24 @@ class Comparison:
                 self._largest(layer, outputs, present, largest)
             logits = (outputs["logits"], present["logits"])
             self._note(phase, None, self._logits(feed, *logits, largest, self.tolerance))
-        elif separate is not None:
+            length = outputs["present_length"]
+            del outputs, reached, logits  # their memory goes to the run over the full depth
+        outputs_in_all = self._run(feed) if whole or self.cut is None else None
+        separate = None if outputs_in_all is None else self._with_used_slots(phase, outputs_in_all)
+        if self.cut is None and separate is not None:
             for layer in range(len(self.plan.caches)):
                 tolerance = self.whole if layer else self.tolerance
                 self._note(phase, layer, [self._state(layer, separate, present, tolerance)])
                 self._largest(layer, separate, present, largest)
             logits = (separate["logits"], present["logits"])
             self._note(phase, None, self._logits(feed, *logits, largest, self.whole))
-        if not np.array_equal((outputs if self.cut else separate or {})["present_length"], present["present_length"]):
+            length = separate["present_length"]
+        if not np.array_equal(length, present["present_length"]):
             self.result.note(Mismatch(len(self.result.steps), phase, None, "length", 1.0))
         if separate is not None and outputs_in_all is not None and whole:
-            self._against_float64(phase, feed, separate, present)
             self._in_place(feed, outputs_in_all)
+            del outputs_in_all
+            self._against_float64(phase, feed, separate, present)
         seen = int((feed["past_length"] + feed["query_length"]).max())
         self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 

@@ -140,6 +140,7 @@ def validate_artifact(
         positions = compared_positions(own, result.budgets)
         untouched = untouched_positions(own, result.budgets if _is_exact(recipe, shape.model.config) else [0])
         every = [sorted({*a, *b}) for a, b in zip(positions, untouched, strict=True)]
+        del engine, reference, comparison  # their memory goes to the uncompressed model
         full = full_logits(shape.checkpoint, recipe, tokens, every)
         measure_divergence(result, positions, own, full)
         result.first_kl, result.first_compared = mean_kl_at(untouched, own, full)

@@ -21,7 +21,7 @@ MERGES = 2  # merges while decoding
 FEWEST_STEPS, MOST_STEPS = 8, 160  # bounds of the number of decode steps
 LARGEST = 2.0  # times the mean capacity of a cache; KV heads may have budgets of 35 times another head's
 MEMORY = 2 << 30  # bytes for all copies of the lanes' states, by default
-COPIES = 5  # copies of a state: reference before and after; engine independent, in place, and with separate buffers
+COPIES = 10  # copies of a state: of both runs of PyTorch and of three of the engine, before and after a call
 
 
 def later_calls(limits: Limits, merge_prompts: str) -> list[int]:

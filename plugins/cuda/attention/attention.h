@@ -31,7 +31,7 @@ struct Attention {
   KV_DEVICE int group() const { return call.query_heads / call.heads; }
 };
 
-// The numbers that rows of a cache of type T consist of, and the arguments of a program over it (ragged.h has others).
+// The numbers that rows of a cache of type T consist of, and the arguments of a program over it (heads.h has others).
 template <class T>
 struct CacheTraits {
   using Number = T;
@@ -101,16 +101,12 @@ struct Head : HeadOfCall<T> {
   KV_DEVICE int capacity() const { return a.capacity; }
   KV_DEVICE T* key(int slot) const { return static_cast<T*>(a.present.key) + (slots + slot) * a.key_size; }
   KV_DEVICE T* value(int slot) const { return static_cast<T*>(a.present.value) + (slots + slot) * a.value_size; }
-  // The i-th vector of the contiguous rows from slot `from` on, in the type that kernels compute with.
-  KV_DEVICE Vector key_vector(int from, int i) const { return load_vector(key(from) + i * kLanes<T>); }
-  KV_DEVICE Vector value_vector(int from, int i) const { return load_vector(value(from) + i * kLanes<T>); }
   KV_DEVICE float* votes() const { return a.present.votes + slots; }
   KV_DEVICE int32_t* position() const { return a.present.position + slots; }
   KV_DEVICE float* score(int k) const {
     return a.present.score + (static_cast<size_t>(index) * a.statistics + k) * a.capacity;
   }
   KV_DEVICE int length(const Stored& stored, int used) const { return this->length_within(stored, a.capacity - used); }
-  KV_DEVICE int length(int used) const { return length(this->stored(), used); }
 };
 
 KV_DEVICE KvStatistic statistic_of(const KvVoteAttention& a, int k) { return a.statistic[k]; }

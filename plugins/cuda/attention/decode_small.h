@@ -14,7 +14,7 @@
 #pragma once
 
 #include "../core/mma.h"
-#include "decode_split.h"
+#include "ragged.h"
 #include "small.h"
 
 namespace kv {
@@ -42,10 +42,10 @@ struct Stage<Small> : Slots {
   KV_DEVICE float* value_scale() const { return score(statistics + 1); }
 };
 
-KV_DEVICE const float* first_number(const Head<Small>& head, int kind) {
+KV_DEVICE const float* first_number(const Head<Ragged<Small>>& head, int kind) {
   const int scale = kind - 2 - head.a.statistics;
   if (scale >= 0) return scale == 0 ? head.key_scale() : head.value_scale();
-  return first_number(static_cast<const Head<float>&>(head), kind);
+  return first_number(static_cast<const Head<Ragged<float>>&>(head), kind);
 }
 
 // Within a phase: copies `count` contiguous rows of `bytes` bytes, in the largest units that divide a row. to: the
@@ -64,8 +64,8 @@ KV_DEVICE void copy_bytes(Block<Program>& block, char* to, int place, int stride
 // Within a phase: copies the rows of a block of slots. An earlier launch has written the new token's rows to their
 // slots.
 template <class Program>
-KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Small>& head, const Stage<Small>& stage, const Fetch& fetch,
-                          int, int, int count, int t) {
+KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Ragged<Small>>& head, const Stage<Ragged<Small>>& stage,
+                          const Fetch& fetch, int, int, int count, int t) {
   const int values = kBlock * stage.key_stride;
   copy_bytes(block, stage.key(0), fetch.key_to, stage.key_stride, fetch.key, head.key_bytes(), count, t);
   copy_bytes(block, stage.value(0), fetch.value_to - values, stage.value_stride, fetch.value, head.value_bytes(), count,
@@ -85,7 +85,7 @@ KV_DEVICE void split_pair(float first, float second, uint32_t* high, uint32_t* l
 // kKeyBits, kValueBits: bits of a number. kSize: elements of a row in registers, at least the cache's.
 template <int kKeyBits, int kValueBits, int kSize>
 struct DecodeSmall {
-  using Args = Attention;
+  using Args = RaggedAttention;
   static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
   static constexpr int kRows = 16, kWarpHeads = kRows / kWarps, kSteps = kSize / 16;
   // A chunk is the 16 bytes that ldmatrix reads of a row. Per chunk: its columns; for keys the steps of 16 columns, one
@@ -134,22 +134,22 @@ struct DecodeSmall {
 
   static KV_DEVICE void run(Block<DecodeSmall>& block, const Args& args) {
     const KvVoteAttention& a = args.call;
-    const Part<Small> part(args, block.index());
-    const Head<Small> head = part.head();
+    const Part<Ragged<Small>> part(args, block.index());
+    const Head<Ragged<Small>> head = part.head();
     const int group = args.group();
     const auto stored = head.stored();
     const Shared s = divide(block.shared);
     const int used = used_slots(block, head.votes(), head.capacity(), s.ends), now = head.first(stored);
     if (head.length(stored, used) == 0) return store_idle(block, args, head, part.split, used);
     start(block, head, group);
-    const auto use = [&](const Stage<Small>& stage, int from, int count) {
+    const auto use = [&](const Stage<Ragged<Small>>& stage, int from, int count) {
       multiply_keys(block, a, stage);
       block.each([&](int t, Registers& r) {
         store_logits(r, a, stage, s, group, t);
         store_bias(a, stage, s.bias, used, now, from, count, t);
       });
       update_unit(block, stage, count);
-      softmax_slots<Small>(
+      softmax_slots<Ragged<Small>>(
           block, args, head, s.bias, group, from, count,
           [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
           [&](Registers& r, int g, int slot, float weight, float factor) {
@@ -172,7 +172,7 @@ struct DecodeSmall {
   }
 
   // Loads queries into registers, as the product's rows, with columns in the order of widen_keys.
-  static KV_DEVICE void start(Block<DecodeSmall>& block, const Head<Small>& head, int group) {
+  static KV_DEVICE void start(Block<DecodeSmall>& block, const Head<Ragged<Small>>& head, int group) {
     const int size = head.a.key_size;
     const float* queries = head.query(0, 0);  // contiguous rows, since there is one token
     const auto element = [&](int t, int step, int i, int which) {
@@ -222,7 +222,8 @@ struct DecodeSmall {
   }
 
   // Multiplies the keys with the queries of all heads; eight slots per warp.
-  static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage) {
+  static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a,
+                                      const Stage<Ragged<Small>>& stage) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r.score[0][i] = r.score[1][i] = 0.0f;
@@ -254,8 +255,8 @@ struct DecodeSmall {
 
   // Within a phase: stores the logits of a warp's slots, without bias. A group of up to eight heads only uses a lane's
   // first two sums.
-  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Small>& stage, const Shared& s,
-                                     int group, int t) {
+  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Ragged<Small>>& stage,
+                                     const Shared& s, int group, int t) {
     const int slot = t / kWarp * 8 + element_of_sum(t % kWarp, 0).column;
     const float first = stage.key_scale()[slot], second = stage.key_scale()[slot + 1];
 #pragma unroll
@@ -269,7 +270,7 @@ struct DecodeSmall {
 
   // Updates unit, a power of two that is at least every value_scale so far; raise, the factor from unit to kRoom; and
   // shrink, the factor from the old unit to the new one, which earlier products take.
-  static KV_DEVICE void update_unit(Block<DecodeSmall>& block, const Stage<Small>& stage, int count) {
+  static KV_DEVICE void update_unit(Block<DecodeSmall>& block, const Stage<Ragged<Small>>& stage, int count) {
     block.each_alone(
         [&](int t, Registers& r) { r.scale_max = t % kWarp < count ? stage.value_scale()[t % kWarp] : 0.0f; });
     block.warp_max([](Registers& r) -> float& { return r.scale_max; });
@@ -303,8 +304,8 @@ struct DecodeSmall {
   }
 
   // Adds weight * value to the products; every fourth chunk of a row per warp, 16 slots per product.
-  static KV_DEVICE void multiply_values(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage,
-                                        const Shared& s, int group) {
+  static KV_DEVICE void multiply_values(Block<DecodeSmall>& block, const KvVoteAttention& a,
+                                        const Stage<Ragged<Small>>& stage, const Shared& s, int group) {
     const int chunks = (a.value_size + kValueColumns - 1) / kValueColumns;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -340,7 +341,7 @@ struct DecodeSmall {
   }
 
   // Stores the split's partial output and softmax in the workspace.
-  static KV_DEVICE void store_partial(Block<DecodeSmall>& block, const Part<Small>& part) {
+  static KV_DEVICE void store_partial(Block<DecodeSmall>& block, const Part<Ragged<Small>>& part) {
     const Attention& args = part.args;
     const int group = args.group(), size = args.call.value_size;
     const size_t at = part.before(1, part.splits()) + part.split;
@@ -362,8 +363,8 @@ struct DecodeSmall {
 
   // The last block of a head runs this like combine_splits, and rotates the output; a row of the output per warp. The
   // new token already has its slot.
-  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Part<Small>& part, const Head<Small>& head,
-                                float* share, int used) {
+  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Part<Ragged<Small>>& part,
+                                const Head<Ragged<Small>>& head, float* share, int used) {
     const Attention& args = part.args;
     const int group = args.group(), size = args.call.value_size, splits = part.splits();
     combine_softmax(block, part, head, share);

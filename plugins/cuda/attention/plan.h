@@ -2,12 +2,14 @@
 // prefill in float32.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "../core/launch.h"
 #include "decode_split.h"
 #include "decode_sums.h"
 #include "prefill.h"
+#include "ragged.h"
 
 namespace kv {
 namespace cuda {
@@ -101,27 +103,76 @@ const char* decode(Attention& args, const Device& device, Stream stream) {
   return launch<DecodeSums>(args, heads * DecodeSums::blocks_per_head(a.capacity), 0, device, stream);
 }
 
+// ---- launches over the caches of a table ----
+
+// Launches a program over a table. blocks_of(cache): the blocks of a head.
+template <class Program, class F>
+const char* launch_table(RaggedAttention& args, int caches, F blocks_of, size_t shared, const Device& device,
+                         Stream stream) {
+  size_t all = 0;
+  for (int i = 0; i < caches; ++i) {
+    RaggedAttention::Cache& cache = args.cache[i];
+    cache.splits = blocks_of(cache);
+    all += static_cast<size_t>(args.call.batch) * cache.heads * cache.splits;
+  }
+  if (all < kLaunchable)
+    set_starts(args.start, caches, [&](int i) { return args.call.batch * args.cache[i].heads * args.cache[i].splits; });
+  return launch<Program>(args, all, shared, device, stream);
+}
+
+inline int units_of(const RaggedAttention::Cache& cache, int unit) { return (cache.capacity + unit - 1) / unit; }
+
+// Moves the caches whose splits are largest to the front, when a split has at most `each` units of `unit` slots.
+inline void sort_caches(RaggedAttention& args, int caches, int unit, int each) {
+  const auto largest = [&](const RaggedAttention::Cache& cache) { return Shares(units_of(cache, unit), each).largest; };
+  std::stable_sort(args.cache, args.cache + caches,
+                   [&](const auto& x, const auto& y) { return largest(x) > largest(y); });
+}
+
+// Runs a decode step over a table: divides its heads into splits with the least estimated time, and launches.
+template <class T, class Program>
+const char* decode_table(RaggedAttention& args, int caches, const Device& device, Stream stream) {
+  const size_t places = size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors;
+  int units[kTable], most = 1;
+  for (int i = 0; i < caches; ++i) units[i] = units_of(args.cache[i], kBlock);
+  const int each = largest_share(units, caches, static_cast<size_t>(args.call.batch) * args.cache[0].heads, places);
+  const auto splits_of = [&](const RaggedAttention::Cache& cache) {
+    return Shares(units_of(cache, kBlock), each).count;
+  };
+  for (int i = 0; i < caches; ++i) most = max_of(most, splits_of(args.cache[i]));
+  sort_caches(args, caches, kBlock, each);
+  const size_t shared = prepare<Ragged<T>, Program>(args, most, device);
+  if (!shared) return kTooMuchShared;
+  if (const char* problem = launch_table<Program>(args, caches, splits_of, shared, device, stream)) return problem;
+  if (!keeps(args.call, KV_STATISTIC_PROBABILITY)) return nullptr;
+  const auto blocks_of = [](const RaggedAttention::Cache& cache) { return units_of(cache, RaggedSums::kThreads); };
+  return launch_table<RaggedSums>(args, caches, blocks_of, 0, device, stream);
+}
+
 template <class T, int kChunks>
-const char* prefill_in_float(const Attention& args, const Device& device, Stream stream) {
+const char* prefill_in_float(RaggedAttention& args, int caches, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads, tile = Tile<T>::size(a.key_size, a.value_size);
+  const size_t tile = Tile<T>::size(a.key_size, a.value_size);
   using Rows = Prefill<T, kChunks>;
   using Scores = PrefillScores<T>;
-  if (const char* problem = launch<Rows>(args, heads * ((a.tokens * (a.query_heads / a.heads) + kTile - 1) / kTile),
-                                         tile, device, stream))
+  const int blocks = Rows::blocks_per_head(a.tokens * (a.query_heads / a.heads));
+  if (const char* problem = launch_table<Rows>(args, caches, [&](const auto&) { return blocks; }, tile, device, stream))
     return problem;
   if (!keeps_any(a)) return nullptr;
-  return launch<Scores>(args, heads * ((a.capacity + kBlock - 1) / kBlock), tile + Scores::fixed(), device, stream);
+  const auto blocks_of = [](const RaggedAttention::Cache& cache) { return Scores::blocks_per_head(cache.capacity); };
+  return launch_table<Scores>(args, caches, blocks_of, tile + Scores::fixed(), device, stream);
 }
 
 template <class T>
-const char* prefill_in_float(const Attention& args, const Device& device, Stream stream) {
-  return args.call.value_size <= 128 ? prefill_in_float<T, 1>(args, device, stream)
-                                     : prefill_in_float<T, 2>(args, device, stream);
+const char* prefill_in_float(RaggedAttention& args, int caches, const Device& device, Stream stream) {
+  return args.call.value_size <= 128 ? prefill_in_float<T, 1>(args, caches, device, stream)
+                                     : prefill_in_float<T, 2>(args, caches, device, stream);
 }
 
-// Runs the launches of a call over a quantized cache (vote_attention_small.cu).
-const char* run_small(Attention& args, const Device& device, Stream stream);
+// Run the launches of a call over the first `caches` caches of its table: of several tokens (vote_attention.cu), and
+// over quantized caches (vote_attention_small.cu).
+const char* run_prefill(RaggedAttention& args, int caches, const Device& device, Stream stream);
+const char* run_small(RaggedAttention& args, int caches, const Device& device, Stream stream);
 
 }  // namespace cuda
 }  // namespace kv

@@ -1,83 +1,14 @@
-// VoteAttention for one token per sequence over KV heads whose caches are tensors of their own, of several capacities:
-// the programs of decode.h and decode_mma.h with Ragged<T> in place of T. The table of a launch (../core/table.h) has
-// the caches of up to 32 heads and the splits of each:
-//
-//   block -> head of the table, sequence, split of the head
-//   then as in decode.h, over the head's own slots
-//
-// Blocks begin in their order, so a table begins with the heads whose splits are largest.
+// VoteAttention for one token per sequence over the caches of a table (heads.h): the programs of decode.h and
+// decode_mma.h with Ragged<T> in place of T, and that of decode_small.h. A block is a split of a head, over the head's
+// own slots. Blocks begin in their order, so a table begins with the heads whose splits are largest.
 #pragma once
 
-#include "../core/table.h"
 #include "decode_split.h"
 #include "decode_sums.h"
+#include "heads.h"
 
 namespace kv {
 namespace cuda {
-
-// The type of elements T in caches of single KV heads.
-template <class T>
-struct Ragged {
-  T element;
-};
-
-struct RaggedAttention : Attention {
-  int start[kTable + 1];  // blocks before those of each head of the table; behind the last head, all blocks
-  struct Cache {
-    KvState state;
-    int capacity;
-    int head;    // its number in the layer
-    int splits;  // blocks of one sequence
-  } cache[kTable];
-};
-static_assert(sizeof(RaggedAttention) <= 4096, "the arguments of a kernel");
-
-template <class T>
-struct CacheTraits<Ragged<T>> {
-  using Number = T;
-  using Args = RaggedAttention;
-};
-
-// The place of a block in a launch over heads of a table.
-struct TablePlace {
-  const RaggedAttention::Cache& cache;
-  int batch, split;
-
-  KV_DEVICE TablePlace(const RaggedAttention& args, int block) : TablePlace(args, block, entry_of(args.start, block)) {}
-  // The number of the KV head, counted through all sequences.
-  KV_DEVICE int index(const RaggedAttention& args) const { return batch * args.call.heads + cache.head; }
-
- private:
-  KV_DEVICE TablePlace(const RaggedAttention& args, int block, int entry)
-      : cache(args.cache[entry]),
-        batch((block - args.start[entry]) / cache.splits),
-        split((block - args.start[entry]) % cache.splits) {}
-};
-
-template <class T>
-struct Head<Ragged<T>> : HeadOfCall<T> {
-  using typename HeadOfCall<T>::Stored;
-  using HeadOfCall<T>::a;
-  const RaggedAttention::Cache& cache;
-  size_t slots;  // slots of all sequences before this one
-
-  KV_DEVICE Head(const RaggedAttention& args, const TablePlace& place)
-      : HeadOfCall<T>(args.call, place.index(args)),
-        cache(place.cache),
-        slots(static_cast<size_t>(place.batch) * cache.capacity) {}
-
-  KV_DEVICE int capacity() const { return cache.capacity; }
-  KV_DEVICE T* key(int slot) const { return static_cast<T*>(cache.state.key) + (slots + slot) * a.key_size; }
-  KV_DEVICE T* value(int slot) const { return static_cast<T*>(cache.state.value) + (slots + slot) * a.value_size; }
-  KV_DEVICE float* votes() const { return cache.state.votes + slots; }
-  KV_DEVICE int32_t* position() const { return cache.state.position + slots; }
-  KV_DEVICE float* score(int k) const {
-    return cache.state.score + slots * a.statistics + static_cast<size_t>(k) * cache.capacity;
-  }
-  KV_DEVICE int length(const Stored& stored, int used) const {
-    return this->length_within(stored, cache.capacity - used);
-  }
-};
 
 template <class T>
 struct Part<Ragged<T>> {
@@ -97,7 +28,7 @@ struct Stage<Ragged<T>> : Stage<T> {
   using Stage<T>::Stage;
 };
 
-// The second launch: as DecodeSums, with the blocks of each head in the place of its splits.
+// The second launch: as DecodeSums, over the caches of a table.
 struct RaggedSums {
   using Args = RaggedAttention;
   static constexpr int kThreads = DecodeSums::kThreads, kBlocksPerMultiprocessor = 1;

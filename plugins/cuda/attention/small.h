@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../core/small.h"
-#include "attention.h"
+#include "heads.h"
 
 namespace kv {
 namespace cuda {
@@ -15,22 +15,22 @@ namespace cuda {
 // A KV head of a quantized cache. Its queries are the rotated ones of the workspace; its new tokens already have their
 // slots.
 template <>
-struct Head<Small> : Head<float> {
+struct Head<Ragged<Small>> : Head<Ragged<float>> {
   int bytes_of_key, bytes_of_value;
 
-  KV_DEVICE Head(const KvVoteAttention& call, int index)
-      : Head<float>(call, index),
-        bytes_of_key(call.key_size * key_bits(call.cache_type) / 8),
-        bytes_of_value(call.value_size * value_bits(call.cache_type) / 8) {}
+  KV_DEVICE Head(const RaggedAttention& args, const TablePlace& place)
+      : Head<Ragged<float>>(args, place),
+        bytes_of_key(a.key_size * key_bits(a.cache_type) / 8),
+        bytes_of_value(a.value_size * value_bits(a.cache_type) / 8) {}
   KV_DEVICE int key_bytes() const { return bytes_of_key; }
   KV_DEVICE int value_bytes() const { return bytes_of_value; }
 
-  KV_DEVICE char* key(int slot) const { return static_cast<char*>(a.present.key) + (slots + slot) * bytes_of_key; }
+  KV_DEVICE char* key(int slot) const { return static_cast<char*>(cache.state.key) + (slots + slot) * bytes_of_key; }
   KV_DEVICE char* value(int slot) const {
-    return static_cast<char*>(a.present.value) + (slots + slot) * bytes_of_value;
+    return static_cast<char*>(cache.state.value) + (slots + slot) * bytes_of_value;
   }
-  KV_DEVICE float* key_scale() const { return a.present_scales.key + slots; }
-  KV_DEVICE float* value_scale() const { return a.present_scales.value + slots; }
+  KV_DEVICE float* key_scale() const { return cache.scales.key + slots; }
+  KV_DEVICE float* value_scale() const { return cache.scales.value + slots; }
   KV_DEVICE Vector key_vector(int from, int i) const {
     const int slot = from + i / (a.key_size / 4), column = i % (a.key_size / 4) * 4;
     return widened(key(slot), key_bits(a.cache_type), column, key_scale()[slot]);
@@ -47,18 +47,19 @@ struct Head<Small> : Head<float> {
 
 // The first launch. `call.query` are the unrotated queries.
 struct AppendSmall {
-  using Args = Attention;
+  using Args = RaggedAttention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kTokens = 8, kWarps = kThreads / kWarp;
   struct Registers {
     Row row;
   };
   static KV_HD int blocks_per_head(int tokens) { return (tokens + kTokens - 1) / kTokens; }
 
-  static KV_DEVICE void run(Block<AppendSmall>& block, const Attention& args) {
+  static KV_DEVICE void run(Block<AppendSmall>& block, const RaggedAttention& args) {
     const KvVoteAttention& a = args.call;
-    const int blocks = blocks_per_head(a.tokens), chunk = block.index() % blocks;
-    const Head<Small> head(a, block.index() / blocks);
-    const int used = used_slots(block, head.votes(), a.capacity, reinterpret_cast<int*>(block.shared)),
+    const TablePlace place(args, block.index());
+    const Head<Ragged<Small>> head(args, place);
+    const int chunk = place.split;
+    const int used = used_slots(block, head.votes(), head.capacity(), reinterpret_cast<int*>(block.shared)),
               n = head.length(used);
     const int from = chunk * kTokens, count = min_of(kTokens, n - from), group = args.group();
     block.each_alone([&](int t, auto&) {
@@ -68,20 +69,20 @@ struct AppendSmall {
     if (count <= 0) return;
     // Rows: the key of every token, followed by the queries of the group.
     for (int i = 0; i < count * (group + 1); i += kWarps) {
-      const auto place = [&](int t) { return i + t / kWarp; };
-      const auto token = [&](int t) { return from + place(t) / (group + 1); };
-      const auto query = [&](int t) { return place(t) % (group + 1) - 1; };  // -1: the key
+      const auto row = [&](int t) { return i + t / kWarp; };
+      const auto token = [&](int t) { return from + row(t) / (group + 1); };
+      const auto query = [&](int t) { return row(t) % (group + 1) - 1; };  // -1: the key
       const auto query_row = [&](int t) {
         return (static_cast<size_t>(head.query_head(query(t))) * a.tokens + token(t)) * a.key_size;
       };
       block.each_alone([&](int t, Registers& r) {
-        const bool has_row = place(t) < count * (group + 1);
+        const bool has_row = row(t) < count * (group + 1);
         load(r.row, query(t) < 0 ? a.key : a.query, a.query_type,
              query(t) < 0 ? new_row(head, token(t), a.key_size) : query_row(t), has_row ? a.key_size : 0, t % kWarp);
       });
       rotate_rows<8>(block, a.key_size, [](Registers& r, int i) -> float& { return r.row.element[i]; });
       block.each_alone([&](int t, Registers& r) {
-        if (place(t) >= count * (group + 1) || query(t) < 0) return;
+        if (row(t) >= count * (group + 1) || query(t) < 0) return;
 #pragma unroll
         for (int j = 0; j < 8; ++j)
           if (column_of(t % kWarp, j) < a.key_size)
@@ -90,7 +91,7 @@ struct AppendSmall {
       quantize_rows(block, [](Registers& r) -> Row& { return r.row; });
       block.each_alone([&](int t, Registers& r) {
         const int slot = used + token(t);
-        if (place(t) >= count * (group + 1) || query(t) >= 0) return;
+        if (row(t) >= count * (group + 1) || query(t) >= 0) return;
         store_row(r.row, head.key(slot), key_bits(a.cache_type), a.key_size, t % kWarp);
         if (t % kWarp == 0) head.key_scale()[slot] = r.row.scale;
       });
@@ -113,7 +114,7 @@ struct AppendSmall {
   }
 
   // Returns the index of the first element of a new token's key or value.
-  static KV_DEVICE size_t new_row(const Head<Small>& head, int token, int size) {
+  static KV_DEVICE size_t new_row(const Head<Ragged<Small>>& head, int token, int size) {
     return (static_cast<size_t>(head.index) * head.a.tokens + token) * size;
   }
 

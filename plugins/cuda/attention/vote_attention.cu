@@ -22,52 +22,66 @@ size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Att
 }
 
 template <class T, int kSize>
-const char* prefill_mma(const Attention& args, const Device& device, Stream stream) {
+const char* prefill_mma(RaggedAttention& args, int caches, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
   using Rows = PrefillMma<T, kSize>;
   using Scores = PrefillMmaScores<T, kSize>;
-  if (const char* problem = launch<Rows>(args, heads * Rows::blocks_per_head(a.tokens * (a.query_heads / a.heads)),
-                                         Rows::shared_size(), device, stream))
+  const int blocks = Rows::blocks_per_head(a.tokens * (a.query_heads / a.heads));
+  if (const char* problem =
+          launch_table<Rows>(args, caches, [&](const auto&) { return blocks; }, Rows::shared_size(), device, stream))
     return problem;
   if (!keeps_any(a)) return nullptr;
-  return launch<Scores>(args, heads * Scores::blocks_per_head(a.capacity), Scores::shared_size(), device, stream);
+  const auto blocks_of = [](const RaggedAttention::Cache& cache) { return Scores::blocks_per_head(cache.capacity); };
+  return launch_table<Scores>(args, caches, blocks_of, Scores::shared_size(), device, stream);
 }
 
 template <class T>
-const char* prefill_of(const Attention& args, const Device& device, Stream stream) {
+const char* prefill_of(RaggedAttention& args, int caches, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
-  const int size = a.key_size > a.value_size ? a.key_size : a.value_size;
-  if (const char* problem = launch<Append<T>>(args, heads * Append<T>::blocks_per_head(a.tokens), 16, device, stream))
+  const int size = a.key_size > a.value_size ? a.key_size : a.value_size, blocks = Append<T>::blocks_per_head(a.tokens);
+  if (const char* problem =
+          launch_table<Append<T>>(args, caches, [&](const auto&) { return blocks; }, 16, device, stream))
     return problem;
   if constexpr (sizeof(T) == 4)
-    return prefill_in_float<T>(args, device, stream);
+    return prefill_in_float<T>(args, caches, device, stream);
   else if (size <= 64)
-    return prefill_mma<T, 64>(args, device, stream);
+    return prefill_mma<T, 64>(args, caches, device, stream);
   else if (size <= 80)
-    return prefill_mma<T, 80>(args, device, stream);
+    return prefill_mma<T, 80>(args, caches, device, stream);
   else if (size <= 96)
-    return prefill_mma<T, 96>(args, device, stream);
+    return prefill_mma<T, 96>(args, caches, device, stream);
   else
-    return size <= 128 ? prefill_mma<T, 128>(args, device, stream) : prefill_mma<T, 256>(args, device, stream);
+    return size <= 128 ? prefill_mma<T, 128>(args, caches, device, stream)
+                       : prefill_mma<T, 256>(args, caches, device, stream);
 }
 
 template <class T>
-const char* run(Attention& args, const Device& device, Stream stream) {
-  if (args.call.tokens > 1) return prefill_of<T>(args, device, stream);
+const char* decode_of(Attention& args, const Device& device, Stream stream) {
   return with_decode<T>(
       args.call, [&](auto program) { return decode<T, typename decltype(program)::Type>(args, device, stream); });
 }
 
 const char* run(Attention& args, const Device& device, Stream stream) {
-  const int type = args.call.cache_type;
-  if (is_small(type)) return run_small(args, device, stream);
-  if (type == KV_FLOAT32) return run<float>(args, device, stream);
-  return type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);
+  const KvVoteAttention& a = args.call;
+  if (a.tokens == 1 && !is_small(a.cache_type)) {
+    if (a.cache_type == KV_FLOAT32) return decode_of<float>(args, device, stream);
+    return a.cache_type == KV_FLOAT16 ? decode_of<Half>(args, device, stream) : decode_of<BFloat>(args, device, stream);
+  }
+  RaggedAttention table{};
+  static_cast<Attention&>(table) = args;
+  table.cache[0] = {a.present, a.present_scales, a.capacity, 0, a.heads, 1};
+  return is_small(a.cache_type) ? run_small(table, 1, device, stream) : run_prefill(table, 1, device, stream);
 }
 
 }  // namespace
+
+const char* run_prefill(RaggedAttention& args, int caches, const Device& device, Stream stream) {
+  const int type = args.call.cache_type;
+  if (type == KV_FLOAT32) return prefill_of<float>(args, caches, device, stream);
+  return type == KV_FLOAT16 ? prefill_of<Half>(args, caches, device, stream)
+                            : prefill_of<BFloat>(args, caches, device, stream);
+}
+
 }  // namespace cuda
 }  // namespace kv
 

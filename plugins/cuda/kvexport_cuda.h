@@ -62,8 +62,8 @@ const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
 
 // VoteAttention over `call.heads` KV heads that have caches of their own: the state of the call is unused, and
 // caches[h] has that of head h, with its capacity. `call.capacity` is the largest of them. The array `caches` is in the
-// memory of the host. One token per sequence is one launch for up to 32 heads (2 with sums of probabilities); several
-// tokens, or quantized caches, are a call for each head.
+// memory of the host. One token per sequence is one launch for up to 32 heads (2 with sums of probabilities). Several
+// tokens, and quantized caches, are as many launches for up to 32 heads as for heads that share their tensors.
 const char* kv_cuda_ragged_vote_attention(const KvVoteAttention* call, const KvHeadCache* caches, const KvCuda* where);
 
 // MergeCache over `call.heads` KV heads that have caches of their own, with the budget and the recent positions of each

@@ -16,7 +16,15 @@ import pytest
 from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import STATE_NAMES
-from tests.conformance.cuda_library import COUNTER_BYTES, Caller, HeadCache, HostMemory, bfloat16, vote_attention_call
+from tests.conformance.cuda_library import (
+    COUNTER_BYTES,
+    TYPES,
+    Caller,
+    HeadCache,
+    HostMemory,
+    bfloat16,
+    vote_attention_call,
+)
 from tests.conformance.quantized import BITS, small
 from tests.conformance.test_cuda_on_host import BOTH, ORDERS, compare, inputs_of, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
@@ -25,6 +33,8 @@ Arrays = dict[str, np.ndarray]
 TABLE = 32  # the most heads of a launch
 FEW = (96, 1, 700, 33)
 MANY = (*FEW, *range(40, 73))
+PROGRAMS = ("DecodeMma", "DecodeSmall", "RaggedSums", "Decode", "AppendSmall", "Append")
+PROGRAMS += ("PrefillMmaScores", "PrefillScores", "PrefillMma", "Prefill")
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
@@ -55,15 +65,24 @@ def heads_of(
 
 
 def ragged_call(
-    capacities: Sequence[int], attributes: VoteAttentionAttributes, dtype: str, batch: int, group: int, size: int
+    capacities: Sequence[int],
+    attributes: VoteAttentionAttributes,
+    cache_type: str,
+    batch: int,
+    group: int,
+    size: int,
+    tokens: int = 1,
 ) -> tuple[Any, Any]:
-    """Return a call of one token, and its caches, without their pointers."""
+    """Return a call, and its caches, without their pointers."""
     shape = (batch, len(capacities), max(capacities), size)
-    query = (batch, len(capacities) * group, 1, size)
+    query = (batch, len(capacities) * group, tokens, size)
+    dtype = "float16" if cache_type in BITS else cache_type
     caches = (HeadCache * len(capacities))()
     for cache, capacity in zip(caches, capacities, strict=True):
         cache.capacity = capacity
-    return vote_attention_call(attributes, dtype, query, shape, size), caches
+    call = vote_attention_call(attributes, dtype, query, shape, size)
+    call.cache_type = TYPES[cache_type]
+    return call, caches
 
 
 def launches_of(library: ctypes.CDLL, call: Any, caches: Any, multiprocessors: int = 132) -> list[tuple[str, int]]:
@@ -74,8 +93,7 @@ def launches_of(library: ctypes.CDLL, call: Any, caches: Any, multiprocessors: i
     assert ask(ctypes.byref(call), caches) is None
     lines = library.kv_host_checked().decode().splitlines()
     set_host(library)
-    programs = ("DecodeMma", "RaggedSums", "Decode")
-    return [(next(x for x in programs if x in line), int(line.split()[-1])) for line in lines]
+    return [(next(x for x in PROGRAMS if x in line), int(line.split()[-1])) for line in lines]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -139,26 +157,49 @@ def test_heads_of_one_capacity_give_the_bits_of_heads_that_share_their_tensors(c
             assert got[f"present_{name}"].tobytes() == expected[f"present_{name}"][:, h : h + 1].tobytes(), name
 
 
-@pytest.mark.parametrize("cache_type", ["float32", "float16", *BITS])
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_several_tokens_and_quantized_caches_give_the_bits_of_a_call_for_each_head(
-    caller: Caller, cache_type: str, tokens: int, batch: int
-) -> None:
-    if cache_type not in BITS and tokens == 1:
-        return
-    heads = heads_of((96, 40, 300), 2, (16, 12 if cache_type in BITS else 16), tokens=tokens)
-    heads = [{name: x if name == "sink_logits" else x[:batch].copy() for name, x in inputs.items()} for inputs in heads]
-    if cache_type in BITS:
-        heads = [small(inputs, cache_type, "past_") for inputs in heads]
-    else:
-        rows = ("query", "key", "value", "past_key", "past_value")
-        heads = [{n: x.astype(cache_type) if n in rows else x for n, x in inputs.items()} for inputs in heads]
-    attributes = VoteAttentionAttributes(0.3, 1.0, BOTH)
+def chunks_of(cache_type: str, capacities: Sequence[int], group: int, tokens: int, batch: int = 4) -> list[Arrays]:
+    """Return the inputs of each KV head: one sequence of the last has a shorter chunk, and one has none."""
+    sizes = (16, 12 if cache_type in BITS else 24)
+    heads = heads_of(capacities, group, sizes, "float32" if cache_type in BITS else cache_type, tokens)
+    length = np.array([[tokens], [tokens], [max(1, tokens - 1)], [0]])
+    heads = [{name: x[:batch].copy() for name, x in (inputs | {"query_length": length}).items()} for inputs in heads]
     for h, inputs in enumerate(heads):
-        inputs["sink_logits"] = np.array([0.1 * h, 1.0], np.float32)
-    actual = caller.ragged_vote_attention(heads, attributes)
-    assert_same_heads(actual, [caller.vote_attention(inputs, attributes) for inputs in heads])
+        inputs["sink_logits"] = np.linspace(0.1 * h - 1, 1.5, group).astype(np.float32)
+    return [small(inputs, cache_type, "past_") if cache_type in BITS else inputs for inputs in heads]
+
+
+@pytest.mark.parametrize("cache_type", [*TOLERANCES, *BITS])
+@pytest.mark.parametrize(("tokens", "group"), [(2, 1), (5, 3), (17, 16), (64, 8)])
+def test_prompts_give_the_bits_of_a_call_for_each_head(
+    caller: Caller, cache_type: str, tokens: int, group: int
+) -> None:
+    """Heads of one launch are more than a table has, or few, whose capacities are full, empty and half full."""
+    attributes = VoteAttentionAttributes(0.3, 0.7, BOTH, sliding_window=50, softcap=20.0)
+    many = tuple(range(40, 73)) if tokens == 5 else ()
+    for capacities, batch in (((96, tokens, 300, 70, *many), 4), ((70, 290), 1)):
+        heads = chunks_of(cache_type, capacities, group, tokens, batch)
+        actual = caller.ragged_vote_attention(heads, attributes)
+        assert_same_heads(actual, [caller.vote_attention(inputs, attributes) for inputs in heads])
+        assert_same_heads(actual, caller.ragged_vote_attention(heads, attributes, in_place=False))
+
+
+@pytest.mark.parametrize("cache_type", BITS)
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_a_step_over_quantized_caches_equals_a_call_for_each_head(caller: Caller, cache_type: str, group: int) -> None:
+    """The heads' splits differ from those of single heads: numbers differ by rounding, stored rows do not."""
+    attributes = VoteAttentionAttributes(0.3, 0.7, BOTH, sliding_window=300, softcap=20.0)
+    for capacities, multiprocessors in ((FEW, 9), (MANY, 132)):
+        heads = chunks_of(cache_type, capacities, group, 1)
+        set_host(caller.library, multiprocessors=multiprocessors)
+        actual = caller.ragged_vote_attention(heads, attributes)
+        set_host(caller.library)
+        expected = [caller.vote_attention(inputs, attributes) for inputs in heads]
+        for h, (got, own) in enumerate(zip(actual, expected, strict=True)):
+            for name, x in own.items():
+                if name in ("output", "present_score"):
+                    np.testing.assert_allclose(got[name], x, rtol=2e-5, atol=2e-5, err_msg=f"{name} of head {h}")
+                else:
+                    assert got[name].tobytes() == x.tobytes(), f"{name} of head {h}"
 
 
 # ---- how the work is divided ----
@@ -174,6 +215,36 @@ def test_a_step_is_one_launch_for_each_table_of_heads(caller: Caller, dtype: str
         attributes = VoteAttentionAttributes(0.3, 1.0, statistics)
         launches = launches_of(caller.library, *ragged_call(capacities, attributes, dtype, 2, 4, 64))
         assert [name for name, _ in launches] == programs * -(-heads // TABLE)
+
+
+PROMPTS = {
+    "float32": ["Append", "Prefill", "PrefillScores"],
+    "float16": ["Append", "PrefillMma", "PrefillMmaScores"],
+    "bfloat16": ["Append", "PrefillMma", "PrefillMmaScores"],
+    **{bits: ["AppendSmall", "Prefill", "PrefillScores"] for bits in BITS},
+}
+
+
+@pytest.mark.parametrize("cache_type", PROMPTS)
+@pytest.mark.parametrize("heads", [1, 3, TABLE, TABLE + 1, 3 * TABLE])
+def test_prompts_and_quantized_caches_are_one_sequence_of_launches_for_each_table(
+    caller: Caller, cache_type: str, heads: int
+) -> None:
+    """The blocks are those of a call for each head, but for the splits of a decode step."""
+    capacities = [64 + 40 * (h * 7 % heads) for h in range(heads)]
+    attributes = VoteAttentionAttributes(0.3, 1.0, BOTH)
+    step = ["AppendSmall", "DecodeSmall", "RaggedSums"]
+    for tokens, programs in ((17, PROMPTS[cache_type]), (1, step if cache_type in BITS else [])):
+        if not programs:
+            continue
+        calls = [
+            ragged_call(x, attributes, cache_type, 2, 4, 64, tokens) for x in (capacities, *([x] for x in capacities))
+        ]
+        together, *apart = [launches_of(caller.library, *call) for call in calls]
+        assert [name for name, _ in together] == programs * -(-heads // TABLE)
+        for program in programs if tokens > 1 else ["AppendSmall", "RaggedSums"]:
+            blocks = sum(n for name, n in together if name == program)
+            assert blocks == sum(n for launches in apart for name, n in launches if name == program), program
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 132])

@@ -50,6 +50,19 @@ COLUMNS, INPUTS = 384, (512, 1024)
 EXPERT_INPUTS, OUTPUTS = 2048, (128, 256)  # inputs of the first product, and its outputs
 BUDGETS = (64, 96, 128, 192, 256, 320, 416, 576)  # slots of KV heads
 BUDGET = sum(BUDGETS) // len(BUDGETS)
+EQUAL = (BUDGET,) * len(BUDGETS)
+# The type of a cache, the tokens of a call, and its programs: with budgets of heads, then with equal ones if they have
+# others.
+QUANTIZED = ("Prefill<kv::cuda::Small, 1>", "PrefillScores<kv::cuda::Small>")
+CALLS: tuple[tuple[Any, ...], ...] = (
+    ("float16", 1, ("DecodeMma<kv::cuda::Ragged<kv::cuda::Half>, 128>",), ("DecodeMma<kv::cuda::Half, 128>",)),
+    ("float32", 1, ("Decode<kv::cuda::Ragged<float>, 1>",), ("Decode<float, 1>",)),
+    ("int8", 1, ("AppendSmall", "DecodeSmall<8, 8, 128>")),
+    ("int4", 1, ("AppendSmall", "DecodeSmall<4, 4, 128>")),
+    ("float16", 48, tuple(f"{x}<kv::cuda::Half, 64>" for x in ("PrefillMma", "PrefillMmaScores"))),
+    ("float32", 48, ("Append<float>", "Prefill<float, 1>", "PrefillScores<float>")),
+    ("int8", 48, ("AppendSmall", *QUANTIZED)),
+)
 EVICTED = 32
 MERGES = {"h2o": ("Rank", "Order", "Place")}
 MERGES["keepkv"] = (*MERGES["h2o"], "NearestMma<kv::cuda::Half, false, 2>", "Choose", "FormSets")
@@ -144,15 +157,13 @@ def measured_budgets(caller: PtxCaller) -> dict[str, float]:
     figures = {}
     for sequences, multiprocessors in (("one sequence", 8), ("eight sequences", 1)):
         caller.set_order(0, late=False, multiprocessors=multiprocessors)
-        for dtype, own, shared in (
-            ("float16", "DecodeMma<kv::cuda::Ragged<kv::cuda::Half>, 128>", "DecodeMma<kv::cuda::Half, 128>"),
-            ("float32", "Decode<kv::cuda::Ragged<float>, 1>", "Decode<float, 1>"),
-        ):
+        for dtype, tokens, *programs in CALLS:
             counts = [
-                _counted(caller, (program,), lambda x=capacities, d=dtype: _decode_heads(caller, d, x))
-                for program, capacities in ((own, BUDGETS), (shared, (BUDGET,) * len(BUDGETS)))
+                _counted(caller, names, lambda x=capacities, d=dtype, t=tokens: _attend_heads(caller, d, x, t))
+                for names, capacities in zip((programs[0], programs[-1]), (BUDGETS, EQUAL), strict=True)
             ]
-            figures[f"decode, {dtype}, {sequences}"] = round(counts[0] / counts[1], 4)
+            kind = "decode" if tokens == 1 else f"{tokens} tokens"
+            figures[f"{kind}, {dtype}, {sequences}"] = round(counts[0] / counts[1], 4)
         for method, programs in MERGES.items():
             counts = [
                 _counted(caller, programs, lambda x=budgets, m=method: _merge_heads(caller, m, x))
@@ -189,14 +200,19 @@ def _merge_heads(caller: PtxCaller, method: str, budgets: Sequence[int]) -> None
     caller.merge_cache({x: np.concatenate([one[x] for one in states], 1) for x in states[0]}, attributes[0])
 
 
-def _decode_heads(caller: PtxCaller, dtype: str, capacities: Sequence[int]) -> None:
-    """Run a token over KV heads of these capacities: in one call for each table of heads, or over shared tensors."""
-    heads, rng = [], np.random.default_rng(5)
+def _attend_heads(caller: PtxCaller, dtype: str, capacities: Sequence[int], tokens: int) -> None:
+    """Run tokens over KV heads of these capacities: in one call for each table of heads, or over shared tensors.
+
+    Heads have 128 elements; those of a float16 prompt have 64, the size whose program runs on the host.
+    """
+    heads, rng, size = [], np.random.default_rng(5), 64 if dtype == "float16" and tokens > 1 else SIZE
+    row_type = "float16" if dtype in BITS else dtype
     for capacity in capacities:
-        rows = {name: rng.normal(size=(1, 1, 1, SIZE)).astype(dtype) for name in ("query", "key", "value")}
-        state = {f"past_{name}": x for name, x in _state(capacity - 1, capacity, 1, dtype).items()}
-        heads.append(rows | state | {"position": np.array([[capacity]]), "query_length": np.array([[1]])})
-    attributes = VoteAttentionAttributes(SIZE**-0.5, 1.0, LOG_EMA)
+        rows = {x: rng.normal(size=(1, 1, tokens, size)).astype(row_type) for x in ("query", "key", "value")}
+        state = {f"past_{x}": y for x, y in _state(capacity - tokens, capacity, 1, dtype, size).items()}
+        position = np.arange(max(capacities), max(capacities) + tokens)[None]
+        heads.append(rows | state | {"position": position, "query_length": np.array([[tokens]])})
+    attributes = VoteAttentionAttributes(size**-0.5, 1.0, LOG_EMA)
     if len(set(capacities)) > 1:
         caller.ragged_vote_attention(heads, attributes)
         return
@@ -231,9 +247,11 @@ def _difference(caller: PtxCaller, program: str, run: Any, over: int, sizes: tup
     return (counts[1] - counts[0]) / WARP / over
 
 
-def _state(slots: int, capacity: int, statistics: int, dtype: str = "float16") -> dict[str, np.ndarray]:
+def _state(
+    slots: int, capacity: int, statistics: int, dtype: str = "float16", size: int = SIZE
+) -> dict[str, np.ndarray]:
     rng, shape = np.random.default_rng(1), (1, 1, capacity)
-    state = {name: rng.normal(size=(*shape, SIZE)) for name in ("key", "value")}
+    state = {name: rng.normal(size=(*shape, size)) for name in ("key", "value")}
     state = small(state, dtype) if dtype in BITS else {name: x.astype(dtype) for name, x in state.items()}
     state["votes"] = (np.arange(capacity) < slots).astype(np.float32).reshape(shape)
     state["score"] = rng.gamma(1.0, size=(1, 1, statistics, capacity)).astype(np.float32)

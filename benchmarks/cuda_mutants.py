@@ -88,7 +88,7 @@ SELECT, POSITIONS, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
     f"cuda/merge/{name}.h" for name in ("select", "positions", "nearest", "nearest_mma", "sets", "place", "work")
 )
 LINEAR_MMA = "cuda/linear/linear_mma.h"
-OWN, OWN_CALLS = "cuda/attention/ragged.h", "cuda/attention/ragged_vote_attention.cu"
+HEADS, OWN_CALLS = "cuda/attention/heads.h", "cuda/attention/ragged_vote_attention.cu"
 FIRST_WAIT = "if (!args.weights_stay) block.wait_for_earlier();"
 # The last step that Linear takes early.
 FIRST_GROUPS = "r.next_groups.load(args, work.p, r.column, kInputs, work.range.from, t); });\n"
@@ -261,9 +261,9 @@ ORDERING = (
 MEANING = (
     Mutant(
         "a head of its own takes the slots of the first sequence",
-        OWN,
-        "slots(static_cast<size_t>(place.batch) * cache.capacity)",
-        "slots(static_cast<size_t>(place.batch * 0) * cache.capacity)",
+        HEADS,
+        "slots(static_cast<size_t>(place.row) * cache.capacity)",
+        "slots(static_cast<size_t>(place.row * 0) * cache.capacity)",
         RAGGED,
     ),
     Mutant(
@@ -276,15 +276,15 @@ MEANING = (
     Mutant(
         "heads of the second table are named as those of the first",
         OWN_CALLS,
-        "first + h, 1};",
-        "h, 1};",
+        "first + h, 1, 1};",
+        "h, 1, 1};",
         RAGGED,
     ),
     Mutant(
-        "a head's keys are copied from the first head",
-        OWN_CALLS,
-        "static_cast<const char*>(tensor)) + of_head * bytes)",
-        "static_cast<const char*>(tensor)) + of_head * bytes * (heads != a.heads))",
+        "a head's new tokens are those of the first head",
+        HEADS,
+        "(args.call.heads - cache.heads) + cache.head;",
+        "(args.call.heads - cache.heads);",
         RAGGED,
     ),
     Mutant(

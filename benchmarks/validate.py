@@ -73,8 +73,10 @@ def in_own_process(recipe: str, changes: list[str], batch: int | None) -> dict[s
 
 def validate_shipped() -> None:
     """Validate the shipped recipes of models that are here."""
-    recipes = sorted(path.stem for pattern in SHIPPED for path in (ROOT / "recipes").glob(pattern))
-    save("validate-recipes", {"recipes": {recipe: in_own_process(recipe, [], None) for recipe in recipes}})
+    done = {}
+    for recipe in sorted(path.stem for pattern in SHIPPED for path in (ROOT / "recipes").glob(pattern)):
+        done[recipe] = in_own_process(recipe, [], None)
+        save("validate-recipes", {"recipes": done})
 
 
 def main() -> None:

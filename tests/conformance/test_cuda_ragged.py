@@ -76,12 +76,12 @@ def ragged_call(
     """Return a call, and its caches, without their pointers."""
     shape = (batch, len(capacities), max(capacities), size)
     query = (batch, len(capacities) * group, tokens, size)
-    dtype = "float16" if cache_type in BITS else cache_type
+    dtype = {"bfloat16": "uint16"}.get(cache_type, "float16" if cache_type in BITS else cache_type)
     caches = (HeadCache * len(capacities))()
     for cache, capacity in zip(caches, capacities, strict=True):
         cache.capacity = capacity
     call = vote_attention_call(attributes, dtype, query, shape, size)
-    call.cache_type = TYPES[cache_type]
+    call.cache_type = TYPES[cache_type if cache_type in BITS else dtype]
     return call, caches
 
 

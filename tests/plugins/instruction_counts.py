@@ -158,6 +158,8 @@ def measured_budgets(caller: PtxCaller) -> dict[str, float]:
     for sequences, multiprocessors in (("one sequence", 8), ("eight sequences", 1)):
         caller.set_order(0, late=False, multiprocessors=multiprocessors)
         for dtype, tokens, *programs in CALLS:
+            if tokens > 1 and multiprocessors == 1:
+                continue  # prompts have no splits
             counts = [
                 _counted(caller, names, lambda x=capacities, d=dtype, t=tokens: _attend_heads(caller, d, x, t))
                 for names, capacities in zip((programs[0], programs[-1]), (BUDGETS, EQUAL), strict=True)

@@ -129,16 +129,11 @@ def test_kernels_take_no_more_instructions_than_recorded() -> None:
 
 @needs_library
 def test_steps_and_merges_in_budgets_of_heads_take_the_instructions_of_those_in_equal_budgets() -> None:
-    """KV heads with caches of their own take few more instructions than heads that share their tensors.
-
-    The last tile of slots of each head is partly empty in a float16 prompt.
-    """
+    """KV heads with caches of their own take at most 1.03 times the instructions of heads that share their tensors."""
     caller = PtxCaller(make.build("cuda-ptx"))
     measured = instruction_counts.measured_budgets(caller)
     caller.set_order(2, late=True)
-    assert measured
-    allowed = {name: 1.09 if name.startswith("48 tokens, float16") else 1.035 for name in measured}
-    assert not {name: x for name, x in measured.items() if x > allowed[name]}
+    assert measured and max(measured.values()) <= 1.03, measured
 
 
 LOOP = """

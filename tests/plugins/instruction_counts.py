@@ -50,6 +50,8 @@ COLUMNS, INPUTS = 384, (512, 1024)
 EXPERT_INPUTS, OUTPUTS = 2048, (128, 256)  # inputs of the first product, and its outputs
 BUDGETS = (64, 96, 128, 192, 256, 320, 416, 576)  # slots of KV heads
 BUDGET = sum(BUDGETS) // len(BUDGETS)
+# Whole tiles: the tensor cores of a prompt compute a tile of up to 128 slots even if most of it is empty.
+PROMPT_BUDGETS = (128, 128, 128, 128, 256, 256, 384, 640)
 EQUAL = (BUDGET,) * len(BUDGETS)
 # The type of a cache, the tokens of a call, and its programs: with budgets of heads, then with equal ones if they have
 # others.
@@ -63,6 +65,7 @@ CALLS: tuple[tuple[Any, ...], ...] = (
     ("float32", 48, ("Append<float>", "Prefill<float, 1>", "PrefillScores<float>")),
     ("int8", 48, ("AppendSmall", *QUANTIZED)),
 )
+LATEST = max(*BUDGETS, *PROMPT_BUDGETS)
 EVICTED = 32
 MERGES = {"h2o": ("Rank", "Order", "Place")}
 MERGES["keepkv"] = (*MERGES["h2o"], "NearestMma<kv::cuda::Half, false, 2>", "Choose", "FormSets")
@@ -148,11 +151,11 @@ def measured_trips(caller: PtxCaller) -> dict[str, int]:
 
 
 def measured_budgets(caller: PtxCaller) -> dict[str, float]:
-    """Return the instructions of a step and of a merge in budgets of heads over those in equal budgets as large.
+    """Return the instructions of steps, prompts and merges in budgets of heads over those in equal budgets as large.
 
-    All slots are used but a step's new token's, and a merge evicts 32 slots of each head. The ratio of slots to places
-    of thread blocks is that of Llama-2-7B (32 KV heads, 1,024 slots of each, one sequence) on an H200, and that of
-    eight sequences.
+    All slots are used but those of a call's new tokens, and a merge evicts 32 slots of each head. The ratio of slots to
+    places of thread blocks is that of Llama-2-7B (32 KV heads, 1,024 slots of each, one sequence) on an H200, and that
+    of eight sequences.
     """
     figures = {}
     for sequences, multiprocessors in (("one sequence", 8), ("eight sequences", 1)):
@@ -160,16 +163,17 @@ def measured_budgets(caller: PtxCaller) -> dict[str, float]:
         for dtype, tokens, *programs in CALLS:
             if tokens > 1 and multiprocessors == 1:
                 continue  # prompts have no splits
+            unequal = BUDGETS if tokens == 1 else PROMPT_BUDGETS
             counts = [
                 _counted(caller, names, lambda x=capacities, d=dtype, t=tokens: _attend_heads(caller, d, x, t))
-                for names, capacities in zip((programs[0], programs[-1]), (BUDGETS, EQUAL), strict=True)
+                for names, capacities in zip((programs[0], programs[-1]), (unequal, EQUAL), strict=True)
             ]
             kind = "decode" if tokens == 1 else f"{tokens} tokens"
             figures[f"{kind}, {dtype}, {sequences}"] = round(counts[0] / counts[1], 4)
         for method, programs in MERGES.items():
             counts = [
                 _counted(caller, programs, lambda x=budgets, m=method: _merge_heads(caller, m, x))
-                for budgets in (BUDGETS, (BUDGET,) * len(BUDGETS))
+                for budgets in (BUDGETS, EQUAL)
             ]
             figures[f"merge, {method}, {sequences}"] = round(counts[0] / counts[1], 4)
     caller.set_order(0, late=False, multiprocessors=1)
@@ -212,7 +216,7 @@ def _attend_heads(caller: PtxCaller, dtype: str, capacities: Sequence[int], toke
     for capacity in capacities:
         rows = {x: rng.normal(size=(1, 1, tokens, size)).astype(row_type) for x in ("query", "key", "value")}
         state = {f"past_{x}": y for x, y in _state(capacity - tokens, capacity, 1, dtype, size).items()}
-        position = np.arange(max(capacities), max(capacities) + tokens)[None]
+        position = np.arange(LATEST, LATEST + tokens)[None]  # no slot of any head is in the tokens' future
         heads.append(rows | state | {"position": position, "query_length": np.array([[tokens]])})
     attributes = VoteAttentionAttributes(size**-0.5, 1.0, LOG_EMA)
     if len(set(capacities)) > 1:

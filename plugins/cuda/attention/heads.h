@@ -60,27 +60,29 @@ template <class T>
 struct Head<Ragged<T>> : HeadOfCall<T> {
   using typename HeadOfCall<T>::Stored;
   using HeadOfCall<T>::a;
-  const RaggedAttention::Cache& cache;
+  KvState state;  // a copy, so that loops do not read the table again
+  int slots_of_head;
   size_t slots;  // slots of the cache before those of this head
 
   KV_DEVICE Head(const RaggedAttention& args, const TablePlace& place)
       : HeadOfCall<T>(args.call, place.index(args)),
-        cache(place.cache),
-        slots(static_cast<size_t>(place.row) * cache.capacity) {}
+        state(place.cache.state),
+        slots_of_head(place.cache.capacity),
+        slots(static_cast<size_t>(place.row) * place.cache.capacity) {}
 
-  KV_DEVICE int capacity() const { return cache.capacity; }
-  KV_DEVICE T* key(int slot) const { return static_cast<T*>(cache.state.key) + (slots + slot) * a.key_size; }
-  KV_DEVICE T* value(int slot) const { return static_cast<T*>(cache.state.value) + (slots + slot) * a.value_size; }
+  KV_DEVICE int capacity() const { return slots_of_head; }
+  KV_DEVICE T* key(int slot) const { return static_cast<T*>(state.key) + (slots + slot) * a.key_size; }
+  KV_DEVICE T* value(int slot) const { return static_cast<T*>(state.value) + (slots + slot) * a.value_size; }
   // The i-th vector of the contiguous rows from slot `from` on, in the type that kernels compute with.
   KV_DEVICE Vector key_vector(int from, int i) const { return load_vector(key(from) + i * kLanes<T>); }
   KV_DEVICE Vector value_vector(int from, int i) const { return load_vector(value(from) + i * kLanes<T>); }
-  KV_DEVICE float* votes() const { return cache.state.votes + slots; }
-  KV_DEVICE int32_t* position() const { return cache.state.position + slots; }
+  KV_DEVICE float* votes() const { return state.votes + slots; }
+  KV_DEVICE int32_t* position() const { return state.position + slots; }
   KV_DEVICE float* score(int k) const {
-    return cache.state.score + slots * a.statistics + static_cast<size_t>(k) * cache.capacity;
+    return state.score + slots * a.statistics + static_cast<size_t>(k) * slots_of_head;
   }
   KV_DEVICE int length(const Stored& stored, int used) const {
-    return this->length_within(stored, cache.capacity - used);
+    return this->length_within(stored, slots_of_head - used);
   }
   KV_DEVICE int length(int used) const { return length(this->stored(), used); }
 };

@@ -16,21 +16,21 @@ namespace cuda {
 // slots.
 template <>
 struct Head<Ragged<Small>> : Head<Ragged<float>> {
+  KvScales scales;
   int bytes_of_key, bytes_of_value;
 
   KV_DEVICE Head(const RaggedAttention& args, const TablePlace& place)
       : Head<Ragged<float>>(args, place),
+        scales(place.cache.scales),
         bytes_of_key(a.key_size * key_bits(a.cache_type) / 8),
         bytes_of_value(a.value_size * value_bits(a.cache_type) / 8) {}
   KV_DEVICE int key_bytes() const { return bytes_of_key; }
   KV_DEVICE int value_bytes() const { return bytes_of_value; }
 
-  KV_DEVICE char* key(int slot) const { return static_cast<char*>(cache.state.key) + (slots + slot) * bytes_of_key; }
-  KV_DEVICE char* value(int slot) const {
-    return static_cast<char*>(cache.state.value) + (slots + slot) * bytes_of_value;
-  }
-  KV_DEVICE float* key_scale() const { return cache.scales.key + slots; }
-  KV_DEVICE float* value_scale() const { return cache.scales.value + slots; }
+  KV_DEVICE char* key(int slot) const { return static_cast<char*>(state.key) + (slots + slot) * bytes_of_key; }
+  KV_DEVICE char* value(int slot) const { return static_cast<char*>(state.value) + (slots + slot) * bytes_of_value; }
+  KV_DEVICE float* key_scale() const { return scales.key + slots; }
+  KV_DEVICE float* value_scale() const { return scales.value + slots; }
   KV_DEVICE Vector key_vector(int from, int i) const {
     const int slot = from + i / (a.key_size / 4), column = i % (a.key_size / 4) * 4;
     return widened(key(slot), key_bits(a.cache_type), column, key_scale()[slot]);

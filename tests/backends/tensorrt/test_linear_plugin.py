@@ -17,8 +17,6 @@ from onnx import TensorProto, helper, numpy_helper
 from kvexport.backends.tensorrt.graphs import for_tensorrt, plugin_refusal
 from kvexport.ops.linear import Form
 from kvexport.ops.packed import E2M1, PackedFormat
-from tests.backends.tensorrt.test_model_plugins import direct as direct  # the fixtures
-from tests.backends.tensorrt.test_model_plugins import harness as harness
 from tests.conformance.cuda_library import Arrays, HostMemory
 from tests.conformance.cuda_library import Caller as DirectCaller
 from tests.conformance.cuda_linear import Case, case

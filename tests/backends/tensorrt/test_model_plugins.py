@@ -18,9 +18,8 @@ from kvexport.backends.gpu_limits import MOST_KEYS
 from kvexport.backends.tensorrt.graphs import for_tensorrt
 from kvexport.ops.experts import ExpertsForm
 from kvexport.ops.linear_attention import INPUTS, OUTPUTS, UpdateRule
-from plugins.building import make
 from tests.conformance.cuda_experts import ExpertsCase
-from tests.conformance.cuda_library import Arrays, HostMemory, load
+from tests.conformance.cuda_library import Arrays, HostMemory
 from tests.conformance.cuda_library import Caller as DirectCaller
 from tests.conformance.cuda_linear import exact, stored
 from tests.conformance.cuda_recurrence import RULES, SCALE, Recurrence, RecurrenceCase, recurrence
@@ -41,7 +40,6 @@ from tests.support.tensorrt_harness import (
     Tensor,
     fields_of,
     parsed,
-    what_is_missing,
 )
 
 N, B, T = -2, -3, -4  # symbols of rows, sequences and tokens
@@ -51,18 +49,6 @@ SIZES = (
     Recurrence((1, 0, 1), 4, 2, 16, 70),
     Recurrence((20, 8), 2, 1, 128, 64, by_channel=True),
 )
-
-
-@pytest.fixture(scope="module")
-def harness() -> Harness:
-    if missing := what_is_missing():
-        pytest.skip(missing)
-    return Harness(make.build("tensorrt-harness"))
-
-
-@pytest.fixture(scope="module")
-def direct(harness: Harness) -> DirectCaller:
-    return DirectCaller(load(make.build("cuda-host")), HostMemory())
 
 
 def converted(model: onnx.ModelProto) -> tuple[onnx.NodeProto, Arrays]:

@@ -18,7 +18,6 @@ from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import STATE_NAMES
-from plugins.building import make
 from tests.conformance.cases import (
     MERGE_PROFILES,
     MERGE_SCENARIOS,
@@ -33,7 +32,7 @@ from tests.conformance.cases import (
 )
 from tests.conformance.comparison import assert_near, assert_same_cache, state_of
 from tests.conformance.cuda_library import Caller as DirectCaller
-from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lacks, load, vote_attention_call
+from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lacks, vote_attention_call
 from tests.conformance.oracle import merge_cache, vote_attention
 from tests.support.tensorrt_harness import (
     ATTENTION,
@@ -53,19 +52,9 @@ from tests.support.tensorrt_harness import (
     Harness,
     Tensor,
     parsed,
-    what_is_missing,
 )
 
 Arrays = dict[str, np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def harness() -> Harness:
-    if missing := what_is_missing():
-        pytest.skip(missing)
-    return Harness(make.build("tensorrt-harness"))
-
-
 B, T = -2, -3  # symbols of the batch and of the number of tokens
 
 
@@ -289,12 +278,11 @@ def test_a_cache_that_shared_memory_does_not_hold_is_refused_when_the_engine_is_
     assert "MergeCache: the cache has more slots" in harness.log()
 
 
-def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
+def test_the_workspace_does_for_every_smaller_problem(harness: Harness, direct: DirectCaller) -> None:
     """The workspace suffices for every smaller problem. A smaller batch has more splits, and may need more."""
     attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9),))
     plugin = harness.create("VoteAttention", parsed(vote_attention_node_attributes(attributes)))
     assert plugin
-    direct = DirectCaller(load(make.build("cuda-host")), HostMemory())
 
     def kernels(batch: int, tokens: int) -> int:
         call, size = (
@@ -326,9 +314,9 @@ def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
 def test_attention_is_the_kernels_bits_and_the_oracles_figures(
-    harness: Harness, profile: Profile, in_place: bool
+    harness: Harness, direct: DirectCaller, profile: Profile, in_place: bool
 ) -> None:
-    hold_attention(Caller(harness), DirectCaller(load(make.build("cuda-host")), HostMemory()), profile, in_place)
+    hold_attention(Caller(harness), direct, profile, in_place)
 
 
 def hold_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_place: bool) -> None:
@@ -351,8 +339,10 @@ def hold_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_pl
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_merges_are_the_kernels_bits_and_the_oracles_figures(harness: Harness, in_place: bool) -> None:
-    hold_merges(Caller(harness), DirectCaller(load(make.build("cuda-host")), HostMemory()), in_place)
+def test_merges_are_the_kernels_bits_and_the_oracles_figures(
+    harness: Harness, direct: DirectCaller, in_place: bool
+) -> None:
+    hold_merges(Caller(harness), direct, in_place)
 
 
 def hold_merges(caller: Caller, direct: DirectCaller, in_place: bool) -> None:

@@ -24,10 +24,9 @@ from kvexport.ops.ragged import ragged_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION, Operator, ragged
 from kvexport.schema.state import STATE_NAMES
-from plugins.building import make
 from tests.conformance.cases import MERGE_PROFILES, MERGE_SCENARIOS, PROFILES, SCENARIOS, MergeProfile, Profile
 from tests.conformance.cuda_library import Caller as DirectCaller
-from tests.conformance.cuda_library import HostMemory, bfloat16, lacks, load
+from tests.conformance.cuda_library import HostMemory, bfloat16, lacks
 from tests.conformance.ragged import join
 from tests.conformance.test_cuda_ragged import MANY, heads_of, ragged_call
 from tests.conformance.test_cuda_ragged_merge import MANY as MANY_THAT_MERGE
@@ -48,7 +47,6 @@ from tests.support.tensorrt_harness import (
     Tensor,
     fields_of,
     parsed,
-    what_is_missing,
 )
 
 Arrays = dict[str, np.ndarray]
@@ -56,18 +54,6 @@ B, T = -2, -3  # symbols of the batch and of the number of tokens
 SLOTS = (96, 40, 64)  # of the caches in the shapes below
 MERGED = [profile for profile in MERGE_PROFILES if lacks(profile.build_method()) is None]
 ATTRIBUTES = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
-
-
-@pytest.fixture(scope="module")
-def harness() -> Harness:
-    if missing := what_is_missing():
-        pytest.skip(missing)
-    return Harness(make.build("tensorrt-harness"))
-
-
-@pytest.fixture(scope="module")
-def direct(harness: Harness) -> DirectCaller:
-    return DirectCaller(load(make.build("cuda-host")), HostMemory())
 
 
 def converted(operator: Operator, inputs: Sequence[str], attributes: dict[str, Any]) -> onnx.NodeProto:

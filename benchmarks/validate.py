@@ -4,8 +4,8 @@
     python benchmarks/validate.py --shipped
 
 Writes benchmarks/results/validate-RECIPE.json, engine by engine, each with its settings. Engines that the file already
-holds with the same settings are not run again. `--shipped` validates each recipe of recipes/ whose model is in the
-checkout or is SmolLM2 instead, with the defaults of `kvexport validate`, and writes
+holds with the same settings are not run again. Instead, `--shipped` validates the recipes of SmolLM2 and of the
+checkout's tiny models in recipes/, with the defaults of `kvexport validate`, and writes
 benchmarks/results/validate-recipes.json. Every engine is built and validated in a process of its own, whose peak memory
 is recorded.
 """
@@ -72,7 +72,7 @@ def in_own_process(recipe: str, changes: list[str], batch: int | None) -> dict[s
 
 
 def validate_shipped() -> None:
-    """Validate the shipped recipes of models that are here."""
+    """Build and validate each recipe of SHIPPED with the defaults of `kvexport validate`."""
     done = {}
     for recipe in sorted(path.stem for pattern in SHIPPED for path in (ROOT / "recipes").glob(pattern)):
         done[recipe] = in_own_process(recipe, [], None)

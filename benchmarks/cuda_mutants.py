@@ -262,8 +262,8 @@ MEANING = (
     Mutant(
         "a head of its own takes the slots of the first sequence",
         HEADS,
-        "slots(static_cast<size_t>(place.row) * cache.capacity)",
-        "slots(static_cast<size_t>(place.row * 0) * cache.capacity)",
+        "slots(static_cast<size_t>(place.row) * place.cache.capacity)",
+        "slots(static_cast<size_t>(place.row * 0) * place.cache.capacity)",
         RAGGED,
     ),
     Mutant(

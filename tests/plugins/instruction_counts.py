@@ -62,8 +62,8 @@ CALLS: tuple[tuple[Any, ...], ...] = (
     ("int8", 1, ("AppendSmall", "DecodeSmall<8, 8, 128>")),
     ("int4", 1, ("AppendSmall", "DecodeSmall<4, 4, 128>")),
     ("float16", 48, tuple(f"{x}<kv::cuda::Half, 64>" for x in ("PrefillMma", "PrefillMmaScores"))),
-    ("float32", 48, ("Append<float>", "Prefill<float, 1>", "PrefillScores<float>")),
-    ("int8", 48, ("AppendSmall", *QUANTIZED)),
+    ("float32", 16, ("Append<float>", "Prefill<float, 1>", "PrefillScores<float>")),
+    ("int8", 16, ("AppendSmall", *QUANTIZED)),
 )
 LATEST = max(*BUDGETS, *PROMPT_BUDGETS)
 EVICTED = 32

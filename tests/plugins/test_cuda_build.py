@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import onnxruntime
 import pytest
@@ -29,6 +30,8 @@ from tests.support.one_node import VOTE_ATTENTION, model, vote_attention_shapes
 BY_DEFAULT = "86,90"
 ASKED = os.environ.get("KVEXPORT_CUDA_ARCHITECTURES", BY_DEFAULT)
 RECORDED = json.loads(resources.RECORD.read_text())
+# nvcc's own PTX for 8.6 gives this kernel 92 registers, and that for 9.0 gives it more.
+ASSEMBLED = {"PrefillScores<float>": [102, 0, 0, 0]}
 LOG = """
 ptxas info    : Compiling entry function '_ZN2kv4cuda11run_programINS0_6DecodeINS0_4HalfELi8EEEEEvNT_4ArgsE' for 'sm_90'
 ptxas info    : Function properties for _ZN2kv4cuda11run_programINS0_6DecodeINS0_4HalfELi8EEEEEvNT_4ArgsE
@@ -65,8 +68,7 @@ def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_
     if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
         pytest.skip("not reached: there is no nvcc on this machine")
     if architecture != ptx.CAPABILITY and ASKED == BY_DEFAULT:
-        # nvcc's own PTX for 8.6 gives PrefillScores<float> 90 registers, and that for 9.0 gives it 96.
-        hold_to_record(architecture, make.assembled(architecture), slack=0.1)
+        hold_to_record(architecture, make.assembled(architecture), ASSEMBLED)
         return
     objects, report = make.compile_kernels([architecture])
     lacking = binding_links(objects, architecture, tmp_path / "libkvexport_onnxruntime_cuda.so")
@@ -75,17 +77,19 @@ def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_
         pytest.skip(f"not reached: the binding for ONNX Runtime: {lacking}")
 
 
-def hold_to_record(architecture: str, report: resources.Report, slack: float = 0.0) -> None:
-    """Check that no kernel spills or exceeds its recorded resources by more than the share `slack`."""
+def hold_to_record(
+    architecture: str, report: resources.Report, others: Mapping[str, list[int]] = MappingProxyType({})
+) -> None:
+    """Check that no kernel spills or exceeds its resources, which are those of `others` or otherwise recorded."""
     assert not [name for name, numbers in report.items() if numbers["spills"]]
-    recorded = RECORDED[f"sm_{architecture}"]
+    recorded = {**RECORDED[f"sm_{architecture}"], **others}
     anew = f"if that is meant: python plugins/build.py cuda --record --capabilities {architecture}"
     assert set(report) == set(recorded), f"other kernels than recorded; {anew}"
     if resources.compiler_version() == RECORDED["compiler"]:  # another compiler divides registers differently
         more = [
             name
             for name, numbers in report.items()
-            if any(a > (1 + slack) * b for a, b in zip(numbers.values(), recorded[name], strict=True))
+            if any(a > b for a, b in zip(numbers.values(), recorded[name], strict=True))
         ]
         assert not more, f"more than recorded: {', '.join(more)}; {anew}"
 

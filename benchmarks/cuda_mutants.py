@@ -288,6 +288,13 @@ MEANING = (
         RAGGED,
     ),
     Mutant(
+        "a head's targets have as many splits as the largest head's",
+        WORK,
+        "head.own.blocks / (rows",
+        "head.work.entry[0].blocks / (rows",
+        MERGE,
+    ),
+    Mutant(
         "a split ends a block early",
         BLOCK,
         "(max_of(items, 0) + unit - 1) / unit,",

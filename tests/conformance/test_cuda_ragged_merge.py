@@ -115,6 +115,24 @@ def test_heads_of_several_capacities_give_the_bits_of_a_merge_of_each(
     assert set(changed) >= {h for h in range(len(states)) if h % 3 < 2 and capacities[h] > 16}
 
 
+@pytest.mark.parametrize("method", ["keepkv", "zeromerge"])
+def test_small_heads_beside_a_large_one_have_no_more_splits_than_blocks(caller: Caller, method: str) -> None:
+    """The search of each head has its own number of blocks, and its splits have results within its own stride."""
+    rng, capacities, states, attributes = np.random.default_rng(1), (1100, 260, 260, 260, 260), [], []
+    for slots in capacities:
+        own, shape = METHODS[method].attributes(slots - 16), (4, 1, slots)
+        state = {name: rng.normal(size=(*shape, 16)).astype(np.float32) for name in ("key", "value")}
+        state |= {"votes": np.ones(shape, np.float32), "position": np.tile(np.arange(slots, dtype=np.int32), (4, 1, 1))}
+        score = np.tile(np.linspace(-3, 3, slots, dtype=np.float32), (4, 1, len(own.method.statistics), 1))
+        states.append(state | {"score": rng.permuted(score, axis=-1)})
+        attributes.append(own)
+    expected = [caller.merge_cache(state, own) for state, own in zip(states, attributes, strict=True)]
+    for multiprocessors in (5, 13, 20, 30, 60):
+        set_host(caller.library, multiprocessors=multiprocessors)
+        assert_same_heads(caller.ragged_merge_cache(states, attributes), expected)
+    set_host(caller.library)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @every_method
 def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller, method: str, dtype: str) -> None:

@@ -6,8 +6,8 @@
 Writes benchmarks/results/validate-RECIPE.json, engine by engine, each with its settings. Engines that the file already
 holds with the same settings are not run again. Instead, `--shipped` validates the recipes of SmolLM2 and of the
 checkout's tiny models in recipes/, with the defaults of `kvexport validate`, and writes
-benchmarks/results/validate-recipes.json. Every engine is built and validated in a process of its own, whose peak memory
-is recorded.
+benchmarks/results/validate-recipes.json. Every engine is built in one process and validated in another one, whose peak
+memory is recorded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import resource
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,18 +54,28 @@ def row(result: ValidationResult) -> dict[str, Any]:
     }
 
 
-def validate(recipe: str, changes: list[str], batch: int | None) -> dict[str, Any]:
-    """Build an engine and validate it."""
-    with tempfile.TemporaryDirectory() as folder:
-        artifact = build(load_recipe(recipe, changes).recipe, Path(folder) / "artifact", name=Path(recipe).stem)
-        result = validate_artifact(artifact, batch=batch, progress=show)
-    return {**row(result), "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
+def build_artifact(recipe: str, changes: list[str], folder: Path) -> Path:
+    """Build an engine in a folder, and return its path."""
+    return build(load_recipe(recipe, changes).recipe, folder / "artifact", name=Path(recipe).stem)
 
 
-def in_own_process(recipe: str, changes: list[str], batch: int | None) -> dict[str, Any]:
-    """Build an engine and validate it in a process of its own, and print the result."""
+def validate(artifact: Path, batch: int | None) -> dict[str, Any]:
+    """Validate an engine, and return the figures and the peak memory of this process."""
+    figures = row(validate_artifact(artifact, batch=batch, progress=show))
+    return {**figures, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        figures = process.submit(validate, recipe, changes, batch).result()
+        return process.submit(function, *arguments).result()
+
+
+def built_and_validated(recipe: str, changes: list[str], batch: int | None) -> dict[str, Any]:
+    """Build an engine, validate it, and print the result."""
+    with tempfile.TemporaryDirectory() as folder:
+        artifact = in_own_process(build_artifact, recipe, changes, Path(folder))
+        figures: dict[str, Any] = in_own_process(validate, artifact, batch)
     verdict = "passed" if figures["passed"] else figures["problems"]
     name = " ".join([recipe, *changes])
     print(f"{name}: {verdict}, {figures['seconds']:.0f} s, {figures['peak_mb']} MB", flush=True)
@@ -75,7 +86,7 @@ def validate_shipped() -> None:
     """Build and validate each recipe of SHIPPED with the defaults of `kvexport validate`."""
     done = {}
     for recipe in sorted(path.stem for pattern in SHIPPED for path in (ROOT / "recipes").glob(pattern)):
-        done[recipe] = in_own_process(recipe, [], None)
+        done[recipe] = built_and_validated(recipe, [], None)
         save("validate-recipes", {"recipes": done})
 
 
@@ -101,7 +112,7 @@ def main() -> None:
             if engine in done and {key: done[engine].get(key) for key in settings} == settings:
                 continue
             changes = [f"cache.method={method}", f"model.dtype={dtype}", *arguments.set]
-            done[engine] = {**settings, **in_own_process(arguments.recipe, changes, arguments.batch)}
+            done[engine] = {**settings, **built_and_validated(arguments.recipe, changes, arguments.batch)}
             save(name, {"recipe": arguments.recipe, "engines": done})
 
 

@@ -4,8 +4,8 @@
     python benchmarks/validate.py --shipped
 
 Writes benchmarks/results/validate-RECIPE.json, engine by engine, each with its settings. Engines that the file already
-holds with the same settings are not run again. Instead, `--shipped` validates the recipes of SmolLM2 and of the
-checkout's tiny models in recipes/, with the defaults of `kvexport validate`, and writes
+holds with the same settings are not run again. With `--shipped`, the script validates the shipped recipes of SmolLM2
+and of the tiny models instead, with the defaults of `kvexport validate`, and writes
 benchmarks/results/validate-recipes.json. Every engine is built in one process and validated in another one, whose peak
 memory is recorded.
 """

@@ -182,8 +182,7 @@ def test_prompts_give_the_bits_of_a_call_for_each_head(
         heads = chunks_of(cache_type, capacities, group, tokens, batch)
         actual = caller.ragged_vote_attention(heads, attributes)
         assert_same_heads(actual, [caller.vote_attention(inputs, attributes) for inputs in heads])
-        if tokens == 2:
-            assert_same_heads(actual, caller.ragged_vote_attention(heads, attributes, in_place=False))
+        assert_same_heads(actual, caller.ragged_vote_attention(heads, attributes, in_place=False))
 
 
 @pytest.mark.parametrize("cache_type", BITS)

@@ -511,8 +511,7 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
         OTHER_LIBRARY: str(library),
     }
     sample = "both-33 or largest_rows or any-order-ballot or any-order-kvslimmer or any-order-keepkv"
-    sample += " or (head_size and (80 or 136)) or stages or (heads and many and float and 3)"
-    sample += " or (prompts and (2-1 or 5-3)) or (step_over and 3-)"
+    sample += " or (head_size and (80 or 136)) or stages or (heads and many and float and 3) or call_for_each"
     sample += " or (few and (float16 and ballot or float32 and kvslimmer))"
     like_others = "h2o or streaming or snapkv or keepkv-key or least-attended or asymkv or alone"
     sample += f" or (garbage and not ({like_others}))"

@@ -34,6 +34,10 @@ class Field:
     count: int = 0
 
 
+def _heads_list(name: str, meaning: str) -> Field:
+    return Field("const int*", name, f"[H] in the host's memory: {meaning}")
+
+
 def enumerations() -> dict[str, tuple[str, ...]]:
     """Return every C enumeration of the kernels' ABI: its prefix, and its words in the order of their numbers."""
     words = {a.name: a.words for a in (*POLICY, *FIT) if a.kind == "word"}
@@ -64,19 +68,11 @@ def structs() -> dict[str, list[Field]]:
             Field("KvReferenceQueries", "past", "only read; may be the same buffers in `present`"),
             Field("KvReferenceQueries", "present"),
         ],
-        # Calls over caches of single KV heads pass a table of these structs separately.
-        "KvHeadCache": [
-            Field("int", "capacity", "C of this KV head"),
-            Field("int", "budget", "slots that MergeCache keeps"),
-            Field("int", "recent", "the number of latest positions that MergeCache never evicts"),
-            *_STATES,
-            *_SCALES,
-            Field("KvRing", "ring", "the reference queries; 0 rows: none"),
-        ],
         "KvVoteAttention": [
             Field("int", "cache_type", "the type of the state's keys and values"),
             *_sizes(VOTE_ATTENTION),
             *_scalars(VOTE_ATTENTION),
+            _heads_list("capacity", "the slots of each KV head; their sum is `slots`"),
             Field("KvStatistic", "statistic", "one for each statistic", MAX_STATISTICS),
             # This member fills padding. At another place it would move the parameters that CUDA kernels read, which
             # costs registers.
@@ -90,7 +86,11 @@ def structs() -> dict[str, list[Field]]:
         "KvMergeCache": [
             Field("int", "cache_type", "the type of the state's keys and values"),
             *_sizes(MERGE_CACHE),
+            Field("int", "heads", "H"),
             *_scalars(MERGE_CACHE),
+            _heads_list("capacity", "the slots of each KV head; their sum is `slots`"),
+            _heads_list("budget", "the slots that each KV head keeps"),
+            _heads_list("recent", "the number of latest positions that each KV head never evicts"),
             Field("int", "statistic_kind", "one for each statistic", MAX_STATISTICS),
             Field("KvMergePolicy", "policy"),
             Field("int", "rotary_planes", "F of the layer's rotary embedding; 0: nothing is rotated"),
@@ -133,7 +133,7 @@ def scalars(operator: Operator) -> list[Attribute]:
 
 def _statistic() -> list[Field]:
     """Return the members of the C struct of a statistic: the attributes that VoteAttention lists per statistic."""
-    lists = [a for a in VOTE_ATTENTION.attributes if a.kind in ("floats", "ints")]
+    lists = [a for a in VOTE_ATTENTION.attributes if a.kind in ("floats", "ints") and a.name != "capacity"]
     return [Field(a.kind.removesuffix("s"), a.name, a.meaning) for a in lists]
 
 

@@ -112,6 +112,13 @@ _VALUE_PREFIX = Attribute(
     least=1,
     optional=True,
 )
+_CAPACITY = Attribute(
+    "capacity",
+    "ints",
+    "the slots of each KV head, one after another in the state tensors; omitted: every head has S / H",
+    least=1,
+    optional=True,
+)
 _past, _present = _past_and_present("VoteAttention", STATE)
 VOTE_ATTENTION = Operator(
     "VoteAttention",
@@ -127,6 +134,7 @@ VOTE_ATTENTION = Operator(
     (Operand("output", ("B", "Hq", "T", "Dv"), "query"), *_present),
     (
         Attribute("scale", "float", "factor of the products of queries and keys"),
+        _CAPACITY,
         Attribute("vote_exponent", "float", "alpha of the bias `alpha ln(votes)`; 0: no bias", 0.0),
         Attribute("softcap", "float", "logits l become `softcap tanh(l / softcap)`; 0: no bound", 0.0, least=0.0),
         _SLIDING_WINDOW,
@@ -163,11 +171,12 @@ MERGE_CACHE = Operator(
     tuple(_past),
     tuple(_present),
     (
-        Attribute("budget", "int", "slots that are kept", least=1),
+        _CAPACITY,
+        Attribute("budget", "ints", "for each KV head, the slots that are kept", least=1),
         Attribute(
             "sinks", "int", "the number of first positions that are never evicted and never merged into", 0, least=0
         ),
-        Attribute("recent", "int", "the number of latest positions that are never evicted", 0, least=0),
+        Attribute("recent", "ints", "for each KV head, the number of latest positions that are never evicted", least=0),
         _SLIDING_WINDOW,
         Attribute("compresses", "bool", "0: only slots that the sliding window has passed are evicted", True),
         Attribute("recent_receives", "bool", "whether evicted slots may merge into recent ones", False),
@@ -195,38 +204,6 @@ MERGE_CACHE = Operator(
         _VALUE_PREFIX,
     ),
 )
-RAGGED = "Ragged"  # the prefix of an operator's name if its KV heads have caches of their own
-_BY_CACHE = ("budget", "recent")  # attributes of which each cache has its own
-
-
-def ragged(operator: Operator, caches: int, extra: Iterable[StateTensor] = ()) -> Operator:
-    """Return VoteAttention or MergeCache over caches of single KV heads, which may have different capacities.
-
-    The state tensors follow all other inputs and outputs, cache by cache. The names of the state tensors end with the
-    number of the cache.
-
-    Args:
-        operator: VoteAttention or MergeCache.
-        caches: The number of KV heads.
-        extra: The state tensors of a cache after the contract's five.
-    """
-    tensors = [*STATE, *extra]
-    state = [{x.name for x in operands} for operands in _past_and_present(operator.name, tensors)]
-    whole = operator.with_state(extra)
-
-    def by_cache(operands: tuple[Operand, ...], state: set[str]) -> tuple[Operand, ...]:
-        own = [x for x in operands if x.name in state]
-        shared = [x for x in operands if x.name not in state]
-        return (*shared, *(replace(x, name=f"{x.name}.{i}") for i in range(caches) for x in own))
-
-    attributes = tuple(
-        replace(a, kind="ints", meaning=f"for each cache, {a.meaning}", default=None) if a.name in _BY_CACHE else a
-        for a in operator.attributes
-    )
-    inputs, outputs = (by_cache(x, own) for x, own in zip((whole.inputs, whole.outputs), state, strict=True))
-    return Operator(RAGGED + operator.name, inputs, outputs, attributes)
-
-
 LINEAR_ATTRIBUTES = (
     Attribute("input_heads", "int", "n: input is [B, n, T, inputs / n]; 0: it is [..., inputs]", 0, least=0),
     Attribute("norm", "bool", "whether rows are normalised first; the input norm follows", False),

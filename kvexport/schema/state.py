@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-CONTRACT_VERSION = 9  # the version of docs/reference/contract.md
+CONTRACT_VERSION = 10  # the version of docs/reference/contract.md
 T = TypeVar("T")
 DType = Literal["cache", "float32", "float16", "int32"]
 # Every dimension by its letter: its name in C, and the things that it counts.
@@ -15,7 +15,7 @@ DIMENSIONS = {
     "Hq": ("query_heads", "query heads"),
     "H": ("heads", "KV heads"),
     "T": ("tokens", "new tokens"),
-    "C": ("capacity", "slots, `budget + slack`"),
+    "S": ("slots", "slots of all KV heads, those of one head after those of another"),
     "D": ("key_size", "size of a key"),
     "Dv": ("value_size", "size of a value"),
     "K": ("statistics", "statistics"),
@@ -28,8 +28,9 @@ class StateTensor:
 
     Attributes:
         name: The name.
-        dims: Letters of `DIMENSIONS`, or fixed sizes; the first is always B. A tensor with the letter C, which then
-            follows B and H, has one element or row for every slot. It is moved, zeroed and cut with the slots.
+        dims: Letters of `DIMENSIONS`, or fixed sizes; the first is always B. A tensor with the letter S has one element
+            or row for every slot, those of one KV head after those of another. It is moved, zeroed and cut with the
+            slots. It has no dimension H.
         dtype: The type; ``cache`` is the type of the cache's keys and values.
         meaning: A description for tables.
     """
@@ -41,16 +42,16 @@ class StateTensor:
 
     def __post_init__(self) -> None:
         unknown = [d for d in self.dims if isinstance(d, str) and d not in DIMENSIONS]
-        if self.dims[:1] != ("B",) or unknown or ("C" in self.dims and self.dims[:2] != ("B", "H")):
+        if self.dims[:1] != ("B",) or unknown or {"H", "S"} <= {*self.dims}:
             raise ValueError(
                 f"the state tensor {self.name} has the dimensions {self.dims}; the first has to be B, the letters are "
-                f"{', '.join(DIMENSIONS)}, and a tensor with C begins with B, H"
+                f"{', '.join(DIMENSIONS)}, and a tensor with S has no H, because S counts the slots of all KV heads"
             )
 
     @property
     def slot_axis(self) -> int | None:
         """The dimension of the tensor that counts slots, or None if it has no such dimension."""
-        return self.dims.index("C") if "C" in self.dims else None
+        return self.dims.index("S") if "S" in self.dims else None
 
     def shape(self, sizes: Mapping[str, T]) -> tuple[T | int, ...]:
         """Return the shape of the state tensor, its dimension letters replaced by `sizes`."""
@@ -81,32 +82,32 @@ class StateTensor:
 
 
 STATE = (
-    StateTensor("key", ("B", "H", "C", "D"), "cache", "keys after RoPE"),
+    StateTensor("key", ("B", "S", "D"), "cache", "keys after RoPE"),
     StateTensor(
         "value",
-        ("B", "H", "C", "Dv"),
+        ("B", "S", "Dv"),
         "cache",
         "values (mean-normalised: any factor that belongs to the numerator alone is folded in)",
     ),
     StateTensor(
         "votes",
-        ("B", "H", "C"),
+        ("B", "S"),
         "float32",
         "the number of tokens that a slot stands for, possibly a fraction; **0 = the slot is empty**",
     ),
     StateTensor(
         "score",
-        ("B", "H", "K", "C"),
+        ("B", "K", "S"),
         "float32",
         "K importance statistics: the first ranks slots for eviction, the last weights merges; most methods have 1, "
         "methods where these differ have 2",
     ),
-    StateTensor("position", ("B", "H", "C"), "int32", "absolute position of the slot's latest token"),
+    StateTensor("position", ("B", "S"), "int32", "absolute position of the slot's latest token"),
 )
 # The additional tensors of a quantized cache, whose keys and values are numbers of 8 or 4 bits.
 SCALES = (
-    StateTensor("key_scale", ("B", "H", "C"), "float32", "the factor of a key's numbers"),
-    StateTensor("value_scale", ("B", "H", "C"), "float32", "the factor of a value's numbers"),
+    StateTensor("key_scale", ("B", "S"), "float32", "the factor of a key's numbers"),
+    StateTensor("value_scale", ("B", "S"), "float32", "the factor of a value's numbers"),
 )
 # The types of a quantized cache: that of its keys, and that of its values.
 SMALL = {"int8": ("int8", "int8"), "int4": ("int4", "int4"), "k8v4": ("int8", "int4")}

@@ -11,10 +11,11 @@ namespace kv {
 
 // The digest of the schema that the library is compiled with. A library of another version is refused before
 // it reads a node.
-inline constexpr const char* kSchema = "9226b5a84e45";
+inline constexpr const char* kSchema = "7c6c411aedc5";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},
+    {"capacity", kInts},
     {"vote_exponent", kFloat},
     {"softcap", kFloat},
     {"sliding_window", kInt},
@@ -27,9 +28,10 @@ inline constexpr AttributeName kVoteAttentionAttributes[] = {
 };
 
 inline constexpr AttributeName kMergeCacheAttributes[] = {
-    {"budget", kInt},
+    {"capacity", kInts},
+    {"budget", kInts},
     {"sinks", kInt},
-    {"recent", kInt},
+    {"recent", kInts},
     {"sliding_window", kInt},
     {"compresses", kInt},
     {"recent_receives", kInt},
@@ -105,12 +107,8 @@ void read_attributes(const Node& node, KvVoteAttention& x) {
 
 template <class Node>
 void read_attributes(const Node& node, KvMergeCache& x) {
-  x.budget = node.integer("budget");
-  check(node, x.budget >= 1, "budget", x.budget, "at least 1");
   x.sinks = node.integer("sinks");
   check(node, x.sinks >= 0, "sinks", x.sinks, "at least 0");
-  x.recent = node.integer("recent");
-  check(node, x.recent >= 0, "recent", x.recent, "at least 0");
   x.sliding_window = node.integer("sliding_window");
   check(node, x.sliding_window >= 0, "sliding_window", x.sliding_window, "at least 0");
   x.compresses = read_switch(node, "compresses");

@@ -30,16 +30,16 @@ enum { KV_FIT_VALUES = 0, KV_FIT_VOTES_AND_VALUES = 1 };
 enum { KV_MAX_STATISTICS = 8 };
 
 typedef struct KvState {
-  void* key;  // [B,H,C,D]
-  void* value;  // [B,H,C,Dv]
-  float* votes;  // [B,H,C]
-  float* score;  // [B,H,K,C]
-  int32_t* position;  // [B,H,C]
+  void* key;  // [B,S,D]
+  void* value;  // [B,S,Dv]
+  float* votes;  // [B,S]
+  float* score;  // [B,K,S]
+  int32_t* position;  // [B,S]
 } KvState;
 
 typedef struct KvScales {
-  float* key;  // [B,H,C], or nullptr
-  float* value;  // [B,H,C], or nullptr
+  float* key;  // [B,S], or nullptr
+  float* value;  // [B,S], or nullptr
 } KvScales;
 
 typedef struct KvStatistic {
@@ -99,24 +99,13 @@ typedef struct KvRing {
   KvReferenceQueries present;
 } KvRing;
 
-typedef struct KvHeadCache {
-  int capacity;  // C of this KV head
-  int budget;  // slots that MergeCache keeps
-  int recent;  // the number of latest positions that MergeCache never evicts
-  KvState past;  // read only; a tensor may be the same buffer in `present`, and is then updated in place
-  KvState present;
-  KvScales past_scales;  // the scales of a quantized cache's keys and values; buffers like the state's
-  KvScales present_scales;
-  KvRing ring;  // the reference queries; 0 rows: none
-} KvHeadCache;
-
 typedef struct KvVoteAttention {
   int cache_type;  // the type of the state's keys and values
   int batch;  // B
   int query_heads;  // Hq
   int heads;  // H
   int tokens;  // T
-  int capacity;  // C
+  int slots;  // S
   int key_size;  // D
   int value_size;  // Dv
   int statistics;  // K
@@ -124,6 +113,7 @@ typedef struct KvVoteAttention {
   float vote_exponent;  // alpha of the bias `alpha ln(votes)`; 0: no bias
   float softcap;  // logits l become `softcap tanh(l / softcap)`; 0: no bound
   int sliding_window;  // the number of latest positions that are visible; 0: all
+  const int* capacity;  // [H] in the host's memory: the slots of each KV head; their sum is `slots`
   KvStatistic statistic[KV_MAX_STATISTICS];  // one for each statistic
   int query_type;  // the type of query, key, value and output
   const void* query;  // [B,Hq,T,D]
@@ -143,17 +133,18 @@ typedef struct KvVoteAttention {
 typedef struct KvMergeCache {
   int cache_type;  // the type of the state's keys and values
   int batch;  // B
-  int heads;  // H
-  int capacity;  // C
+  int slots;  // S
   int key_size;  // D
   int value_size;  // Dv
   int statistics;  // K
-  int budget;  // slots that are kept
+  int heads;  // H
   int sinks;  // the number of first positions that are never evicted and never merged into
-  int recent;  // the number of latest positions that are never evicted
   int sliding_window;  // the number of latest positions that are visible; 0: all
   int compresses;  // 0: only slots that the sliding window has passed are evicted
   int recent_receives;  // whether evicted slots may merge into recent ones
+  const int* capacity;  // [H] in the host's memory: the slots of each KV head; their sum is `slots`
+  const int* budget;  // [H] in the host's memory: the slots that each KV head keeps
+  const int* recent;  // [H] in the host's memory: the number of latest positions that each KV head never evicts
   int statistic_kind[KV_MAX_STATISTICS];  // one for each statistic
   KvMergePolicy policy;
   int rotary_planes;  // F of the layer's rotary embedding; 0: nothing is rotated

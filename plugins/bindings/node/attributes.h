@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -56,11 +57,56 @@ int read_value_prefix(const Node& node, bool on_cpu) {
   return integer_at_least(1, node, "value_prefix");
 }
 
-// Reads all attributes of a VoteAttention node. reference_queries: receives the rows of the ring of reference queries,
-// 0 without one. It is nullptr except on the CPU; then a node with a ring, or with values in keys, is refused.
+// The attributes of a node that have a number for each KV head. A VoteAttention node has only `capacity`.
+struct HeadLists {
+  std::vector<int> capacity;  // empty: every head has S / H slots
+  std::vector<int> budget, recent;
+};
+
+// Returns the list of an attribute; throws if a number is below `least`.
 template <class Node>
-void read_vote_attention(const Node& node, KvVoteAttention& call, int* reference_queries = nullptr) {
+std::vector<int> integers_at_least(int least, const Node& node, const char* name) {
+  const std::vector<int> list = node.integers(name);
+  for (const int x : list) check(node, x >= least, name, x, ("at least " + std::to_string(least)).c_str());
+  return list;
+}
+
+template <class Node>
+std::vector<int> read_capacity(const Node& node) {
+  if (!node.has("capacity")) return {};
+  const std::vector<int> capacity = integers_at_least(1, node, "capacity");
+  node.require(!capacity.empty(), "capacity holds no integers");
+  return capacity;
+}
+
+// Points a call, whose slots and heads are set, to the slots of each KV head: those of the attribute `capacity`, or S /
+// H in `equal`. Returns why they are not the slots of the call; "" if they are.
+template <class Arguments>
+std::string set_capacity(const std::vector<int>& capacity, std::vector<int>& equal, Arguments& call) {
+  const auto number = [](auto x) { return std::to_string(x); };
+  const size_t heads = static_cast<size_t>(call.heads);
+  if (capacity.empty() && (call.slots < call.heads || call.slots % call.heads))
+    return number(call.slots) + " slots are not the same number for each of " + number(heads) +
+           " KV heads, and the node has no capacity";
+  if (capacity.empty()) equal.assign(heads, call.slots / call.heads);
+  const std::vector<int>& all = capacity.empty() ? equal : capacity;
+  if (all.size() != heads)
+    return "capacity has " + number(all.size()) + " numbers, but there are " + number(heads) + " KV heads";
+  const int64_t sum = std::accumulate(all.begin(), all.end(), int64_t{0});
+  if (sum != call.slots)
+    return "the sum of capacity is " + number(sum) + ", but there are " + number(call.slots) + " slots";
+  call.capacity = all.data();
+  return "";
+}
+
+// Reads all attributes of a VoteAttention node, and its list `capacity`. reference_queries: receives the rows of the
+// ring of reference queries, 0 without one. It is nullptr except on the CPU; then a node with a ring, or with values in
+// keys, is refused.
+template <class Node>
+void read_vote_attention(const Node& node, KvVoteAttention& call, std::vector<int>& capacity,
+                         int* reference_queries = nullptr) {
   read_attributes(node, call);
+  capacity = read_capacity(node);
   read_statistics(node, call);
   call.value_prefix = read_value_prefix(node, reference_queries);
   if (!node.has("reference_queries")) return;
@@ -68,13 +114,21 @@ void read_vote_attention(const Node& node, KvVoteAttention& call, int* reference
   *reference_queries = integer_at_least(1, node, "reference_queries");
 }
 
-// Reads all attributes of a MergeCache node; the caller sets the pointer to the inverse frequencies. Returns whether
-// the node has a fit. fit: receives it. It is nullptr except on the CPU; then a node with a fit, or with values in
-// keys, is refused.
+// Reads all attributes of a MergeCache node; the caller sets the call's pointers to the lists. Returns whether the node
+// has a fit. fit: receives it. It is nullptr except on the CPU; then a node with a fit, or with values in keys, is
+// refused.
 template <class Node>
-bool read_merge_cache(const Node& node, KvMergeCache& call, std::vector<float>& inverse_frequencies,
+bool read_merge_cache(const Node& node, KvMergeCache& call, HeadLists& heads, std::vector<float>& inverse_frequencies,
                       KvFit* fit = nullptr) {
   read_attributes(node, call);
+  heads = {read_capacity(node), integers_at_least(1, node, "budget"), integers_at_least(0, node, "recent")};
+  const auto number = [](auto x) { return std::to_string(x); };
+  node.require(!heads.budget.empty() && heads.recent.size() == heads.budget.size(),
+               "budget and recent have a number for each KV head, not " + number(heads.budget.size()) + " and " +
+                   number(heads.recent.size()));
+  node.require(heads.capacity.empty() || heads.capacity.size() == heads.budget.size(),
+               "capacity has " + number(heads.capacity.size()) + " numbers, and budget " + number(heads.budget.size()));
+  call.heads = static_cast<int>(heads.budget.size());
   const std::vector<int> kinds = read_statistic_kinds(node);
   call.statistics = static_cast<int>(kinds.size());
   for (size_t k = 0; k < kinds.size(); ++k) call.statistic_kind[k] = kinds[k];

@@ -33,11 +33,11 @@ inline bool fits(const Shape& shape, const Shape& expected) {
 // Returns the state tensors of a call of these sizes, in the contract's order; -1 is a size that is not known.
 template <class Arguments>
 std::vector<Input> state_inputs(const Arguments& a) {
-  return {{"key", {a.batch, a.heads, a.capacity, a.key_size}},
-          {"value", {a.batch, a.heads, a.capacity, a.value_size}},
-          {"votes", {a.batch, a.heads, a.capacity}},
-          {"score", {a.batch, a.heads, a.statistics, a.capacity}},
-          {"position", {a.batch, a.heads, a.capacity}}};
+  return {{"key", {a.batch, a.slots, a.key_size}},
+          {"value", {a.batch, a.slots, a.value_size}},
+          {"votes", {a.batch, a.slots}},
+          {"score", {a.batch, a.statistics, a.slots}},
+          {"position", {a.batch, a.slots}}};
 }
 
 inline std::vector<Input> inputs_of(const KvMergeCache& a) { return state_inputs(a); }

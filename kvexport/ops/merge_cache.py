@@ -1,7 +1,8 @@
 """The operator MergeCache: it evicts slots of a KV cache by a method's rule, until the cache is within its budget.
 
-The function `merge_cache` defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`), and
-`tests/conformance` compares native kernels with it.
+The function `merge_cache` defines the operator for KV heads of one capacity and budget, and `kvexport.ops.layer_state`
+for the heads of a layer, which may differ. The ONNX function of equal heads is traced from it
+(`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LAST = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class MergeCacheAttributes:
-    """The attributes of a MergeCache node.
+    """The attributes of a MergeCache node for one of its KV heads, or for heads of one budget.
 
     Attributes:
         method: The method that chooses evicted slots and merges them.
@@ -73,7 +74,7 @@ def merge_cache(
     rows: tuple[Tensor, Tensor, Tensor] | None = None,
     recent: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return one layer's KV cache with at most `budget` occupied slots; a cache within its budget stays unchanged.
+    """Return the cache of equal KV heads with at most `budget` occupied slots each; one within its budget is unchanged.
 
     Occupied slots are a prefix, in any order.
 
@@ -108,7 +109,8 @@ def merge_cache(
             f"the score has {score.shape[2]} statistics, but {attributes.method.name} keeps {statistics}",
             f"pass a score of [B, H, {statistics}, C]",
         )
-    axes = tuple(tensor.slot_axis for tensor in attributes.method.extra_state)
+    own = attributes.method.extra_state
+    axes = tuple(None if tensor.slot_axis is None else tensor.slot_axis + 1 for tensor in own)
     kept_rows, evicted_rows, freed_rows = rows or rows_of(votes, attributes.budget)
     working = kept_rows.shape[0] + evicted_rows.shape[0]
 

@@ -1,8 +1,8 @@
-"""The ONNX functions of VoteAttention and MergeCache, traced from their definitions in PyTorch.
+"""The ONNX functions of VoteAttention and MergeCache over equal KV heads, traced from their definitions in PyTorch.
 
-A node of domain `kvexport` has attributes for native kernels. Nodes of an operator that compute different functions
-refer to ONNX functions of the same name with different `overload` names. Batch, tokens, capacity and budget are
-symbolic in a function, and all other sizes are fixed.
+Their tensors are views [B, H, C, ...] of a layer's state. `kvexport.ops.layer_state` makes the functions of the
+operators from them. No library has a kernel for a function of equal heads: its name ends with a digest. Batch, tokens,
+capacity and budget are symbolic in a function, and all other sizes are fixed.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ rows <budget, recent> (votes) => (kept_rows, evicted_rows, freed_rows, recent_sl
 _merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # keys: method and overload
 
 
-def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[str, Any]:
+def vote_attention_node_attributes(attributes: VoteAttentionAttributes, capacity: Sequence[int] = ()) -> dict[str, Any]:
     """Return the attributes of a VoteAttention node by their names in the contract.
 
-    List attributes have one entry for each statistic and are named like the fields of `Statistic`.
+    `capacity`, the slots of every KV head, is an attribute if heads differ. Other lists have one entry for each
+    statistic and are named like the fields of `Statistic`.
     """
     values: dict[str, Any] = {"statistics": [s.kind for s in attributes.statistics]}
     for name in (a.name for a in VOTE_ATTENTION.attributes if a.name not in values and not a.optional):
@@ -79,24 +80,34 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
         values["reference_queries"] = attributes.method.reference_queries
     if attributes.value_prefix:
         values["value_prefix"] = attributes.value_prefix
-    return VOTE_ATTENTION.node_attributes(values)
+    return VOTE_ATTENTION.node_attributes(values | _capacity(capacity))
 
 
-def merge_cache_node_attributes(attributes: MergeCacheAttributes) -> dict[str, Any]:
+def merge_cache_node_attributes(
+    attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int] = ()
+) -> dict[str, Any]:
     """Return the attributes of a MergeCache node by their names in the contract.
 
     They include the policy, if the method has one, and the layer's rotary embedding, if there is one.
+
+    Args:
+        attributes: For each KV head, the attributes of its merge. They differ only in budget and recent.
+        capacity: The slots of every KV head.
     """
-    return MERGE_CACHE.node_attributes(_merge_cache_values(attributes))
+    own = {"budget": [x.budget for x in attributes], "recent": [x.recent for x in attributes]}
+    return MERGE_CACHE.node_attributes(_merge_cache_values(attributes[0]) | own | _capacity(capacity))
+
+
+def _capacity(capacity: Sequence[int]) -> dict[str, Any]:
+    """Return the attribute `capacity`, which a node of equal heads omits, because their number of slots may be open."""
+    return {"capacity": list(capacity)} if len({*capacity}) > 1 else {}
 
 
 def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:
     method = attributes.method
     policy = method.policy()
     values: dict[str, Any] = {
-        "budget": attributes.budget,
         "sinks": attributes.sinks,
-        "recent": attributes.recent,
         "sliding_window": attributes.sliding_window,
         "compresses": method.compresses,
         "recent_receives": method.recent_receives,
@@ -120,7 +131,7 @@ def overload_of(meaning: dict[str, Any]) -> str:
 
 
 @cache
-def vote_attention_function(
+def heads_vote_attention_function(
     attributes: VoteAttentionAttributes,
     *,
     heads: tuple[int, int],
@@ -129,7 +140,9 @@ def vote_attention_function(
     cache_type: str = "",
     sinks: bool = False,
 ) -> onnx.FunctionProto:
-    """Return the ONNX function of VoteAttention.
+    """Return the ONNX function of VoteAttention over equal KV heads.
+
+    It has no state tensor `value` if values are read from keys.
 
     Args:
         attributes: The attributes of the node.
@@ -144,8 +157,8 @@ def vote_attention_function(
     extra = (*scales_of(cache_type), *(attributes.method.extra_state if attributes.method else ()))
     operator = VOTE_ATTENTION.with_state(extra)
     stored = cache_type or str(dtype).removeprefix("torch.")
-    stored_value = 0 if attributes.value_prefix else value_size
-    sizes = {"B": 2, "H": kv_heads, "C": 8, "K": len(attributes.statistics), "D": key_size, "Dv": stored_value}
+    state = _stored(STATE, attributes.value_prefix)
+    sizes = {"B": 2, "H": kv_heads, "S": 8, "K": len(attributes.statistics), "D": key_size, "Dv": value_size}
     b, t = sizes["B"], 3
     arguments = [
         torch.zeros(b, query_heads, t, key_size, dtype=dtype),
@@ -153,14 +166,14 @@ def vote_attention_function(
         torch.zeros(b, kv_heads, t, value_size, dtype=dtype),
         torch.zeros(b, t, dtype=torch.int64),
         torch.zeros(b, 1, dtype=torch.int64),
-        *_state(STATE, sizes, stored),
+        *_state(state, sizes, stored),
     ]
     batch, tokens, capacity = Dim("batch"), Dim("tokens"), Dim("capacity")
     shapes: list[dict[int, Any]] = [
         *[{0: batch, 2: tokens}] * 3,
         {0: batch, 1: tokens},
         {0: batch},
-        *_state_dims(STATE, batch, capacity),
+        *_state_dims(state, batch, capacity),
     ]
     if sinks:
         arguments.append(torch.zeros(query_heads))
@@ -180,15 +193,21 @@ def vote_attention_function(
     before_extra = len(arguments) - len(extra)
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        first = tensors[:before_extra] if sinks else (*tensors[:before_extra], None)
-        return vote_attention(*first, *tensors[before_extra:], attributes=attributes)  # type: ignore[arg-type]
+        first, own = list(tensors[:before_extra]), tensors[before_extra:]
+        if not sinks:
+            first.append(None)  # type: ignore[arg-type]
+        if not attributes.value_prefix:
+            return vote_attention(*first, *own, attributes=attributes)
+        first.insert(6, first[5][..., :0])
+        output, key, _, *rest = vote_attention(*first, *own, attributes=attributes)
+        return (output, key, *rest)
 
     graph = _trace(call, arguments, shapes)
     _read_sizes_from(graph, operator.input_names.index("position"))
-    # A function without sink logits keeps their place among its inputs if extra state follows.
-    absent = [] if sinks else ["sink_logits"]
-    inputs = [name for name in operator.input_names if name not in absent or extra]
-    return _function("VoteAttention", overload_of(meaning), graph, inputs, operator.output_names, absent=absent)
+    absent = [*([] if sinks else ["sink_logits"]), *(["past_value"] if attributes.value_prefix else [])]
+    inputs = [name for name in operator.input_names if name not in absent]
+    outputs = [name for name in operator.output_names if name != "present_value" or not attributes.value_prefix]
+    return _function(f"HeadsVoteAttention_{overload_of(meaning)}", graph, inputs, outputs)
 
 
 def _method_meaning(method: Method) -> dict[str, Any]:
@@ -196,10 +215,12 @@ def _method_meaning(method: Method) -> dict[str, Any]:
     return {"method": method.name, **method.model_dump()}
 
 
-def merge_cache_function(
+def heads_merge_cache_function(
     attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, cache_type: str
 ) -> onnx.FunctionProto:
-    """Return the ONNX function of MergeCache, which reads `budget` and `recent` from the node's attributes.
+    """Return the ONNX function of MergeCache over equal KV heads.
+
+    Its attributes are one budget and one recent window. It has no state tensor `value` if values are read from keys.
 
     Args:
         attributes: The attributes of the node. Its budget and recent do not matter.
@@ -208,7 +229,7 @@ def merge_cache_function(
         statistics: The number K of statistics.
         cache_type: The type of the cache's keys and values.
     """
-    shared = {name: x for name, x in _merge_cache_values(attributes).items() if name not in MERGE_CACHE_NODE}
+    shared = _merge_cache_values(attributes)
     has_own = attributes.method.policy() is None or attributes.method.extra_state
     meaning = {
         "op": "MergeCache",
@@ -227,7 +248,7 @@ def merge_cache_function(
 
 def keep_merge_functions(method: Method, functions: Iterable[onnx.FunctionProto]) -> None:
     """Cache the ONNX functions of MergeCache that a forked process traced for a compression method."""
-    _merge_functions.update({(type(method), function.overload): function for function in functions})
+    _merge_functions.update({(type(method), function.name.rpartition("_")[2]): function for function in functions})
 
 
 def _trace_merge_cache(
@@ -240,10 +261,9 @@ def _trace_merge_cache(
 ) -> onnx.FunctionProto:
     extra = (*scales_of(cache_type), *attributes.method.extra_state)
     operator = MERGE_CACHE.with_state(extra)
-    state = (*STATE, *extra)
+    state = _stored((*STATE, *extra), attributes.value_prefix)
     c, n, v = 8, 5, 2
-    stored_value = 0 if attributes.value_prefix else head_sizes[1]
-    sizes = {"B": 2, "H": kv_heads, "C": c, "K": statistics, "D": head_sizes[0], "Dv": stored_value}
+    sizes = {"B": 2, "H": kv_heads, "S": c, "K": statistics, "D": head_sizes[0], "Dv": head_sizes[1]}
     rows = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n), torch.zeros(1, dtype=torch.int32)]
     arguments = [*_state(state, sizes, cache_type), *rows]
     kept, evicted, freed = Dim("kept"), Dim("evicted"), Dim("freed")
@@ -251,27 +271,46 @@ def _trace_merge_cache(
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         *cache, kept, evicted, freed, recent = tensors
-        return merge_cache(*cache, attributes=attributes, rows=(kept, evicted, freed), recent=recent)
+        if attributes.value_prefix:
+            cache.insert(1, cache[0][..., :0])
+        result = merge_cache(*cache, attributes=attributes, rows=(kept, evicted, freed), recent=recent)
+        return (result[0], *result[2:]) if attributes.value_prefix else result
 
     graph = _trace(call, arguments, shapes)
     prologue = list(onnx.parser.parse_function(ROWS).node)
-    inputs = [*operator.input_names, *ROW_INPUTS]
-    function = _function("MergeCache", overload, graph, inputs, operator.output_names, prologue)
+    absent = ("value", "present_value") if attributes.value_prefix else ()
+    inputs = [*(name for name in operator.input_names if name not in absent), *ROW_INPUTS]
+    outputs = [name for name in operator.output_names if name not in absent]
+    function = _function(f"HeadsMergeCache_{overload}", graph, inputs, outputs, prologue)
     function.attribute.extend(MERGE_CACHE_NODE)
     return function
 
 
+def _stored(state: Sequence[StateTensor], value_prefix: int) -> list[StateTensor]:
+    """Return the state tensors that the function of equal heads has: all but values that are read from keys."""
+    return [x for x in state if not (value_prefix and x.name == "value")]
+
+
 def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], cache_type: str) -> list[Tensor]:
-    """Return a tensor of zeros for every cache state tensor, with the given sizes, as example arguments of a trace."""
-    return [
-        torch.zeros(x.stored_shape(cache_type, sizes), dtype=getattr(torch, x.stored_dtype(cache_type))) for x in state
+    """Return views [B, H, C, ...] of zeros of every state tensor, as example arguments of a trace.
+
+    Args:
+        state: The state tensors.
+        sizes: Their sizes, in which S is that of one head.
+        cache_type: The type of the cache.
+    """
+    shapes = [x.stored_shape(cache_type, sizes) for x in state]
+    views = [
+        shape if x.slot_axis is None else (shape[0], sizes["H"], *shape[1:])
+        for x, shape in zip(state, shapes, strict=True)
     ]
+    types = [getattr(torch, x.stored_dtype(cache_type)) for x in state]
+    return [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(views, types, strict=True)]
 
 
 def _state_dims(state: Sequence[StateTensor], batch: Any, capacity: Any) -> list[dict[int, Any]]:
-    """Return the symbolic dimensions of each cache state tensor, for a trace."""
-    symbols = {"B": batch, "C": capacity}
-    return [{i: symbols[d] for i, d in enumerate(x.dims) if d in symbols} for x in state]
+    """Return the symbolic dimensions of these views, for a trace."""
+    return [{0: batch} if x.slot_axis is None else {0: batch, x.slot_axis + 1: capacity} for x in state]
 
 
 def _trace(
@@ -310,33 +349,28 @@ def _constant(name: str, tensor: onnx.TensorProto) -> onnx.NodeProto:
 
 
 def _function(
-    op: str,
-    overload: str,
+    name: str,
     graph: onnx.GraphProto,
     inputs: list[str],
     outputs: list[str],
     prologue: list[onnx.NodeProto] | None = None,
-    absent: Sequence[str] = (),
 ) -> onnx.FunctionProto:
     """Return a traced graph as an ONNX function.
 
     Inputs and outputs are renamed, and initializers become constants.
 
     Args:
-        op: The operator's name.
-        overload: The function's overload name.
+        name: The function's name.
         graph: The traced graph.
         inputs: The names of the function's inputs, in the order of the graph's inputs.
         outputs: The names of the function's outputs.
         prologue: Nodes that compute the last inputs of the graph.
-        absent: Inputs of the function that the graph does not have.
     """
-    present = [name for name in inputs if name not in absent]
-    renamed = dict(zip((v.name for v in graph.input), present, strict=True)) | dict(
+    renamed = dict(zip((v.name for v in graph.input), inputs, strict=True)) | dict(
         zip((v.name for v in graph.output), outputs, strict=True)
     )
-    if len(renamed) != len(present) + len(outputs):
-        raise AssertionError(f"{op}: an output of the trace is also an input or another output")
+    if len(renamed) != len(inputs) + len(outputs):
+        raise AssertionError(f"{name}: an output of the trace is also an input or another output")
     nodes = list(prologue or [])
     for initializer in graph.initializer:
         nodes.append(_constant(initializer.name, initializer))
@@ -348,13 +382,6 @@ def _function(
         copy.input[:] = [renamed.get(x, x) for x in node.input]
         copy.output[:] = [renamed.get(x, x) for x in node.output]
         nodes.append(copy)
-    computed = set(inputs) & {name for node in prologue or [] for name in node.output}
-    return helper.make_function(
-        DOMAIN,
-        op,
-        [x for x in inputs if x not in computed],
-        outputs,
-        nodes,
-        [helper.make_opsetid("", OPSET)],
-        overload=overload,
-    )
+    computed = set(inputs) & {output for node in prologue or [] for output in node.output}
+    given = [x for x in inputs if x not in computed]
+    return helper.make_function(DOMAIN, name, given, outputs, nodes, [helper.make_opsetid("", OPSET)])

@@ -1,8 +1,9 @@
 """The operator VoteAttention: append new tokens to the KV cache, attend with a bias by votes, and update the scores.
 
-The function `vote_attention` defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`),
-and `tests/conformance` compares native kernels with it. `read_attention` is the attention of a layer that has no cache
-of its own. A trace contains its PyTorch operations as ONNX's own operators.
+The function `vote_attention` defines the operator for KV heads of one capacity, and `kvexport.ops.layer_state` for the
+heads of a layer, which may differ. The ONNX function of heads of one capacity is traced from it
+(`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it. `read_attention` is the
+attention of a layer that has no cache of its own. A trace contains its PyTorch operations as ONNX's own operators.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def vote_attention(
     *past_extra: Tensor,
     attributes: VoteAttentionAttributes,
 ) -> tuple[Tensor, ...]:
-    """Return one layer's attention output, and its KV cache after the new tokens are appended.
+    """Return the attention output of KV heads of one capacity, and their cache after the new tokens are appended.
 
     Products, softmax and scores are computed in float32. Occupied slots are a prefix. The number of occupied slots plus
     query_length must be at most C, so the caller merges before the cache is full.
@@ -272,7 +273,7 @@ def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, new: 
     emptied = []
     for tensor, x in zip(method.extra_state, past, strict=True):
         axis = tensor.slot_axis
-        emptied.append(x if axis is None else torch.where(along(fresh, axis, x.dim()), torch.zeros_like(x), x))
+        emptied.append(x if axis is None else torch.where(along(fresh, axis + 1, x.dim()), torch.zeros_like(x), x))
     return method.update(tuple(emptied), new)
 
 

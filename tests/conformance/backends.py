@@ -7,7 +7,7 @@ fails if one of them is unknown or cannot run.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from kvexport.schema.state import SCALES as SCALE_TENSORS
 from kvexport.schema.state import STATE_NAMES as STATE
 from plugins.building import make
 from tests.conformance.cuda_library import SMALL_TYPES, Cuda, CudaOnHost, CudaPtx, cache_type_of
+from tests.conformance.layout import OfHeads
 
 Arrays = dict[str, np.ndarray]
 INPUTS = (
@@ -33,7 +34,7 @@ SYMBOLIC = {
     "query": {0: "B", 2: "T"}, "key": {0: "B", 2: "T"}, "value": {0: "B", 2: "T"}, "position": {0: "B", 1: "T"},
     "query_length": {0: "B"}, "sink_logits": {}, "output": {0: "B", 2: "T"},
     **{
-        f"{prefix}_{name}": {0: "B", (3 if name == "score" else 2): "C"}
+        f"{prefix}_{name}": {0: "B", (2 if name == "score" else 1): "S"}
         for prefix in ("past", "present") for name in (*STATE, *SCALES)
     },
 }  # fmt: skip
@@ -47,15 +48,15 @@ def state_names(key: np.ndarray, method: Method | None = None) -> tuple[str, ...
 
 def _sizes(key: np.ndarray, value: np.ndarray) -> tuple[int, int]:
     """Return the sizes of a key and of a value in a cache; a byte of uint8 contains two numbers."""
-    first, second = (x.shape[3] * (2 if x.dtype == np.uint8 else 1) for x in (key, value))
+    first, second = (x.shape[-1] * (2 if x.dtype == np.uint8 else 1) for x in (key, value))
     return first, second
 
 
 class Backend(Protocol):
-    """An implementation of both operators, over numpy arrays with the names and shapes of the contract.
+    """An implementation of both operators, over numpy arrays with the names of the contract (section 3).
 
-    docs/reference/contract.md, section 3, defines them. The scales of a quantized cache follow the five tensors, and a
-    method's own tensors follow the scales.
+    Here state tensors have the dimensions [B, H, C, ...], and `OfHeads` puts them into the layout of the contract. The
+    scales of a quantized cache follow the five tensors, and a method's own tensors follow the scales.
     """
 
     name: str
@@ -66,14 +67,20 @@ class Backend(Protocol):
     def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
         """Return `output` and the five `present_*`, by name. The inputs of a model without sinks lack `sink_logits`."""
 
+    def vote_attention_of(self, parts: Sequence[Arrays], attributes: VoteAttentionAttributes) -> list[Arrays]:
+        """Return those of parts of a layer, whose KV heads may have different capacities."""
+
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         """Return why the backend has no kernel for this merge, or None if it has one."""
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
         """Return the five `present_*` tensors by name."""
 
+    def merge_cache_of(self, parts: Sequence[Arrays], attributes: Sequence[MergeCacheAttributes]) -> list[Arrays]:
+        """Return those of parts of a layer, each with budget and recent window of its own."""
 
-class Torch:
+
+class Torch(OfHeads):
     """The definition of the operators in PyTorch, in float32."""
 
     name = "torch"
@@ -81,30 +88,36 @@ class Torch:
     def available(self) -> str | None:
         return None
 
-    def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
+    def layer_vote_attention(
+        self, inputs: Arrays, attributes: VoteAttentionAttributes, capacity: Sequence[int]
+    ) -> Arrays:
         import torch
 
-        from kvexport.ops.vote_attention import vote_attention
+        from kvexport.ops.layer_state import layer_vote_attention
 
         state = state_names(inputs["past_key"], attributes.method)
         names = (*INPUTS, *(f"past_{name}" for name in state[len(STATE) :]))
         tensors: list[Any] = [torch.from_numpy(inputs[name]) if name in inputs else None for name in names]
-        return _named(_outputs(state), [x.numpy() for x in vote_attention(*tensors, attributes=attributes)])
+        result = layer_vote_attention(*tensors, attributes=attributes, capacity=capacity)
+        return _named(_outputs(state), [x.numpy() for x in result])
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         return None
 
-    def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
+    def layer_merge_cache(
+        self, state: Arrays, attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int]
+    ) -> Arrays:
         import torch
 
-        from kvexport.ops.merge_cache import merge_cache
+        from kvexport.ops.layer_state import layer_merge_cache
 
-        names = state_names(state["key"], attributes.method)
+        names = state_names(state["key"], attributes[0].method)
         tensors = [torch.from_numpy(state[name]) for name in names]
-        return _named(_outputs(names)[1:], [x.numpy() for x in merge_cache(*tensors, attributes=attributes)])
+        result = layer_merge_cache(*tensors, attributes=attributes, capacity=capacity)
+        return _named(_outputs(names)[1:], [x.numpy() for x in result])
 
 
-class OnnxFunction:
+class OnnxFunction(OfHeads):
     """The ONNX functions of the operators, inlined by ONNX Runtime on the CPU. Tracing one of them takes seconds."""
 
     name = "onnx-function"
@@ -112,17 +125,21 @@ class OnnxFunction:
     def available(self) -> str | None:
         return None
 
-    def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
-        return _run_vote_attention(inputs, attributes)
+    def layer_vote_attention(
+        self, inputs: Arrays, attributes: VoteAttentionAttributes, capacity: Sequence[int]
+    ) -> Arrays:
+        return _run_vote_attention(inputs, attributes, capacity)
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         return None
 
-    def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-        return _run_merge_cache(state, attributes)
+    def layer_merge_cache(
+        self, state: Arrays, attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int]
+    ) -> Arrays:
+        return _run_merge_cache(state, attributes, capacity)
 
 
-class NativeCpu:
+class NativeCpu(OfHeads):
     """The native operators in ONNX Runtime on the CPU, in models of one node without a function.
 
     Without the function, only the native operators can run the node.
@@ -139,16 +156,20 @@ class NativeCpu:
     def available(self) -> str | None:
         return None if self.path() else "the native operators are not built: make native"
 
-    def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
-        return _run_vote_attention(inputs, attributes, self.path())
+    def layer_vote_attention(
+        self, inputs: Arrays, attributes: VoteAttentionAttributes, capacity: Sequence[int]
+    ) -> Arrays:
+        return _run_vote_attention(inputs, attributes, capacity, self.path())
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         from kvexport.backends.onnxruntime.operators import why_function
 
         return why_function(self.path(), "MergeCache", attributes.method, self.device)
 
-    def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-        return _run_merge_cache(state, attributes, self.path())
+    def layer_merge_cache(
+        self, state: Arrays, attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int]
+    ) -> Arrays:
+        return _run_merge_cache(state, attributes, capacity, self.path())
 
 
 class CudaBindingOnHost(NativeCpu):
@@ -185,21 +206,32 @@ def _outputs(state: tuple[str, ...]) -> tuple[str, ...]:
     return ("output", *(f"present_{name}" for name in state))
 
 
-def _run_vote_attention(inputs: Arrays, attributes: VoteAttentionAttributes, native: Path | None = None) -> Arrays:
+def _run_vote_attention(
+    inputs: Arrays, attributes: VoteAttentionAttributes, capacity: Sequence[int], native: Path | None = None
+) -> Arrays:
     heads = (inputs["query"].shape[1], inputs["key"].shape[1])
     sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
     types = (inputs["query"].dtype.name, cache_type_of(inputs["past_key"], inputs["past_value"]))
-    session = _vote_attention_session(attributes, heads, sizes, types, "sink_logits" in inputs, native)
+    sinks, own = "sink_logits" in inputs, _unequal(capacity)
+    session = _vote_attention_session(attributes, heads, sizes, types, sinks, own, native)
     names = _outputs(state_names(inputs["past_key"], attributes.method))
     return _named(names, session.run(list(names), inputs))
 
 
-def _run_merge_cache(state: Arrays, attributes: MergeCacheAttributes, native: Path | None = None) -> Arrays:
-    heads, statistics = state["score"].shape[1:3]
+def _run_merge_cache(
+    state: Arrays, attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int], native: Path | None = None
+) -> Arrays:
     sizes, cache_type = _sizes(state["key"], state["value"]), cache_type_of(state["key"], state["value"])
-    session = _merge_cache_session(attributes, heads, sizes, statistics, cache_type, native)
-    names = _outputs(state_names(state["key"], attributes.method))[1:]
+    # Heads of one capacity that differ in other ways need the attribute too, but only in a function.
+    own = tuple(capacity) if len({*attributes}) > 1 else _unequal(capacity)
+    session = _merge_cache_session(tuple(attributes), sizes, state["score"].shape[1], cache_type, own, native)
+    names = _outputs(state_names(state["key"], attributes[0].method))[1:]
     return _named(names, session.run(list(names), state))
+
+
+def _unequal(capacity: Sequence[int]) -> tuple[int, ...]:
+    """Return the capacities of heads that differ; none for heads of one capacity, of which a session takes any."""
+    return tuple(capacity) if len({*capacity}) > 1 else ()
 
 
 def _named(names: tuple[str, ...], arrays: list[np.ndarray]) -> Arrays:
@@ -213,24 +245,27 @@ def _vote_attention_session(
     sizes: tuple[int, int],
     types: tuple[str, str],
     sinks: bool,
+    capacity: tuple[int, ...],
     native: Path | None,
 ) -> Any:
     """Return a session of VoteAttention. `types` are the types of the query and of the cache."""
     import torch
 
-    from kvexport.ops.onnx_function import vote_attention_function, vote_attention_node_attributes
+    from kvexport.ops.layer_state import vote_attention_functions
+    from kvexport.ops.onnx_function import vote_attention_node_attributes
 
     dtype, cache_type = types
     function = (
         None
         if native
-        else vote_attention_function(
+        else vote_attention_functions(
             attributes,
             heads=heads,
             head_sizes=sizes,
             dtype=getattr(torch, dtype),
             cache_type="" if cache_type == dtype else cache_type,
             sinks=sinks,
+            capacity=capacity,
         )
     )
     (query_heads, kv_heads), (key_size, value_size), float_type = heads, sizes, np.dtype(dtype)
@@ -240,7 +275,7 @@ def _vote_attention_session(
         "query_length": (0, 1), "sink_logits": (query_heads,),
     }  # fmt: skip
     stored = (key_size, 0 if attributes.value_prefix else value_size)
-    state = _state_shapes(kv_heads, stored, len(attributes.statistics), cache_type)
+    state = _state_shapes(stored, len(attributes.statistics), cache_type)
     shapes = {
         **tokens,
         **{f"{prefix}_{name}": shape for prefix in ("past", "present") for name, shape in state.items()},
@@ -250,7 +285,7 @@ def _vote_attention_session(
         f"{p}_{n}": t for p in ("past", "present") for n, t in _state_types(cache_type).items()
     }
     for tensor in attributes.method.extra_state if attributes.method else ():
-        state[tensor.name] = tuple(tensor.shape({"B": 0, "H": kv_heads, "C": 0, "D": key_size, "Dv": value_size}))
+        state[tensor.name] = tuple(tensor.shape({"B": 0, "H": kv_heads, "S": 0, "D": key_size, "Dv": value_size}))
         shapes |= {f"{prefix}_{tensor.name}": state[tensor.name] for prefix in ("past", "present")}
         of |= {f"{prefix}_{tensor.name}": np.dtype(tensor.dtype) for prefix in ("past", "present")}
     beside = [f"past_{name}" for name in state if name not in STATE]
@@ -261,61 +296,53 @@ def _vote_attention_session(
         name: (of[name], [SYMBOLIC.get(name, {0: "B"}).get(i, d) for i, d in enumerate(shape)])
         for name, shape in shapes.items()
     }
-    node = vote_attention_node_attributes(attributes)
+    node = vote_attention_node_attributes(attributes, capacity)
     return node_session("VoteAttention", function or native, node, inputs, list(_outputs(tuple(state))), infos)
 
 
 @cache
-def _merge_cache_function(
-    attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, cache_type: str
-) -> Any:
-    from kvexport.ops.onnx_function import merge_cache_function
-
-    return merge_cache_function(
-        attributes, kv_heads=heads, head_sizes=sizes, statistics=statistics, cache_type=cache_type
-    )
-
-
-@cache
 def _merge_cache_session(
-    attributes: MergeCacheAttributes,
-    heads: int,
+    attributes: tuple[MergeCacheAttributes, ...],
     sizes: tuple[int, int],
     statistics: int,
     cache_type: str,
+    capacity: tuple[int, ...],
     native: Path | None,
 ) -> Any:
+    from kvexport.ops.layer_state import merge_cache_functions
     from kvexport.ops.onnx_function import merge_cache_node_attributes
 
-    # One function serves every budget, because the budget is an attribute of the node.
-    any_budget = replace(attributes, budget=0)
-    function = None if native else _merge_cache_function(any_budget, heads, sizes, statistics, cache_type)
+    heads, method = len(attributes), attributes[0].method
+    function = (
+        None
+        if native
+        else merge_cache_functions(attributes, head_sizes=sizes, cache_type=cache_type, capacity=capacity)
+    )
     types = _state_types(cache_type)
     infos = {}
-    state = _state_shapes(heads, sizes, statistics, cache_type)
-    for tensor in attributes.method.extra_state:
-        state[tensor.name] = tuple(tensor.shape({"B": 0, "H": heads, "C": 0, "D": sizes[0], "Dv": sizes[1]}))
+    state = _state_shapes(sizes, statistics, cache_type)
+    for tensor in method.extra_state:
+        state[tensor.name] = tuple(tensor.shape({"B": 0, "H": heads, "S": 0, "D": sizes[0], "Dv": sizes[1]}))
         types[tensor.name] = np.dtype(tensor.dtype)
     for name, shape in state.items():
         for full_name in (name, f"present_{name}"):
             symbols = SYMBOLIC.get(f"past_{name}", {0: "B"})
             infos[full_name] = (types[name], [symbols.get(i, d) for i, d in enumerate(shape)])
     outputs = list(_outputs(tuple(state))[1:])
-    return node_session(
-        "MergeCache", function or native, merge_cache_node_attributes(attributes), list(state), outputs, infos
-    )
+    node = merge_cache_node_attributes(attributes, capacity)
+    return node_session("MergeCache", function or native, node, list(state), outputs, infos)
 
 
-def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int, cache_type: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the state. A 0 stands for a batch or capacity of any size."""
-    slots = (0, heads, 0)
+def _state_shapes(sizes: tuple[int, int], statistics: int, cache_type: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the state. A 0 stands for a batch or a number of slots of any size."""
+    slots = (0, 0)
     scales = dict.fromkeys(SCALES, slots) if cache_type in SMALL_TYPES.values() else {}
     types = _state_types(cache_type)
     return {
         "key": (*slots, sizes[0] // (2 if types["key"] == np.uint8 else 1)),
         "value": (*slots, sizes[1] // (2 if types["value"] == np.uint8 else 1)),
         "votes": slots,
-        "score": (0, heads, statistics, 0),
+        "score": (0, statistics, 0),
         "position": slots,
         **scales,
     }
@@ -339,8 +366,7 @@ def node_session(
 ) -> Any:
     """Return a session of a model of one node.
 
-    The node's meaning is a function, a list of its function and those of the function's nodes, or the native library at
-    a path.
+    The node's meaning is a list of its function and those of the function's nodes, or the native library at a path.
     """
     import onnx
     import onnxruntime
@@ -348,7 +374,7 @@ def node_session(
 
     from kvexport.ops.onnx_function import DOMAIN, OPSET, VERSION
 
-    functions = [] if isinstance(meaning, Path) else meaning if isinstance(meaning, list) else [meaning]
+    functions = [] if isinstance(meaning, Path) else meaning
 
     def info(name: str) -> Any:
         dtype, shape = infos[name]

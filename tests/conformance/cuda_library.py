@@ -23,6 +23,7 @@ from kvexport.schema.state import SCALES
 from kvexport.schema.state import STATE_NAMES as STATE
 from plugins.building import make
 from plugins.building.targets import TARGETS
+from tests.conformance.layout import OfHeads
 from tests.support.paths import ROOT
 
 Arrays = dict[str, np.ndarray]
@@ -49,7 +50,6 @@ STRUCTURES = _structures()
 State, Statistic = STRUCTURES["KvState"], STRUCTURES["KvStatistic"]
 Scales, SCALE_NAMES = STRUCTURES["KvScales"], tuple(tensor.name for tensor in SCALES)
 VoteAttention, MergeCache = STRUCTURES["KvVoteAttention"], STRUCTURES["KvMergeCache"]
-HeadCache = STRUCTURES["KvHeadCache"]
 
 
 def _structure(name: str, **fields: Any) -> Any:
@@ -126,9 +126,6 @@ def load(path: Path) -> ctypes.CDLL:
             workspace = getattr(library, f"kv_cuda_{operator}_workspace")
             workspace.restype = ctypes.c_char_p
             workspace.argtypes = [ctypes.POINTER(call), ctypes.POINTER(ctypes.c_size_t)]
-    for operator in ("vote_attention", "merge_cache"):
-        for name in ("", "_workspace", "_problem"):
-            getattr(library, f"kv_cuda_ragged_{operator}{name}").restype = ctypes.c_char_p
     return library
 
 
@@ -194,7 +191,7 @@ class DeviceMemory:
         return x.cpu().numpy()
 
 
-class Caller:
+class Caller(OfHeads):
     """A library with its kind of memory, and a workspace that grows. `begin` is KvCuda.begin: when launches begin."""
 
     begin = IN_ORDER
@@ -235,7 +232,9 @@ class Caller:
             for where, held in (("past_scales", past), ("present_scales", present)):
                 setattr(call, where, Scales(*(self.memory.address(held[name]) for name in SCALE_NAMES)))
 
-    def vote_attention(self, inputs: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
+    def layer_vote_attention(
+        self, inputs: Arrays, attributes: Any, capacity: Sequence[int], *, in_place: bool = True
+    ) -> Arrays:
         put = self.memory.put
         held = {name: put(x) for name, x in inputs.items()}
         key, value = inputs["past_key"], inputs["past_value"]
@@ -244,8 +243,8 @@ class Caller:
         present = past if in_place else {name: put(np.full_like(inputs[f"past_{name}"], 77)) for name in names}
         query, value_size = inputs["query"], inputs["value"].shape[3]
         output = put(np.full((*query.shape[:3], value_size), 77, query.dtype))
-        shape = (*key.shape[:3], query.shape[3])
-        call = vote_attention_call(attributes, query.dtype.name, query.shape, shape, value_size)
+        shape = (len(key), len(capacity), max(capacity), query.shape[3])
+        call = vote_attention_call(attributes, query.dtype.name, query.shape, shape, value_size, capacity)
         call.cache_type = TYPES[cache_type_of(key, value)]
         for name in ("query", "key", "value", "position", "query_length", "sink_logits"):
             setattr(call, name, self.memory.address(held[name]) if name in held else None)
@@ -256,84 +255,58 @@ class Caller:
             f"present_{name}": self.memory.get(present[name]) for name in names
         }
 
-    def ragged_vote_attention(self, heads: Sequence[Arrays], attributes: Any, *, in_place: bool = True) -> list[Arrays]:
-        """Return the outputs of each KV head from one call over the inputs of each KV head."""
-        put, address = self.memory.put, self.memory.address
-        key, value = heads[0]["past_key"], heads[0]["past_value"]
-        names, cache_type = names_of(key), cache_type_of(key, value)
-        pasts = [{name: put(inputs[f"past_{name}"]) for name in names} for inputs in heads]
-        presents = pasts
-        if not in_place:
-            presents = [{name: put(np.full_like(inputs[f"past_{name}"], 77)) for name in names} for inputs in heads]
-        whole = {name: np.concatenate([x[name] for x in heads], 1) for name in ("query", "key", "value")}
-        whole |= {name: heads[0][name] for name in ("position", "query_length")}
-        if "sink_logits" in heads[0]:
-            whole["sink_logits"] = np.concatenate([x["sink_logits"] for x in heads])
-        held = {name: put(x) for name, x in whole.items()}
-        query, value_size = whole["query"], whole["value"].shape[3]
-        output = put(np.full((*query.shape[:3], value_size), 77, query.dtype))
-        capacities = [x["past_votes"].shape[2] for x in heads]
-        shape = (query.shape[0], len(heads), max(capacities), query.shape[3])
-        call = vote_attention_call(attributes, query.dtype.name, query.shape, shape, value_size)
-        call.cache_type = TYPES[cache_type]
-        for name, x in held.items():
-            setattr(call, name, address(x))
-        call.output = address(output)
-        caches = (HeadCache * len(heads))()
-        for own, capacity, past, present in zip(caches, capacities, pasts, presents, strict=True):
-            own.capacity = capacity
-            self.bind(own, past, present)
-        self._run("ragged_vote_attention", ctypes.byref(call), caches)
-        parts = np.split(self.memory.get(output), len(heads), 1)
-        return [
-            {"output": part} | {f"present_{name}": self.memory.get(present[name]) for name in names}
-            for part, present in zip(parts, presents, strict=True)
-        ]
-
-    def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
+    def layer_merge_cache(
+        self, state: Arrays, attributes: Sequence[Any], capacity: Sequence[int], *, in_place: bool = True
+    ) -> Arrays:
         put = self.memory.put
         past = {name: put(x) for name, x in state.items()}
         present = past if in_place else {name: put(np.full_like(state[name], 77)) for name in STATE}
-        call = merge_cache_call(
-            attributes, state["key"].dtype.name, state["key"].shape, state["value"].shape[3], state["score"].shape[2]
-        )
-        frequencies = self.frequencies(attributes)
+        key, value_size, statistics = state["key"], state["value"].shape[2], state["score"].shape[1]
+        shape = (len(key), len(capacity), max(capacity), key.shape[2])
+        call = merge_cache_call(attributes, key.dtype.name, shape, value_size, statistics, capacity)
+        frequencies = self.frequencies(attributes[0])
         call.inverse_frequencies = self.memory.address(frequencies)
         call.past, call.present = self.state(past), self.state(present)
         self._run("merge_cache", call)
         return {f"present_{name}": self.memory.get(present[name]) for name in STATE}
-
-    def ragged_merge_cache(
-        self, states: Sequence[Arrays], attributes: Sequence[Any], *, in_place: bool = True
-    ) -> list[Arrays]:
-        """Return the caches of each KV head from one call over the cache of each KV head."""
-        put = self.memory.put
-        pasts = [{name: put(x) for name, x in state.items()} for state in states]
-        presents = pasts
-        if not in_place:
-            presents = [{name: put(np.full_like(state[name], 77)) for name in STATE} for state in states]
-        call, caches = ragged_merge_cache_call(states, attributes)
-        frequencies = self.frequencies(attributes[0])
-        call.inverse_frequencies = self.memory.address(frequencies)
-        for own, past, present in zip(caches, pasts, presents, strict=True):
-            own.past, own.present = self.state(past), self.state(present)
-        self._run("ragged_merge_cache", ctypes.byref(call), caches)
-        return [{f"present_{name}": self.memory.get(present[name]) for name in STATE} for present in presents]
 
     def frequencies(self, attributes: Any) -> Any:
         """Return a copy of the inverse frequencies of a merge's rotary embedding."""
         return self.memory.put(np.array(attributes.rotary.inverse_frequencies or (0.0,), np.float32))
 
 
+def host_list(call: Any, name: str, numbers: Sequence[int]) -> None:
+    """Set a member of a call that is a list in the host's memory. The call keeps the memory alive."""
+    memory = (ctypes.c_int * len(numbers))(*numbers)
+    setattr(call, f"_{name}", memory)
+    setattr(call, name, ctypes.addressof(memory))
+
+
 def vote_attention_call(
-    attributes: Any, dtype: str, query: tuple[int, ...], key: tuple[int, ...], value_size: int
+    attributes: Any,
+    dtype: str,
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    value_size: int,
+    capacity: Sequence[int] | None = None,
 ) -> Any:
-    """Return a call without its pointers. The query is [B, Hq, T, D], the key [B, H, C, D]."""
+    """Return a call without its pointers.
+
+    Args:
+        attributes: The attributes.
+        dtype: The type of the query and of the cache.
+        query: [B, Hq, T, D].
+        key: [B, H, C, D], the shape of the keys of heads of one capacity.
+        value_size: The size of a value.
+        capacity: The slots of every KV head, if they differ.
+    """
     batch, query_heads, tokens, _ = query
-    sizes = {"heads": key[1], "capacity": key[2], "key_size": key[3], "value_size": value_size}
+    capacity = capacity or [key[2]] * key[1]
+    sizes = {"heads": key[1], "slots": sum(capacity), "key_size": key[3], "value_size": value_size}
     call = VoteAttention(
         query_type=TYPES[dtype], cache_type=TYPES[dtype], batch=batch, query_heads=query_heads, tokens=tokens, **sizes
     )
+    host_list(call, "capacity", capacity)
     call.statistics = len(attributes.statistics)
     for attribute in scalars(VOTE_ATTENTION):
         setattr(call, attribute.name, getattr(attributes, attribute.name))
@@ -342,14 +315,35 @@ def vote_attention_call(
     return call
 
 
-def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_size: int, statistics: int) -> Any:
-    """Return a call without its pointers. key [B, H, C, D]."""
-    batch, heads, capacity, key_size = key
-    method, rotary = attributes.method, attributes.rotary
-    call = MergeCache(cache_type=TYPES[dtype], batch=batch, heads=heads, capacity=capacity, key_size=key_size)
+def merge_cache_call(
+    attributes: Any,
+    dtype: str,
+    key: tuple[int, ...],
+    value_size: int,
+    statistics: int,
+    capacity: Sequence[int] | None = None,
+) -> Any:
+    """Return a call without its pointers.
+
+    Args:
+        attributes: The attributes, or a list of those of every KV head.
+        dtype: The type of the cache.
+        key: [B, H, C, D], the shape of the keys of heads of one capacity.
+        value_size: The size of a value.
+        statistics: The number of statistics.
+        capacity: The slots of every KV head, if they differ.
+    """
+    batch, heads, slots, key_size = key
+    every = attributes if isinstance(attributes, Sequence) else [attributes] * heads
+    first, capacity = every[0], capacity or [slots] * heads
+    method, rotary = first.method, first.rotary
+    call = MergeCache(cache_type=TYPES[dtype], batch=batch, heads=heads, slots=sum(capacity), key_size=key_size)
     call.value_size, call.statistics = value_size, statistics
-    for name in ("budget", "sinks", "recent", "sliding_window"):
-        setattr(call, name, getattr(attributes, name))
+    host_list(call, "capacity", capacity)
+    for name in ("budget", "recent"):
+        host_list(call, name, [getattr(own, name) for own in every])
+    for name in ("sinks", "sliding_window"):
+        setattr(call, name, getattr(first, name))
     call.compresses, call.recent_receives = method.compresses, method.recent_receives
     for k, s in enumerate(method.statistics):
         call.statistic_kind[k] = number("statistic", s.kind)
@@ -360,18 +354,6 @@ def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_si
     call.rotary_planes, call.rotary_interleaved = len(rotary.inverse_frequencies), rotary.interleaved
     call.cache_positions = rotary.cache_positions
     return call
-
-
-def ragged_merge_cache_call(states: Sequence[Arrays], attributes: Sequence[Any]) -> tuple[Any, Any]:
-    """Return a call over the cache of each KV head, and these caches, all without their pointers."""
-    key, value_size, statistics = states[0]["key"], states[0]["value"].shape[3], states[0]["score"].shape[2]
-    capacities = [state["key"].shape[2] for state in states]
-    shape = (key.shape[0], len(states), max(capacities), key.shape[3])
-    call = merge_cache_call(attributes[0], key.dtype.name, shape, value_size, statistics)
-    caches = (HeadCache * len(states))()
-    for head, capacity, own in zip(caches, capacities, attributes, strict=True):
-        head.capacity, head.budget, head.recent = capacity, own.budget, own.recent
-    return call, caches
 
 
 def checked_launches(library: ctypes.CDLL, operator: str, *call: Any) -> list[tuple[str, int]]:
@@ -398,7 +380,7 @@ def lacks(method: Any) -> str | None:
     return policy.why_not_native or None
 
 
-class CudaOnHost:
+class CudaOnHost(OfHeads):
     """The kernels' source compiled for the host, which tests their indexing, masks and orders without a GPU."""
 
     name = "cuda-on-host"
@@ -410,14 +392,14 @@ class CudaOnHost:
     def caller(self) -> Caller:
         return _host_caller()
 
-    def vote_attention(self, inputs: Arrays, attributes: Any) -> Arrays:
-        return self.caller.vote_attention(inputs, attributes)
+    def layer_vote_attention(self, inputs: Arrays, attributes: Any, capacity: Sequence[int]) -> Arrays:
+        return self.caller.layer_vote_attention(inputs, attributes, capacity)
 
     def lacks(self, attributes: Any) -> str | None:
         return lacks(attributes.method)
 
-    def merge_cache(self, state: Arrays, attributes: Any) -> Arrays:
-        return self.caller.merge_cache(state, attributes)
+    def layer_merge_cache(self, state: Arrays, attributes: Sequence[Any], capacity: Sequence[int]) -> Arrays:
+        return self.caller.layer_merge_cache(state, attributes, capacity)
 
 
 class CudaPtx(CudaOnHost):

@@ -20,7 +20,6 @@ from tests.support.one_node import (
     MERGE_CACHE,
     VOTE_ATTENTION,
     D,
-    H,
     merge_of,
     merge_shapes,
     model,
@@ -44,9 +43,9 @@ ODD: list[Any] = [
         "least_error",
         "distance",
     ),
-    *([1.0], [0.5, 0.9], [0], [1, 2], [-1], ["a"], [float("nan")], [0.9] * 9),
+    *([1.0], [0.5, 0.9], [0], [1, 2], [-1], ["a"], [float("nan")], [0.9] * 9, [8, 12], [9, 23], [2**31, 1], [4] * 8),
 ]
-SIZES: list[Any] = ["B", "T", "C", 0, 1, 2, 3, 4, 7, 8, 12, 16, 64]
+SIZES: list[Any] = ["B", "T", "S", 0, 1, 2, 3, 4, 7, 8, 12, 16, 64]
 OTHER, POOLED, BALLOT = merge_of(ZeroMerge(residual=0.3)), merge_of(SnapKV()), merge_of(Ballot(zip="vote"))
 # With this statistic only some of the queries count. Which queries see a slot depends on its position.
 WINDOWED = VOTE_ATTENTION | {"scores": "log_ema", "decay": [0.9], "window": [3], "recency_weight": [2.0]}
@@ -79,11 +78,11 @@ def reshaped(rng: random.Random, shapes: dict[str, Any]) -> dict[str, Any]:
 def tensors(rng: random.Random, session: Any) -> dict[str, np.ndarray]:
     """Return random inputs of the declared shapes. The same symbol has mostly the same size."""
     numbers = np.random.default_rng(rng.randrange(2**32))
-    sizes = {"B": rng.choice([0, 1, 3]), "T": rng.choice([0, 1, 5]), "C": rng.choice([0, 1, 16, 40])}
+    sizes = {"B": rng.choice([0, 1, 3]), "T": rng.choice([0, 1, 5]), "S": rng.choice([0, 1, 2, 32, 80])}
     dtypes: dict[str, Any] = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
     feed = {}
     for tensor in session.get_inputs():
-        known = tensor.shape or [sizes["B"], H, sizes["C"], D]
+        known = tensor.shape or [sizes["B"], sizes["S"], D]
         shape = [size if isinstance(size, int) else sizes.get(size, 2) for size in known]
         if rng.random() < 0.03 and shape:
             shape[rng.randrange(len(shape))] = rng.choice([0, 1, 5])
@@ -109,6 +108,9 @@ def main(seed: int, cases: int) -> None:
             else rng.choice([MERGE_CACHE, KEEPKV, KVSLIMMER, OTHER, POOLED, BALLOT])
         )
         kept = 2 if (node is BALLOT) != (rng.random() < 0.1) else 1
+        if rng.random() < 0.5:
+            capacity = rng.randint(1, 31)
+            node = node | {"capacity": [capacity, 32 - capacity]}
         shapes = reshaped(rng, vote_attention_shapes() if attention else merge_shapes(kept))
         attributes = mutated(rng, node)
         absent = [name for name in shapes if rng.random() < (0.5 if name == "sink_logits" else 0.01)]

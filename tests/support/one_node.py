@@ -24,12 +24,17 @@ VOTE_ATTENTION = operators.VOTE_ATTENTION.node_attributes(
 )
 
 
+# Query heads, KV heads, tokens, slots of a head and of all, and the sizes of keys and values.
+HQ, H, T, C, D, DV = 4, 2, 3, 16, 8, 12
+S = H * C
+
+
 def merge_of(method: Method, **more: Any) -> dict[str, Any]:
     """Return the attributes of a MergeCache node for a method that is a merge policy."""
     policy = method.policy()
     assert policy is not None
     kinds = [statistic.kind for statistic in method.statistics]
-    values = {"budget": 8, "sinks": 1, "recent": 2, "sliding_window": 0, "statistics": kinds}
+    values = {"budget": [8] * H, "sinks": 1, "recent": [2] * H, "sliding_window": 0, "statistics": kinds}
     values |= {"compresses": method.compresses, "recent_receives": method.recent_receives}
     return operators.MERGE_CACHE.node_attributes({**values, **policy.node_attributes(), **more})
 
@@ -39,13 +44,11 @@ KEEPKV = merge_of(KeepKV(pool=2))
 KVSLIMMER = merge_of(KVSlimmer(), inverse_frequencies=[1.0, 0.5], rotary_interleaved=0)
 GRKV_5 = merge_of(GRKV(queries=5))
 RING, RING_PREFIX = ("query", "query_seen"), {"VoteAttention": "past_", "MergeCache": ""}
-# Query heads, KV heads, tokens, slots, and the sizes of keys and values.
-HQ, H, T, C, D, DV = 4, 2, 3, 16, 8, 12
 Shape = Sequence[int | str] | None  # None: unknown rank
 
 
 def state_shapes(prefix: str = "", statistics: int = 1) -> dict[str, Shape]:
-    shapes = (["B", H, "C", D], ["B", H, "C", DV], ["B", H, "C"], ["B", H, statistics, "C"], ["B", H, "C"])
+    shapes = (["B", "S", D], ["B", "S", DV], ["B", "S"], ["B", statistics, "S"], ["B", "S"])
     return {prefix + name: shape for name, shape in zip(STATE, shapes, strict=True)}
 
 
@@ -120,15 +123,15 @@ def session(serialized: bytes, threads: int = 1) -> Any:
 def state(
     rng: np.random.Generator, batch: int, used: int, capacity: int = C, statistics: int = 1, *, half: bool = False
 ) -> dict[str, Any]:
-    """Return a cache whose first `used` slots are occupied."""
-    dtype = np.float16 if half else np.float32
-    votes = np.where(np.arange(capacity) < used, rng.uniform(0.5, 3, (batch, H, capacity)), 0.0)
+    """Return a state with `capacity` slots of each KV head, of which the first `used` are occupied."""
+    dtype, slots = np.float16 if half else np.float32, H * capacity
+    votes = np.where(np.arange(slots) % max(capacity, 1) < used, rng.uniform(0.5, 3, (batch, slots)), 0.0)
     return {
-        "key": rng.normal(size=(batch, H, capacity, D)).astype(dtype),
-        "value": rng.normal(size=(batch, H, capacity, DV)).astype(dtype),
+        "key": rng.normal(size=(batch, slots, D)).astype(dtype),
+        "value": rng.normal(size=(batch, slots, DV)).astype(dtype),
         "votes": votes.astype(np.float32),
-        "score": rng.uniform(0.1, 3, (batch, H, statistics, capacity)).astype(np.float32),
-        "position": np.broadcast_to(np.arange(capacity), (batch, H, capacity)).astype(np.int32),
+        "score": rng.uniform(0.1, 3, (batch, statistics, slots)).astype(np.float32),
+        "position": np.tile(np.arange(capacity, dtype=np.int32), (batch, H)),
     }
 
 

@@ -22,6 +22,7 @@ from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attenti
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make
 from tests.conformance.cuda_library import STATE, HostMemory
+from tests.conformance.layout import OfHeads
 
 Arrays = dict[str, np.ndarray]
 FLOAT, HALF, INT8, INT32, BF16, INT64 = 0, 1, 2, 3, 7, 8  # nvinfer1::DataType
@@ -97,9 +98,7 @@ ATTENTION = parsed(
         VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
     )
 )
-MERGE = parsed(merge_cache_node_attributes(MergeCacheAttributes(all_methods()["h2o"](), 64, 2, 8)))
-RAGGED_ATTENTION = ATTENTION | parsed({"caches": 3})
-RAGGED_MERGE = MERGE | parsed({"budget": [24, 8, 16], "recent": [8, 2, 8]})
+MERGE = parsed(merge_cache_node_attributes([MergeCacheAttributes(all_methods()["h2o"](), 64, 2, 8)] * 2))
 EXPERTS = parsed(ExpertsForm("silu", limit=7.0, bias=1, packed=(5, 2), group=(32, 16)).attributes) | parsed(
     {"bits": [4, 8], "signed": [0, 0]}
 )
@@ -109,8 +108,8 @@ PROJECTIONS = Form(
 PRODUCTS = parsed(PROJECTIONS.attributes) | parsed({"bits": [4, 8, 0], "signed": [0, 1, 0]})
 LINEAR_ATTENTION = parsed({"heads": 4, "key_heads": 2, "update_rule": "gated_delta", "scale": 0.5})
 FIELDS = {
-    "VoteAttention": ATTENTION, "MergeCache": MERGE, "RaggedVoteAttention": RAGGED_ATTENTION,
-    "RaggedMergeCache": RAGGED_MERGE, "Experts": EXPERTS, "Linear": PRODUCTS, "LinearAttention": LINEAR_ATTENTION,
+    "VoteAttention": ATTENTION, "MergeCache": MERGE, "Experts": EXPERTS, "Linear": PRODUCTS,
+    "LinearAttention": LINEAR_ATTENTION,
 }  # fmt: skip
 """The fields of one plugin of each operator."""
 
@@ -195,7 +194,7 @@ class Plugin:
         )
 
 
-class Caller:
+class Caller(OfHeads):
     """The operators, run by plugins that were created, serialized, read again and attached to a context.
 
     Its methods have the names and types of those of cuda_library.Caller. `memory` is the kernels' memory, one of the
@@ -205,25 +204,32 @@ class Caller:
     def __init__(self, harness: Harness, memory: Any = None) -> None:
         self.harness, self.memory = harness, memory or HostMemory()
 
-    def vote_attention(self, inputs: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
+    def layer_vote_attention(
+        self, inputs: Arrays, attributes: Any, capacity: Sequence[int], *, in_place: bool = True
+    ) -> Arrays:
         feed = {name: inputs[name] for name in INPUTS if name in inputs}
         names = ("output", *(f"present_{name}" for name in STATE))
-        return self._run(
-            "VoteAttention", parsed(vote_attention_node_attributes(attributes)), feed, names, "past_", in_place
-        )
+        fields = parsed(vote_attention_node_attributes(attributes, capacity))
+        return self._run("VoteAttention", fields, feed, names, "past_", in_place)
 
     def prepared_attention(self, inputs: Arrays, attributes: Any) -> tuple[Callable[[], None], dict[str, Any]]:
-        """Return a function that enqueues one in-place call, and the call's outputs in the kernels' memory."""
+        """Return a function that enqueues one in-place call, and the call's outputs in the kernels' memory.
+
+        The inputs are those of a layer.
+        """
         feed = {name: inputs[name] for name in INPUTS if name in inputs}
         names = ("output", *(f"present_{name}" for name in STATE))
         return self._prepared(
             "VoteAttention", parsed(vote_attention_node_attributes(attributes)), feed, names, "past_", True
         )
 
-    def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
+    def layer_merge_cache(
+        self, state: Arrays, attributes: Sequence[Any], capacity: Sequence[int], *, in_place: bool = True
+    ) -> Arrays:
         feed = {name: state[name] for name in STATE}
         names = tuple(f"present_{name}" for name in STATE)
-        return self._run("MergeCache", parsed(merge_cache_node_attributes(attributes)), feed, names, "", in_place)
+        fields = parsed(merge_cache_node_attributes(attributes, capacity))
+        return self._run("MergeCache", fields, feed, names, "", in_place)
 
     def node(self, node: onnx.NodeProto, tensors: Arrays, *, in_place: bool = False) -> Arrays:
         """Run an ONNX node that `for_tensorrt` converted.

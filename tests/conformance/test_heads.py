@@ -1,4 +1,4 @@
-"""RaggedVoteAttention and RaggedMergeCache: KV heads with caches of several capacities, used slots and budgets."""
+"""Both operators over KV heads of several capacities, used slots, budgets and recent windows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvexport.ops.merge_cache import MergeCacheAttributes
-from tests.conformance import ragged
-from tests.conformance.backends import NativeCpu, reached
+from tests.conformance.backends import Backend, NativeCpu, reached
 from tests.conformance.cases import (
     MERGE_PROFILES,
     MERGE_SCENARIOS,
@@ -42,12 +41,13 @@ every_merge_scenario = pytest.mark.parametrize("scenario", MERGE_SCENARIOS, ids=
 SOME = [s for s in SCENARIOS if s.name in ("one-token-ragged", "chunk-to-the-brim", "logits-of-200", "several-blocks")]
 
 
-def cases(profiles: Sequence[Profile] | Sequence[MergeProfile], ways: Sequence[str]) -> list[Any]:
+def cases(profiles: Sequence[Profile] | Sequence[MergeProfile]) -> list[Any]:
     return [
-        pytest.param(way, profile, id=f"{profile.name}-{way}")
-        for way in ways
+        pytest.param(backend, profile, id=f"{profile.name}-{backend.name}")
+        for backend in reached()
         for profile in profiles
-        if way != "onnx-function" or profile.name in TRACED
+        if backend.name != "onnx-function" or profile.name in TRACED
+        if isinstance(profile, Profile) or not backend.lacks(profile.attributes(1))
     ]
 
 
@@ -78,12 +78,12 @@ def states_of(profile: MergeProfile, scenario: MergeScenario) -> tuple[list[Arra
     return states, attributes
 
 
-@pytest.mark.parametrize(("way", "profile"), cases(PROFILES, ragged.WAYS))
+@pytest.mark.parametrize(("backend", "profile"), cases(PROFILES))
 @every_scenario
-def test_attention_equals_the_oracle_of_each_head(way: str, profile: Profile, scenario: Scenario) -> None:
+def test_attention_equals_the_oracle_of_each_head(backend: Backend, profile: Profile, scenario: Scenario) -> None:
     heads = heads_of(profile, scenario)
     before = [{name: x.copy() for name, x in inputs.items()} for inputs in heads]
-    actual = ragged.vote_attention(way, heads, profile.attributes)
+    actual = backend.vote_attention_of(heads, profile.attributes)
     single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
     for h, (inputs, got) in enumerate(zip(heads, actual, strict=True)):
         assert all((inputs[name] == x).all() for name, x in before[h].items()), "an input was written to"
@@ -100,33 +100,28 @@ def test_attention_equals_the_oracle_of_each_head(way: str, profile: Profile, sc
             assert_scores(*scores, profile.attributes.statistics, single, f"score of sequence {b}, head {h}")
 
 
-@pytest.mark.parametrize(
-    ("way", "profile"),
-    [
-        case
-        for case in cases(MERGE_PROFILES, ragged.WAYS)
-        if not ragged.BACKENDS[case.values[0]].lacks(case.values[1].attributes(1))
-    ],
-)
+@pytest.mark.parametrize(("backend", "profile"), cases(MERGE_PROFILES))
 @every_merge_scenario
-def test_merge_gives_the_bits_of_a_merge_of_each_head(way: str, profile: MergeProfile, scenario: MergeScenario) -> None:
+def test_merge_gives_the_bits_of_a_merge_of_each_head(
+    backend: Backend, profile: MergeProfile, scenario: MergeScenario
+) -> None:
     """The merges of single heads equal the oracle (test_merge_cache.py)."""
     states, attributes = states_of(profile, scenario)
     before = [{name: x.copy() for name, x in state.items()} for state in states]
-    actual = ragged.merge_cache(way, states, attributes)
+    actual = backend.merge_cache_of(states, attributes)
     for h, (state, own, got) in enumerate(zip(states, attributes, actual, strict=True)):
         assert all((state[name] == x).all() for name, x in before[h].items()), "an input was written to"
-        for name, expected in ragged.BACKENDS[way].merge_cache(state, own).items():
+        for name, expected in backend.merge_cache(state, own).items():
             assert got[name].tobytes() == expected.tobytes(), name
 
 
 @pytest.mark.parametrize("backend", NATIVE, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("cache_type", [*BITS, "ring"])
 @pytest.mark.parametrize("scenario", SOME, ids=lambda scenario: scenario.name)
-def test_a_ragged_node_gives_the_bits_of_a_node_for_each_head(
+def test_attention_gives_the_bits_of_a_node_for_each_head(
     backend: NativeCpu, cache_type: str, scenario: Scenario
 ) -> None:
-    """Quantized caches and rings of reference queries are in a ragged node what they are in nodes of single heads."""
+    """Quantized caches and rings of reference queries are in one node what they are in nodes of single heads."""
     profile = next(p for p in PROFILES if p.name == "h2o-group2")
     heads, attributes = heads_of(profile, scenario), profile.attributes
     if cache_type == "ring":
@@ -138,7 +133,7 @@ def test_a_ragged_node_gives_the_bits_of_a_node_for_each_head(
             inputs["past_query_seen"] = np.arange(batch * 6, dtype=np.int32).reshape(batch, 1, 6)
     else:
         heads = [small(inputs, cache_type, "past_") for inputs in heads]
-    actual = ragged.vote_attention("native-cpu", heads, attributes)
+    actual = backend.vote_attention_of(heads, attributes)
     for inputs, got in zip(heads, actual, strict=True):
         for name, expected in backend.vote_attention(inputs, attributes).items():
             assert got[name].tobytes() == expected.tobytes(), name
@@ -147,13 +142,13 @@ def test_a_ragged_node_gives_the_bits_of_a_node_for_each_head(
 @pytest.mark.parametrize("backend", NATIVE, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("cache_type", BITS)
 @every_merge_scenario
-def test_a_ragged_merge_gives_the_bits_of_a_node_for_each_head(
+def test_a_quantized_merge_gives_the_bits_of_a_node_for_each_head(
     backend: NativeCpu, cache_type: str, scenario: MergeScenario
 ) -> None:
     profile = next(p for p in MERGE_PROFILES if p.name == "ballot-places")
     states, attributes = states_of(replace(profile, sizes=(8, 12)), scenario)
     states = [small(state, cache_type) for state in states]
-    actual = ragged.merge_cache("native-cpu", states, attributes)
+    actual = backend.merge_cache_of(states, attributes)
     for state, own, got in zip(states, attributes, actual, strict=True):
         for name, expected in backend.merge_cache(state, own).items():
             assert got[name].tobytes() == expected.tobytes(), name

@@ -9,7 +9,6 @@ CAPABILITIES = ("80", "86", "87", "89", "90", "100", "110", "120")  # compute ca
 KERNELS = (
     "cuda/attention/vote_attention.cu",
     "cuda/attention/vote_attention_small.cu",
-    "cuda/attention/ragged_vote_attention.cu",
     "cuda/merge/merge_cache.cu",
     "cuda/linear/linear.cu",
     "cuda/experts/experts.cu",
@@ -99,7 +98,7 @@ TARGETS = {
         "the CUDA kernels for the host, those of attention and merging under sanitizers, for tests",
         "build-cache/cuda/libkvexport_cuda_sanitized.so",
         "host",
-        KERNELS[:4],
+        KERNELS[:3],
         reads=KERNEL_FILES,
         link=("-shared", "-Wl,--no-as-needed"),
         sanitize="address,undefined",

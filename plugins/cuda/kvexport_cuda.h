@@ -41,35 +41,19 @@ const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* byte
 const char* kv_cuda_linear_workspace(const KvLinear* call, size_t* bytes);
 const char* kv_cuda_experts_workspace(const KvExperts* call, size_t* bytes);
 
-// The same for a call over KV heads that have caches of their own; `call.capacity` is the largest of `caches`.
-const char* kv_cuda_ragged_vote_attention_workspace(const KvVoteAttention* call, const KvHeadCache* caches,
-                                                    size_t* bytes);
-const char* kv_cuda_ragged_merge_cache_workspace(const KvMergeCache* call, const KvHeadCache* caches, size_t* bytes);
-
 // Return why this device or the kernels have no room for calls of these sizes, before any call runs; nullptr if they
 // have room, or if there is no device. They read only the sizes and attributes of the call.
 const char* kv_cuda_vote_attention_problem(const KvVoteAttention* call);
-const char* kv_cuda_ragged_vote_attention_problem(const KvVoteAttention* call, const KvHeadCache* caches);
 const char* kv_cuda_merge_cache_problem(const KvMergeCache* call);
-const char* kv_cuda_ragged_merge_cache_problem(const KvMergeCache* call, const KvHeadCache* caches);
 const char* kv_cuda_linear_problem(const KvLinear* call);
 const char* kv_cuda_linear_attention_problem(const KvLinearAttention* call);
 
-// All pointers of a call are device pointers, `policy.inverse_frequencies` too. Rows of keys and values are whole
-// 16-byte vectors, at most 256 elements, and their tensors are aligned to 16 bytes; a group has at most 16 query heads.
+// All pointers of a call are device pointers, `inverse_frequencies` too; the lists `capacity`, `budget` and `recent` are
+// in the memory of the host. Rows of keys and values are whole 16-byte vectors, at most 256 elements, and their tensors
+// are aligned to 16 bytes; a group has at most 16 query heads. A call has as many launches for KV heads of one
+// capacity, one budget and as many recent positions as for one head, and otherwise as many for each 32 heads.
 const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where);
 const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
-
-// VoteAttention over `call.heads` KV heads that have caches of their own: the state of the call is unused, and
-// caches[h] has that of head h, with its capacity. `call.capacity` is the largest of them. The array `caches` is in the
-// memory of the host. One token per sequence is one launch for up to 32 heads (2 with sums of probabilities). Several
-// tokens, and quantized caches, are as many launches for up to 32 heads as for heads that share their tensors.
-const char* kv_cuda_ragged_vote_attention(const KvVoteAttention* call, const KvHeadCache* caches, const KvCuda* where);
-
-// MergeCache over `call.heads` KV heads that have caches of their own, with the budget and the recent positions of each
-// in `caches`; those of the call are unused but have to be valid. The launches are those of one merge for up to 32
-// heads.
-const char* kv_cuda_ragged_merge_cache(const KvMergeCache* call, const KvHeadCache* caches, const KvCuda* where);
 
 // Tensors of a Linear need no alignment; tensors aligned to 16 bytes are read faster.
 const char* kv_cuda_linear(const KvLinear* call, const KvCuda* where);

@@ -21,8 +21,7 @@ namespace cuda {
 // G: query heads in registers, at least the group's.
 template <class T, int G>
 struct Decode {
-  using Args = ArgsOf<T>;
-  using Number = NumberOf<T>;
+  using Args = Attention;
   static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = G > 4 ? 2 : 3;
   static constexpr int kWarpHeads = (G + kWarps - 1) / kWarps;  // query heads of a warp, in the softmax
 
@@ -64,12 +63,12 @@ struct Decode {
 
   static KV_DEVICE void run(Block<Decode>& block, const Args& args) {
     const KvVoteAttention& a = args.call;
-    const Part<T> part(args, block.index());
-    const Head<T> head = part.head();
+    const Part part(args, block.index());
+    const Head<T> head(args, part);
     const int group = args.group();
     const auto stored = head.stored();
     const Shared s = divide(block.shared, a.key_size);
-    const int used = used_slots(block, head.votes(), head.capacity(), s.ends), now = head.first(stored);
+    const int used = used_slots(block, head.votes(), head.capacity, s.ends), now = head.first(stored);
     if (head.length(stored, used) == 0) return store_idle(block, args, head, part.split, used);
     block.each([&](int t, Registers& r) {
       for (int i = t; i < G * a.key_size; i += kThreads)
@@ -98,10 +97,10 @@ struct Decode {
                         [&](int g, int slot) { return s.logit[g * kBlock + slot]; });
       });
     };
-    stream_slots(block, args, head, s.stages, used, share_of(part.split, part.splits(), used + 1, kBlock), use);
-    store_partial(block, part, s);
-    if (block.is_last(args.counters + head.index, part.splits()))
-      combine_splits(block, part, head, reinterpret_cast<float*>(s.stages), used, now);
+    stream_slots(block, args, head, s.stages, used, share_of(part.split, part.splits, used + 1, kBlock), use);
+    store_partial(block, args, part, s);
+    if (block.is_last(args.counters + head.index, part.splits))
+      combine_splits(block, args, part, head, reinterpret_cast<float*>(s.stages), used, now);
   }
 
   // Within a phase: partial logits; a slot per lane, a share of the head size per warp.
@@ -113,8 +112,8 @@ struct Decode {
     for (int g = 0; g < G; ++g) sum[g] = 0.0f;
 #pragma unroll 2
     for (int i = warp * each; i < min_of((warp + 1) * each, vectors); ++i) {
-      float key[kLanes<Number>];
-      widen<Number>(load_vector(stage.key(slot) + i * kLanes<T>), key);
+      float key[kLanes<T>];
+      widen<T>(load_vector(stage.key(slot) + i * kLanes<T>), key);
 #pragma unroll
       for (int g = 0; g < G; ++g) {
         const float* query = s.query + g * stage.key_size + i * kLanes<T>;
@@ -172,10 +171,9 @@ struct Decode {
   }
 
   // Stores the split's partial output and softmax in the workspace.
-  static KV_DEVICE void store_partial(Block<Decode>& block, const Part<T>& part, const Shared& s) {
-    const Attention& args = part.args;
+  static KV_DEVICE void store_partial(Block<Decode>& block, const Attention& args, const Part& part, const Shared& s) {
     const int group = args.group(), size = args.call.value_size, chunks = size / 4, rows = kThreads / chunks;
-    const size_t at = part.before(1, part.splits()) + part.split;
+    const size_t at = static_cast<size_t>(part.start) + part.split;
     float* sums = reinterpret_cast<float*>(s.stages);  // [rows, G, Dv]
 #pragma unroll
     for (int i = 0; i < kWarpHeads; ++i) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });

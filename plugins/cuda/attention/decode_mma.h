@@ -18,8 +18,7 @@ namespace cuda {
 // kSize: elements of a row in registers, at least the cache's.
 template <class T, int kSize>
 struct DecodeMma {
-  using Args = ArgsOf<T>;
-  using Number = NumberOf<T>;
+  using Args = Attention;
   static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
   static constexpr int kRows = 16, kWarpHeads = kRows / kWarps;  // query heads; those of a warp, in the softmax
   static constexpr int kSteps = kSize / 16, kTiles = kSize / 8 / kWarps;
@@ -37,13 +36,13 @@ struct DecodeMma {
 
   struct Shared {
     float *logit, *factor, *bias;  // [heads, slots], [heads], [slots]
-    Number* weight;                // [heads, slots]
+    T* weight;                // [heads, slots]
     int* ends;                     // used_slots
     char* stages;
   };
   // Bytes of shared memory that do not depend on the number of stages.
   static KV_HD constexpr size_t fixed(int) {
-    return kRows * (kLogitStride * sizeof(float) + kWeightStride * sizeof(Number) + sizeof(float)) +
+    return kRows * (kLogitStride * sizeof(float) + kWeightStride * sizeof(T) + sizeof(float)) +
            kBlock * sizeof(float) + 16;
   }
   // Bytes that reuse the memory of the stages at the end.
@@ -54,7 +53,7 @@ struct DecodeMma {
     s.logit = reinterpret_cast<float*>(shared);
     s.factor = s.logit + kRows * kLogitStride;
     s.bias = s.factor + kRows;
-    s.weight = reinterpret_cast<Number*>(s.bias + kBlock);
+    s.weight = reinterpret_cast<T*>(s.bias + kBlock);
     s.ends = reinterpret_cast<int*>(s.weight + kRows * kWeightStride);
     s.stages = shared + fixed(0);
     return s;
@@ -62,14 +61,14 @@ struct DecodeMma {
 
   static KV_DEVICE void run(Block<DecodeMma>& block, const Args& args) {
     const KvVoteAttention& a = args.call;
-    const Part<T> part(args, block.index());
-    const Head<T> head = part.head();
+    const Part part(args, block.index());
+    const Head<T> head(args, part);
     const int group = args.group();
     const auto stored = head.stored();
     const Shared s = divide(block.shared);
     // Queries arrive while the block finds the used slots.
     block.each_alone([&](int t, Registers& r) { start(r, head, group, t); });
-    const int used = used_slots(block, head.votes(), head.capacity(), s.ends), now = head.first(stored);
+    const int used = used_slots(block, head.votes(), head.capacity, s.ends), now = head.first(stored);
     if (head.length(stored, used) == 0) return store_idle(block, args, head, part.split, used);
     const auto use = [&](const Stage<T>& stage, int from, int count) {
       multiply_keys(block, a, stage);
@@ -91,10 +90,10 @@ struct DecodeMma {
                         [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
       });
     };
-    stream_slots(block, args, head, s.stages, used, share_of(part.split, part.splits(), used + 1, kBlock), use);
-    store_partial(block, part);
-    if (block.is_last(args.counters + head.index, part.splits()))
-      combine_splits(block, part, head, reinterpret_cast<float*>(s.stages), used, now);
+    stream_slots(block, args, head, s.stages, used, share_of(part.split, part.splits, used + 1, kBlock), use);
+    store_partial(block, args, part);
+    if (block.is_last(args.counters + head.index, part.splits))
+      combine_splits(block, args, part, head, reinterpret_cast<float*>(s.stages), used, now);
   }
 
   // Loads queries into registers, as the product's rows. Rows beyond the group's heads are undefined after the softmax:
@@ -149,8 +148,8 @@ struct DecodeMma {
             if (j * 32 + i * 8 >= size) r.key[i] = 0;
         });
       // Two sums, so that consecutive products do not wait for each other.
-      multiply<Number>(block, [j](Registers& r) { return Product{r.score[0], r.query[2 * j], r.key}; });
-      multiply<Number>(block, [j](Registers& r) { return Product{r.score[1], r.query[2 * j + 1], r.key + 2}; });
+      multiply<T>(block, [j](Registers& r) { return Product{r.score[0], r.query[2 * j], r.key}; });
+      multiply<T>(block, [j](Registers& r) { return Product{r.score[1], r.query[2 * j + 1], r.key + 2}; });
     }
   }
 
@@ -180,7 +179,7 @@ struct DecodeMma {
 #pragma unroll
     for (int step = 0; step < 2; ++step)
       load_a(
-          block, kWeightStride * sizeof(Number),
+          block, kWeightStride * sizeof(T),
           [&](int) { return reinterpret_cast<const char*>(s.weight + step * 16); },
           [step](Registers& r) { return r.weight[step]; });
     block.each_alone([&](int t, Registers& r) {
@@ -215,16 +214,15 @@ struct DecodeMma {
           [](Registers& r) { return r.value; });
 #pragma unroll
       for (int step = 0; step < 2; ++step)
-        multiply<Number>(block,
+        multiply<T>(block,
                          [i, step](Registers& r) { return Product{r.product[i], r.weight[step], r.value + 2 * step}; });
     }
   }
 
   // Stores the split's partial output and softmax in the workspace.
-  static KV_DEVICE void store_partial(Block<DecodeMma>& block, const Part<T>& part) {
-    const Attention& args = part.args;
+  static KV_DEVICE void store_partial(Block<DecodeMma>& block, const Attention& args, const Part& part) {
     const int group = args.group(), size = args.call.value_size;
-    const size_t at = part.before(1, part.splits()) + part.split;
+    const size_t at = static_cast<size_t>(part.start) + part.split;
 #pragma unroll
     for (int i = 0; i < kWarpHeads; ++i)
       if (i * kWarps < group) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });

@@ -32,7 +32,7 @@ KV_DEVICE void split_pair(float first, float second, uint32_t* high, uint32_t* l
 // kKeyBits, kValueBits: bits of a number. kSize: elements of a row in registers, at least the cache's.
 template <int kKeyBits, int kValueBits, int kSize>
 struct DecodeSmall {
-  using Args = RaggedAttention;
+  using Args = Attention;
   static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
   static constexpr int kRows = 16, kWarpHeads = kRows / kWarps, kSteps = kSize / 16;
   // A chunk is the 16 bytes that ldmatrix reads of a row. Per chunk: its columns; for keys the steps of 16 columns, one
@@ -81,22 +81,22 @@ struct DecodeSmall {
 
   static KV_DEVICE void run(Block<DecodeSmall>& block, const Args& args) {
     const KvVoteAttention& a = args.call;
-    const Part<Ragged<Small>> part(args, block.index());
-    const Head<Ragged<Small>> head = part.head();
+    const Part part(args, block.index());
+    const Head<Small> head(args, part);
     const int group = args.group();
     const auto stored = head.stored();
     const Shared s = divide(block.shared);
-    const int used = used_slots(block, head.votes(), head.capacity(), s.ends), now = head.first(stored);
+    const int used = used_slots(block, head.votes(), head.capacity, s.ends), now = head.first(stored);
     if (head.length(stored, used) == 0) return store_idle(block, args, head, part.split, used);
     start(block, head, group);
-    const auto use = [&](const Stage<Ragged<Small>>& stage, int from, int count) {
+    const auto use = [&](const Stage<Small>& stage, int from, int count) {
       multiply_keys(block, a, stage);
       block.each([&](int t, Registers& r) {
         store_logits(r, a, stage, s, group, t);
         store_bias(a, stage, s.bias, used, now, from, count, t);
       });
       update_unit(block, stage, count);
-      softmax_slots<Ragged<Small>>(
+      softmax_slots<Small>(
           block, args, head, s.bias, group, from, count,
           [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
           [&](Registers& r, int g, int slot, float weight, float factor) {
@@ -112,14 +112,14 @@ struct DecodeSmall {
                         [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
       });
     };
-    stream_slots(block, args, head, s.stages, used, share_of(part.split, part.splits(), used + 1, kBlock), use);
-    store_partial(block, part);
-    if (block.is_last(args.counters + head.index, part.splits()))
-      combine(block, part, head, reinterpret_cast<float*>(s.stages), used);
+    stream_slots(block, args, head, s.stages, used, share_of(part.split, part.splits, used + 1, kBlock), use);
+    store_partial(block, args, part);
+    if (block.is_last(args.counters + head.index, part.splits))
+      combine(block, args, part, head, reinterpret_cast<float*>(s.stages), used);
   }
 
   // Loads queries into registers, as the product's rows, with columns in the order of widen_keys.
-  static KV_DEVICE void start(Block<DecodeSmall>& block, const Head<Ragged<Small>>& head, int group) {
+  static KV_DEVICE void start(Block<DecodeSmall>& block, const Head<Small>& head, int group) {
     const int size = head.a.key_size;
     const float* queries = head.query(0, 0);  // contiguous rows, since there is one token
     const auto element = [&](int t, int step, int i, int which) {
@@ -170,7 +170,7 @@ struct DecodeSmall {
 
   // Multiplies the keys with the queries of all heads; eight slots per warp.
   static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a,
-                                      const Stage<Ragged<Small>>& stage) {
+                                      const Stage<Small>& stage) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r.score[0][i] = r.score[1][i] = 0.0f;
@@ -202,7 +202,7 @@ struct DecodeSmall {
 
   // Within a phase: stores the logits of a warp's slots, without bias. A group of up to eight heads only uses a lane's
   // first two sums.
-  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Ragged<Small>>& stage,
+  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Small>& stage,
                                      const Shared& s, int group, int t) {
     const int slot = t / kWarp * 8 + element_of_sum(t % kWarp, 0).column;
     const float first = stage.key_scale()[slot], second = stage.key_scale()[slot + 1];
@@ -217,7 +217,7 @@ struct DecodeSmall {
 
   // Updates unit, a power of two that is at least every value_scale so far; raise, the factor from unit to kRoom; and
   // shrink, the factor from the old unit to the new one, which earlier products take.
-  static KV_DEVICE void update_unit(Block<DecodeSmall>& block, const Stage<Ragged<Small>>& stage, int count) {
+  static KV_DEVICE void update_unit(Block<DecodeSmall>& block, const Stage<Small>& stage, int count) {
     block.each_alone(
         [&](int t, Registers& r) { r.scale_max = t % kWarp < count ? stage.value_scale()[t % kWarp] : 0.0f; });
     block.warp_max([](Registers& r) -> float& { return r.scale_max; });
@@ -252,7 +252,7 @@ struct DecodeSmall {
 
   // Adds weight * value to the products; every fourth chunk of a row per warp, 16 slots per product.
   static KV_DEVICE void multiply_values(Block<DecodeSmall>& block, const KvVoteAttention& a,
-                                        const Stage<Ragged<Small>>& stage, const Shared& s, int group) {
+                                        const Stage<Small>& stage, const Shared& s, int group) {
     const int chunks = (a.value_size + kValueColumns - 1) / kValueColumns;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -288,10 +288,9 @@ struct DecodeSmall {
   }
 
   // Stores the split's partial output and softmax in the workspace.
-  static KV_DEVICE void store_partial(Block<DecodeSmall>& block, const Part<Ragged<Small>>& part) {
-    const Attention& args = part.args;
+  static KV_DEVICE void store_partial(Block<DecodeSmall>& block, const Attention& args, const Part& part) {
     const int group = args.group(), size = args.call.value_size;
-    const size_t at = part.before(1, part.splits()) + part.split;
+    const size_t at = static_cast<size_t>(part.start) + part.split;
 #pragma unroll
     for (int i = 0; i < kWarpHeads; ++i)
       if (i * kWarps < group) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
@@ -310,12 +309,11 @@ struct DecodeSmall {
 
   // The last block of a head runs this like combine_splits, and rotates the output; a row of the output per warp. The
   // new token already has its slot.
-  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Part<Ragged<Small>>& part,
-                                const Head<Ragged<Small>>& head, float* share, int used) {
-    const Attention& args = part.args;
-    const int group = args.group(), size = args.call.value_size, splits = part.splits();
-    combine_softmax(block, part, head, share);
-    const float* const output = args.partial_output + part.before(1, splits) * group * size;
+  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Attention& args, const Part& part,
+                                const Head<Small>& head, float* share, int used) {
+    const int group = args.group(), size = args.call.value_size, splits = part.splits;
+    combine_softmax(block, args, part, head, share);
+    const float* const output = args.partial_output + static_cast<size_t>(part.start) * group * size;
     for (int first = 0; first < group; first += kWarps) {
       block.each_alone([&](int t, Registers& r) {
         const int g = first + t / kWarp;

@@ -2,7 +2,7 @@
 // every slot (votes, position, scores, and the scales of its key and value).
 #pragma once
 
-#include "ragged.h"
+#include "decode_split.h"
 #include "small.h"
 
 namespace kv {
@@ -30,10 +30,10 @@ struct Stage<Small> : Slots {
   KV_DEVICE float* value_scale() const { return score(statistics + 1); }
 };
 
-KV_DEVICE const float* first_number(const Head<Ragged<Small>>& head, int kind) {
+KV_DEVICE const float* first_number(const Head<Small>& head, int kind) {
   const int scale = kind - 2 - head.a.statistics;
   if (scale >= 0) return scale == 0 ? head.key_scale() : head.value_scale();
-  return first_number(static_cast<const Head<Ragged<float>>&>(head), kind);
+  return first_number(static_cast<const Head<float>&>(head), kind);
 }
 
 // Within a phase: copies `count` contiguous rows of `bytes` bytes, in the largest units that divide a row. to: the
@@ -52,7 +52,7 @@ KV_DEVICE void copy_bytes(Block<Program>& block, char* to, int place, int stride
 // Within a phase: copies the rows of a block of slots. An earlier launch has written the new token's rows to their
 // slots.
 template <class Program>
-KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Ragged<Small>>& head, const Stage<Ragged<Small>>& stage,
+KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Small>& head, const Stage<Small>& stage,
                           const Fetch& fetch, int, int, int count, int t) {
   const int values = kBlock * stage.key_stride;
   copy_bytes(block, stage.key(0), fetch.key_to, stage.key_stride, fetch.key, head.key_bytes(), count, t);

@@ -16,20 +16,6 @@ namespace cuda {
 
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / kWarp;
 
-// The work of a block: split `split` of the slots of KV head `index`, counted through all sequences.
-template <class T>
-struct Part {
-  const Attention& args;
-  int index, split;
-
-  KV_DEVICE Part(const Attention& args, int block)
-      : args(args), index(block / args.splits), split(block % args.splits) {}
-  // The splits of the head, and how many numbers in the workspace are before its own if a split has `each`.
-  KV_DEVICE int splits() const { return args.splits; }
-  KV_DEVICE size_t before(size_t each, int splits) const { return each * index * splits; }
-  KV_DEVICE Head<T> head() const { return {args.call, index}; }
-};
-
 // A stage: a block of slots in shared memory, `at` bytes from the first stage. Rows of keys, rows of values, and
 // numbers of every slot [kinds, slots]: votes, position and scores.
 struct Slots {
@@ -183,7 +169,7 @@ KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const
         const float sum = logit(g, slot) + added;
         r.logit[i] = added <= kLogZero ? added : sum;  // beyond the last slot the logit is undefined
         if (args.logits && g < args.group() && slot < count)
-          args.logits[static_cast<size_t>(head.query_head(g)) * head.a.capacity + from + slot] = r.logit[i];
+          head.logits(args, g)[from + slot] = r.logit[i];
       }
       r.block_max[i] = r.logit[i];
     }
@@ -269,11 +255,11 @@ KV_HD constexpr size_t combine_size(int splits, int group) { return splits * gro
 // and row_max and row_sum of the rows in the workspace; a query head per warp, the splits in its lanes. Ends with a
 // barrier: the shares are visible.
 template <class T, class Program>
-KV_DEVICE void combine_softmax(Block<Program>& block, const Part<T>& part, const Head<T>& head, float* share) {
-  const Attention& args = part.args;
+KV_DEVICE void combine_softmax(Block<Program>& block, const Attention& args, const Part& part, const Head<T>& head,
+                               float* share) {
   const KvVoteAttention& a = args.call;
-  const int group = args.group(), splits = part.splits();
-  const float* softmax = args.partial_softmax + part.before(2, splits) * group;
+  const int group = args.group(), splits = part.splits;
+  const float* softmax = args.partial_softmax + 2 * static_cast<size_t>(part.start) * group;
 #pragma unroll 1
   for (int first = 0; first < group; first += kDecodeWarps) {
     block.each_alone([&](int t, auto& r) {
@@ -335,14 +321,13 @@ KV_DEVICE void add_outputs(const float* at, size_t apart, const float* share, in
 // Run by the last block of a head: combines its splits in their order, writes the output, appends the token. now: the
 // token's position.
 template <class T, class Program>
-KV_DEVICE void combine_splits(Block<Program>& block, const Part<T>& part, const Head<T>& head, float* share, int used,
-                              int now) {
-  const Attention& args = part.args;
+KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, const Part& part, const Head<T>& head,
+                              float* share, int used, int now) {
   const KvVoteAttention& a = args.call;
-  const int group = args.group(), size = a.value_size, splits = part.splits();
+  const int group = args.group(), size = a.value_size, splits = part.splits;
   const int key_width = a.key_size / kLanes<T>, value_width = size / kLanes<T>;
-  combine_softmax(block, part, head, share);
-  const float* const output = args.partial_output + part.before(1, splits) * group * size;
+  combine_softmax(block, args, part, head, share);
+  const float* const output = args.partial_output + static_cast<size_t>(part.start) * group * size;
   block.each([&](int t, auto&) {
     Vector key = {}, value = {};  // of the new token
     if (t < key_width) key = load_vector(head.new_key(0) + t * kLanes<T>);

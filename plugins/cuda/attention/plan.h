@@ -2,14 +2,12 @@
 // prefill in float32.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 
 #include "../core/launch.h"
 #include "decode_split.h"
 #include "decode_sums.h"
 #include "prefill.h"
-#include "ragged.h"
 
 namespace kv {
 namespace cuda {
@@ -24,34 +22,36 @@ inline bool keeps(const KvVoteAttention& a, int kind) {
   return false;
 }
 
-// Returns the most blocks of slots of a head; splits divide the blocks in use.
-inline int slot_blocks(const KvVoteAttention& a) { return (a.capacity + kBlock - 1) / kBlock; }
-
 inline bool keeps_any(const KvVoteAttention& a) {
   return keeps(a, KV_STATISTIC_PROBABILITY) || keeps(a, KV_STATISTIC_LOG_EMA);
 }
 
 // Returns why no kernel computes the call; nullptr if one does.
 inline const char* check(const KvVoteAttention& a) {
-  if (const char* problem =
-          check_cache(a.cache_type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
-    return problem;
+  if (const char* problem = check_cache(a)) return problem;
   if (is_small(a.cache_type) ? a.query_type < KV_FLOAT32 || a.query_type > KV_BFLOAT16 : a.query_type != a.cache_type)
     return is_small(a.cache_type) ? "the type of the query is neither float32, float16 nor bfloat16"
                                   : "the query is of another type than the cache";
   if (a.tokens < 0) return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
   if (a.query_heads / a.heads > kMaxGroup) return "a KV head has more than 16 query heads";
-  if (a.tokens > a.capacity) return "the call brings more tokens than the cache has slots";
+  for (int h = 0; h < a.heads; ++h)
+    if (a.tokens > a.capacity[h]) return "the call brings more tokens than a KV head has slots";
   return nullptr;
 }
 
-// Divides the workspace among the arrays of a call; returns the bytes that it uses. parts: the most splits of all heads
-// together, in a decode step.
-inline size_t lay_out(const KvVoteAttention& a, size_t parts, void* workspace, Attention* args) {
+inline int units_of(int slots, int unit) { return (slots + unit - 1) / unit; }
+
+// Divides the workspace among the arrays of a call, for the most splits that a decode step has on the device; returns
+// the bytes that it uses.
+inline size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Attention* args) {
   const size_t heads = static_cast<size_t>(a.batch) * a.heads,
                query_heads = static_cast<size_t>(a.batch) * a.query_heads, group = a.query_heads / a.heads;
+  const size_t together = has_equal_heads(a) ? heads : static_cast<size_t>(a.batch) * min_of(a.heads, kTable),
+               most = most_shares_of_all(together, static_cast<size_t>(kMostPlaces) * device.multiprocessors),
+               all = together * min_of(units_of(most_slots(a), kBlock), kMostShares), splits = all < most ? all : most;
   Workspace space(workspace);
+  *args = {};
   args->call = a;
   args->counters = space.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
   args->used = space.take<int>(2 * heads);
@@ -59,9 +59,9 @@ inline size_t lay_out(const KvVoteAttention& a, size_t parts, void* workspace, A
   if (is_small(a.cache_type)) args->rotated = space.take<float>(query_heads * a.tokens * a.key_size);
   if (a.tokens == 1) {
     args->row_softmax = space.take<float>(2 * query_heads);
-    if (sums) args->logits = space.take<float>(query_heads * a.capacity);
-    args->partial_output = space.take<float>(parts * group * a.value_size);
-    args->partial_softmax = space.take<float>(2 * parts * group);
+    if (sums) args->logits = space.take<float>(static_cast<size_t>(a.batch) * a.slots * group);
+    args->partial_output = space.take<float>(splits * group * a.value_size);
+    args->partial_softmax = space.take<float>(2 * splits * group);
   } else if (sums) {
     args->row_softmax = space.take<float>(2 * query_heads * a.tokens);
   }
@@ -91,88 +91,96 @@ size_t prepare(Attention& args, int splits, const Device& device) {
   return shared_of(args.stages);
 }
 
-template <class T, class Program>
-const char* decode(Attention& args, const Device& device, Stream stream) {
-  const KvVoteAttention& a = args.call;
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads, shared = prepare<T, Program>(args, args.splits, device);
-  if (!shared) return kTooMuchShared;
-  // Splits do not depend on the device's shared memory, so no bit of a result does.
-  args.splits = shares_of(heads, slot_blocks(a), size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors);
-  if (const char* problem = launch<Program>(args, heads * args.splits, shared, device, stream)) return problem;
-  if (!args.logits) return nullptr;
-  return launch<DecodeSums>(args, heads * DecodeSums::blocks_per_head(a.capacity), 0, device, stream);
-}
+// ---- launches over the entries of a table ----
 
-// ---- launches over the caches of a table ----
-
-// Launches a program over a table. blocks_of(cache): the blocks of a head.
+// Launches a program. blocks_of(heads): the blocks of each head of an entry.
 template <class Program, class F>
-const char* launch_table(RaggedAttention& args, int caches, F blocks_of, size_t shared, const Device& device,
+const char* launch_table(Attention& args, int entries, F blocks_of, size_t shared, const Device& device,
                          Stream stream) {
+  const auto blocks = [&](int i) {
+    return static_cast<size_t>(args.call.batch) * args.heads[i].count * args.heads[i].blocks;
+  };
   size_t all = 0;
-  for (int i = 0; i < caches; ++i) {
-    RaggedAttention::Cache& cache = args.cache[i];
-    cache.splits = blocks_of(cache);
-    all += static_cast<size_t>(args.call.batch) * cache.heads * cache.splits;
+  for (int i = 0; i < entries; ++i) {
+    args.heads[i].blocks = blocks_of(args.heads[i]);
+    all += blocks(i);
   }
-  if (all < kLaunchable)
-    set_starts(args.start, caches, [&](int i) { return args.call.batch * args.cache[i].heads * args.cache[i].splits; });
+  if (all < kLaunchable) set_starts(args.start, entries, [&](int i) { return static_cast<int>(blocks(i)); });
   return launch<Program>(args, all, shared, device, stream);
 }
 
-inline int units_of(const RaggedAttention::Cache& cache, int unit) { return (cache.capacity + unit - 1) / unit; }
-
-// Moves the caches whose splits are largest to the front, when a split has at most `each` units of `unit` slots.
-inline void sort_caches(RaggedAttention& args, int caches, int unit, int each) {
-  const auto largest = [&](const RaggedAttention::Cache& cache) { return Shares(units_of(cache, unit), each).largest; };
-  std::stable_sort(args.cache, args.cache + caches,
+// Moves the heads whose splits are largest to the front, since blocks begin in their order. A split has at most `each`
+// units of `unit` slots.
+inline void sort_heads(Attention& args, int entries, int unit, int each) {
+  const auto largest = [&](const Attention::Heads& heads) {
+    return Shares(units_of(heads.capacity, unit), each).largest;
+  };
+  std::stable_sort(args.heads, args.heads + entries,
                    [&](const auto& x, const auto& y) { return largest(x) > largest(y); });
 }
 
-// Runs a decode step over a table: divides its heads into splits with the least estimated time, and launches.
+// Calls use(args, entries) for each table of the call's heads, until it returns a problem.
+template <class Use>
+const char* each_table(const Attention& args, Use use) {
+  const KvVoteAttention& a = args.call;
+  const bool equal = has_equal_heads(a);
+  Attention table = args;
+  for (int first = 0, offset = 0; first < a.heads;) {
+    int entries = 0;
+    while (entries < kTable && first < a.heads) {
+      table.heads[entries++] = {first, equal ? a.heads : 1, a.capacity[first], offset, 1};
+      offset += a.capacity[first], first += equal ? a.heads : 1;
+    }
+    sort_heads(table, entries, 1, a.slots);  // a block of prefill reads all slots of its head
+    if (const char* problem = use(table, entries)) return problem;
+  }
+  return nullptr;
+}
+
+// Runs a decode step: divides the heads into splits with the least estimated time, and launches. Splits do not depend
+// on the device's shared memory, so no bit of a result does.
 template <class T, class Program>
-const char* decode_table(RaggedAttention& args, int caches, const Device& device, Stream stream) {
+const char* decode(Attention& args, int entries, const Device& device, Stream stream) {
   const size_t places = size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors;
   int units[kTable], most = 1;
-  for (int i = 0; i < caches; ++i) units[i] = units_of(args.cache[i], kBlock);
-  const int each = largest_share(units, caches, static_cast<size_t>(args.call.batch) * args.cache[0].heads, places);
-  const auto splits_of = [&](const RaggedAttention::Cache& cache) {
-    return Shares(units_of(cache, kBlock), each).count;
+  for (int i = 0; i < entries; ++i) units[i] = units_of(args.heads[i].capacity, kBlock);
+  const int each = largest_share(units, entries, static_cast<size_t>(args.call.batch) * args.heads[0].count, places);
+  const auto splits_of = [&](const Attention::Heads& heads) {
+    return Shares(units_of(heads.capacity, kBlock), each).count;
   };
-  for (int i = 0; i < caches; ++i) most = max_of(most, splits_of(args.cache[i]));
-  sort_caches(args, caches, kBlock, each);
-  const size_t shared = prepare<Ragged<T>, Program>(args, most, device);
+  for (int i = 0; i < entries; ++i) most = max_of(most, splits_of(args.heads[i]));
+  sort_heads(args, entries, kBlock, each);
+  const size_t shared = prepare<T, Program>(args, most, device);
   if (!shared) return kTooMuchShared;
-  if (const char* problem = launch_table<Program>(args, caches, splits_of, shared, device, stream)) return problem;
+  if (const char* problem = launch_table<Program>(args, entries, splits_of, shared, device, stream)) return problem;
   if (!keeps(args.call, KV_STATISTIC_PROBABILITY)) return nullptr;
-  const auto blocks_of = [](const RaggedAttention::Cache& cache) { return units_of(cache, RaggedSums::kThreads); };
-  return launch_table<RaggedSums>(args, caches, blocks_of, 0, device, stream);
+  const auto blocks_of = [](const Attention::Heads& heads) { return units_of(heads.capacity, DecodeSums::kThreads); };
+  return launch_table<DecodeSums>(args, entries, blocks_of, 0, device, stream);
 }
 
 template <class T, int kChunks>
-const char* prefill_in_float(RaggedAttention& args, int caches, const Device& device, Stream stream) {
+const char* prefill_in_float(Attention& args, int entries, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
   const size_t tile = Tile<T>::size(a.key_size, a.value_size);
   using Rows = Prefill<T, kChunks>;
   using Scores = PrefillScores<T>;
   const int blocks = Rows::blocks_per_head(a.tokens * (a.query_heads / a.heads));
-  if (const char* problem = launch_table<Rows>(args, caches, [&](const auto&) { return blocks; }, tile, device, stream))
+  if (const char* problem =
+          launch_table<Rows>(args, entries, [&](const auto&) { return blocks; }, tile, device, stream))
     return problem;
   if (!keeps_any(a)) return nullptr;
-  const auto blocks_of = [](const RaggedAttention::Cache& cache) { return Scores::blocks_per_head(cache.capacity); };
-  return launch_table<Scores>(args, caches, blocks_of, tile + Scores::fixed(), device, stream);
+  const auto blocks_of = [](const Attention::Heads& heads) { return Scores::blocks_per_head(heads.capacity); };
+  return launch_table<Scores>(args, entries, blocks_of, tile + Scores::fixed(), device, stream);
 }
 
 template <class T>
-const char* prefill_in_float(RaggedAttention& args, int caches, const Device& device, Stream stream) {
-  return args.call.value_size <= 128 ? prefill_in_float<T, 1>(args, caches, device, stream)
-                                     : prefill_in_float<T, 2>(args, caches, device, stream);
+const char* prefill_in_float(Attention& args, int entries, const Device& device, Stream stream) {
+  return args.call.value_size <= 128 ? prefill_in_float<T, 1>(args, entries, device, stream)
+                                     : prefill_in_float<T, 2>(args, entries, device, stream);
 }
 
-// Run the launches of a call over the first `caches` caches of its table: of several tokens (vote_attention.cu), and
-// over quantized caches (vote_attention_small.cu).
-const char* run_prefill(RaggedAttention& args, int caches, const Device& device, Stream stream);
-const char* run_small(RaggedAttention& args, int caches, const Device& device, Stream stream);
+// Runs the launches over a quantized cache (vote_attention_small.cu).
+const char* run_small(Attention& args, int entries, const Device& device, Stream stream);
 
 }  // namespace cuda
 }  // namespace kv

@@ -28,17 +28,17 @@ constexpr int kTile = 32;
 // Writes the new tokens to their slots, except for their votes, which other blocks of the head read to find its end.
 template <class T>
 struct Append {
-  using Args = RaggedAttention;
+  using Args = Attention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kTokens = 32;
   struct Registers {};
   static KV_HD int blocks_per_head(int tokens) { return (tokens + kTokens - 1) / kTokens; }
 
-  static KV_DEVICE void run(Block<Append>& block, const RaggedAttention& args) {
+  static KV_DEVICE void run(Block<Append>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
-    const TablePlace place(args, block.index());
-    const Head<Ragged<T>> head(args, place);
-    const int chunk = place.split;
-    const int used = used_slots(block, head.votes(), head.capacity(), reinterpret_cast<int*>(block.shared)),
+    const Part part(args, block.index());
+    const Head<T> head(args, part);
+    const int chunk = part.split;
+    const int used = used_slots(block, head.votes(), head.capacity, reinterpret_cast<int*>(block.shared)),
               n = head.length(used);
     const int from = chunk * kTokens, count = min_of(kTokens, n - from);
     block.each([&](int t, auto&) {
@@ -77,7 +77,7 @@ struct Tile {
   }
 
   // Within a phase of `threads` threads: loads rows [first, first + 32) of a head's queries, zeros from `end` on.
-  KV_DEVICE void load_queries(const Head<Ragged<T>>& head, int group, int first, int end, int t, int threads) const {
+  KV_DEVICE void load_queries(const Head<T>& head, int group, int first, int end, int t, int threads) const {
     const int vectors = head.a.key_size / kLanes<E>, stride = shared_stride<E>(head.a.key_size);
     for (int i = t; i < kTile * vectors; i += threads) {
       const int row = first + i / vectors, at = i % vectors;
@@ -88,7 +88,7 @@ struct Tile {
   }
   // Within a phase: loads the keys of slots [from, from + count), zeros after them, and the slots' positions and
   // biases. No query sees slots after the last, whose position is INT32_MAX.
-  KV_DEVICE void load_keys(const Head<Ragged<T>>& head, int used, int from, int count, int t, int threads) const {
+  KV_DEVICE void load_keys(const Head<T>& head, int used, int from, int count, int t, int threads) const {
     const KvVoteAttention& a = head.a;
     const int vectors = a.key_size / kLanes<E>, stride = shared_stride<E>(a.key_size);
     for (int i = t; i < kBlock * vectors; i += threads) {
@@ -101,7 +101,7 @@ struct Tile {
       bias[t] = from + t < used ? vote_bias(head.votes()[from + t], a) : 0.0f;
     }
   }
-  KV_DEVICE void load_values(const Head<Ragged<T>>& head, int from, int count, int t, int threads) const {
+  KV_DEVICE void load_values(const Head<T>& head, int from, int count, int t, int threads) const {
     for (int i = t; i * kLanes<E> < count * head.a.value_size; i += threads)
       store_vector(rows + i * 16, head.value_vector(from, i));
   }
@@ -135,21 +135,21 @@ KV_DEVICE bool all_later(int from, int used, int first, int now) { return from >
 // Pass 1, the output. A block is a tile of a head's rows; kChunks times 128 columns.
 template <class T, int kChunks>
 struct Prefill {
-  using Args = RaggedAttention;
+  using Args = Attention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = kTile / (kThreads / kWarp);  // of a warp
   struct Registers {
     float product[kChunks][kRows][4], logit[kRows], block_max[kRows], row_max[kRows], row_sum[kRows];
   };
   static KV_HD int blocks_per_head(int rows) { return (rows + kTile - 1) / kTile; }
 
-  static KV_DEVICE void run(Block<Prefill>& block, const RaggedAttention& args) {
+  static KV_DEVICE void run(Block<Prefill>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const int group = args.group();
-    const TablePlace place(args, block.index());
-    const Head<Ragged<T>> head(args, place);
+    const Part part(args, block.index());
+    const Head<T> head(args, part);
     const Tile<T> tile(block.shared, a.key_size, a.value_size);
     const int used = args.used[2 * head.index], n = args.used[2 * head.index + 1];
-    const int begin = place.split * kTile, end = min_of(begin + kTile, n * group);
+    const int begin = part.split * kTile, end = min_of(begin + kTile, n * group);
     // The block of the first rows writes the new slots' votes, which no other block of this launch reads.
     block.each([&](int t, Registers& r) {
       for (int i = t; begin == 0 && i < n; i += kThreads) head.votes()[used + i] = 1.0f;
@@ -189,7 +189,7 @@ struct Prefill {
     block.each([&](int t, Registers& r) { finish(r, args, head, begin, end, t); });
   }
 
-  static KV_DEVICE void start(Registers& r, const Head<Ragged<T>>& head, int begin, int end, int t) {
+  static KV_DEVICE void start(Registers& r, const Head<T>& head, int begin, int end, int t) {
     const int group = head.a.query_heads / head.a.heads;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -238,7 +238,7 @@ struct Prefill {
     }
   }
 
-  static KV_DEVICE void finish(Registers& r, const RaggedAttention& args, const Head<Ragged<T>>& head, int begin,
+  static KV_DEVICE void finish(Registers& r, const Attention& args, const Head<T>& head, int begin,
                                int end, int t) {
     const KvVoteAttention& a = args.call;
     const int group = args.group();
@@ -266,7 +266,7 @@ struct Prefill {
 // mean over query heads; for a probability, slot_sum is the weighted sum. counted: the total weight of the queries that
 // count and see the slot; age: the slot's position relative to the first new token's.
 template <class T>
-KV_DEVICE float statistic_after(const Head<Ragged<T>>& head, const KvStatistic& statistic, int k, int used, int slot,
+KV_DEVICE float statistic_after(const Head<T>& head, const KvStatistic& statistic, int k, int used, int slot,
                                 int age, int n, float slot_max, float slot_sum, float counted) {
   const KvVoteAttention& a = head.a;
   const float heads = static_cast<float>(a.query_heads / a.heads), past = slot < used ? head.score(k)[slot] : 0.0f;
@@ -292,7 +292,7 @@ KV_DEVICE float statistic_after(const Head<Ragged<T>>& head, const KvStatistic& 
 // thread is one slot and eight rows of each tile.
 template <class T>
 struct PrefillScores {
-  using Args = RaggedAttention;
+  using Args = Attention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kWarps = kThreads / kWarp, kRows = kTile / kWarps;
   // A thread's partial sums. For a log_ema: the running maximum, the sum relative to it, and the total weight of the
   // queries that see the slot. For a probability: only slot_sum.
@@ -304,15 +304,15 @@ struct PrefillScores {
   static KV_HD constexpr size_t fixed() { return (3 * kTile + 3 * kWarps * kBlock) * sizeof(float); }
   static KV_HD int blocks_per_head(int capacity) { return (capacity + kBlock - 1) / kBlock; }
 
-  static KV_DEVICE void run(Block<PrefillScores>& block, const RaggedAttention& args) {
+  static KV_DEVICE void run(Block<PrefillScores>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const int group = args.group();
-    const TablePlace place(args, block.index());
-    const Head<Ragged<T>> head(args, place);
+    const Part part(args, block.index());
+    const Head<T> head(args, part);
     const Tile<T> tile(block.shared + fixed(), a.key_size, a.value_size);
     float *share = reinterpret_cast<float*>(block.shared), *rows = share + kTile, *partials = rows + 2 * kTile;
     const int used = args.used[2 * head.index], n = args.used[2 * head.index + 1], first = head.first();
-    const int from = place.split * kBlock, count = min_of(kBlock, used + n - from);
+    const int from = part.split * kBlock, count = min_of(kBlock, used + n - from);
     if (n == 0 || count <= 0) return;
     block.each([&](int t, auto&) { tile.load_keys(head, used, from, count, t, kThreads); });
     for (int k = 0; k < a.statistics; ++k) {
@@ -368,7 +368,7 @@ struct PrefillScores {
   }
 
   // Adds up the warps' partial sums and returns the slot's statistic.
-  static KV_DEVICE float combine_partials(const Head<Ragged<T>>& head, const KvStatistic& statistic,
+  static KV_DEVICE float combine_partials(const Head<T>& head, const KvStatistic& statistic,
                                           const float* partials, int k, int used, int slot, int age, int n, int t) {
     float slot_max = kLogZero, slot_sum = 0.0f, counted = 0.0f;
     for (int i = 0; i < kWarps; ++i)

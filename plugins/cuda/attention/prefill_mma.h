@@ -86,7 +86,7 @@ struct Rows {
 // kMaxSize: the most elements of a row of keys or values, a multiple of 16.
 template <class T, int kMaxSize>
 struct PrefillMma {
-  using Args = RaggedAttention;
+  using Args = Attention;
   static constexpr int kSize = kMaxSize, kThreads = 128, kBlocksPerMultiprocessor = 2;
   static constexpr int kTiles = kSize > 128 ? 1 : 2;  // tiles of 16 rows of a warp
   static constexpr int kSlots = kSize > 128 ? 32 : 64, kHalf = kSlots / 2;
@@ -132,18 +132,18 @@ struct PrefillMma {
 
   // The work of a block: rows [begin, end) of a head, which see no slot from `until` on.
   struct Work {
-    const Head<Ragged<T>>& head;
+    const Head<T>& head;
     Tokens tokens;
     int used, n, begin, end, first, until;
   };
 
-  static KV_DEVICE void run(Block<PrefillMma>& block, const RaggedAttention& args) {
+  static KV_DEVICE void run(Block<PrefillMma>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
-    const TablePlace place(args, block.index());
-    const Head<Ragged<T>> head(args, place);
+    const Part part(args, block.index());
+    const Head<T> head(args, part);
     const Shared s = divide(block.shared);
     Work w{head, Tokens(args.group()), args.used[2 * head.index], args.used[2 * head.index + 1], 0, 0, 0, 0};
-    w.begin = place.split * kRows, w.end = min_of(w.begin + kRows, w.n * w.tokens.group);
+    w.begin = part.split * kRows, w.end = min_of(w.begin + kRows, w.n * w.tokens.group);
     w.first = head.first(), w.until = w.begin < w.end ? w.used + w.tokens(w.end - 1) + 1 : 0;
     block.each([&](int t, Registers& r) {
       // The block of the first rows writes the new slots' votes, which no other block of this launch reads.
@@ -342,7 +342,7 @@ struct PrefillMma {
 
   // Writes the output (0 in padding) and the rows' softmax. They pass through the shared memory of the queries and of
   // the slots, so that whole vectors are written.
-  static KV_DEVICE void finish(Block<PrefillMma>& block, const RaggedAttention& args, const Work& w, const Shared& s) {
+  static KV_DEVICE void finish(Block<PrefillMma>& block, const Attention& args, const Work& w, const Shared& s) {
     const KvVoteAttention& a = args.call;
     float* softmax = s.biases;  // [kRows, 2]
     static_assert(2 * kRows <= 4 * kSlots, "biases and positions have room");

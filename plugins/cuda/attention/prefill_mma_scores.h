@@ -17,7 +17,7 @@ namespace cuda {
 
 template <class T, int kMaxSize>
 struct PrefillMmaScores {
-  using Args = RaggedAttention;
+  using Args = Attention;
   static constexpr int kSize = kMaxSize, kThreads = 128, kBlocksPerMultiprocessor = kMaxSize % 64 == 0 ? 3 : 2;
   static constexpr int kTiles = kSize > 128 ? 1 : 2;  // tiles of 16 slots of a warp
   static constexpr int kSlots = kThreads / kWarp * kTiles * 16, kRows = kSlots / 2, kHalf = kRows / 2;
@@ -72,7 +72,7 @@ struct PrefillMmaScores {
   // The work of a block: slots [from, from + count) of a head, and a statistic that counts the last `counted` of n
   // queries.
   struct Work {
-    const Head<Ragged<T>>& head;
+    const Head<T>& head;
     const float* rows;  // row_max and row_sum of the group's rows, or nullptr
     Tokens tokens;
     int used, n, first, from, count;
@@ -83,16 +83,16 @@ struct PrefillMmaScores {
     KV_DEVICE int end() const { return n * tokens.group; }
   };
 
-  static KV_DEVICE void run(Block<PrefillMmaScores>& block, const RaggedAttention& args) {
+  static KV_DEVICE void run(Block<PrefillMmaScores>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
-    const TablePlace place(args, block.index());
-    const Head<Ragged<T>> head(args, place);
+    const Part part(args, block.index());
+    const Head<T> head(args, part);
     const Shared s = divide(block.shared);
     const float* rows =
         args.row_softmax ? args.row_softmax + 2 * static_cast<size_t>(head.query_head(0)) * a.tokens : nullptr;
     Work w{head, rows, Tokens(args.group()), args.used[2 * head.index], args.used[2 * head.index + 1], 0, 0, 0, 0,
            0,    {}};
-    w.first = head.first(), w.from = place.split * kSlots;
+    w.first = head.first(), w.from = part.split * kSlots;
     w.count = min_of(kSlots, w.used + w.n - w.from);
     if (w.n == 0 || w.count <= 0) return;
     load_slots(block, w, s);

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../core/small.h"
-#include "heads.h"
+#include "attention.h"
 
 namespace kv {
 namespace cuda {
@@ -15,22 +15,20 @@ namespace cuda {
 // A KV head of a quantized cache. Its queries are the rotated ones of the workspace; its new tokens already have their
 // slots.
 template <>
-struct Head<Ragged<Small>> : Head<Ragged<float>> {
-  KvScales scales;
+struct Head<Small> : Head<float> {
   int bytes_of_key, bytes_of_value;
 
-  KV_DEVICE Head(const RaggedAttention& args, const TablePlace& place)
-      : Head<Ragged<float>>(args, place),
-        scales(place.cache.scales),
+  KV_DEVICE Head(const Attention& args, const Part& part)
+      : Head<float>(args, part),
         bytes_of_key(a.key_size * key_bits(a.cache_type) / 8),
         bytes_of_value(a.value_size * value_bits(a.cache_type) / 8) {}
   KV_DEVICE int key_bytes() const { return bytes_of_key; }
   KV_DEVICE int value_bytes() const { return bytes_of_value; }
 
-  KV_DEVICE char* key(int slot) const { return static_cast<char*>(state.key) + (slots + slot) * bytes_of_key; }
-  KV_DEVICE char* value(int slot) const { return static_cast<char*>(state.value) + (slots + slot) * bytes_of_value; }
-  KV_DEVICE float* key_scale() const { return scales.key + slots; }
-  KV_DEVICE float* value_scale() const { return scales.value + slots; }
+  KV_DEVICE char* key(int slot) const { return static_cast<char*>(a.present.key) + (slots + slot) * bytes_of_key; }
+  KV_DEVICE char* value(int slot) const { return static_cast<char*>(a.present.value) + (slots + slot) * bytes_of_value; }
+  KV_DEVICE float* key_scale() const { return a.present_scales.key + slots; }
+  KV_DEVICE float* value_scale() const { return a.present_scales.value + slots; }
   KV_DEVICE Vector key_vector(int from, int i) const {
     const int slot = from + i / (a.key_size / 4), column = i % (a.key_size / 4) * 4;
     return widened(key(slot), key_bits(a.cache_type), column, key_scale()[slot]);
@@ -47,19 +45,19 @@ struct Head<Ragged<Small>> : Head<Ragged<float>> {
 
 // The first launch. `call.query` are the unrotated queries.
 struct AppendSmall {
-  using Args = RaggedAttention;
+  using Args = Attention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kTokens = 8, kWarps = kThreads / kWarp;
   struct Registers {
     Row row;
   };
   static KV_HD int blocks_per_head(int tokens) { return (tokens + kTokens - 1) / kTokens; }
 
-  static KV_DEVICE void run(Block<AppendSmall>& block, const RaggedAttention& args) {
+  static KV_DEVICE void run(Block<AppendSmall>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
-    const TablePlace place(args, block.index());
-    const Head<Ragged<Small>> head(args, place);
-    const int chunk = place.split;
-    const int used = used_slots(block, head.votes(), head.capacity(), reinterpret_cast<int*>(block.shared)),
+    const Part part(args, block.index());
+    const Head<Small> head(args, part);
+    const int chunk = part.split;
+    const int used = used_slots(block, head.votes(), head.capacity, reinterpret_cast<int*>(block.shared)),
               n = head.length(used);
     const int from = chunk * kTokens, count = min_of(kTokens, n - from), group = args.group();
     block.each_alone([&](int t, auto&) {
@@ -114,7 +112,7 @@ struct AppendSmall {
   }
 
   // Returns the index of the first element of a new token's key or value.
-  static KV_DEVICE size_t new_row(const Head<Ragged<Small>>& head, int token, int size) {
+  static KV_DEVICE size_t new_row(const Head<Small>& head, int token, int size) {
     return (static_cast<size_t>(head.index) * head.a.tokens + token) * size;
   }
 

@@ -5,83 +5,81 @@
 //   one token:      Decode or DecodeMma; DecodeSums if a statistic is a sum of probabilities
 //   several tokens: Append, then Prefill and PrefillScores, or PrefillMma and PrefillMmaScores
 //   a quantized cache:  vote_attention_small.cu
+#include "decode.h"
+#include "decode_mma.h"
 #include "plan.h"
 #include "prefill_mma_scores.h"
-#include "programs.h"
 
 namespace kv {
 namespace cuda {
 namespace {
 
-// Divides the workspace, for the largest number of splits; returns the bytes that the call uses.
-size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Attention* args) {
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
-  *args = {};
-  args->splits = most_shares(heads, slot_blocks(a), static_cast<size_t>(kMostPlaces) * device.multiprocessors);
-  return lay_out(a, heads * args->splits, workspace, args);
-}
-
 template <class T, int kSize>
-const char* prefill_mma(RaggedAttention& args, int caches, const Device& device, Stream stream) {
+const char* prefill_mma(Attention& args, int entries, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
   using Rows = PrefillMma<T, kSize>;
   using Scores = PrefillMmaScores<T, kSize>;
   const int blocks = Rows::blocks_per_head(a.tokens * (a.query_heads / a.heads));
   if (const char* problem =
-          launch_table<Rows>(args, caches, [&](const auto&) { return blocks; }, Rows::shared_size(), device, stream))
+          launch_table<Rows>(args, entries, [&](const auto&) { return blocks; }, Rows::shared_size(), device, stream))
     return problem;
   if (!keeps_any(a)) return nullptr;
-  const auto blocks_of = [](const RaggedAttention::Cache& cache) { return Scores::blocks_per_head(cache.capacity); };
-  return launch_table<Scores>(args, caches, blocks_of, Scores::shared_size(), device, stream);
+  const auto blocks_of = [](const Attention::Heads& heads) { return Scores::blocks_per_head(heads.capacity); };
+  return launch_table<Scores>(args, entries, blocks_of, Scores::shared_size(), device, stream);
 }
 
 template <class T>
-const char* prefill_of(RaggedAttention& args, int caches, const Device& device, Stream stream) {
+const char* prefill_of(Attention& args, int entries, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
   const int size = a.key_size > a.value_size ? a.key_size : a.value_size, blocks = Append<T>::blocks_per_head(a.tokens);
   if (const char* problem =
-          launch_table<Append<T>>(args, caches, [&](const auto&) { return blocks; }, 16, device, stream))
+          launch_table<Append<T>>(args, entries, [&](const auto&) { return blocks; }, 16, device, stream))
     return problem;
   if constexpr (sizeof(T) == 4)
-    return prefill_in_float<T>(args, caches, device, stream);
+    return prefill_in_float<T>(args, entries, device, stream);
   else if (size <= 64)
-    return prefill_mma<T, 64>(args, caches, device, stream);
+    return prefill_mma<T, 64>(args, entries, device, stream);
   else if (size <= 80)
-    return prefill_mma<T, 80>(args, caches, device, stream);
+    return prefill_mma<T, 80>(args, entries, device, stream);
   else if (size <= 96)
-    return prefill_mma<T, 96>(args, caches, device, stream);
+    return prefill_mma<T, 96>(args, entries, device, stream);
   else
-    return size <= 128 ? prefill_mma<T, 128>(args, caches, device, stream)
-                       : prefill_mma<T, 256>(args, caches, device, stream);
+    return size <= 128 ? prefill_mma<T, 128>(args, entries, device, stream)
+                       : prefill_mma<T, 256>(args, entries, device, stream);
 }
 
 template <class T>
-const char* decode_of(Attention& args, const Device& device, Stream stream) {
-  return with_decode<T>(
-      args.call, [&](auto program) { return decode<T, typename decltype(program)::Type>(args, device, stream); });
+const char* decode_of(Attention& args, int entries, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const int group = a.query_heads / a.heads;
+  if constexpr (sizeof(T) == 2) {
+    if (a.key_size <= 128 && a.value_size <= 128) return decode<T, DecodeMma<T, 128>>(args, entries, device, stream);
+    return decode<T, DecodeMma<T, 256>>(args, entries, device, stream);
+  } else {
+    if (group == 1) return decode<T, Decode<T, 1>>(args, entries, device, stream);
+    if (group <= 4) return decode<T, Decode<T, 4>>(args, entries, device, stream);
+    return group <= 8 ? decode<T, Decode<T, 8>>(args, entries, device, stream)
+                      : decode<T, Decode<T, 16>>(args, entries, device, stream);
+  }
 }
 
-const char* run(Attention& args, const Device& device, Stream stream) {
-  const KvVoteAttention& a = args.call;
-  if (a.tokens == 1 && !is_small(a.cache_type)) {
-    if (a.cache_type == KV_FLOAT32) return decode_of<float>(args, device, stream);
-    return a.cache_type == KV_FLOAT16 ? decode_of<Half>(args, device, stream) : decode_of<BFloat>(args, device, stream);
-  }
-  RaggedAttention table{};
-  static_cast<Attention&>(table) = args;
-  table.cache[0] = {a.present, a.present_scales, a.capacity, 0, a.heads, 1};
-  return is_small(a.cache_type) ? run_small(table, 1, device, stream) : run_prefill(table, 1, device, stream);
+template <class T>
+const char* run_of(Attention& args, int entries, const Device& device, Stream stream) {
+  return args.call.tokens > 1 ? prefill_of<T>(args, entries, device, stream)
+                              : decode_of<T>(args, entries, device, stream);
+}
+
+const char* run(const Attention& args, const Device& device, Stream stream) {
+  return each_table(args, [&](Attention& table, int entries) {
+    const int type = table.call.cache_type;
+    if (is_small(type)) return run_small(table, entries, device, stream);
+    if (type == KV_FLOAT32) return run_of<float>(table, entries, device, stream);
+    return type == KV_FLOAT16 ? run_of<Half>(table, entries, device, stream)
+                              : run_of<BFloat>(table, entries, device, stream);
+  });
 }
 
 }  // namespace
-
-const char* run_prefill(RaggedAttention& args, int caches, const Device& device, Stream stream) {
-  const int type = args.call.cache_type;
-  if (type == KV_FLOAT32) return prefill_of<float>(args, caches, device, stream);
-  return type == KV_FLOAT16 ? prefill_of<Half>(args, caches, device, stream)
-                            : prefill_of<BFloat>(args, caches, device, stream);
-}
-
 }  // namespace cuda
 }  // namespace kv
 

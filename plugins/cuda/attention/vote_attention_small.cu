@@ -8,26 +8,26 @@ namespace cuda {
 namespace {
 
 template <int kKeyBits, int kValueBits>
-const char* decode_of(RaggedAttention& args, int caches, const Device& device, Stream stream) {
+const char* decode_of(Attention& args, int entries, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
   if (a.key_size <= 128 && a.value_size <= 128)
-    return decode_table<Small, DecodeSmall<kKeyBits, kValueBits, 128>>(args, caches, device, stream);
-  return decode_table<Small, DecodeSmall<kKeyBits, kValueBits, 256>>(args, caches, device, stream);
+    return decode<Small, DecodeSmall<kKeyBits, kValueBits, 128>>(args, entries, device, stream);
+  return decode<Small, DecodeSmall<kKeyBits, kValueBits, 256>>(args, entries, device, stream);
 }
 
 }  // namespace
 
-const char* run_small(RaggedAttention& args, int caches, const Device& device, Stream stream) {
+const char* run_small(Attention& args, int entries, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
   const int blocks = AppendSmall::blocks_per_head(a.tokens);
   if (const char* problem =
-          launch_table<AppendSmall>(args, caches, [&](const auto&) { return blocks; }, 16, device, stream))
+          launch_table<AppendSmall>(args, entries, [&](const auto&) { return blocks; }, 16, device, stream))
     return problem;
   args.call.query = args.rotated;
-  if (a.tokens > 1) return prefill_in_float<Small>(args, caches, device, stream);
-  if (a.cache_type == KV_INT8) return decode_of<8, 8>(args, caches, device, stream);
-  return a.cache_type == KV_INT4 ? decode_of<4, 4>(args, caches, device, stream)
-                                 : decode_of<8, 4>(args, caches, device, stream);
+  if (a.tokens > 1) return prefill_in_float<Small>(args, entries, device, stream);
+  if (a.cache_type == KV_INT8) return decode_of<8, 8>(args, entries, device, stream);
+  return a.cache_type == KV_INT4 ? decode_of<4, 4>(args, entries, device, stream)
+                                 : decode_of<8, 4>(args, entries, device, stream);
 }
 
 }  // namespace cuda

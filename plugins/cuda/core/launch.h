@@ -1,6 +1,8 @@
 // Runs a program over a grid: on the device as a kernel, on the host block after block.
 #pragma once
 
+#include <algorithm>
+
 #include "small.h"
 #ifdef __CUDACC__
 #include <cstdlib>
@@ -260,7 +262,7 @@ class Workspace {
 template <class Arguments>
 const char* copy_state(const Arguments& a, Stream stream) {
   const KvState &from = a.past, &to = a.present;
-  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, each = slots * sizeof(float);
+  const size_t slots = static_cast<size_t>(a.batch) * a.slots, each = slots * sizeof(float);
   const size_t keys = slots * a.key_size * key_bits(a.cache_type) / 8,
                values = slots * a.value_size * value_bits(a.cache_type) / 8;
   if (const char* problem = copy_tensor(to.key, from.key, keys, stream)) return problem;
@@ -282,19 +284,37 @@ bool has_scales(const Arguments& a) {
 
 inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-inline const char* check_cache(int type, int batch, int heads, int capacity, int key_size, int value_size,
-                               int statistics) {
+// Returns the most slots of a KV head, and whether all have as many.
+template <class Arguments>
+int most_slots(const Arguments& a) {
+  return *std::max_element(a.capacity, a.capacity + a.heads);
+}
+template <class Arguments>
+bool has_equal_heads(const Arguments& a) {
+  return std::all_of(a.capacity, a.capacity + a.heads, [&](int x) { return x == a.capacity[0]; });
+}
+
+template <class Arguments>
+const char* check_cache(const Arguments& a) {
+  const int type = a.cache_type, key_size = a.key_size, value_size = a.value_size;
   if (type != KV_FLOAT32 && type != KV_FLOAT16 && type != KV_BFLOAT16 && !is_small(type))
     return "the type of the cache is none of float32, float16, bfloat16, int8, int4 and k8v4";
-  if (batch < 0 || heads < 1 || capacity < 1 || key_size < 1 || value_size < 1)
+  if (a.batch < 0 || a.heads < 1 || a.slots < 1 || key_size < 1 || value_size < 1)
     return "a dimension is zero or negative";
+  if (static_cast<int64_t>(a.batch) * a.heads > KV_CUDA_MAX_HEADS)
+    return "the batch has more than 65536 KV heads in all";
+  int64_t slots = 0;
+  for (int h = 0; h < a.heads; ++h) {
+    if (a.capacity[h] < 1) return "a KV head has no slots";
+    slots += a.capacity[h];
+  }
+  if (slots != a.slots) return "the KV heads have more or fewer slots than the state";
   if (key_size > 256 || value_size > 256) return "a head size is above 256";
   if (is_small(type) && (key_size % 4 || value_size % 4))
     return "a head size of a quantized cache is not a multiple of 4";
   const int lanes = is_small(type) ? 4 : 128 / element_bits(type);
   if (key_size % lanes || value_size % lanes) return "a row of keys or values is not a whole number of 16-byte vectors";
-  if (statistics < 1 || statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
-  if (static_cast<int64_t>(batch) * heads > KV_CUDA_MAX_HEADS) return "the batch has more than 65536 KV heads in all";
+  if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
   return nullptr;
 }
 

@@ -1,7 +1,7 @@
-// Launches over KV heads whose caches are tensors of their own, of several capacities. A table in the arguments of a
-// launch has the caches of up to kTable heads, so one launch has the blocks of all of them:
+// Launches over KV heads of several capacities. A table in the arguments of a launch has up to kTable entries: heads of
+// one capacity are one entry, other heads an entry each. One launch has the blocks of all of them:
 //
-//   block -> entry of the table, sequence, share of the head
+//   block -> entry of the table, head of a sequence, share of the head
 #pragma once
 
 #include "launch.h"
@@ -15,6 +15,7 @@ constexpr int kTable = 32;  // the most entries of a table, a power of two
 // all blocks.
 KV_DEVICE int entry_of(const int (&start)[kTable + 1], int block) {
   int entry = 0;
+  if (block < start[1]) return entry;  // all blocks of heads of one capacity
 #pragma unroll
   for (int step = kTable / 2; step > 0; step /= 2)
     if (block >= start[entry + step]) entry += step;

@@ -1,9 +1,8 @@
-// The entry points of MergeCache, over heads that share their tensors and over KV heads that have caches of their own;
-// the head of work.h describes the launches.
+// The entry points of MergeCache; the head of work.h describes the launches.
 //
 //   check the call; if the workspace is too small: refuse
 //   copy past to present, unless they share buffers       the launches update present in place
-//   for all heads, or for each 32 heads that have caches of their own:
+//   for all heads of one capacity and one budget, or for each 32 other heads:
 //     Rank
 //     if policy.order needs targets: Nearest over the eviction pool, Choose
 //     unless slots are dropped or merge in pairs: Nearest over the evicted slots, among all targets or among those that
@@ -28,11 +27,10 @@ namespace {
 constexpr int kNearestPlaces = 2;  // the most blocks of Nearest that a multiprocessor has room for
 
 const char* check(const KvMergeCache& a) {
-  if (const char* problem =
-          check_cache(a.cache_type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
-    return problem;
+  if (const char* problem = check_cache(a)) return problem;
   if (is_small(a.cache_type)) return "there is no kernel that merges a quantized cache";
-  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
+  const auto least = [&](const int* list) { return *std::min_element(list, list + a.heads); };
+  if (least(a.budget) < 1 || a.sinks < 0 || least(a.recent) < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
   if (const char* problem = policy_problem(a.policy)) return problem;
   if (a.rotary_planes < 0 || 2 * a.rotary_planes > a.key_size)
@@ -54,69 +52,43 @@ int tile_of(const KvMergeCache& a) { return a.cache_type == KV_FLOAT32 ? 32 : ar
 
 // ---- the heads of a launch ----
 
-// Returns the call of head h: its cache, with the attributes of all heads.
-KvMergeCache call_of(const KvMergeCache& a, const KvHeadCache* caches, int h) {
-  KvMergeCache own = a;
-  own.heads = 1, own.capacity = caches[h].capacity, own.budget = caches[h].budget, own.recent = caches[h].recent;
-  own.past = caches[h].past, own.present = caches[h].present;
-  return own;
-}
-
-// Returns why no kernel computes the call; nullptr if one does.
-const char* check_heads(const KvMergeCache& a, const KvHeadCache* caches) {
-  if (const char* problem = check(a)) return problem;
-  for (int h = 0; h < a.heads; ++h) {
-    if (caches[h].capacity > a.capacity) return "a head has more slots than the call's capacity";
-    if (const char* problem = check(call_of(a, caches, h))) return problem;
-  }
-  return nullptr;
-}
-
 bool is_in_place(const KvMergeCache& a) {
   const KvState &past = a.past, &present = a.present;
   return past.key == present.key && past.value == present.value && past.votes == present.votes &&
          past.score == present.score && past.position == present.position;
 }
 
-// Adds an entry for the heads of a call.
-void add_entry(MergeWork& m, const KvMergeCache& a) {
+// Adds an entry for `count` heads from head h on. offset: slots of a sequence before theirs.
+void add_entry(MergeWork& m, int h, int count, int offset) {
+  const KvMergeCache& a = m.call;
   const KvMergePolicy& p = a.policy;
   MergeEntry& own = m.entry[m.entries++];
-  own.state = a.present, own.capacity = a.capacity, own.budget = a.budget, own.recent = a.recent;
-  const int evicted = a.compresses && a.capacity > a.budget ? a.capacity - a.budget : 0;
+  own.capacity = a.capacity[h], own.budget = a.budget[h], own.recent = a.recent[h];
+  own.count = count, own.offset = offset;
+  const int evicted = a.compresses && own.capacity > own.budget ? own.capacity - own.budget : 0;
   const int64_t pool = p.order != KV_ORDER_LOWEST
                            ? static_cast<int64_t>(evicted) * (p.eviction_pool > 1 ? p.eviction_pool : 1)
                            : evicted;
-  own.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
-  own.most_splits = a.capacity < 128 ? 1 : a.capacity / 128;  // a split has at least 128 targets
-  m.in_place = m.in_place && is_in_place(a);
-  m.call.capacity = max_of(m.call.capacity, a.capacity);
+  own.most_rows = pool < own.capacity ? static_cast<int>(pool) : own.capacity;
+  own.most_splits = own.capacity < 128 ? 1 : own.capacity / 128;  // a split has at least 128 targets
+  m.most_slots = max_of(m.most_slots, own.capacity);
   m.most_evicted = max_of(m.most_evicted, evicted);
   m.most_rows = max_of(m.most_rows, own.most_rows);
 }
 
-// Returns the arguments of a launch over the `count` heads from `first` on, without a workspace. caches: their caches,
-// or nullptr: the call's own.
-MergeWork work_of(const KvMergeCache& a, const KvHeadCache* caches, int first, int count) {
-  MergeWork m = {};
-  m.call = a, m.call.past = m.call.present = {}, m.call.capacity = 0;
-  m.in_place = true, m.tile = tile_of(a);
-  m.each = caches ? a.batch : a.batch * a.heads;
-  if (!caches) add_entry(m, a);
-  for (int h = first; caches && h < first + count; ++h) add_entry(m, call_of(a, caches, h));
-  // Blocks of one kernel begin in their order, those of the largest caches first.
-  std::stable_sort(m.entry, m.entry + m.entries,
-                   [](const MergeEntry& x, const MergeEntry& y) { return x.capacity > y.capacity; });
-  return m;
-}
-
-// Calls use(MergeWork) for each launch over the heads of a call, until it returns a problem.
+// Calls use(MergeWork) for each launch over the heads of a call, until it returns a problem; the work has no workspace.
 template <class F>
-const char* each_table(const KvMergeCache& a, const KvHeadCache* caches, F use) {
-  const int heads = caches ? kTable : a.heads;
-  for (int first = 0; first < a.heads; first += heads) {
-    MergeWork work = work_of(a, caches, first, min_of(a.heads - first, heads));
-    if (const char* problem = use(work)) return problem;
+const char* each_table(const KvMergeCache& a, F use) {
+  const auto one = [&](const int* list) { return std::count(list, list + a.heads, list[0]) == a.heads; };
+  const int count = one(a.capacity) && one(a.budget) && one(a.recent) ? a.heads : 1;
+  for (int h = 0, offset = 0; h < a.heads;) {
+    MergeWork m = {};
+    m.call = a, m.in_place = is_in_place(a), m.tile = tile_of(a), m.each = a.batch * count;
+    for (; m.entries < kTable && h < a.heads; offset += a.capacity[h], h += count) add_entry(m, h, count, offset);
+    // Blocks of one kernel begin in their order, those of the largest caches first.
+    std::stable_sort(m.entry, m.entry + m.entries,
+                     [](const MergeEntry& x, const MergeEntry& y) { return x.capacity > y.capacity; });
+    if (const char* problem = use(m)) return problem;
   }
   return nullptr;
 }
@@ -228,11 +200,11 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
   const KvMergePolicy& p = a.policy;
   const size_t heads = static_cast<size_t>(m.each) * m.entries;
   const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
-  if (const char* problem = launch<Rank>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
+  if (const char* problem = launch<Rank>(m, heads, Selection::size(m.most_slots), device, stream)) return problem;
   if (merges && p.order != KV_ORDER_LOWEST) {
     const auto search = p.order == KV_ORDER_LEAST_ERROR ? nearest<T, true> : nearest<T, false>;
     if (const char* problem = search(m, kOfPool, device, stream)) return problem;
-    if (const char* problem = launch<Choose>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
+    if (const char* problem = launch<Choose>(m, heads, Selection::size(m.most_slots), device, stream)) return problem;
   }
   if (merges && p.merge != KV_MERGE_PAIR)
     if (const char* problem = nearest<T, false>(m, m.upper ? kOfRest : kOfAll, device, stream)) return problem;
@@ -244,7 +216,7 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
             launch<MergeRows<T>>(m, heads * m.set_blocks, MergeRows<T>::size(m.most_evicted), device, stream))
       return problem;
   }
-  if (const char* problem = launch<Order>(m, heads, Order::size(a.capacity), device, stream)) return problem;
+  if (const char* problem = launch<Order>(m, heads, Order::size(m.most_slots), device, stream)) return problem;
   const int element = element_bits(a.cache_type) / 8;
   const size_t each = Place::blocks_of(a.key_size * element) + Place::blocks_of(a.value_size * element);
   if (const char* problem = launch<Place>({m, element}, heads * each, 0, device, stream)) return problem;
@@ -261,57 +233,8 @@ const char* run(MergeWork& m, const Device& device, Stream stream) {
   return type == KV_FLOAT16 ? run<Half>(m, device, stream) : run<BFloat>(m, device, stream);
 }
 
-// ---- calls; caches: those of KV heads that have their own, or nullptr ----
-
-const char* check_call(const KvMergeCache& a, const KvHeadCache* caches) {
-  return caches ? check_heads(a, caches) : check(a);
-}
-
-const char* workspace_of(const KvMergeCache& a, const KvHeadCache* caches, size_t* bytes) {
-  if (const char* problem = check_call(a, caches)) return problem;
-  *bytes = 0;
-  return each_table(a, caches, [&](MergeWork& work) {
-    const size_t own = lay_out(largest_device(), nullptr, &work);
-    if (own > *bytes) *bytes = own;
-    return static_cast<const char*>(nullptr);
-  });
-}
-
-const char* problem_of(const KvMergeCache& a, const KvHeadCache* caches) {
-  Device device;
-  if (const char* problem = check_call(a, caches)) return problem;
-  if (a.batch == 0 || this_device(&device)) return nullptr;
-  device.runs = false;
-  return each_table(a, caches, [&](MergeWork& work) {
-    lay_out(device, nullptr, &work);
-    return run(work, device, nullptr);
-  });
-}
-
 bool is_aligned_state(const KvMergeCache& a) {
   return is_aligned(a.past.key) && is_aligned(a.past.value) && is_aligned(a.present.key) && is_aligned(a.present.value);
-}
-
-const char* call(const KvMergeCache& a, const KvHeadCache* caches, const KvCuda& where) {
-  const Stream stream = static_cast<Stream>(where.stream);
-  const int states = caches ? a.heads : 1;
-  const auto with_state = [&](int i) { return caches ? call_of(a, caches, i) : a; };
-  Device device;
-  if (const char* problem = check_call(a, caches)) return problem;
-  if (a.batch == 0) return nullptr;
-  for (int i = 0; i < states; ++i)
-    if (!is_aligned_state(with_state(i))) return "a tensor is not aligned to 16 bytes";
-  if (const char* problem = this_device(&device, where.begin)) return problem;
-  const auto check_room = [&](MergeWork& work) {
-    return check_workspace(where, lay_out(device, where.workspace, &work));
-  };
-  if (const char* problem = each_table(a, caches, check_room)) return problem;
-  for (int i = 0; i < states; ++i)
-    if (const char* problem = copy_state(with_state(i), stream)) return problem;
-  return each_table(a, caches, [&](MergeWork& work) {
-    lay_out(device, where.workspace, &work);
-    return run(work, device, stream);
-  });
 }
 
 }  // namespace
@@ -319,29 +242,46 @@ const char* call(const KvMergeCache& a, const KvHeadCache* caches, const KvCuda&
 }  // namespace kv
 
 extern "C" const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes) {
-  return kv::cuda::workspace_of(*call, nullptr, bytes);
+  using namespace kv::cuda;
+  if (const char* problem = check(*call)) return problem;
+  *bytes = 0;
+  return each_table(*call, [&](MergeWork& work) {
+    const size_t own = lay_out(largest_device(), nullptr, &work);
+    if (own > *bytes) *bytes = own;
+    return static_cast<const char*>(nullptr);
+  });
 }
 
 extern "C" const char* kv_cuda_merge_cache_problem(const KvMergeCache* call) {
-  return kv::cuda::problem_of(*call, nullptr);
+  using namespace kv::cuda;
+  Device device;
+  if (const char* problem = check(*call)) return problem;
+  if (call->batch == 0 || this_device(&device)) return nullptr;
+  device.runs = false;
+  return each_table(*call, [&](MergeWork& work) {
+    lay_out(device, nullptr, &work);
+    return run(work, device, nullptr);
+  });
 }
 
 extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where) {
-  return kv::cuda::call(*call, nullptr, *where);
-}
-
-extern "C" const char* kv_cuda_ragged_merge_cache_workspace(const KvMergeCache* call, const KvHeadCache* caches,
-                                                            size_t* bytes) {
-  return kv::cuda::workspace_of(*call, caches, bytes);
-}
-
-extern "C" const char* kv_cuda_ragged_merge_cache_problem(const KvMergeCache* call, const KvHeadCache* caches) {
-  return kv::cuda::problem_of(*call, caches);
-}
-
-extern "C" const char* kv_cuda_ragged_merge_cache(const KvMergeCache* call, const KvHeadCache* caches,
-                                                  const KvCuda* where) {
-  return kv::cuda::call(*call, caches, *where);
+  using namespace kv::cuda;
+  const KvMergeCache& a = *call;
+  const Stream stream = static_cast<Stream>(where->stream);
+  Device device;
+  if (const char* problem = check(a)) return problem;
+  if (a.batch == 0) return nullptr;
+  if (!is_aligned_state(a)) return "a tensor is not aligned to 16 bytes";
+  if (const char* problem = this_device(&device, where->begin)) return problem;
+  const auto check_room = [&](MergeWork& work) {
+    return check_workspace(*where, lay_out(device, where->workspace, &work));
+  };
+  if (const char* problem = each_table(a, check_room)) return problem;
+  if (const char* problem = copy_state(a, stream)) return problem;
+  return each_table(a, [&](MergeWork& work) {
+    lay_out(device, where->workspace, &work);
+    return run(work, device, stream);
+  });
 }
 
 extern "C" const char* kv_cuda_target(void) {

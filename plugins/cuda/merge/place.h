@@ -199,7 +199,7 @@ struct Place {
     const bool keys = number < key_blocks;
     const int bytes = keys ? key_bytes : value_bytes, offset = (keys ? number : number - key_blocks) * kVectors * 16,
               width = min_of(bytes - offset, kVectors * 16);
-    char* cache = static_cast<char*>(keys ? head.own.state.key : head.own.state.value) + head.before() * bytes + offset;
+    char* cache = static_cast<char*>(keys ? a.present.key : a.present.value) + head.first * bytes + offset;
     const size_t merged_bytes = key_bytes + value_bytes;
     const char* merged = static_cast<const char*>(work.merged) +
                          static_cast<size_t>(head.index) * work.most_evicted * merged_bytes + (keys ? 0 : key_bytes) +

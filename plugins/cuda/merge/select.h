@@ -176,7 +176,7 @@ struct Rank {
 
   static KV_DEVICE void run(Block<Rank>& block, const MergeWork& work) {
     const MergeHead head(work, block.index());
-    const Selection s(block.shared, work.call.capacity);
+    const Selection s(block.shared, work.most_slots);
     order_slots(block, head, s);
     const HeadInfo x = head.info();
     if (x.over == 0) return;
@@ -325,7 +325,7 @@ struct Choose {
 
   static KV_DEVICE void run(Block<Choose>& block, const MergeWork& work) {
     const MergeHead head(work, block.index());
-    const Selection s(block.shared, work.call.capacity);
+    const Selection s(block.shared, work.most_slots);
     const KvMergePolicy& p = work.call.policy;
     const HeadInfo x = head.info();
     if (x.over == 0) return;

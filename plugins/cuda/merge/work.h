@@ -16,8 +16,8 @@
 // of every slot of the pool in both searches. For a zip, the first search also keeps the nearest upper slot, and the
 // second search only compares the rest.
 //
-// A launch has the heads of a table: one entry with all heads of a call, whose caches share their tensors, or an entry
-// for each of up to 32 heads whose caches are tensors of their own, of several capacities and budgets.
+// A launch has the heads of a table (../core/table.h): one entry with all heads of a call, if they have one capacity and
+// one budget, or an entry for each of up to 32 heads.
 //
 // Only the last three launches change the cache. A launch begins when the one before it has ended; this is the only
 // barrier between launches.
@@ -48,10 +48,11 @@ struct HeadInfo {
   int changed;           // those of the kept rows that are written
 };
 
-// Heads whose caches have one capacity and one budget.
+// Heads of one capacity and one budget.
 struct MergeEntry {
-  KvState state;  // the caches, [B,H,..], updated in place
   int capacity, budget, recent;
+  int count;        // heads of a sequence
+  int offset;       // slots of a sequence before theirs
   int most_rows;    // the most rows of a head in Nearest: evicted slots, or the eviction pool
   int blocks;       // blocks of a head in Nearest, which divide the actual work: often far less than the most
   int most_splits;  // the most splits of the targets in Nearest
@@ -64,10 +65,11 @@ struct MergeEntry {
 // The workspace. Slots are numbered in order of position. Arrays without another size have `capacity` elements per
 // head.
 struct MergeWork {
-  KvMergeCache call;  // of all heads: the largest capacity, and no state
+  KvMergeCache call;  // its lists are the host's memory: kernels read them from `entry`
   MergeEntry entry[kTable];
   int entries;
   int each;  // heads of an entry, over all sequences
+  int most_slots;  // the most slots of a head
   bool in_place;
   int most_evicted;  // the most evicted slots of a head: the stride of arrays with an element per evicted slot
   int most_rows;     // the most rows of a head in Nearest: the stride of `rows`
@@ -109,7 +111,9 @@ struct MergeHead {
   const KvMergeCache& a;
   const MergeEntry& own;
   int index;     // among all heads of the launch
-  size_t slots;  // slots of all heads before this one
+  int batch;     // its sequence
+  size_t slots;  // slots of the workspace before those of this head
+  size_t first;  // slots of the cache before those of this head
 
   KV_DEVICE MergeHead(const MergeWork& work, int index) : MergeHead(work, index / work.each, index % work.each) {}
   // number: of the head in its entry.
@@ -118,9 +122,10 @@ struct MergeHead {
         a(work.call),
         own(work.entry[entry]),
         index(own.first + number),
-        slots(own.slots + static_cast<size_t>(number) * own.capacity) {}
-  // Slots of the heads of the entry before this one.
-  KV_DEVICE size_t before() const { return static_cast<size_t>(index - own.first) * own.capacity; }
+        batch(number / own.count),
+        slots(own.slots + static_cast<size_t>(number) * own.capacity),
+        first(static_cast<size_t>(batch) * a.slots + own.offset +
+              static_cast<size_t>(number - batch * own.count) * own.capacity) {}
   KV_DEVICE HeadInfo& info() const { return work.heads[index]; }
   template <class T>
   KV_DEVICE T* of(T* array) const {
@@ -130,18 +135,18 @@ struct MergeHead {
   KV_DEVICE int* targets() const { return work.target + static_cast<size_t>(index) * work.most_evicted; }
   KV_DEVICE int* before_in_set() const { return work.before + static_cast<size_t>(index) * work.most_evicted; }
   // The columns of the cache, by row.
-  KV_DEVICE int32_t* positions() const { return own.state.position + before(); }
-  KV_DEVICE float* all_votes() const { return own.state.votes + before(); }
+  KV_DEVICE int32_t* positions() const { return a.present.position + first; }
+  KV_DEVICE float* all_votes() const { return a.present.votes + first; }
   KV_DEVICE float* scores(int k) const {
-    return own.state.score + before() * a.statistics + static_cast<size_t>(k) * own.capacity;
+    return a.present.score + first + (static_cast<size_t>(batch) * (a.statistics - 1) + k) * a.slots;
   }
   template <class T>
   KV_DEVICE T* keys() const {
-    return static_cast<T*>(own.state.key) + before() * a.key_size;
+    return static_cast<T*>(a.present.key) + first * a.key_size;
   }
   template <class T>
   KV_DEVICE T* values() const {
-    return static_cast<T*>(own.state.value) + before() * a.value_size;
+    return static_cast<T*>(a.present.value) + first * a.value_size;
   }
   // The numbers of slot i, in order of position.
   KV_DEVICE int slot(int i) const { return of(work.order)[i]; }
@@ -150,11 +155,11 @@ struct MergeHead {
   KV_DEVICE float score(int k, int i) const { return scores(k)[slot(i)]; }
   template <class T>
   KV_DEVICE T* key(int i) const {
-    return static_cast<T*>(own.state.key) + (before() + slot(i)) * a.key_size;
+    return static_cast<T*>(a.present.key) + (first + slot(i)) * a.key_size;
   }
   template <class T>
   KV_DEVICE T* value(int i) const {
-    return static_cast<T*>(own.state.value) + (before() + slot(i)) * a.value_size;
+    return static_cast<T*>(a.present.value) + (first + slot(i)) * a.value_size;
   }
   // The index of row i's result in one of `splits` splits.
   KV_DEVICE size_t split(int i, int split, int splits) const {

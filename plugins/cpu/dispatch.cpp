@@ -25,9 +25,9 @@ namespace {
 
 struct Kernels {
   const char* name;
-  void (*vote_attention)(const KvVoteAttention&, const KvHeadCache*, KvRunner);
-  void (*keep_queries)(const KvVoteAttention&, const KvRing*, const KvHeadCache*);
-  void (*merge_cache)(const KvMergeCache&, const KvFit*, const KvRing*, const KvHeadCache*, KvRunner);
+  void (*vote_attention)(const KvVoteAttention&, KvRunner);
+  void (*keep_queries)(const KvVoteAttention&, const KvRing&);
+  void (*merge_cache)(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner);
   void (*linear)(const KvLinear&, const KvAdapters*, KvRunner);
   void (*experts)(const KvExperts&, KvRunner);
   void (*linear_attention)(const KvLinearAttention&, KvRunner);
@@ -123,30 +123,25 @@ const Kernels& kernels() {
   return chosen;
 }
 
-bool is_small(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
-
-// cache: the call, or the cache of one KV head.
-template <class Cache>
-const char* scales_problem(int type, const Cache& cache) {
-  if (!is_small(type) ||
-      (cache.past_scales.key && cache.past_scales.value && cache.present_scales.key && cache.present_scales.value))
-    return nullptr;
-  return "the cache is small and has no scales";
-}
+bool is_quantized(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
 
 template <class Arguments>
-const char* cache_problem(const Arguments& a, const KvHeadCache* caches) {
-  if (!is_small(a.cache_type) && a.cache_type != KV_FLOAT32 && a.cache_type != KV_FLOAT16)
+const char* cache_problem(const Arguments& a) {
+  if (!is_quantized(a.cache_type) && a.cache_type != KV_FLOAT32 && a.cache_type != KV_FLOAT16)
     return "the type of the cache is none of float32, float16, int8, int4 and k8v4";
-  if (!caches)
-    if (const char* problem = scales_problem(a.cache_type, a)) return problem;
-  for (int h = 0; caches && h < a.heads; ++h) {
-    if (const char* problem = scales_problem(a.cache_type, caches[h])) return problem;
-    if (caches[h].capacity < 1 || caches[h].capacity > a.capacity)
-      return "a KV head has no slots, or more than the capacity of the call";
+  if (is_quantized(a.cache_type) &&
+      !(a.past_scales.key && a.past_scales.value && a.present_scales.key && a.present_scales.value))
+    return "the cache is quantized and has no scales";
+  if (a.batch < 0 || a.heads < 1 || a.key_size < 1 || a.value_size < 1) return "a dimension is zero or negative";
+  int64_t slots = 0;
+  for (int h = 0; h < a.heads; ++h) {
+    if (a.capacity[h] < 1) return "a KV head has no slots";
+    slots += a.capacity[h];
   }
+  if (slots != a.slots) return "the capacities of the KV heads do not add up to the slots";
+  if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
   if ((a.cache_type == KV_INT4 && a.key_size % 2) ||
-      (is_small(a.cache_type) && a.cache_type != KV_INT8 && a.value_size % 2))
+      (is_quantized(a.cache_type) && a.cache_type != KV_INT8 && a.value_size % 2))
     return "rows of int4 have an odd size";
   return nullptr;
 }
@@ -154,21 +149,17 @@ const char* cache_problem(const Arguments& a, const KvHeadCache* caches) {
 template <class Arguments>
 const char* prefix_problem(const Arguments& a) {
   if (a.value_prefix == 0) return nullptr;
-  if (is_small(a.cache_type)) return "a quantized cache stores its values apart from its keys";
+  if (is_quantized(a.cache_type)) return "a quantized cache stores its values apart from its keys";
   return a.value_prefix == a.value_size && a.value_size <= a.key_size
              ? nullptr
              : "value_prefix is not the size of a value, or is larger than a key";
 }
 
-const char* merge_problem(const KvMergeCache& a, const KvHeadCache* caches, bool has_queries) {
-  if (const char* problem = cache_problem(a, caches)) return problem;
-  if (a.batch < 0 || a.heads < 1 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
-    return "a dimension is zero or negative";
-  if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
-  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
-    return "budget, sinks, recent or sliding_window is out of range";
-  for (int h = 0; caches && h < a.heads; ++h)
-    if (caches[h].budget < 1 || caches[h].recent < 0) return "the budget or recent of a KV head is out of range";
+const char* merge_problem(const KvMergeCache& a, bool has_queries) {
+  if (const char* problem = cache_problem(a)) return problem;
+  if (a.sinks < 0 || a.sliding_window < 0) return "sinks or sliding_window is out of range";
+  for (int h = 0; h < a.heads; ++h)
+    if (a.budget[h] < 1 || a.recent[h] < 0) return "the budget or recent of a KV head is out of range";
   if (const char* problem = prefix_problem(a)) return problem;
   const bool apart = has_queries || a.rotary_planes || a.policy.merge == KV_MERGE_PAIR ||
                      (a.policy.merge == KV_MERGE_ZIP && a.policy.zip == KV_ZIP_KEY);
@@ -181,13 +172,6 @@ const char* ring_problem(const KvRing& ring, int batch) {
   if (batch == 0) return nullptr;
   if (!ring.past.query || !ring.past.seen || !ring.present.query || !ring.present.seen)
     return "the ring of reference queries is missing";
-  return nullptr;
-}
-
-const char* rings_problem(const KvRing* ring, const KvHeadCache* caches, int batch, int heads) {
-  if (!caches) return ring_problem(*ring, batch);
-  for (int h = 0; h < heads; ++h)
-    if (const char* problem = ring_problem(caches[h].ring, batch)) return problem;
   return nullptr;
 }
 
@@ -205,50 +189,46 @@ const char* kv_cpu_problem(void) {
 
 const char* kv_cpu_isa(void) { return kernels().name ? kernels().name : ""; }
 
-const char* kv_cpu_vote_attention(const KvVoteAttention* call, const KvHeadCache* caches, KvRunner runner) {
+const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) {
   if (const char* problem = kv_cpu_problem()) return problem;
   const KvVoteAttention& a = *call;
-  if (const char* problem = cache_problem(a, caches)) return problem;
   if (a.query_type != KV_FLOAT32 && a.query_type != KV_FLOAT16)
     return "the type of the query is neither float32 nor float16";
-  if (a.query_type != a.cache_type && !is_small(a.cache_type)) return "the query is of another type than the cache";
-  if (a.batch < 0 || a.heads < 1 || a.tokens < 0 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
-    return "a dimension is zero or negative";
+  if (a.query_type != a.cache_type && !is_quantized(a.cache_type)) return "the query is of another type than the cache";
+  if (const char* problem = cache_problem(a)) return problem;
+  if (a.tokens < 0) return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
-  if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
-  bool fits = a.tokens <= a.capacity;
-  for (int h = 0; caches && h < a.heads; ++h) fits &= a.tokens <= caches[h].capacity;
-  if (!fits) return "the call brings more tokens than the cache has slots";
+  for (int h = 0; h < a.heads; ++h)
+    if (a.tokens > a.capacity[h]) return "the call brings more tokens than the cache has slots";
   if (const char* problem = prefix_problem(a)) return problem;
   if (a.batch == 0) return nullptr;
-  kernels().vote_attention(a, caches, runner);
+  kernels().vote_attention(a, runner);
   return nullptr;
 }
 
-const char* kv_cpu_merge_cache(const KvMergeCache* call, const KvHeadCache* caches, KvRunner runner) {
+const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
   if (const char* problem = kv_cpu_problem()) return problem;
-  if (const char* problem = merge_problem(*call, caches, false)) return problem;
-  if (call->batch > 0) kernels().merge_cache(*call, nullptr, nullptr, caches, runner);
+  if (const char* problem = merge_problem(*call, false)) return problem;
+  if (call->batch > 0) kernels().merge_cache(*call, nullptr, nullptr, runner);
   return nullptr;
 }
 
-const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring,
-                                 const KvHeadCache* caches, KvRunner runner) {
+const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner) {
   if (const char* problem = kv_cpu_problem()) return problem;
-  if (const char* problem = merge_problem(*call, caches, true)) return problem;
-  if (const char* problem = rings_problem(ring, caches, call->batch, call->heads)) return problem;
+  if (const char* problem = merge_problem(*call, true)) return problem;
+  if (const char* problem = ring_problem(*ring, call->batch)) return problem;
   if (call->policy.merge != KV_MERGE_DROP && call->policy.merge != KV_MERGE_ZIP)
     return "a fit needs merge to be drop or zip";
   if (!(fit->ridge > 0.0f) || !(fit->change_max > 0.0f) || fit->vote_steps < 0 || !(fit->bias_max > 0.0f))
     return "ridge, change_max, vote_steps or bias_max is out of range";
-  if (call->batch > 0) kernels().merge_cache(*call, fit, ring, caches, runner);
+  if (call->batch > 0) kernels().merge_cache(*call, fit, ring, runner);
   return nullptr;
 }
 
-const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring, const KvHeadCache* caches) {
+const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring) {
   if (const char* problem = kv_cpu_problem()) return problem;
-  if (const char* problem = rings_problem(ring, caches, call->batch, call->heads)) return problem;
-  kernels().keep_queries(*call, ring, caches);
+  if (const char* problem = ring_problem(*ring, call->batch)) return problem;
+  kernels().keep_queries(*call, *ring);
   return nullptr;
 }
 

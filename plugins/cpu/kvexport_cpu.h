@@ -22,15 +22,12 @@ typedef struct KvRunner {
   void* context;
 } KvRunner;
 
-// caches: nullptr, or for each KV head a cache of its own, which replaces the slots, budget, recent and state of the
-// call, and the ring. The capacity of the call is then the largest of theirs.
-const char* kv_cpu_vote_attention(const KvVoteAttention* call, const KvHeadCache* caches, KvRunner runner);
+const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner);
 // Updates the ring of a method that keeps reference queries, after kv_cpu_vote_attention of the same call.
-const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring, const KvHeadCache* caches);
-const char* kv_cpu_merge_cache(const KvMergeCache* call, const KvHeadCache* caches, KvRunner runner);
+const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring);
+const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
 // Merges as kv_cpu_merge_cache, then fits the kept slots to the reference queries.
-const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring,
-                                 const KvHeadCache* caches, KvRunner runner);
+const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner);
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner);
 const char* kv_cpu_experts(const KvExperts* call, KvRunner runner);
 

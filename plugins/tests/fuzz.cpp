@@ -37,7 +37,7 @@ bool holds(uint64_t seed) {
 bool refuses_two_types() {
   KvVoteAttention call{};
   call.query_type = KV_FLOAT16, call.cache_type = KV_FLOAT32;
-  const char* problem = kv_cpu_vote_attention(&call, nullptr, {nullptr, nullptr});
+  const char* problem = kv_cpu_vote_attention(&call, {nullptr, nullptr});
   if (problem && strstr(problem, "another type than the cache")) return true;
   fprintf(stderr, "kv_fuzz: a query of float16 over a cache of float32: %s\n", problem ? problem : "taken");
   return false;

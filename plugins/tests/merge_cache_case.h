@@ -75,30 +75,21 @@ struct AnyFit {
     const float size = random.one_of({0.1f, 1.0f, 30.0f});
     for (size_t row = 0; row < past.shape.rows(); ++row)
       for (int r = 0; r < rows; ++r) {
-        const int32_t position = past.position(row, random.between(0, past.shape.capacity - 1));
+        const int32_t position = past.position(row, random.between(0, past.shape.capacity(row) - 1));
         seen.push_back(random.one_in(6) ? 0 : position < INT32_MAX ? position + 1 : position);
         for (int i = 0; i < past.shape.key_size; ++i)
           query.push_back(hostile && random.one_in(50) ? random.one_of({NAN, INFINITY}) : random.uniform(-size, size));
       }
   }
 
-  // caches: nullptr, or the KV heads of a call of one sequence as caches of their own.
-  const char* compute(const KvMergeCache* call, std::vector<KvHeadCache>* caches, KvRunner runner,
-                      bool in_place) const {
-    if (!rows) return kv_cpu_merge_cache(call, caches ? caches->data() : nullptr, runner);
+  const char* compute(const KvMergeCache* call, KvRunner runner, bool in_place) const {
+    if (!rows) return kv_cpu_merge_cache(call, runner);
     std::vector<float> past_query(query), present_query(query.size(), -7.0f);
     std::vector<int32_t> past_seen(seen), present_seen(seen.size(), -7);
     if (in_place) present_query = query, present_seen = seen;
     KvRing ring{rows, {past_query.data(), past_seen.data()}, {present_query.data(), present_seen.data()}};
     if (in_place) ring.past = ring.present;
-    for (size_t h = 0; caches && h < caches->size(); ++h) {
-      const size_t first = h * rows;
-      const auto of_head = [&](const KvReferenceQueries& x) {
-        return KvReferenceQueries{x.query + first * call->key_size, x.seen + first};
-      };
-      (*caches)[h].ring = {rows, of_head(ring.past), of_head(ring.present)};
-    }
-    const char* problem = kv_cpu_merge_and_fit(call, &fit, &ring, caches ? caches->data() : nullptr, runner);
+    const char* problem = kv_cpu_merge_and_fit(call, &fit, &ring, runner);
     check(present_seen == seen, "what reference queries have seen changed");
     const bool turns = call->cache_positions && call->rotary_planes;
     check(turns || query.empty() || memcmp(present_query.data(), query.data(), query.size() * sizeof(float)) == 0,
@@ -112,14 +103,16 @@ struct MergeCase {
   AnyFit fit;
   Shape shape{};
   std::vector<float> frequencies;
+  std::vector<int> budget, recent;  // of each KV head
   std::unique_ptr<Cache> past;
   bool hostile;
 
   explicit MergeCase(Random& random) : hostile(random.one_in(8)) {
     do {
       shape = any_shape(random, 1);
-    } while (static_cast<double>(shape.rows()) * shape.capacity * std::min(shape.capacity, 200) * shape.key_size >
+    } while (static_cast<double>(shape.rows()) * shape.largest * std::min(shape.largest, 200) * shape.key_size >
              3e7 * work_share);
+    draw_capacities(random, 1, shape);
     any_policy(random, shape.key_size, frequencies, call);
     fit.choose(random, call.policy);
     shape.statistics = call.statistics;
@@ -128,21 +121,24 @@ struct MergeCase {
     call.value_prefix = shape.in_key ? shape.value_size : 0;
     call.inverse_frequencies = frequencies.data();
     call.cache_type = shape.cache_type(), call.batch = shape.batch, call.heads = shape.heads,
-    call.capacity = shape.capacity;
+    call.slots = shape.slots(), call.capacity = shape.capacities.data();
     call.key_size = shape.key_size, call.value_size = shape.value_size, call.statistics = shape.statistics;
-    const int evicted = random.one_in(6) ? shape.capacity : random.between(0, std::min(shape.capacity, 100));
-    call.budget = std::max(1, shape.capacity - evicted);
-    call.sinks = random.one_in(8) ? random.between(0, shape.capacity + 10) : random.between(0, 4);
-    call.recent = random.one_in(8) ? random.between(0, shape.capacity + 10) : random.between(0, 1 + shape.capacity / 4);
-    call.sliding_window = !call.cache_positions && random.one_in(4) ? random.between(1, shape.capacity + 50) : 0;
+    for (const int capacity : shape.capacities) {
+      const int evicted = random.one_in(6) ? capacity : random.between(0, std::min(capacity, 100));
+      budget.push_back(std::max(1, capacity - evicted));
+      recent.push_back(random.one_in(8) ? random.between(0, capacity + 10) : random.between(0, 1 + capacity / 4));
+    }
+    call.budget = budget.data(), call.recent = recent.data();
+    call.sinks = random.one_in(8) ? random.between(0, shape.largest + 10) : random.between(0, 4);
+    call.sliding_window = !call.cache_positions && random.one_in(4) ? random.between(1, shape.largest + 50) : 0;
     past = std::make_unique<Cache>(random, shape);
     std::vector<int> kinds;
     for (int k = 0; k < shape.statistics; ++k) kinds.push_back(call.statistic_kind[k]);
     for (size_t row = 0; row < shape.rows(); ++row) {
       fill_head(random, *past, row,
                 random.one_in(8)   ? 0
-                : random.one_in(2) ? shape.capacity
-                                   : random.between(0, shape.capacity),
+                : random.one_in(2) ? shape.capacity(row)
+                                   : random.between(0, shape.capacity(row)),
                 kinds, true);
       alter(random, row);
     }
@@ -154,10 +150,9 @@ struct MergeCase {
     for (int c = 1, used = past->used(row); c < used; ++c) {
       if (random.one_in(8))
         for (int i = 0; i < shape.key_size; ++i)
-          write_stored(shape, kKey, view.key, (row * shape.capacity + c) * shape.key_size + i,
-                       past->key(row, c - 1, i));
+          write_stored(shape, kKey, view.key, shape.slot(row, c) * shape.key_size + i, past->key(row, c - 1, i));
       for (int k = 0; k < shape.statistics; ++k) {
-        float& score = view.score[(row * shape.statistics + k) * shape.capacity + c];
+        float& score = view.score[shape.score(row, k, c)];
         if (random.one_in(8)) score = past->score(row, k, c - 1);
         if (random.one_in(8) && call.statistic_kind[k] != KV_STATISTIC_NONE)
           score = call.statistic_kind[k] == KV_STATISTIC_PROBABILITY ? 0.0f : static_cast<float>(kNothing);
@@ -165,12 +160,12 @@ struct MergeCase {
       }
       if (!hostile || !random.one_in(10)) continue;
       const float no_number = random.one_of({NAN, INFINITY, -INFINITY});
-      if (shape.small)
-        past->scales().key[row * shape.capacity + c] = no_number;
+      if (shape.quantized)
+        past->scales().key[shape.slot(row, c)] = no_number;
       else
-        write(shape, view.key, (row * shape.capacity + c) * shape.key_size, no_number);
-      view.votes[row * shape.capacity + c] = random.one_of({NAN, INFINITY, 1e-38f, -1.0f});
-      view.position[row * shape.capacity + c] =
+        write(shape, view.key, shape.slot(row, c) * shape.key_size, no_number);
+      view.votes[shape.slot(row, c)] = random.one_of({NAN, INFINITY, 1e-38f, -1.0f});
+      view.position[shape.slot(row, c)] =
           random.one_of({random.between(0, 1 << 30), INT32_MIN, -1, INT32_MAX, past->position(row, c - 1)});
     }
   }
@@ -180,10 +175,7 @@ struct MergeCase {
     bool ring_in_place = false;
     const auto compute = [&](const KvMergeCache* one, KvRunner runner) {
       ring_in_place = !ring_in_place;
-      std::vector<KvHeadCache> caches;
-      if (call.batch == 1 && random.one_in(2)) caches = caches_of_heads(*one, *past);
-      for (KvHeadCache& own : caches) own.budget = call.budget, own.recent = call.recent;
-      return fit.compute(one, caches.empty() ? nullptr : &caches, runner, ring_in_place);
+      return fit.compute(one, runner, ring_in_place);
     };
     const Cache once = run(random, call, *past, 0, {forwards, nullptr}, compute);
     for (unsigned in_place : {kAllInPlace, 0u, static_cast<unsigned>(random.between(1, kAllInPlace - 1))}) {
@@ -199,20 +191,19 @@ struct MergeCase {
   // Checks that two runs give the same bits. In place, slots beyond the used ones stay unchanged; otherwise they are
   // zero.
   void check_same(const Cache& again, const Cache& once, size_t row, unsigned in_place) const {
-    for (int i = 0; i < kTensors; ++i) {
-      const size_t slots = i == kScore ? static_cast<size_t>(shape.capacity) * shape.statistics : shape.capacity;
-      const size_t bytes = once.width(i) / slots * once.element(i), used = past->used(row);
-      const unsigned char *x = again.tensor[i].data<unsigned char>() + row * slots * bytes,
-                          *y = (in_place >> i & 1 ? past->tensor[i] : once.tensor[i]).data<unsigned char>() +
-                               row * slots * bytes,
-                          *z = once.tensor[i].data<unsigned char>() + row * slots * bytes;
-      for (size_t c = 0; c < slots; ++c)
-        check(memcmp(x + c * bytes, (c % shape.capacity < used ? z : y) + c * bytes, bytes) == 0,
-              "in place or on other threads, another cache");
-    }
+    const int used = past->used(row);
+    for (int i = 0; i < kTensors; ++i)
+      for (int k = 0; k < (i == kScore ? shape.statistics : 1); ++k)
+        for (int c = 0; c < shape.capacity(row); ++c) {
+          const Cache& expected = c >= used && in_place >> i & 1 ? *past : once;
+          size_t bytes;
+          const unsigned char *x = again.at(i, k, row, c, &bytes), *y = expected.at(i, k, row, c, &bytes);
+          check(memcmp(x, y, bytes) == 0, "in place or on other threads, another cache");
+        }
   }
 
   void check_head(const Cache& present, size_t row) const {
+    const int h = static_cast<int>(row % call.heads), budget = call.budget[h], recent = call.recent[h];
     int used = past->used(row), now = -1, seen = 0, kept = present.used(row);
     for (int c = 0; c < used; ++c) now = std::max(now, past->position(row, c));
     std::vector<std::pair<int32_t, int>> slots;
@@ -220,9 +211,9 @@ struct MergeCase {
       if (!call.sliding_window || past->position(row, c) > now - call.sliding_window)
         slots.push_back({past->position(row, c), c}), ++seen;
     std::sort(slots.begin(), slots.end());
-    check(kept == (call.compresses ? std::min(seen, call.budget) : seen), "not as many slots stay as should");
-    const bool drops = (call.policy.merge == KV_MERGE_DROP && !fit.rows) || seen <= call.budget;
-    const auto is_protected = [&](int32_t position) { return position < call.sinks || position > now - call.recent; };
+    check(kept == (call.compresses ? std::min(seen, budget) : seen), "not as many slots stay as should");
+    const bool drops = (call.policy.merge == KV_MERGE_DROP && !fit.rows) || seen <= budget;
+    const auto is_protected = [&](int32_t position) { return position < call.sinks || position > now - recent; };
     double votes_before = 0.0, votes_after = 0.0;
     int protected_before = 0, protected_after = 0;
     const std::vector<int> places = places_of(present, row, kept);
@@ -236,9 +227,9 @@ struct MergeCase {
       const auto at = std::lower_bound(slots.begin(), slots.end(), std::make_pair(position, -1));
       check(at != slots.end() && at->first == position, "a position that no slot had");
       const bool turned = call.cache_positions && call.rotary_planes && at - slots.begin() != places[c];
-      if (!turned && (drops || position < call.sinks || (position > now - call.recent && !call.recent_receives)))
+      if (!turned && (drops || position < call.sinks || (position > now - recent && !call.recent_receives)))
         check(present.same_slot(row, c, *past, at->second), "a slot that should not change did");
-      if (turned && drops && !shape.small)
+      if (turned && drops && !shape.quantized)
         check_turned(present, row, c, at->second, places[c] - static_cast<int>(at - slots.begin()));
       check_finite(present, row, c);
       votes_after += present.votes(row, c);
@@ -250,11 +241,9 @@ struct MergeCase {
     if (kept > 0 && !fit.rows) check_values(present, row, kept, slots);
     for (int i = 0; i < kTensors; ++i)
       for (int k = 0; k < (i == kScore ? shape.statistics : 1); ++k) {
-        const size_t width = i == kScore ? 4 : present.width(i) / shape.capacity * present.element(i);
-        if (width == 0) continue;
-        const size_t start = i == kScore ? row * shape.statistics + k : row;
-        const unsigned char* rest = present.tensor[i].data<unsigned char>() + (start * shape.capacity + kept) * width;
-        check(std::all_of(rest, rest + (shape.capacity - kept) * width, [](unsigned char x) { return x == 0; }),
+        size_t bytes;
+        const unsigned char* rest = present.at(i, k, row, kept, &bytes);
+        check(std::all_of(rest, rest + (shape.capacity(row) - kept) * bytes, [](unsigned char x) { return x == 0; }),
               "an empty slot is not zero");
       }
   }
@@ -326,7 +315,7 @@ struct MergeCase {
       for (int c = 0; c < kept; ++c) {
         const float x = present.value(row, c, i);
         const float steps = shape.is_int4(kValue) ? 17.0f : 0.5f;  // half of int4's largest step, or int8's rounding
-        const float off = shape.small ? 1e-4f + steps * present.scale(kValueScale, row, c) : 1e-4f;
+        const float off = shape.quantized ? 1e-4f + steps * present.scale(kValueScale, row, c) : 1e-4f;
         check(x >= low - off && x <= high + off, "a value that is no mean of values");
       }
     }
@@ -336,15 +325,15 @@ struct MergeCase {
     const KvMergePolicy& p = call.policy;
     char text[512];
     snprintf(text, sizeof text,
-             "MergeCache%s %s B %d H %d C %d D %d Dv %d prefix %d K %d budget %d sinks %d recent %d window %d merge %d "
+             "MergeCache%s %s B %d H %d C%s D %d Dv %d prefix %d K %d budget%s sinks %d recent%s window %d merge %d "
              "select %d "
              "measure %d threshold %g zip %d factor %g votes %g order %d exponent %g pool %d pooled %d residual %g "
              "weigh %d planes %d places %d fit %d rows %d steps %d",
-             hostile ? " hostile" : "", shape.name(), call.batch, call.heads, call.capacity, call.key_size,
-             call.value_size, call.value_prefix, call.statistics, call.budget, call.sinks, call.recent,
-             call.sliding_window, p.merge, p.select, p.measure, p.threshold, p.zip, p.key_factor_max, p.votes_max,
-             p.order, p.error_exponent, p.eviction_pool, p.pooled, p.residual, p.weigh, call.rotary_planes,
-             call.cache_positions, fit.fit.fit, fit.rows, fit.fit.vote_steps);
+             hostile ? " hostile" : "", shape.name(), call.batch, call.heads, text_of(shape.capacities).c_str(),
+             call.key_size, call.value_size, call.value_prefix, call.statistics, text_of(budget).c_str(), call.sinks,
+             text_of(recent).c_str(), call.sliding_window, p.merge, p.select, p.measure, p.threshold, p.zip,
+             p.key_factor_max, p.votes_max, p.order, p.error_exponent, p.eviction_pool, p.pooled, p.residual, p.weigh,
+             call.rotary_planes, call.cache_positions, fit.fit.fit, fit.rows, fit.fit.vote_steps);
     return text;
   }
 };

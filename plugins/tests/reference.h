@@ -8,7 +8,7 @@ namespace fuzz {
 
 struct Expected {
   std::vector<double> output;  // [G, T, Dv]
-  std::vector<double> score;   // [K, C]
+  std::vector<double> score;   // [K, slots of the head]
 };
 
 inline double log_add(double a, double b) {
@@ -66,7 +66,7 @@ class Reference {
            *p = &probability_[(static_cast<size_t>(g) * n_ + t) * total_];
     std::vector<double> row(a_.key_size);
     for (int i = 0; i < a_.key_size; ++i) row[i] = read(past_.shape, a_.query, query + i);
-    if (past_.shape.small) hadamard(row);
+    if (past_.shape.quantized) hadamard(row);
     const double sink = a_.sink_logits ? a_.sink_logits[row_ % a_.heads * group_ + g] : kNothing;
     double top = sink;
     for (int c = 0; c < total_; ++c) {
@@ -85,7 +85,7 @@ class Reference {
       p[c] /= sum;
       for (int i = 0; i < a_.value_size; ++i) output[i] += p[c] * present_.value(row_, c, i);
     }
-    if (past_.shape.small) hadamard(output);
+    if (past_.shape.quantized) hadamard(output);
     std::copy(output.begin(), output.end(),
               expected_.output.begin() + (static_cast<size_t>(g) * a_.tokens + t) * a_.value_size);
   }
@@ -102,7 +102,7 @@ class Reference {
     const KvStatistic& s = a_.statistic[k];
     const int counted = s.window == 0 ? n_ : std::min(n_, s.window);
     const double a = s.decay;
-    for (int c = 0; c < a_.capacity; ++c) {
+    for (int c = 0; c < past_.shape.capacity(row_); ++c) {
       const double old = past_.score(row_, k, c);
       if (c >= total_ || s.kind == KV_STATISTIC_NONE) {
         expected_.score.push_back(old);

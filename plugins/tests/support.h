@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -140,23 +141,41 @@ class Buffer {
 enum Tensor { kKey, kValue, kVotes, kScore, kPosition, kKeyScale, kValueScale, kTensors };
 constexpr unsigned kAllInPlace = (1u << kTensors) - 1;
 
-// type: the type of queries, and of a cache that is not small. small_type: the type of a quantized cache. in_key:
-// whether values are the first numbers of their keys, and not stored.
+inline std::string text_of(const std::vector<int>& numbers) {
+  std::string text;
+  for (const int number : numbers) text += " " + std::to_string(number);
+  return text;
+}
+
+// type: the type of queries, and of a cache that is not quantized. quantized_type: the type of a quantized cache.
+// largest: the most slots of a KV head. in_key: whether values are the first numbers of their keys, and not stored. A
+// row is a KV head of a sequence, b H + h.
 struct Shape {
-  int type, batch, heads, capacity, key_size, value_size, statistics;
-  bool small = false;
-  int small_type = KV_INT8;
+  int type, batch, heads, largest, key_size, value_size, statistics;
+  bool quantized = false;
+  int quantized_type = KV_INT8;
   bool in_key = false;
-  int cache_type() const { return small ? small_type : type; }
+  std::vector<int> capacities{};  // [H]
+  int cache_type() const { return quantized ? quantized_type : type; }
   bool is_int4(int tensor) const {
-    return small && (tensor == kKey ? small_type == KV_INT4 : tensor == kValue ? small_type != KV_INT8 : false);
+    return quantized && (tensor == kKey     ? quantized_type == KV_INT4
+                         : tensor == kValue ? quantized_type != KV_INT8
+                                            : false);
   }
   const char* name() const {
-    if (!small) return type ? "fp16" : "fp32";
-    return small_type == KV_INT8 ? "int8" : small_type == KV_INT4 ? "int4" : "k8v4";
+    if (!quantized) return type ? "fp16" : "fp32";
+    return quantized_type == KV_INT8 ? "int8" : quantized_type == KV_INT4 ? "int4" : "k8v4";
   }
   size_t element() const { return type == KV_FLOAT16 ? 2 : 4; }
   size_t rows() const { return static_cast<size_t>(batch) * heads; }
+  int capacity(size_t row) const { return capacities[row % heads]; }
+  int slots() const { return std::accumulate(capacities.begin(), capacities.end(), 0); }
+  // Return the place of a row's slot in a tensor [B,S], and of its statistic k in [B,K,S].
+  size_t slot(size_t row, int c) const { return row / heads * slots() + before(row) + c; }
+  size_t score(size_t row, int k, int c) const { return (row / heads * statistics + k) * slots() + before(row) + c; }
+
+ private:
+  int before(size_t row) const { return std::accumulate(capacities.begin(), capacities.begin() + row % heads, 0); }
 };
 
 // Read and write an element of a buffer of the query's type.
@@ -176,83 +195,79 @@ constexpr int kInt4[16] = {KV_INT4_NUMBERS};
 // Read and write an element of a cache's keys or values; in a quantized cache the number, without its scale.
 inline float read_stored(const Shape& shape, int tensor, const void* data, size_t i) {
   if (shape.is_int4(tensor)) return kInt4[static_cast<const uint8_t*>(data)[i / 2] >> 4 * (i % 2) & 15];
-  return shape.small ? static_cast<const int8_t*>(data)[i] : read(shape, data, i);
+  return shape.quantized ? static_cast<const int8_t*>(data)[i] : read(shape, data, i);
 }
 inline void write_stored(const Shape& shape, int tensor, void* data, size_t i, float x) {
   if (shape.is_int4(tensor)) {
     uint8_t& two = static_cast<uint8_t*>(data)[i / 2];
     const int code = static_cast<int>(std::fabs(x) < 3.0f ? 2.5f * x : 8.0f) & 15;
     two = static_cast<uint8_t>(i % 2 ? (two & 15) | code << 4 : (two & 240) | code);
-  } else if (shape.small)
+  } else if (shape.quantized)
     static_cast<int8_t*>(data)[i] = static_cast<int8_t>(std::fabs(x) < 3.0f ? 42.0f * x : 127.0f);
   else
     write(shape, data, i, x);
 }
 
-// A cache. Tensor i of head `row` starts at element row * width(i).
+// A cache. Slot c of row `row` is at shape.slot(row, c) in every tensor but the scores.
 struct Cache {
   Shape shape;
   std::array<Buffer, kTensors> tensor;
 
   Cache(Random& random, const Shape& shape) : shape(shape) {
-    for (int i = 0; i < kTensors; ++i) tensor[i] = Buffer(random, shape.rows() * width(i), element(i));
+    const size_t slots = static_cast<size_t>(shape.batch) * shape.slots();
+    for (int i = 0; i < kTensors; ++i) tensor[i] = Buffer(random, slots * width(i), element(i));
   }
-  size_t element(int i) const { return i != kKey && i != kValue ? 4 : shape.small ? 1 : shape.element(); }
+  size_t element(int i) const { return i != kKey && i != kValue ? 4 : shape.quantized ? 1 : shape.element(); }
+  // Returns the elements of a slot.
   size_t width(int i) const {
-    const size_t c = shape.capacity;
-    if (i == kKeyScale || i == kValueScale) return shape.small ? c : 0;
+    if (i == kKeyScale || i == kValueScale) return shape.quantized;
     const size_t size = i == kKey     ? shape.key_size
                         : i == kValue ? (shape.in_key ? 0 : shape.value_size)
                         : i == kScore ? shape.statistics
                                       : 1;
-    return c * (shape.is_int4(i) ? size / 2 : size);
+    return shape.is_int4(i) ? size / 2 : size;
+  }
+  // Returns the bytes of a row's slot in tensor i, or of its statistic k, and how many they are.
+  const unsigned char* at(int i, int k, size_t row, int c, size_t* bytes) const {
+    *bytes = (i == kScore ? 1 : width(i)) * element(i);
+    return tensor[i].data<unsigned char>() + (i == kScore ? shape.score(row, k, c) : shape.slot(row, c)) * *bytes;
   }
   KvState view() {
     return {tensor[kKey].data<void>(), tensor[kValue].data<void>(), tensor[kVotes].data<float>(),
             tensor[kScore].data<float>(), tensor[kPosition].data<int32_t>()};
   }
   KvScales scales() {
-    return shape.small ? KvScales{tensor[kKeyScale].data<float>(), tensor[kValueScale].data<float>()} : KvScales{};
+    return shape.quantized ? KvScales{tensor[kKeyScale].data<float>(), tensor[kValueScale].data<float>()} : KvScales{};
   }
   // Returns the scale of a row, 1 if the cache has no scales.
   float scale(int i, size_t row, int slot) const {
-    return shape.small ? tensor[i].data<float>()[row * shape.capacity + slot] : 1.0f;
+    return shape.quantized ? tensor[i].data<float>()[shape.slot(row, slot)] : 1.0f;
   }
-  float votes(size_t row, int slot) const { return tensor[kVotes].data<float>()[row * shape.capacity + slot]; }
-  int32_t position(size_t row, int slot) const {
-    return tensor[kPosition].data<int32_t>()[row * shape.capacity + slot];
-  }
-  float score(size_t row, int k, int slot) const {
-    return tensor[kScore].data<float>()[(row * shape.statistics + k) * shape.capacity + slot];
-  }
+  float votes(size_t row, int slot) const { return tensor[kVotes].data<float>()[shape.slot(row, slot)]; }
+  int32_t position(size_t row, int slot) const { return tensor[kPosition].data<int32_t>()[shape.slot(row, slot)]; }
+  float score(size_t row, int k, int slot) const { return tensor[kScore].data<float>()[shape.score(row, k, slot)]; }
   float key(size_t row, int slot, int i) const {
     return scale(kKeyScale, row, slot) *
-           read_stored(shape, kKey, tensor[kKey].data<void>(), (row * shape.capacity + slot) * shape.key_size + i);
+           read_stored(shape, kKey, tensor[kKey].data<void>(), shape.slot(row, slot) * shape.key_size + i);
   }
   float value(size_t row, int slot, int i) const {
     if (shape.in_key) return key(row, slot, i);
-    return scale(kValueScale, row, slot) * read_stored(shape, kValue, tensor[kValue].data<void>(),
-                                                       (row * shape.capacity + slot) * shape.value_size + i);
+    return scale(kValueScale, row, slot) *
+           read_stored(shape, kValue, tensor[kValue].data<void>(), shape.slot(row, slot) * shape.value_size + i);
   }
   int used(size_t row) const {
     int n = 0;
-    while (n < shape.capacity && votes(row, n) > 0.0f) ++n;
+    while (n < shape.capacity(row) && votes(row, n) > 0.0f) ++n;
     return n;
   }
   // Returns whether slot `a` has the same bits as slot `b` of `other`.
   bool same_slot(size_t row, int a, const Cache& other, int b) const {
-    for (int i = 0; i < kTensors; ++i) {
-      if (i == kScore) {
-        for (int k = 0; k < shape.statistics; ++k) {
-          const float x = score(row, k, a), y = other.score(row, k, b);
-          if (memcmp(&x, &y, sizeof x)) return false;
-        }
-        continue;
+    for (int i = 0; i < kTensors; ++i)
+      for (int k = 0; k < (i == kScore ? shape.statistics : 1); ++k) {
+        size_t bytes;
+        const unsigned char *x = at(i, k, row, a, &bytes), *y = other.at(i, k, row, b, &bytes);
+        if (memcmp(x, y, bytes)) return false;
       }
-      const size_t bytes = width(i) / shape.capacity * element(i);
-      const unsigned char *x = tensor[i].data<unsigned char>(), *y = other.tensor[i].data<unsigned char>();
-      if (memcmp(x + (row * shape.capacity + a) * bytes, y + (row * shape.capacity + b) * bytes, bytes)) return false;
-    }
     return true;
   }
   bool same(const Cache& other) const {
@@ -276,25 +291,22 @@ inline int fill_head(Random& random, Cache& cache, size_t row, int used, const s
   for (int i = 0; i < used; ++i) positions.push_back(next), next += random.one_in(4) ? random.between(1, 9) : 1;
   if (!random.one_in(3)) random.shuffle(positions);
   const KvState view = cache.view();
-  for (int c = 0; c < s.capacity; ++c) {
+  for (int c = 0; c < s.capacity(row); ++c) {
     const bool is_used = c < used;
-    view.votes[row * s.capacity + c] = !is_used                         ? 0.0f
-                                       : fractional && random.one_in(2) ? std::exp(random.normal())
-                                                                        : 1.0f;
-    view.position[row * s.capacity + c] = is_used ? positions[c] : random.between(0, 1 << 30);
+    const size_t slot = s.slot(row, c);
+    view.votes[slot] = !is_used ? 0.0f : fractional && random.one_in(2) ? std::exp(random.normal()) : 1.0f;
+    view.position[slot] = is_used ? positions[c] : random.between(0, 1 << 30);
     if (!is_used) continue;
-    for (int i = 0; i < s.key_size; ++i)
-      write_stored(s, kKey, view.key, (row * s.capacity + c) * s.key_size + i, normal());
+    for (int i = 0; i < s.key_size; ++i) write_stored(s, kKey, view.key, slot * s.key_size + i, normal());
     for (int i = 0; i < s.value_size && !s.in_key; ++i)
-      write_stored(s, kValue, view.value, (row * s.capacity + c) * s.value_size + i, normal());
-    if (s.small)
+      write_stored(s, kValue, view.value, slot * s.value_size + i, normal());
+    if (s.quantized)
       for (float* scale : {cache.scales().key, cache.scales().value})
-        scale[row * s.capacity + c] = random.one_in(20) ? 0.0f : random.uniform(0.01f, 0.03f);
+        scale[slot] = random.one_in(20) ? 0.0f : random.uniform(0.01f, 0.03f);
     for (int k = 0; k < s.statistics; ++k)
-      view.score[(row * s.statistics + k) * s.capacity + c] = kinds[k] == KV_STATISTIC_LOG_EMA ? 5.0f * random.normal()
-                                                              : kinds[k] == KV_STATISTIC_NONE
-                                                                  ? 0.0f
-                                                                  : std::exp(2.0f * random.normal());
+      view.score[s.score(row, k, c)] = kinds[k] == KV_STATISTIC_LOG_EMA ? 5.0f * random.normal()
+                                       : kinds[k] == KV_STATISTIC_NONE  ? 0.0f
+                                                                        : std::exp(2.0f * random.normal());
   }
   return next;
 }
@@ -334,52 +346,31 @@ inline Shape any_shape(Random& random, int at_least) {
   s.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
   s.batch = random.between(random.one_in(10) ? 0 : 1, 4);
   s.heads = random.between(1, 4);
-  s.capacity = any_capacity(random, at_least);
+  s.largest = any_capacity(random, at_least);
   s.key_size = any_size(random);
   s.value_size = random.one_in(3) ? any_size(random) : s.key_size;
-  s.small = random.one_in(3);
-  s.small_type = random.one_of({KV_INT8, KV_INT4, KV_K8V4});
+  s.quantized = random.one_in(3);
+  s.quantized_type = random.one_of({KV_INT8, KV_INT4, KV_K8V4});
   if (s.is_int4(kKey)) s.key_size += s.key_size % 2;
   if (s.is_int4(kValue)) s.value_size += s.value_size % 2;
   return s;
 }
 
+// Draws the slots of each KV head: equal ones, or for one head the most and for the others any number from `at_least`.
+inline void draw_capacities(Random& random, int at_least, Shape& s) {
+  s.capacities.assign(s.heads, s.largest);
+  if (random.one_in(2)) return;
+  for (int& capacity : s.capacities) capacity = random.between(at_least, s.largest);
+  s.capacities[random.between(0, s.heads - 1)] = s.largest;
+}
+
 // Returns whether a case with values that are the first numbers of their keys may have this shape. Without a draw, so
 // that a seed gives the case that it gave before.
-inline bool may_be_in_key(const Shape& s) { return !s.small && s.value_size <= s.key_size && s.capacity % 4 == 1; }
+inline bool may_be_in_key(const Shape& s) { return !s.quantized && s.value_size <= s.key_size && s.largest % 4 == 1; }
 
 inline KvRunner any_runner(Random& random, int* threads) {
   *threads = random.between(2, 4);
   return {random.one_of<KvParallelFor>({backwards, threaded, threaded}), threads};
-}
-
-// Returns the KV heads of a call of one sequence over `cache`, or over a copy of it, as caches of their own.
-template <class Arguments>
-std::vector<KvHeadCache> caches_of_heads(const Arguments& call, const Cache& cache) {
-  std::vector<KvHeadCache> caches(call.heads);
-  for (int h = 0; h < call.heads; ++h) {
-    const auto of_head = [&](auto* data, int tensor) {
-      using Data = decltype(data);
-      if (!data) return data;
-      return reinterpret_cast<Data>(reinterpret_cast<char*>(data) + h * cache.width(tensor) * cache.element(tensor));
-    };
-    const auto state = [&](const KvState& x) {
-      return KvState{of_head(x.key, kKey), of_head(x.value, kValue), of_head(x.votes, kVotes), of_head(x.score, kScore),
-                     of_head(x.position, kPosition)};
-    };
-    const auto scales = [&](const KvScales& x) {
-      return KvScales{of_head(x.key, kKeyScale), of_head(x.value, kValueScale)};
-    };
-    caches[h] = {call.capacity,
-                 1,
-                 0,
-                 state(call.past),
-                 state(call.present),
-                 scales(call.past_scales),
-                 scales(call.present_scales),
-                 {}};
-  }
-  return caches;
 }
 
 // Runs `call` on `past` and returns the present cache. Tensor i is updated in place if bit i of `in_place` is set.

@@ -8,7 +8,8 @@ namespace fuzz {
 struct AttentionCase {
   KvVoteAttention call{};
   Shape shape{};
-  std::vector<int> used, length;  // of each sequence
+  std::vector<int> used;    // of each row
+  std::vector<int> length;  // of each sequence
   Buffer query, key, value, position, query_length, sink_logits, output;
   std::unique_ptr<Cache> past;
   bool hostile;
@@ -18,7 +19,7 @@ struct AttentionCase {
     call.scale = random.one_of({1.0f, 6.0f, 200.0f}) / (4.0f * std::sqrt(static_cast<float>(call.key_size)));
     call.vote_exponent = random.one_of({0.0f, 1.0f, 0.6f});
     call.softcap = random.one_in(4) ? random.uniform(5.0f, 50.0f) : 0.0f;
-    call.sliding_window = random.one_in(3) ? random.between(1, call.capacity + 50) : 0;
+    call.sliding_window = random.one_in(3) ? random.between(1, shape.largest + 50) : 0;
     std::vector<int> kinds;
     for (int k = 0; k < call.statistics; ++k) {
       const int kind = random.between(0, 2);
@@ -39,13 +40,14 @@ struct AttentionCase {
       shape = any_shape(random, std::max(call.tokens, 1));
       shape.statistics = call.statistics = random.between(1, 3);
       call.query_heads = shape.heads * random.one_of({1, 1, 2, 3, 4, 5, 7, 8, 16});
-    } while (static_cast<double>(shape.batch) * call.query_heads * (call.tokens + 4) * shape.capacity *
+    } while (static_cast<double>(shape.batch) * call.query_heads * (call.tokens + 4) * shape.largest *
                  (shape.key_size + shape.value_size) >
              3e7 * work_share);
+    draw_capacities(random, std::max(call.tokens, 1), shape);
     shape.in_key = may_be_in_key(shape);
     call.value_prefix = shape.in_key ? shape.value_size : 0;
     call.query_type = shape.type, call.cache_type = shape.cache_type(), call.batch = shape.batch,
-    call.heads = shape.heads, call.capacity = shape.capacity;
+    call.heads = shape.heads, call.slots = shape.slots(), call.capacity = shape.capacities.data();
     call.key_size = shape.key_size, call.value_size = shape.value_size;
   }
 
@@ -53,13 +55,16 @@ struct AttentionCase {
     position = Buffer(random, static_cast<size_t>(call.batch) * call.tokens, 8);
     query_length = Buffer(random, call.batch, 8);
     for (int b = 0; b < call.batch; ++b) {
-      used.push_back(random.one_in(4) ? 0 : random.between(0, call.capacity - call.tokens));
       length.push_back(random.one_in(4) ? 0 : random.one_in(2) ? call.tokens : random.between(0, call.tokens));
-      if (random.one_in(4)) used[b] = call.capacity - length[b];  // to the brim
+      const bool empty = random.one_in(4), to_the_brim = random.one_in(4);
       int first = 0;
-      for (int h = 0; h < call.heads; ++h)
-        first = std::max(first, fill_head(random, *past, static_cast<size_t>(b) * call.heads + h, used[b], kinds,
-                                          call.vote_exponent != 0.0f));
+      for (int h = 0; h < call.heads; ++h) {
+        used.push_back(to_the_brim ? shape.capacities[h] - length[b]
+                       : empty     ? 0
+                                   : random.between(0, shape.capacities[h] - call.tokens));
+        first =
+            std::max(first, fill_head(random, *past, used.size() - 1, used.back(), kinds, call.vote_exponent != 0.0f));
+      }
       if (hostile) draw_positions(random, b, first);
       for (int t = 0; t < call.tokens; ++t)
         position.data<int64_t>()[b * call.tokens + t] = t < std::max(length[b], 1) ? first + t : -1;
@@ -76,12 +81,11 @@ struct AttentionCase {
   // Draws positions that no cache has, of any size and beyond the new tokens; and votes that are no prefix.
   void draw_positions(Random& random, int b, int first) {
     const bool holes = random.one_in(3);
-    for (int i = 0; i < call.heads * call.capacity; ++i)
+    for (int i = 0; i < call.slots; ++i)
       if (holes && random.one_in(4))
-        past->tensor[kVotes].data<float>()[b * call.heads * call.capacity + i] =
-            random.one_of({NAN, -1.0f, 0.0f, 1.0f, INFINITY});
+        past->tensor[kVotes].data<float>()[b * call.slots + i] = random.one_of({NAN, -1.0f, 0.0f, 1.0f, INFINITY});
       else if (random.one_in(4))
-        past->tensor[kPosition].data<int32_t>()[b * call.heads * call.capacity + i] =
+        past->tensor[kPosition].data<int32_t>()[b * call.slots + i] =
             random.one_of({INT32_MIN, -1, INT32_MAX - random.between(0, 200), first + random.between(0, 200)});
   }
 
@@ -116,10 +120,7 @@ struct AttentionCase {
     output = Buffer(random, static_cast<size_t>(call.batch) * call.query_heads * call.tokens * call.value_size,
                     shape.element());
     call.output = output.data<void>();
-    const bool apart = call.batch == 1 && random.one_in(2);  // each KV head as a cache of its own
-    Cache present = run(random, call, *past, in_place, runner, [&](const KvVoteAttention* one, KvRunner runner) {
-      return kv_cpu_vote_attention(one, apart ? caches_of_heads(*one, *past).data() : nullptr, runner);
-    });
+    Cache present = run(random, call, *past, in_place, runner, kv_cpu_vote_attention);
     for (const Buffer* buffer : {&query, &key, &value, &position, &query_length, &sink_logits, &output})
       buffer->check_canaries();
     return present;
@@ -145,10 +146,10 @@ struct AttentionCase {
 
   // Checks the appended slots, the unchanged ones, and that numbers are finite.
   void check_head(const Cache& present, size_t row) const {
-    const int b = static_cast<int>(row / call.heads), from = used[b], n = length[b],
+    const int b = static_cast<int>(row / call.heads), from = used[row], n = length[b],
               group = call.query_heads / call.heads;
     check(present.used(row) == from + n, "used slots are not the old and the new ones");
-    for (int c = 0; c < call.capacity; ++c) {
+    for (int c = 0; c < shape.capacity(row); ++c) {
       if (n == 0 || c >= from + n) {
         check(present.same_slot(row, c, *past, c), n ? "an empty slot changed" : "an idle lane changed");
         continue;
@@ -158,7 +159,7 @@ struct AttentionCase {
       const auto added = [&](const void* rows, int size) {
         std::vector<double> row(size);
         for (int i = 0; i < size; ++i) row[i] = read(shape, rows, token * size + i);
-        if (shape.small) hadamard(row);
+        if (shape.quantized) hadamard(row);
         return row;
       };
       const std::vector<double> key = is_new ? added(call.key, call.key_size) : std::vector<double>(),
@@ -167,7 +168,7 @@ struct AttentionCase {
       // as any of the sixteen, and int8's rounding.
       const auto right = [&](double actual, double expected, int tensor) {
         const double step = present.scale(tensor == kKey ? kKeyScale : kValueScale, row, c);
-        if (!shape.small) return actual == expected;
+        if (!shape.quantized) return actual == expected;
         if (!shape.is_int4(tensor)) return std::fabs(actual - expected) <= 0.5001 * step + 1e-5;
         return std::all_of(std::begin(kInt4), std::end(kInt4), [&](int number) {
           return std::fabs(actual - expected) <= std::fabs(number * step - expected) + 1.0001 * step + 1e-5;
@@ -199,7 +200,7 @@ struct AttentionCase {
 
   void check_figures(const Cache& present, size_t row) const {
     const int b = static_cast<int>(row / call.heads), group = call.query_heads / call.heads;
-    const Expected expected = Reference(call, *past, present, row, used[b], length[b]).compute();
+    const Expected expected = Reference(call, *past, present, row, used[row], length[b]).compute();
     if (length[b] == 0) return;
     // A logit of 200 is known to 1e-5, and its exponential to no more.
     const double tolerance = shape.type == KV_FLOAT16 ? 3e-3 : 1e-3;
@@ -209,9 +210,9 @@ struct AttentionCase {
       check(near(read(shape, call.output, first + i), expected.output[i], tolerance),
             "an output differs from the reference");
     for (int k = 0; k < call.statistics; ++k)
-      for (int c = 0; c < used[b] + length[b]; ++c)
+      for (int c = 0; c < used[row] + length[b]; ++c)
         check(call.statistic[k].kind == KV_STATISTIC_NONE ||
-                  near(present.score(row, k, c), expected.score[k * call.capacity + c], 1e-3),
+                  near(present.score(row, k, c), expected.score[k * shape.capacity(row) + c], 1e-3),
               "a score differs from the reference");
   }
 
@@ -219,13 +220,14 @@ struct AttentionCase {
     char text[512];
     snprintf(
         text, sizeof text,
-        "VoteAttention%s %s B %d Hq %d H %d T %d C %d D %d Dv %d prefix %d K %d scale %g alpha %g softcap %g window %d "
+        "VoteAttention%s %s B %d Hq %d H %d T %d C%s D %d Dv %d prefix %d K %d scale %g alpha %g softcap %g window %d "
         "sinks %d lanes",
-        hostile ? " hostile" : "", shape.name(), call.batch, call.query_heads, call.heads, call.tokens, call.capacity,
-        call.key_size, call.value_size, call.value_prefix, call.statistics, call.scale, call.vote_exponent,
-        call.softcap, call.sliding_window, call.sink_logits != nullptr);
+        hostile ? " hostile" : "", shape.name(), call.batch, call.query_heads, call.heads, call.tokens,
+        text_of(shape.capacities).c_str(), call.key_size, call.value_size, call.value_prefix, call.statistics,
+        call.scale, call.vote_exponent, call.softcap, call.sliding_window, call.sink_logits != nullptr);
     std::string s = text;
-    for (int b = 0; b < call.batch; ++b) s += " " + std::to_string(used[b]) + "+" + std::to_string(length[b]);
+    for (size_t row = 0; row < used.size(); ++row)
+      s += " " + std::to_string(used[row]) + "+" + std::to_string(length[row / call.heads]);
     for (int k = 0; k < call.statistics; ++k) {
       const KvStatistic& x = call.statistic[k];
       snprintf(text, sizeof text, " (%d %g %d %g)", x.kind, x.decay, x.window, x.recency_weight);

@@ -5,6 +5,9 @@
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
+#include <algorithm>
+#include <numeric>
+
 #include "../../cuda/ranks/ranks.h"
 #include "operators.h"
 #include "workspace.h"
@@ -21,33 +24,12 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
-      const KvVoteAttention call = this->call(context);
+      std::vector<int> equal;
+      const KvVoteAttention call = this->call(context, equal);
       size_t bytes = 0;
       kv::require_success("VoteAttention", kv_cuda_vote_attention_workspace(&call, &bytes));
       streams.run(context, bytes, [&](const KvCuda& where) {
         kv::require_success("VoteAttention", kv_cuda_vote_attention(&call, &where));
-      });
-    });
-  }
-};
-
-struct RaggedVoteAttentionKernel : kv::RaggedVoteAttentionNode {
-  static constexpr const char* kProvider = kv::kDeviceProvider;
-  kv::Streams streams;
-
-  RaggedVoteAttentionKernel(const OrtKernelInfo* info, const kv::CacheType& query)
-      : RaggedVoteAttentionNode(Ort::ConstKernelInfo(info), query, false),
-        streams(std::make_shared<kv::Memory>(info)) {}
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
-    return kv::status_of([&] {
-      const Ort::KernelContext context(raw);
-      std::vector<KvHeadCache> caches;
-      const KvVoteAttention call = this->call(context, caches);
-      size_t bytes = 0;
-      kv::require_success("RaggedVoteAttention", kv_cuda_ragged_vote_attention_workspace(&call, caches.data(), &bytes));
-      streams.run(context, bytes, [&](const KvCuda& where) {
-        kv::require_success("RaggedVoteAttention", kv_cuda_ragged_vote_attention(&call, caches.data(), &where));
       });
     });
   }
@@ -79,40 +61,13 @@ struct MergeCacheKernel : kv::MergeCacheNode {
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
-      KvMergeCache call = this->call(context);
+      std::vector<int> equal;
+      KvMergeCache call = this->call(context, equal);
       call.inverse_frequencies = frequencies.get();
       size_t bytes = 0;
       kv::require_success("MergeCache", kv_cuda_merge_cache_workspace(&call, &bytes));
       streams.run(context, bytes,
                   [&](const KvCuda& where) { kv::require_success("MergeCache", kv_cuda_merge_cache(&call, &where)); });
-    });
-  }
-};
-
-struct RaggedMergeCacheKernel : kv::RaggedMergeCacheNode {
-  static constexpr const char* kProvider = kv::kDeviceProvider;
-  kv::Streams streams;
-  std::shared_ptr<float> frequencies;  // on the device
-
-  RaggedMergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType&)
-      : RaggedMergeCacheKernel(info, std::make_shared<kv::Memory>(info)) {}
-
-  RaggedMergeCacheKernel(const OrtKernelInfo* info, const std::shared_ptr<kv::Memory>& memory)
-      : RaggedMergeCacheNode(Ort::ConstKernelInfo(info), false, true),
-        streams(memory),
-        frequencies(on_device(inverse_frequencies, memory)) {}
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
-    return kv::status_of([&] {
-      const Ort::KernelContext context(raw);
-      std::vector<KvHeadCache> caches;
-      KvMergeCache call = this->call(context, caches);
-      call.inverse_frequencies = frequencies.get();
-      size_t bytes = 0;
-      kv::require_success("RaggedMergeCache", kv_cuda_ragged_merge_cache_workspace(&call, caches.data(), &bytes));
-      streams.run(context, bytes, [&](const KvCuda& where) {
-        kv::require_success("RaggedMergeCache", kv_cuda_ragged_merge_cache(&call, caches.data(), &where));
-      });
     });
   }
 };
@@ -222,15 +177,15 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
                                          {KV_K8V4, i8, u8, KV_FLOAT16, f16},
                                          {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}};
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::RaggedVoteAttentionOp<RaggedVoteAttentionKernel>,
-                                kv::RaggedMergeCacheOp<RaggedMergeCacheKernel>, kv::LinearOp<LinearKernel>,
-                                kv::ExpertsOp<ExpertsKernel>, kv::LinearAttentionOp<LinearAttentionKernel>,
-                                kv::AllReduceOp<AllReduceKernel>>(options, base, types);
+                                kv::LinearOp<LinearKernel>, kv::ExpertsOp<ExpertsKernel>,
+                                kv::LinearAttentionOp<LinearAttentionKernel>, kv::AllReduceOp<AllReduceKernel>>(
+      options, base, types);
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
 // devices that the kernels are compiled for, why they cannot run on this machine, and why no kernel computes
 // VoteAttention, MergeCache or LinearAttention of a layer of these sizes ("" if they can, and if there is a kernel).
+// capacity, budget: a number for each KV head.
 KV_EXPORT const char* kvexport_schema() { return kv::kSchema; }
 KV_EXPORT const char* kvexport_isa() {
   static const std::string text = kv::compiled_for();
@@ -240,22 +195,26 @@ KV_EXPORT const char* kvexport_device_problem() {
   static const std::string problem = kv::device_problem();
   return problem.c_str();
 }
-KV_EXPORT const char* kvexport_attention_problem(int type, int query_heads, int heads, int capacity, int key_size,
-                                                 int value_size, int statistics) {
+KV_EXPORT const char* kvexport_attention_problem(int type, int query_heads, int heads, const int* capacity,
+                                                 int key_size, int value_size, int statistics) {
   KvVoteAttention call{};
   // Over a quantized cache, any type of query: all take the same memory.
-  call.query_type = kv::is_small(type) ? int{KV_FLOAT32} : type, call.cache_type = type, call.batch = 1;
+  call.query_type = kv::is_quantized(type) ? int{KV_FLOAT32} : type, call.cache_type = type, call.batch = 1;
   call.query_heads = query_heads, call.heads = heads, call.capacity = capacity;
+  call.slots = std::accumulate(capacity, capacity + heads, 0);
   call.key_size = key_size, call.value_size = value_size, call.statistics = statistics;
-  for (call.tokens = 1; call.tokens <= (capacity > 1 ? 2 : 1); ++call.tokens)
+  const int least = *std::min_element(capacity, capacity + heads);
+  for (call.tokens = 1; call.tokens <= (least > 1 ? 2 : 1); ++call.tokens)
     if (const char* problem = kv_cuda_vote_attention_problem(&call)) return problem;
   return "";
 }
-KV_EXPORT const char* kvexport_merge_problem(int type, int heads, int capacity, int key_size, int value_size,
-                                             int statistics, int budget) {
+KV_EXPORT const char* kvexport_merge_problem(int type, int heads, const int* capacity, const int* budget, int key_size,
+                                             int value_size, int statistics) {
   // The policy whose kernels take the most shared memory.
   KvMergeCache call{};
+  const std::vector<int> recent(heads, 0);
   call.cache_type = type, call.batch = 1, call.heads = heads, call.capacity = capacity, call.budget = budget;
+  call.recent = recent.data(), call.slots = std::accumulate(capacity, capacity + heads, 0);
   call.key_size = key_size, call.value_size = value_size, call.statistics = statistics, call.compresses = 1;
   call.policy.merge = KV_MERGE_ZIP, call.policy.order = KV_ORDER_LEAST_ERROR;
   call.policy.measure = KV_MEASURE_DISTANCE, call.policy.votes_max = 1.0f;

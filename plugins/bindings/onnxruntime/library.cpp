@@ -5,6 +5,8 @@
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
+#include <algorithm>
+
 #include "../../cpu/kvexport_cpu.h"
 #include "../../cpu/ranks/ranks.h"
 #include "../../cpu/recurrence/recurrence.h"
@@ -20,8 +22,11 @@ KvRunner runner(const Ort::KernelContext& context) {
           const_cast<Ort::KernelContext*>(&context)};
 }
 
-// Returns the session's threads as a runner whose threads take one task after another, for tasks of different lengths.
-KvRunner one_by_one(const Ort::KernelContext& context) {
+// Returns the runner of a call over KV heads. If their capacities differ, so do the lengths of tasks, and the threads
+// take one task after another.
+template <class Arguments>
+KvRunner runner_of(const Arguments& call, const Ort::KernelContext& context) {
+  if (std::equal(call.capacity + 1, call.capacity + call.heads, call.capacity)) return runner(context);
   return {[](void* context, size_t count, KvTask task, void* data) {
             static_cast<const Ort::KernelContext*>(context)->ParallelFor(task, count, count, data);
           },
@@ -36,11 +41,12 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
-      const KvVoteAttention call = this->call(context);
-      kv::require_success("VoteAttention", kv_cpu_vote_attention(&call, nullptr, runner(context)));
+      std::vector<int> equal;
+      const KvVoteAttention call = this->call(context, equal);
+      kv::require_success("VoteAttention", kv_cpu_vote_attention(&call, runner_of(call, context)));
       if (!reference_queries) return;
-      const KvRing ring = this->ring(context);
-      kv::require_success("VoteAttention", kv_cpu_keep_queries(&call, &ring, nullptr));
+      const KvRing ring = this->ring(context, call);
+      kv::require_success("VoteAttention", kv_cpu_keep_queries(&call, &ring));
     });
   }
 };
@@ -53,44 +59,12 @@ struct MergeCacheKernel : kv::MergeCacheNode {
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
-      const KvMergeCache call = this->call(context);
-      if (!fits) return kv::require_success("MergeCache", kv_cpu_merge_cache(&call, nullptr, runner(context)));
+      std::vector<int> equal;
+      const KvMergeCache call = this->call(context, equal);
+      const KvRunner runner = runner_of(call, context);
+      if (!fits) return kv::require_success("MergeCache", kv_cpu_merge_cache(&call, runner));
       const KvRing ring = this->ring(context);
-      kv::require_success("MergeCache", kv_cpu_merge_and_fit(&call, &fit, &ring, nullptr, runner(context)));
-    });
-  }
-};
-
-struct RaggedVoteAttentionKernel : kv::RaggedVoteAttentionNode {
-  static constexpr const char* kProvider = nullptr;
-  RaggedVoteAttentionKernel(const OrtKernelInfo* info, const kv::CacheType& query)
-      : RaggedVoteAttentionNode(Ort::ConstKernelInfo(info), query, true) {}
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
-    return kv::status_of([&] {
-      const Ort::KernelContext context(raw);
-      std::vector<KvHeadCache> caches;
-      const KvVoteAttention call = this->call(context, caches);
-      kv::require_success("RaggedVoteAttention", kv_cpu_vote_attention(&call, caches.data(), one_by_one(context)));
-      if (!reference_queries) return;
-      kv::require_success("RaggedVoteAttention", kv_cpu_keep_queries(&call, nullptr, caches.data()));
-    });
-  }
-};
-
-struct RaggedMergeCacheKernel : kv::RaggedMergeCacheNode {
-  static constexpr const char* kProvider = nullptr;
-  RaggedMergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType&)
-      : RaggedMergeCacheNode(Ort::ConstKernelInfo(info), true, false) {}
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
-    return kv::status_of([&] {
-      const Ort::KernelContext context(raw);
-      std::vector<KvHeadCache> caches;
-      const KvMergeCache call = this->call(context, caches);
-      kv::require_success("RaggedMergeCache",
-                          fits ? kv_cpu_merge_and_fit(&call, &fit, nullptr, caches.data(), one_by_one(context))
-                               : kv_cpu_merge_cache(&call, caches.data(), one_by_one(context)));
+      kv::require_success("MergeCache", kv_cpu_merge_and_fit(&call, &fit, &ring, runner));
     });
   }
 };
@@ -186,19 +160,17 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
   constexpr auto f32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, f16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                  i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::RaggedVoteAttentionOp<RaggedVoteAttentionKernel>,
-                                kv::RaggedMergeCacheOp<RaggedMergeCacheKernel>, kv::LinearOp<LinearKernel>,
-                                kv::AdaptedLinearOp<AdaptedLinearKernel>, kv::ExpertsOp<ExpertsKernel>,
-                                kv::LinearAttentionOp<LinearAttentionKernel>, kv::AllReduceOp<AllReduceKernel>>(
-      options, base,
-      {{KV_FLOAT32, f32},
-       {KV_FLOAT16, f16},
-       {KV_INT8, i8, i8, KV_FLOAT32, f32},
-       {KV_INT8, i8, i8, KV_FLOAT16, f16},
-       {KV_INT4, u8, u8, KV_FLOAT32, f32},
-       {KV_INT4, u8, u8, KV_FLOAT16, f16},
-       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-       {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
+                                kv::LinearOp<LinearKernel>, kv::AdaptedLinearOp<AdaptedLinearKernel>,
+                                kv::ExpertsOp<ExpertsKernel>, kv::LinearAttentionOp<LinearAttentionKernel>,
+                                kv::AllReduceOp<AllReduceKernel>>(options, base,
+                                                                  {{KV_FLOAT32, f32},
+                                                                   {KV_FLOAT16, f16},
+                                                                   {KV_INT8, i8, i8, KV_FLOAT32, f32},
+                                                                   {KV_INT8, i8, i8, KV_FLOAT16, f16},
+                                                                   {KV_INT4, u8, u8, KV_FLOAT32, f32},
+                                                                   {KV_INT4, u8, u8, KV_FLOAT16, f16},
+                                                                   {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+                                                                   {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the

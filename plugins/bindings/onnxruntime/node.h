@@ -100,7 +100,7 @@ class Attributes {
 };
 
 // The types of a cache's keys and values and of the queries over it, in the numbers of the kernels and of ONNX Runtime.
-// They differ if the cache is small.
+// They differ if the cache is quantized.
 struct CacheType {
   int type;
   ONNXTensorElementDataType element, value_element;
@@ -117,7 +117,7 @@ struct CacheType {
         query_element(query_element) {}
 };
 
-inline bool is_small(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
+inline bool is_quantized(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
 
 // Return how many numbers an element of the tensor of keys, or of values, contains: a byte contains two int4 numbers.
 inline int64_t numbers_of_key(int type) { return type == KV_INT4 ? 2 : 1; }
@@ -132,8 +132,8 @@ inline ONNXTensorElementDataType state_type(size_t i, const CacheType& cache) {
 // Returns the type of tensor i after the state: the two scales of a quantized cache, then the ring of reference
 // queries.
 inline ONNXTensorElementDataType extra_type(size_t i, const CacheType& cache) {
-  return i == (is_small(cache.type) ? 3 : 1) ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
-                                             : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  return i == (is_quantized(cache.type) ? 3 : 1) ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
+                                                 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 }
 constexpr size_t kMostExtra = 4;
 
@@ -192,29 +192,29 @@ inline void* output(const Ort::KernelContext& context, size_t i, const Shape& sh
 
 // The dimensions of a cache, and the state tensors of a node, from input or output number `first` on.
 struct Cache {
-  int64_t batch, heads, capacity, key_size, value_size, statistics;
+  int64_t batch, slots, key_size, value_size, statistics;
   int type;
 
   Cache(const Ort::KernelContext& context, size_t first, int type) : type(type) {
     const Shape key = context.GetInput(first).GetTensorTypeAndShapeInfo().GetShape();
     const Shape value = context.GetInput(first + 1).GetTensorTypeAndShapeInfo().GetShape();
     const Shape score = context.GetInput(first + 3).GetTensorTypeAndShapeInfo().GetShape();
-    require(key.size() == 4 && value.size() == 4 && score.size() == 4, "key, value and score have four dimensions");
-    batch = key[0], heads = key[1], capacity = key[2], statistics = score[2];
-    key_size = key[3] * numbers_of_key(type), value_size = value[3] * numbers_of_value(type);
+    require(key.size() == 3 && value.size() == 3 && score.size() == 3, "key, value and score have three dimensions");
+    batch = key[0], slots = key[1], statistics = score[1];
+    key_size = key[2] * numbers_of_key(type), value_size = value[2] * numbers_of_value(type);
   }
 
   Shape shape(size_t i) const {
-    if (i == 0) return {batch, heads, capacity, key_size / numbers_of_key(type)};
-    if (i == 1) return {batch, heads, capacity, value_size / numbers_of_value(type)};
-    if (i == 3) return {batch, heads, statistics, capacity};
-    return {batch, heads, capacity};
+    if (i == 0) return {batch, slots, key_size / numbers_of_key(type)};
+    if (i == 1) return {batch, slots, value_size / numbers_of_value(type)};
+    if (i == 3) return {batch, statistics, slots};
+    return {batch, slots};
   }
 
   template <class Arguments>
   void sizes(Arguments& call) const {
-    call.batch = static_cast<int>(batch), call.heads = static_cast<int>(heads);
-    call.capacity = static_cast<int>(capacity), call.statistics = static_cast<int>(statistics);
+    call.batch = static_cast<int>(batch), call.slots = static_cast<int>(slots);
+    call.statistics = static_cast<int>(statistics);
     call.key_size = static_cast<int>(key_size);
     require((value_size == 0) == (call.value_prefix > 0), [&] {
       return "values of size " + std::to_string(value_size) + " are stored, and value_prefix is " +
@@ -249,8 +249,8 @@ struct Cache {
 
   // Returns the ring of reference queries, whose tensors follow the scales of a quantized cache. in, out: the first
   // input and output after the state.
-  KvRing ring(const Ort::KernelContext& context, size_t in, size_t out, int rows) const {
-    if (is_small(type)) in += 2, out += 2;
+  KvRing ring(const Ort::KernelContext& context, size_t in, size_t out, int heads, int rows) const {
+    if (is_quantized(type)) in += 2, out += 2;
     const Shape query{batch, heads, rows, key_size}, seen{batch, heads, rows};
     KvRing ring{};
     ring.rows = rows;
@@ -262,17 +262,17 @@ struct Cache {
   }
 };
 
-// Throws unless the node has scales exactly if the cache is small, and the tensors of a ring of reference queries
+// Throws unless the node has scales exactly if the cache is quantized, and the tensors of a ring of reference queries
 // exactly if `ring`.
 inline void check_extra(const Ort::ConstKernelInfo& info, const Attributes& node, int type, bool ring, size_t in,
                         size_t out) {
-  const bool small = is_small(type);
-  const size_t count = 2 * small + 2 * ring;
+  const bool quantized = is_quantized(type);
+  const size_t count = 2 * quantized + 2 * ring;
   for (size_t i = 0; i < kMostExtra; ++i) {
     const bool expected = i < count;
-    const std::string problem = !expected        ? "only a quantized cache has scales, and only a fit a ring of queries"
-                                : small && i < 2 ? "a quantized cache has key_scale and value_scale"
-                                                 : "a method that fits has query and query_seen";
+    const std::string problem = !expected ? "only a quantized cache has scales, and only a fit a ring of queries"
+                                : quantized && i < 2 ? "a quantized cache has key_scale and value_scale"
+                                                     : "a method that fits has query and query_seen";
     node.require((in + i < info.GetInputCount() && has_input(info, in + i)) == expected &&
                      (out + i < info.GetOutputCount() && has_output(info, out + i)) == expected,
                  problem);

@@ -8,7 +8,6 @@
 #include "linear.h"
 #include "linear_attention.h"
 #include "merge_cache.h"
-#include "ragged.h"
 #include "vote_attention.h"
 
 namespace kv {
@@ -67,58 +66,6 @@ struct MergeCacheOp : Operator<MergeCacheOp<TKernel>, TKernel> {
   size_t GetOutputTypeCount() const { return GetInputTypeCount(); }
   ONNXTensorElementDataType GetOutputType(size_t i) const { return GetInputType(i); }
   OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t i) const { return GetInputCharacteristic(i); }
-};
-
-// The state tensors of a ragged operator's caches are a list of any length and of several types.
-template <class TOp, class TKernel>
-struct RaggedOperator : Operator<TOp, TKernel> {
-  using Operator<TOp, TKernel>::Operator;
-
-  static constexpr auto kAny = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  bool GetVariadicInputHomogeneity() const { return false; }
-  bool GetVariadicOutputHomogeneity() const { return false; }
-};
-
-template <class TKernel>
-struct RaggedVoteAttentionOp : RaggedOperator<RaggedVoteAttentionOp<TKernel>, TKernel> {
-  using Base = RaggedOperator<RaggedVoteAttentionOp<TKernel>, TKernel>;
-  using Base::Base, Base::cache, Base::kAny;
-
-  // It exists once for each type of query; the node determines the type of the caches.
-  static bool takes(const CacheType& x) { return x.type == x.query_type; }
-  const char* GetName() const { return "RaggedVoteAttention"; }
-  size_t GetInputTypeCount() const { return RaggedVoteAttentionNode::kState + 1; }
-  ONNXTensorElementDataType GetInputType(size_t i) const {
-    return i < RaggedVoteAttentionNode::kState - 1    ? vote_attention_input_type(i, cache)
-           : i == RaggedVoteAttentionNode::kState - 1 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
-                                                      : kAny;
-  }
-  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
-    return i < RaggedVoteAttentionNode::kState - 1    ? INPUT_OUTPUT_REQUIRED
-           : i == RaggedVoteAttentionNode::kState - 1 ? INPUT_OUTPUT_OPTIONAL
-                                                      : INPUT_OUTPUT_VARIADIC;
-  }
-  size_t GetOutputTypeCount() const { return 2; }
-  ONNXTensorElementDataType GetOutputType(size_t i) const { return i == 0 ? cache.query_element : kAny; }
-  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t i) const {
-    return i == 0 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_VARIADIC;
-  }
-};
-
-template <class TKernel>
-struct RaggedMergeCacheOp : RaggedOperator<RaggedMergeCacheOp<TKernel>, TKernel> {
-  using Base = RaggedOperator<RaggedMergeCacheOp<TKernel>, TKernel>;
-  using Base::Base, Base::kAny;
-
-  // It exists once; the node determines the type of the caches.
-  static bool takes(const CacheType& x) { return x.type == KV_FLOAT32; }
-  const char* GetName() const { return "RaggedMergeCache"; }
-  size_t GetInputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetInputType(size_t) const { return kAny; }
-  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t) const { return INPUT_OUTPUT_VARIADIC; }
-  size_t GetOutputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetOutputType(size_t) const { return kAny; }
-  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t) const { return INPUT_OUTPUT_VARIADIC; }
 };
 
 template <class TKernel>

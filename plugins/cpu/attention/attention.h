@@ -10,8 +10,8 @@
 
 #include "../core/heads.h"
 #include "../core/kernels.h"
+#include "../core/quantized.h"
 #include "../core/scratch.h"
-#include "../core/small.h"
 
 namespace kv {
 namespace KV_ISA {
@@ -38,15 +38,14 @@ struct Partials {
 };
 
 // K, V: the types of the keys and values of the cache and of the new tokens. In a quantized cache the new tokens'
-// scales are `new_scales`, and the query and output are float32 and rotated (small.h).
+// scales are `new_scales`, and the query and output are float32 and rotated (quantized.h).
 template <class K, class V>
 struct Attention {
   using Query = Wide<K>;
   const KvVoteAttention& a;
   int group, splits;
   Partials partials;
-  KvScales new_scales{};                // [B,H,T]
-  const KvHeadCache* caches = nullptr;  // [H]: the cache of each KV head, or nullptr: all share that of the call
+  KvScales new_scales{};  // [B,H,T]
 
   // partial_size: floats of a split's partial result.
   Attention(const KvVoteAttention& call, int splits, size_t partial_size)
@@ -57,14 +56,15 @@ struct Attention {
 
   // One KV head of one sequence: `used` occupied slots and n new tokens.
   struct Head {
-    int b, h, capacity, used, n;
+    int b, h, used, n;
+    int capacity;  // its slots
     const K *past_key, *key;
     const V *past_value, *value;
     size_t past_value_size;  // elements from one row of past_value to the next
     K* present_key;
     V* present_value;  // nullptr with value_prefix
     const float *past_votes, *past_score;
-    float *votes, *score;
+    float *votes, *score;  // of statistic k: score + k S
     const int32_t* past_position;
     int32_t* position;
     // In a quantized cache: the past scales, the scales of the new tokens, and the present scales.
@@ -80,29 +80,29 @@ struct Attention {
     Head x;
     x.b = static_cast<int>(index / a.heads);
     x.h = static_cast<int>(index % a.heads);
-    const KvHeadCache* const own = caches ? caches + x.h : nullptr;
-    const KvState &past = own ? own->past : a.past, &present = own ? own->present : a.present;
-    x.capacity = own ? own->capacity : a.capacity;
-    const size_t t = a.tokens, d = a.key_size, dv = a.value_size, k = a.statistics;
-    const size_t slots = (own ? x.b : index) * x.capacity;  // the slots before those of this head in its tensors
-    x.past_votes = past.votes + slots;
-    x.past_position = past.position + slots;
-    x.past_score = past.score + slots * k;
-    x.past_key = at(static_cast<const K*>(past.key), slots * d);
+    x.capacity = a.capacity[x.h];
+    const size_t t = a.tokens, d = a.key_size, dv = a.value_size, all = a.slots;
+    const size_t before = slots_before(a.capacity, x.h);           // of this sequence
+    const size_t first_slot = x.b * all + before;                  // in the tensors [B,S]
+    const size_t first_score = x.b * all * a.statistics + before;  // in [B,K,S]
+    x.past_votes = a.past.votes + first_slot;
+    x.past_position = a.past.position + first_slot;
+    x.past_score = a.past.score + first_score;
+    x.past_key = at(static_cast<const K*>(a.past.key), first_slot * d);
     x.past_value_size = a.value_prefix ? d : dv;
-    x.past_value = at(static_cast<const V*>(a.value_prefix ? past.key : past.value), slots * x.past_value_size);
-    x.votes = present.votes + slots;
-    x.position = present.position + slots;
-    x.score = present.score + slots * k;
-    x.present_key = at(static_cast<K*>(present.key), slots * d);
-    x.present_value = a.value_prefix ? nullptr : at(static_cast<V*>(present.value), slots * dv);
+    x.past_value =
+        at(static_cast<const V*>(a.value_prefix ? a.past.key : a.past.value), first_slot * x.past_value_size);
+    x.votes = a.present.votes + first_slot;
+    x.position = a.present.position + first_slot;
+    x.score = a.present.score + first_score;
+    x.present_key = at(static_cast<K*>(a.present.key), first_slot * d);
+    x.present_value = a.value_prefix ? nullptr : at(static_cast<V*>(a.present.value), first_slot * dv);
     x.key = at(static_cast<const K*>(a.key), index * t * d);
     x.value = at(static_cast<const V*>(a.value), index * t * dv);
-    if constexpr (kSmall<K>) {
-      const KvScales &old = own ? own->past_scales : a.past_scales,
-                     &next = own ? own->present_scales : a.present_scales;
-      x.key_scale = {old.key + slots, new_scales.key + index * t, next.key + slots};
-      x.value_scale = {old.value + slots, new_scales.value + index * t, next.value + slots};
+    if constexpr (kQuantized<K>) {
+      const KvScales &past = a.past_scales, &present = a.present_scales;
+      x.key_scale = {past.key + first_slot, new_scales.key + index * t, present.key + first_slot};
+      x.value_scale = {past.value + first_slot, new_scales.value + index * t, present.value + first_slot};
     }
     // A call that is only timed may bring numbers that are no positions: clamp so that the others fit after the first.
     const int64_t first = t > 0 ? a.position[x.b * t] : 0, most = INT32_MAX - x.capacity;
@@ -145,14 +145,14 @@ struct Attention {
     if (moves_values) memcpy(at(x.present_value, x.end() * dv), at(x.past_value, x.end() * dv), bytes_of<V>(rest * dv));
     if (x.votes != x.past_votes) memcpy(x.votes + x.end(), x.past_votes + x.end(), rest * sizeof(float));
     if (x.position != x.past_position) memcpy(x.position + x.end(), x.past_position + x.end(), rest * sizeof(int32_t));
-    if constexpr (kSmall<K>) {
+    if constexpr (kQuantized<K>) {
       append_scales(x, x.key_scale);
       append_scales(x, x.value_scale);
     }
     if (x.score != x.past_score) {
       const size_t scored = x.n == 0 ? 0 : x.end();  // decode_scores or combine_splits writes the scores of these
       for (int k = 0; k < a.statistics; ++k)
-        memcpy(x.score + k * c + scored, x.past_score + k * c + scored, (c - scored) * sizeof(float));
+        memcpy(score_of(x.score, k) + scored, score_of(x.past_score, k) + scored, (c - scored) * sizeof(float));
     }
   }
 
@@ -175,6 +175,12 @@ struct Attention {
   }
   int64_t slot_position(const Head& x, int slot) const {
     return slot < x.used ? x.past_position[slot] : x.first + (slot - x.used);
+  }
+
+  // Returns the address of a head's statistic k. score: of its first statistic.
+  template <class T>
+  T* score_of(T* score, int k) const {
+    return score + static_cast<size_t>(k) * a.slots;
   }
 
   vf vote_bias(vf votes) const { return a.vote_exponent * log(votes); }
@@ -235,7 +241,7 @@ struct Attention {
   // `Kernel::finish`: threads would wait for each other between these steps, and a wait costs more than a short one.
   template <class Kernel>
   static void run(Kernel& kernel, KvRunner runner) {
-    const HeadOrder order(kernel.caches, kernel.a.batch, kernel.a.heads);
+    const HeadOrder order(kernel.a.capacity, kernel.a.batch, kernel.a.heads);
     struct Run {
       Kernel& kernel;
       const HeadOrder& order;

@@ -72,7 +72,7 @@ struct Decode : DecodeScores<K, V> {
               float* product) const {
     const int d = a.key_size, dv = a.value_size, all = rows_of(x);
     static thread_local Scratch<float> scratch;
-    const size_t count = to - from, scaled = kSmall<K> ? static_cast<size_t>(all) * width + 2 * count : 0;
+    const size_t count = to - from, scaled = kQuantized<K> ? static_cast<size_t>(all) * width + 2 * count : 0;
     float *query = scratch.reserve(static_cast<size_t>(all) * d + count + W + scaled), *slot_bias = query + all * d;
     float *key_scale = slot_bias + count + W, *value_scale = key_scale + count, *factors = value_scale + count - from;
     for (int g = 0; g < all; ++g) {
@@ -92,7 +92,7 @@ struct Decode : DecodeScores<K, V> {
                                              g == 0 ? &keys : nullptr);
       });
     });
-    if constexpr (kSmall<K>) {
+    if constexpr (kQuantized<K>) {
       this->scales_of(x, x.key_scale, from, to, key_scale);
       this->scales_of(x, x.value_scale, from, to, value_scale);
       scale_rows(logits, key_scale, all, from, to, logits);
@@ -127,8 +127,8 @@ struct Decode : DecodeScores<K, V> {
       row_sum[g] = sum(sum_v) + rest;
     }
     for (int i = 0; i < all * dv; ++i) product[i] = 0.0f;
-    if constexpr (kSmall<K>) scale_rows(weights, value_scale, all, from, to, factors);
-    const float* const value_weights = kSmall<K> ? factors : weights;
+    if constexpr (kQuantized<K>) scale_rows(weights, value_scale, all, from, to, factors);
+    const float* const value_weights = kQuantized<K> ? factors : weights;
     for_each_block(from, to, [&](int c, int end) {
       for_each_tile(all, [&](auto rows, int g) {
         decode_product<decltype(rows)::value>(x, c, end, value_weights + static_cast<size_t>(g) * width,

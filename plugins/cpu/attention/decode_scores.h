@@ -20,7 +20,7 @@ struct DecodeScores : Attention<K, V> {
   const int width;  // the most slots of a split: the columns of its logits and weights
 
   static int width_of(const KvVoteAttention& a, int splits) {
-    return ((a.capacity + splits - 1) / splits + W - 1) / W * W;
+    return ((largest_capacity(a.capacity, a.heads) + splits - 1) / splits + W - 1) / W * W;
   }
 
   DecodeScores(const KvVoteAttention& call, int splits, size_t partial_size)
@@ -35,8 +35,8 @@ struct DecodeScores : Attention<K, V> {
     static thread_local Scratch<float> scratch;
     for (int k = 0; k < a.statistics; ++k) {
       const KvStatistic& s = a.statistic[k];
-      const float* past = x.past_score + static_cast<size_t>(k) * x.capacity;
-      float* out = x.score + static_cast<size_t>(k) * x.capacity;
+      const float* past = this->score_of(x.past_score, k);
+      float* out = this->score_of(x.score, k);
       if (s.kind == KV_STATISTIC_NONE) {
         if (out != past) memcpy(out + from, past + from, (to - from) * sizeof(float));
         continue;

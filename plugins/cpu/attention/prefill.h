@@ -32,8 +32,11 @@ struct Prefill : PrefillScores<K, V> {
   using typename Base::Head;
   using typename Base::Query;
 
+  const int largest;  // the most slots of a KV head
+
   Prefill(const KvVoteAttention& call, int splits)
-      : Base(call, splits, 2 * static_cast<size_t>(call.statistics) * call.capacity) {}
+      : Base(call, splits, 2 * static_cast<size_t>(call.statistics) * largest_capacity(call.capacity, call.heads)),
+        largest(largest_capacity(call.capacity, call.heads)) {}
 
   // A packed block of the cache: keys [D, kBlock], transposed; values [kBlock, padded Dv]; both float32.
   struct Block {
@@ -50,7 +53,7 @@ struct Prefill : PrefillScores<K, V> {
     const int d = a.key_size, dv = a.value_size, dvp = padded_value_size();
     static thread_local Scratch<float> scratch;
     float *rows = scratch.reserve(W * d + 2 * kBlock), *key_scale = rows + W * d, *value_scale = key_scale + kBlock;
-    if constexpr (kSmall<K>) {
+    if constexpr (kQuantized<K>) {
       this->scales_of(x, x.key_scale, block.from, block.from + block.count, key_scale);
       this->scales_of(x, x.value_scale, block.from, block.from + block.count, value_scale);
       for (int c = block.count; c < kBlock; ++c) key_scale[c] = 0.0f;
@@ -63,13 +66,13 @@ struct Prefill : PrefillScores<K, V> {
         else
           memset(rows + j * d, 0, d * sizeof(float));
       }
-      pack_columns(rows, d, kSmall<K> ? load(key_scale + c) : splat(1.0f), block.key + c);
+      pack_columns(rows, d, kQuantized<K> ? load(key_scale + c) : splat(1.0f), block.key + c);
     }
     for (int c = 0; c < kBlock; ++c) {
       const int slot = block.from + c;
       block.position[c] = INT32_MAX;  // later than any query
       if (c >= block.count) continue;
-      if constexpr (kSmall<K>)
+      if constexpr (kQuantized<K>)
         dequantize(value_row(x, slot), value_scale[c], dv, block.value + c * dvp);
       else
         widen(value_row(x, slot), block.value + c * dvp, dv);
@@ -187,9 +190,9 @@ struct Prefill : PrefillScores<K, V> {
     float tile[kTileRows * kBlock];
   };
 
-  // The stride of Work::columns [K, 2, capacity + padding]: slot_max and slot_sum of a log_ema, only slot_sum of a
+  // The stride of Work::columns [K, 2, largest + padding]: slot_max and slot_sum of a log_ema, only slot_sum of a
   // probability.
-  size_t column_stride() const { return a.capacity + kBlock; }
+  size_t column_stride() const { return largest + kBlock; }
 
   void task(size_t task) {
     const Head x = head(task / splits);
@@ -232,8 +235,8 @@ struct Prefill : PrefillScores<K, V> {
     } else {
       float* shared = partials.of(task);
       for (int k = 0; k < 2 * a.statistics; ++k)
-        memcpy(shared + static_cast<size_t>(k) * a.capacity, p.columns.get() + k * column_stride(),
-               a.capacity * sizeof(float));
+        memcpy(shared + static_cast<size_t>(k) * largest, p.columns.get() + k * column_stride(),
+               x.end() * sizeof(float));
     }
   }
 
@@ -358,7 +361,7 @@ struct Prefill : PrefillScores<K, V> {
     }
   }
 
-  void finish(const Head& x, size_t index) { combine_splits(x, partials.of(index * splits), a.capacity); }
+  void finish(const Head& x, size_t index) { combine_splits(x, partials.of(index * splits), largest); }
 };
 
 }  // namespace

@@ -43,10 +43,10 @@ struct PrefillScores : Attention<K, V> {
   void combine_splits(const Head& x, const float* columns, size_t stride) const {
     for (int k = 0; k < a.statistics; ++k) {
       const KvStatistic& s = a.statistic[k];
-      const float* past = x.past_score + static_cast<size_t>(k) * x.capacity;
+      const float* past = this->score_of(x.past_score, k);
       const float* column = columns + 2 * k * stride;
       const size_t next = 2 * a.statistics * stride;  // the same column of the next split
-      float* out = x.score + static_cast<size_t>(k) * x.capacity;
+      float* out = this->score_of(x.score, k);
       if (s.kind == KV_STATISTIC_NONE) {
         if (out != past) memcpy(out, past, x.end() * sizeof(float));
       } else if (s.kind == KV_STATISTIC_PROBABILITY) {

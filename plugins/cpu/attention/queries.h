@@ -10,12 +10,11 @@ namespace KV_ISA {
 namespace {
 
 template <class Query>
-void keep_queries_of(const KvVoteAttention& a, const KvRing* shared, const KvHeadCache* caches) {
+void keep_queries_of(const KvVoteAttention& a, const KvRing& ring) {
   const int group = a.query_heads / a.heads, d = a.key_size;
   for (size_t head = 0; head < static_cast<size_t>(a.batch) * a.heads; ++head) {
     const size_t b = head / a.heads, row = d * sizeof(float);
-    const KvRing& ring = caches ? caches[head % a.heads].ring : *shared;
-    const size_t first = (caches ? b : head) * ring.rows;
+    const size_t first = head * ring.rows;
     const int64_t length = a.query_length[b];
     const int added = group * static_cast<int>(length < 0          ? 0
                                                : length > a.tokens ? a.tokens

@@ -6,14 +6,13 @@
 
 namespace kv {
 
-// caches: the cache of each KV head, or nullptr if they share the cache, and the ring, of the call.
-#define KV_DECLARE(isa)                                                                             \
-  namespace isa {                                                                                   \
-  void vote_attention(const KvVoteAttention&, const KvHeadCache* caches, KvRunner);                 \
-  void keep_queries(const KvVoteAttention&, const KvRing*, const KvHeadCache* caches);              \
-  void merge_cache(const KvMergeCache&, const KvFit*, const KvRing*, const KvHeadCache*, KvRunner); \
-  void linear(const KvLinear&, const KvAdapters*, KvRunner);                                        \
-  void experts(const KvExperts&, KvRunner);                                                         \
+#define KV_DECLARE(isa)                                                         \
+  namespace isa {                                                               \
+  void vote_attention(const KvVoteAttention&, KvRunner);                        \
+  void keep_queries(const KvVoteAttention&, const KvRing&);                     \
+  void merge_cache(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner); \
+  void linear(const KvLinear&, const KvAdapters*, KvRunner);                    \
+  void experts(const KvExperts&, KvRunner);                                     \
   }
 
 #if defined(__x86_64__)

@@ -46,13 +46,10 @@ struct Fit : Select<K, V> {
   using Base::a, Base::p, Base::key_row, Base::value_row, Base::score_of;
   using typename Base::Head;
   using typename Base::Row;
-  const KvFit* fit;  // nullptr: no fit
-  const KvRing* shared_ring;
+  const KvFit* fit;    // nullptr: no fit
+  const KvRing* ring;  // the reference queries of a fit
 
-  Fit(const KvMergeCache& call, const KvFit* fit, const KvRing* ring) : Base(call), fit(fit), shared_ring(ring) {}
-
-  // Returns the ring that contains the reference queries of head number b H + h.
-  const KvRing* ring_of(size_t index) const { return this->caches ? &this->caches[index % a.heads].ring : shared_ring; }
+  Fit(const KvMergeCache& call, const KvFit* fit, const KvRing* ring) : Base(call), fit(fit), ring(ring) {}
 
   // out [count, kBlock] = rows [count, size] x columns [size, kBlock], or += with add. row_of(r): a row's address.
   template <class RowOf>
@@ -77,8 +74,7 @@ struct Fit : Select<K, V> {
   // Fills f.logits, f.before and the reference queries that have seen at least one position.
   void read(const Head& x, const Work& w, size_t index, FitWork& f) const {
     const int d = a.key_size, n = x.used;
-    const KvRing* const ring = ring_of(index);
-    const size_t all = this->row_in_cache(index) * ring->rows;
+    const size_t all = index * ring->rows;
     f.rows = 0;
     int32_t* seen = f.seen.reserve(ring->rows);
     float* query = f.query.reserve(static_cast<size_t>(ring->rows + kTileRows) * d);
@@ -86,7 +82,7 @@ struct Fit : Select<K, V> {
       if (ring->past.seen[all + r] <= 0) continue;  // no query yet in this row of the ring
       float* to = query + static_cast<size_t>(f.rows) * d;
       memcpy(to, ring->past.query + (all + r) * d, d * sizeof(float));
-      if (kSmall<K> && !a.rotary_planes) hadamard(to, d);  // as widen_all leaves the keys
+      if (kQuantized<K> && !a.rotary_planes) hadamard(to, d);  // as widen_all leaves the keys
       seen[f.rows++] = ring->past.seen[all + r];
     }
     f.padded = (f.rows + kTileRows - 1) / kTileRows * kTileRows;
@@ -193,7 +189,7 @@ struct Fit : Select<K, V> {
       votes[i] = rest[0];
       f.position.get()[i] = w.position.get()[latest];
       memcpy(key, w.rows.get() + static_cast<size_t>(row) * (d + a.value_size), d * sizeof(float));
-      if (kSmall<K> && a.rotary_planes) hadamard(key, d);  // undoes the one in `merge`
+      if (kQuantized<K> && a.rotary_planes) hadamard(key, d);  // undoes the one in `merge`
       const float bias = bias_of(votes[i]);
       for (int r = 0; r < f.rows; ++r) {
         const float logit = dot(key, f.query.get() + static_cast<size_t>(r) * d, d);
@@ -450,8 +446,7 @@ struct Fit : Select<K, V> {
   // were evicted, as the recent keys are.
   void keep_ring(const Head& x, size_t index) const {
     const int d = a.key_size, planes = a.cache_positions ? a.rotary_planes : 0;
-    const KvRing* const ring = ring_of(index);
-    const size_t first = this->row_in_cache(index) * ring->rows, count = static_cast<size_t>(ring->rows) * d;
+    const size_t first = index * ring->rows, count = static_cast<size_t>(ring->rows) * d;
     const float* from = ring->past.query + first * d;
     float* to = ring->present.query + first * d;
     if (to != from) memcpy(to, from, count * sizeof(float));

@@ -12,7 +12,7 @@
 //   turn_rows: if keys are rotated by places, rotate those whose place has changed
 //
 // Tasks share nothing and need no barrier: a task writes only its own head, after it has read all rows that it merges.
-// Letters: those of nearest.h; c is the capacity.
+// Letters: those of nearest.h.
 #include "fit.h"
 
 namespace kv {
@@ -34,7 +34,7 @@ struct Merge : Fit<K, V> {
     this->collect(x, w);
     x.over = a.compresses ? max_of(x.used - x.budget, 0) : 0;
     if (x.over > 0) {
-      if constexpr (kSmall<K>)
+      if constexpr (kQuantized<K>)
         if (p.merge != KV_MERGE_DROP || fit) this->widen_all(x, w);
       if (fit) this->read(x, w, index, f);
       this->weigh(x, w);
@@ -82,7 +82,7 @@ struct Merge : Fit<K, V> {
       int latest = 0;  // the latest member: slots are numbered in order of position
       for (int j = 0; j < count; ++j) latest = max_of(latest, members[j]);
       const float votes = merge_set(x, w, members, count, key, key + a.key_size);
-      if (kSmall<K> && a.rotary_planes) hadamard(key, a.key_size);
+      if (kQuantized<K> && a.rotary_planes) hadamard(key, a.key_size);
       rest[0] = votes < p.votes_max ? votes : p.votes_max;
       memcpy(&rest[1], &latest, sizeof latest);
       for (int k = 0; k < a.statistics; ++k)
@@ -221,7 +221,7 @@ struct Merge : Fit<K, V> {
   // Writes the present state. Kept slots stay in their rows, merged rows replace their targets. The lowest hole among
   // the first rows takes the last kept slot, the next hole the last but one, and so on. Zeros follow.
   void place(const Head& x, Work& w) const {
-    const size_t d = a.key_size, dv = a.value_size, c = x.capacity;
+    const size_t d = a.key_size, dv = a.value_size, all = a.slots;
     const bool stores_values = a.value_prefix == 0;
     const int each = a.statistics + 2;
     const int *order = w.order.get(), *row_of = x.sets ? w.row_of_target.get() : nullptr;
@@ -231,35 +231,35 @@ struct Merge : Fit<K, V> {
       const int i = number[to], from = order[i], row = row_of ? row_of[i] : -1;
       if (row < 0 || row >= x.merged) {  // a set of a fit: its key is unchanged
         copy_row(x.key, x.out_key, from, to, d);
-        if constexpr (kSmall<K>) copy_row(x.key_scale, x.out_key_scale, from, to, 1);
+        if constexpr (kQuantized<K>) copy_row(x.key_scale, x.out_key_scale, from, to, 1);
       } else {
         write_row(rows + row * (d + dv), a.key_size, at(x.out_key, to * d), x.out_key_scale + to);
       }
       if (row < 0) {
         if (stores_values) copy_row(x.value, x.out_value, from, to, dv);
-        if constexpr (kSmall<K>) copy_row(x.value_scale, x.out_value_scale, from, to, 1);
+        if constexpr (kQuantized<K>) copy_row(x.value_scale, x.out_value_scale, from, to, 1);
         copy_row(x.votes, x.out_votes, from, to, 1);
         copy_row(x.position, x.out_position, from, to, 1);
-        for (int k = 0; k < a.statistics; ++k) copy_row(x.score + k * c, x.out_score + k * c, from, to, 1);
+        for (int k = 0; k < a.statistics; ++k) copy_row(x.score + k * all, x.out_score + k * all, from, to, 1);
         continue;
       }
       if (stores_values)
         write_row(rows + row * (d + dv) + d, a.value_size, at(x.out_value, to * dv), x.out_value_scale + to);
       x.out_votes[to] = scores[row * each];
       x.out_position[to] = w.position.get()[latest(w, row)];
-      for (int k = 0; k < a.statistics; ++k) x.out_score[k * c + to] = scores[row * each + 2 + k];
+      for (int k = 0; k < a.statistics; ++k) x.out_score[k * all + to] = scores[row * each + 2 + k];
     }
     if (a.cache_positions && a.rotary_planes && x.evicted) turn_rows(x, number, kept, row_of, w);
     // In place, slots after the used ones stay untouched.
     clear(x, x.out_key, x.key, d, kept);
     if (stores_values) clear(x, x.out_value, x.value, dv, kept);
-    if constexpr (kSmall<K>) {
+    if constexpr (kQuantized<K>) {
       clear(x, x.out_key_scale, x.key_scale, 1, kept);
       clear(x, x.out_value_scale, x.value_scale, 1, kept);
     }
     clear(x, x.out_votes, x.votes, 1, kept);
     clear(x, x.out_position, x.position, 1, kept);
-    for (int k = 0; k < a.statistics; ++k) clear(x, x.out_score + k * c, x.score + k * c, 1, kept);
+    for (int k = 0; k < a.statistics; ++k) clear(x, x.out_score + k * all, x.score + k * all, 1, kept);
   }
 
   // Returns, for each of the first `kept` rows, the slot that moves there (its number in order of position).
@@ -303,10 +303,10 @@ struct Merge : Fit<K, V> {
       steps = turned_by;
       K* key = at(x.out_key, static_cast<size_t>(row_at[before]) * d);
       float* scale = x.out_key_scale + row_at[before];
-      read_row(key, kSmall<K> ? *scale : 1.0f, d, row);
-      if (kSmall<K>) hadamard(row, d);
+      read_row(key, kQuantized<K> ? *scale : 1.0f, d, row);
+      if (kQuantized<K>) hadamard(row, d);
       for (int f = 0; f < planes; ++f) turn(cosine[f], sine[f], &row[first_of(f)], &row[second_of(f)]);
-      if (kSmall<K>) hadamard(row, d);
+      if (kQuantized<K>) hadamard(row, d);
       write_row(row, d, key, scale);
     }
   }
@@ -321,14 +321,14 @@ struct Merge : Fit<K, V> {
   // Convert a row to float32 and back; a quantized cache's row has a scale.
   template <class T>
   static void read_row(const T* from, float scale, int size, float* row) {
-    if constexpr (kSmall<T>)
+    if constexpr (kQuantized<T>)
       dequantize(from, scale, size, row);
     else
       widen(from, row, size);
   }
   template <class T>
   static void write_row(const float* row, int size, T* to, float* scale) {
-    if constexpr (kSmall<T>)
+    if constexpr (kQuantized<T>)
       *scale = quantize(row, size, to);
     else
       narrow(row, to, size);
@@ -341,9 +341,8 @@ struct Merge : Fit<K, V> {
       memcpy(static_cast<void*>(at(out, to * width)), at(in, from * width), bytes_of<T>(width));
   }
 
-  void run(const KvHeadCache* own_caches, KvRunner runner) {
-    this->caches = own_caches;
-    const HeadOrder order(own_caches, a.batch, a.heads);
+  void run(KvRunner runner) {
+    const HeadOrder order(a.capacity, a.batch, a.heads);
     struct Run {
       Merge& merge;
       const HeadOrder& order;
@@ -360,18 +359,17 @@ struct Merge : Fit<K, V> {
 
 }  // namespace
 
-void merge_cache(const KvMergeCache& call, const KvFit* fit, const KvRing* ring, const KvHeadCache* caches,
-                 KvRunner runner) {
+void merge_cache(const KvMergeCache& call, const KvFit* fit, const KvRing* ring, KvRunner runner) {
   if (call.cache_type == KV_INT8)
-    Merge<int8_t, int8_t>(call, fit, ring).run(caches, runner);
+    Merge<int8_t, int8_t>(call, fit, ring).run(runner);
   else if (call.cache_type == KV_INT4)
-    Merge<int4, int4>(call, fit, ring).run(caches, runner);
+    Merge<int4, int4>(call, fit, ring).run(runner);
   else if (call.cache_type == KV_K8V4)
-    Merge<int8_t, int4>(call, fit, ring).run(caches, runner);
+    Merge<int8_t, int4>(call, fit, ring).run(runner);
   else if (call.cache_type == KV_FLOAT16)
-    Merge<half, half>(call, fit, ring).run(caches, runner);
+    Merge<half, half>(call, fit, ring).run(runner);
   else
-    Merge<float, float>(call, fit, ring).run(caches, runner);
+    Merge<float, float>(call, fit, ring).run(runner);
 }
 
 }  // namespace KV_ISA

@@ -18,8 +18,8 @@
 #include "../../math/merge.h"
 #include "../core/heads.h"
 #include "../core/kernels.h"
+#include "../core/quantized.h"
 #include "../core/scratch.h"
-#include "../core/small.h"
 #include "../core/tile.h"
 
 namespace kv {
@@ -52,7 +52,6 @@ struct Nearest {
   using Row = Wide<K>;
   const KvMergeCache& a;
   const KvMergePolicy& p;
-  const KvHeadCache* caches = nullptr;  // [H]: the cache of each KV head, or nullptr: all share that of the call
 
   explicit Nearest(const KvMergeCache& call) : a(call), p(call.policy) {}
 
@@ -77,47 +76,41 @@ struct Nearest {
     int merged;  // sets of the merge, whose keys are new; sets of a fit follow
   };
 
-  // Returns the row [B,H], or [B] in a cache of its own, of head number b H + h in the tensors of its cache.
-  size_t row_in_cache(size_t index) const { return caches ? index / a.heads : index; }
-
   Head head(size_t index) const {
     Head x;
-    const KvHeadCache* const own = caches ? caches + index % a.heads : nullptr;
-    const KvState &past = own ? own->past : a.past, &present = own ? own->present : a.present;
-    x.capacity = own ? own->capacity : a.capacity;
-    x.budget = own ? own->budget : a.budget;
-    x.recent = own ? own->recent : a.recent;
-    const size_t d = a.key_size, dv = a.value_size, k = a.statistics;
-    const size_t slots = row_in_cache(index) * x.capacity;  // the slots before those of this head in its tensors
-    x.key = at(static_cast<const K*>(past.key), slots * d);
+    const size_t b = index / a.heads, d = a.key_size, dv = a.value_size, all = a.slots;
+    const int h = static_cast<int>(index % a.heads);
+    x.capacity = a.capacity[h], x.budget = a.budget[h], x.recent = a.recent[h];
+    const size_t before = slots_before(a.capacity, h);           // of this sequence
+    const size_t first_slot = b * all + before;                  // in the tensors [B,S]
+    const size_t first_score = b * all * a.statistics + before;  // in [B,K,S]
+    x.key = at(static_cast<const K*>(a.past.key), first_slot * d);
     x.value_size = a.value_prefix ? d : dv;
-    x.value = at(static_cast<const V*>(a.value_prefix ? past.key : past.value), slots * x.value_size);
-    x.votes = past.votes + slots;
-    x.score = past.score + slots * k;
-    x.position = past.position + slots;
-    x.out_key = at(static_cast<K*>(present.key), slots * d);
-    x.out_value = a.value_prefix ? nullptr : at(static_cast<V*>(present.value), slots * dv);
-    x.out_votes = present.votes + slots;
-    x.out_score = present.score + slots * k;
-    x.out_position = present.position + slots;
-    if constexpr (kSmall<K>) {
-      const KvScales &old = own ? own->past_scales : a.past_scales,
-                     &next = own ? own->present_scales : a.present_scales;
-      x.key_scale = old.key + slots, x.value_scale = old.value + slots;
-      x.out_key_scale = next.key + slots, x.out_value_scale = next.value + slots;
+    x.value = at(static_cast<const V*>(a.value_prefix ? a.past.key : a.past.value), first_slot * x.value_size);
+    x.votes = a.past.votes + first_slot;
+    x.score = a.past.score + first_score;
+    x.position = a.past.position + first_slot;
+    x.out_key = at(static_cast<K*>(a.present.key), first_slot * d);
+    x.out_value = a.value_prefix ? nullptr : at(static_cast<V*>(a.present.value), first_slot * dv);
+    x.out_votes = a.present.votes + first_slot;
+    x.out_score = a.present.score + first_score;
+    x.out_position = a.present.position + first_slot;
+    if constexpr (kQuantized<K>) {
+      x.key_scale = a.past_scales.key + first_slot, x.value_scale = a.past_scales.value + first_slot;
+      x.out_key_scale = a.present_scales.key + first_slot, x.out_value_scale = a.present_scales.value + first_slot;
     }
     x.sets = x.evicted = x.merged = 0;
     return x;
   }
 
   const Row* key_row(const Head& x, const Work& w, int slot) const {
-    if constexpr (kSmall<K>)
+    if constexpr (kQuantized<K>)
       return w.keys.get() + static_cast<size_t>(slot) * a.key_size;
     else
       return x.key + static_cast<size_t>(w.order.get()[slot]) * a.key_size;
   }
   const Row* value_row(const Head& x, const Work& w, int slot) const {
-    if constexpr (kSmall<K>)
+    if constexpr (kQuantized<K>)
       return w.values.get() + static_cast<size_t>(slot) * a.value_size;
     else
       return x.value + w.order.get()[slot] * x.value_size;
@@ -138,7 +131,7 @@ struct Nearest {
     }
   }
   float score_of(const Head& x, const Work& w, int k, int slot) const {
-    return x.score[static_cast<size_t>(k) * x.capacity + w.order.get()[slot]];
+    return x.score[static_cast<size_t>(k) * a.slots + w.order.get()[slot]];
   }
 
   // The targets of a search, packed in blocks of kBlock; and the tile of slots that look for a target.

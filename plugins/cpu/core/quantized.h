@@ -16,10 +16,10 @@ namespace kv {
 namespace KV_ISA {
 
 template <class T>
-constexpr bool kSmall = std::is_same<T, int8_t>::value || std::is_same<T, int4>::value;
+constexpr bool kQuantized = std::is_same<T, int8_t>::value || std::is_same<T, int4>::value;
 // The type in which kernels read a row of a cache of type T: float32 for a quantized cache.
 template <class T>
-using Wide = typename std::conditional<kSmall<T>, float, T>::type;
+using Wide = typename std::conditional<kQuantized<T>, float, T>::type;
 
 static inline void hadamard(float* row, int size) {
   const int block = size & -size;

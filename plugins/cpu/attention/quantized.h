@@ -15,7 +15,7 @@ namespace KV_ISA {
 namespace {
 
 template <class Q, class K, class V>
-struct SmallAttention {
+struct QuantizedAttention {
   const KvVoteAttention& a;
   KvVoteAttention rotated;  // the arguments of Decode or Prefill
   KvScales new_scales;
@@ -26,7 +26,7 @@ struct SmallAttention {
     Scratch<char> numbers;
   };
 
-  SmallAttention(const KvVoteAttention& call, Rows& rows) : a(call), rotated(call) {
+  QuantizedAttention(const KvVoteAttention& call, Rows& rows) : a(call), rotated(call) {
     const size_t queries = static_cast<size_t>(a.batch) * a.query_heads * a.tokens,
                  tokens = static_cast<size_t>(a.batch) * a.heads * a.tokens;
     const size_t keys = bytes_of<K>(tokens * a.key_size);
@@ -74,11 +74,11 @@ struct SmallAttention {
     }
   }
 
-  template <void (SmallAttention::*Task)(size_t) const>
+  template <void (QuantizedAttention::*Task)(size_t) const>
   void each(KvRunner runner) {
     constexpr size_t kFew = 1 << 15;  // numbers that take less time than waking a thread
     const size_t count = static_cast<size_t>(a.batch) * a.heads;
-    const auto task = [](void* self, size_t i) { (static_cast<SmallAttention*>(self)->*Task)(i); };
+    const auto task = [](void* self, size_t i) { (static_cast<QuantizedAttention*>(self)->*Task)(i); };
     if (static_cast<size_t>(a.batch) * a.query_heads * a.tokens * a.key_size > kFew)
       runner.parallel_for(runner.context, count, task, this);
     else
@@ -88,15 +88,15 @@ struct SmallAttention {
 
 // Runs Kernel (Decode or Prefill) over a quantized cache.
 template <template <class, class> class Kernel, class Q, class K, class V>
-void run_small(const KvVoteAttention& a, const KvHeadCache* caches, int splits, KvRunner runner) {
-  using Small = SmallAttention<Q, K, V>;
-  static thread_local typename Small::Rows rows;
-  Small small(a, rows);
-  small.template each<&Small::rotate_inputs>(runner);
-  Kernel<K, V> kernel(small.rotated, splits);
-  kernel.new_scales = small.new_scales, kernel.caches = caches;
+void run_quantized(const KvVoteAttention& a, int splits, KvRunner runner) {
+  using Rotation = QuantizedAttention<Q, K, V>;
+  static thread_local typename Rotation::Rows rows;
+  Rotation rotation(a, rows);
+  rotation.template each<&Rotation::rotate_inputs>(runner);
+  Kernel<K, V> kernel(rotation.rotated, splits);
+  kernel.new_scales = rotation.new_scales;
   kernel.run(kernel, runner);
-  small.template each<&Small::rotate_output>(runner);
+  rotation.template each<&Rotation::rotate_output>(runner);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The allocation of the cache budget to the KV caches of layers or KV heads."""
+"""The allocation of the cache budget to layers and KV heads."""
 
 from __future__ import annotations
 

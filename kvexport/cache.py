@@ -6,13 +6,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.methods.slots import Rotary
 from kvexport.schema.state import PAIRS, STATE, StateTensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,21 +48,20 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The plan of the KV cache of one layer, or of one KV head if heads have budgets of their own.
+    """The plan of the KV cache of one layer, whose KV heads may have budgets of their own.
 
-    In the tensor `key` a sequence has [kv_heads, capacity, key_size]. The slack is capacity - budget.
+    In the tensor `key` a sequence has [slots, key_size]: the slots of one head after those of another.
 
     Attributes:
-        kv_heads: The number of KV heads.
         key_size: The size of a key in elements.
         value_size: The size of a value in elements.
         statistics: The number K of statistics.
-        budget: The slots that remain after a merge.
-        capacity: The slots that are allocated.
+        budget: For each KV head, the slots that remain after a merge.
+        capacity: For each KV head, the slots that are allocated; the slack is capacity - budget.
         sinks: The number of first positions that are never evicted.
-        recent: The number of latest positions that are never evicted.
+        recent: For each KV head, the number of latest positions that are never evicted.
         sliding_window: The model's sliding window in positions; 0 for none.
-        merges: False if the budget is the longest sequence, so that nothing is ever evicted.
+        merges: False if all budgets are the longest sequence, so that nothing is ever evicted.
         dtype: The type of keys and values: that of the model, or of a quantized cache.
         rotary: The layer's rotary embedding.
         extra: The state tensors in addition to the contract's five: the scales of a quantized cache, then those of the
@@ -69,20 +70,49 @@ class LayerCache:
             has rows of size 0.
     """
 
-    kv_heads: int
     key_size: int
     value_size: int
     statistics: int
-    budget: int
-    capacity: int
+    budget: tuple[int, ...]
+    capacity: tuple[int, ...]
     sinks: int
-    recent: int
+    recent: tuple[int, ...]
     sliding_window: int
     merges: bool
     dtype: str
     rotary: Rotary = field(default_factory=Rotary)
     extra: tuple[StateTensor, ...] = ()
     value_in_key: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of KV heads."""
+        return len(self.capacity)
+
+    @property
+    def slots(self) -> int:
+        """The number S of slots of all KV heads."""
+        return sum(self.capacity)
+
+    @property
+    def head_slots(self) -> list[slice]:
+        """The slots of each KV head in the dimension S of state tensors."""
+        return slots_of(self.capacity)
+
+    def of_head(self, tensor: StateTensor, x: NDArray[Any], head: int) -> NDArray[Any]:
+        """Return a view [B, 1, C, ...] of one KV head of a state tensor [B, S, ...]; of a score, [B, 1, K, C]."""
+        if tensor.slot_axis is None:
+            return x[:, head : head + 1]
+        return x[(*[slice(None)] * tensor.slot_axis, self.head_slots[head])][:, None]
+
+    def first_slots(self, most: int) -> tuple[int, ...]:
+        """Return for each KV head `most`, or its capacity if that is smaller: the slots of a saved lane."""
+        return tuple(min(most, capacity) for capacity in self.capacity)
+
+    def most_of(self, slots: int) -> int:
+        """Return the number `most` for which `first_slots` has `slots` in all, or -1 if there is none."""
+        most = next((n for n in range(max(self.capacity) + 1) if sum(self.first_slots(n)) >= slots), -1)
+        return most if most >= 0 and sum(self.first_slots(most)) == slots else -1
 
     @property
     def value_prefix(self) -> int:
@@ -99,7 +129,7 @@ class LayerCache:
         sizes = {
             "B": batch,
             "H": self.kv_heads,
-            "C": self.capacity,
+            "S": self.slots,
             "K": self.statistics,
             "D": self.key_size,
             "Dv": 0 if self.value_in_key else self.value_size,
@@ -116,7 +146,7 @@ class LayerCache:
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes(batch).items())
 
     def slot_bytes(self) -> int:
-        """Return the bytes of the keys and values of one cache slot in all heads of the layer."""
+        """Return the bytes of the keys and values of one slot in each KV head of the layer."""
         shapes, dtypes = self.shapes(1), self.dtypes()
         return self.kv_heads * sum(shapes[name][-1] * dtypes[name].itemsize for name in ("key", "value"))
 
@@ -164,7 +194,7 @@ class CachePlan:
     """The plan of a model's KV caches in the order of its layers, and of its recurrent states.
 
     Attributes:
-        caches: One cache for each layer that attends, or one for each KV head if heads have budgets of their own.
+        caches: One cache for each layer that attends.
         attention_layers: The numbers of the model's layers that have caches of their own; empty if every layer has one.
         states: The recurrent state of each layer that has one.
     """
@@ -184,6 +214,15 @@ class CachePlan:
         Every head of every layer then holds the same number of entries.
         """
         return self.caches[0].rotary.cache_positions
+
+    def heads(self, name: str) -> NDArray[np.int64]:
+        """Return the capacities, budgets or recent windows of the KV heads of all layers, layer by layer."""
+        return np.array([x for cache in self.caches for x in getattr(cache, name)], np.int64)
+
+    def by_layer(self, heads: Sequence[T]) -> list[Sequence[T]]:
+        """Return one number for each KV head of all layers as one list for each layer."""
+        ends = [0, *itertools.accumulate(cache.kv_heads for cache in self.caches)]
+        return [heads[first:end] for first, end in itertools.pairwise(ends)]
 
     def rank_plan(self, ranks: int) -> CachePlan:
         """Return the cache plan of one tensor-parallel process if `ranks` processes divide the KV heads equally."""
@@ -222,29 +261,28 @@ class CachePlan:
         return {"recurrent": {"attention_layers": self.attention_layers, "states": states}}
 
 
-def cache_geometry(geometry: Sequence[LayerGeometry], caches: int) -> list[LayerGeometry]:
-    """Return the attention geometry of every cache of a plan.
+def slots_of(capacity: Sequence[int]) -> list[slice]:
+    """Return the slots of each KV head, one after another, for heads with these numbers of slots."""
+    return [slice(first, end) for first, end in itertools.pairwise((0, *itertools.accumulate(capacity)))]
+
+
+def resized(x: NDArray[Any], axis: int, before: Sequence[int], after: Sequence[int]) -> NDArray[Any]:
+    """Return a state tensor whose KV heads have other numbers of slots: the last are cut off, or empty ones are added.
 
     Args:
-        geometry: The geometry of each layer.
-        caches: The number of caches: one for each layer, or one for each KV head.
-
-    Returns:
-        The layers, or for each KV head the geometry of one head with the query heads of its group.
+        x: The tensor.
+        axis: The dimension that counts slots.
+        before: The slots of every KV head in `x`.
+        after: Those in the result.
     """
-    if caches == len(geometry):
-        return list(geometry)
-    heads = (replace(x, query_heads=x.query_heads // x.kv_heads, kv_heads=1) for x in geometry)
-    return [head for head, layer in zip(heads, geometry, strict=True) for _ in range(layer.kv_heads)]
-
-
-def layer_caches(geometry: Sequence[LayerGeometry], caches: int) -> list[range]:
-    """Return for every layer the numbers of its caches in a plan of `caches` caches.
-
-    There is one cache for each layer, or one for each KV head.
-    """
-    ends = itertools.accumulate(1 if caches == len(geometry) else layer.kv_heads for layer in geometry)
-    return [range(first, end) for first, end in itertools.pairwise((0, *ends))]
+    if tuple(before) == tuple(after):
+        return x
+    result = np.zeros((*x.shape[:axis], sum(after), *x.shape[axis + 1 :]), x.dtype)
+    old, new = np.moveaxis(x, axis, 0), np.moveaxis(result, axis, 0)
+    for source, target in zip(slots_of(before), slots_of(after), strict=True):
+        count = min(source.stop - source.start, target.stop - target.start)
+        new[target.start : target.start + count] = old[source.start : source.start + count]
+    return result
 
 
 def stored_rows(stored: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.float32]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvexport.allocation import allocate, head_shares
 from kvexport.backends.sections import default
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, LayerStates, cache_geometry
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, LayerStates
 from kvexport.errors import UsageError
 from kvexport.methods.base import Method
 from kvexport.recipe.fields import MOST, Recipe
@@ -52,52 +52,56 @@ def plan_cache(
     if recipe.cache.positions == "cache":
         _require_one_place(geometry, budgets)
     _require_heads(recipe, geometry)
-    names, geometries = _names(geometry, len(budgets)), cache_geometry(geometry, len(budgets))
-    caches = [_planned(recipe, method, *cache) for cache in zip(names, geometries, budgets, strict=True)]
-    _require_no_merges(recipe, names, caches, method)
+    shares = [[share] for share in budgets]
+    if rows := head_shares(recipe):
+        left = iter(budgets)
+        shares = [[next(left) for _ in row] for row in rows]
+    caches = [_planned(recipe, method, i, *layer) for i, layer in enumerate(zip(geometry, shares, strict=True))]
+    _require_no_merges(recipe, caches, method)
     plan = CachePlan(tuple(caches), attention_layers, states)
     selected_plan(recipe, plan)  # raises an error if its budget is too small
     return plan
 
 
-def _planned(recipe: Recipe, method: Method, name: str, layer: LayerGeometry, share: int) -> LayerCache:
-    """Return the planned cache of one layer or KV head.
+def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, shares: Sequence[int]) -> LayerCache:
+    """Return the planned cache of one layer.
 
     Args:
         recipe: The recipe.
         method: The compression method.
-        name: The name of the cache in messages.
-        layer: The geometry of the layer or KV head.
-        share: The slots that `allocate` gives the cache.
+        i: The number of the layer, for messages.
+        layer: The geometry of the layer.
+        shares: The slots that `allocate` gives each KV head, or one number for all heads.
     """
-    budget = min(share, recipe.limits.max_length)
-    if layer.sliding_window:
-        budget = min(budget, layer.sliding_window)
-    sinks, recent = recipe.cache.sinks, _recent(recipe, budget)
-    merges = budget < recipe.limits.max_length
-    if method.compresses and merges and budget < sinks + recent + 1:
-        raise UsageError(
-            f"{name} has a budget of {budget} slots, which cannot hold {sinks} sinks, {recent} recent and one more",
-            f"--set cache.budget={sinks + recent + 1}, or fewer cache.sinks or cache.recent",
-        )
-    capacity = recipe.capacity(budget) if merges else budget
-    if capacity > MOST:
-        raise UsageError(
-            f"{name} would have {capacity} slots, {budget} of its budget and {capacity - budget} beyond it for "
-            f"the tokens of a call; {MOST} is the most",
-            "a smaller export.prefill_chunk, cache.merge_every or cache.slack",
-        )
+    most = min(layer.sliding_window or recipe.limits.max_length, recipe.limits.max_length)
+    budgets, capacities = [min(share, most) for share in shares], []
+    for head, budget in enumerate(budgets):
+        name = f"layer {i}" if len(budgets) == 1 else f"KV head {head} of layer {i}"
+        sinks, recent, merges = recipe.cache.sinks, _recent(recipe, budget), budget < recipe.limits.max_length
+        if method.compresses and merges and budget < sinks + recent + 1:
+            raise UsageError(
+                f"{name} has a budget of {budget} slots, which cannot hold {sinks} sinks, {recent} recent and one more",
+                f"--set cache.budget={sinks + recent + 1}, or fewer cache.sinks or cache.recent",
+            )
+        capacity = recipe.capacity(budget) if merges else budget
+        if capacity > MOST:
+            raise UsageError(
+                f"{name} would have {capacity} slots, {budget} of its budget and {capacity - budget} beyond it for "
+                f"the tokens of a call; {MOST} is the most",
+                "a smaller export.prefill_chunk, cache.merge_every or cache.slack",
+            )
+        capacities.append(capacity)
+    alike = layer.kv_heads if len(budgets) == 1 else 1
     return LayerCache(
-        kv_heads=layer.kv_heads,
         key_size=layer.key_size,
         value_size=layer.value_size,
         statistics=len(method.statistics),
-        budget=budget,
-        capacity=capacity,
-        sinks=sinks,
-        recent=recent,
+        budget=(*budgets,) * alike,
+        capacity=(*capacities,) * alike,
+        sinks=recipe.cache.sinks,
+        recent=tuple(_recent(recipe, budget) for budget in budgets) * alike,
         sliding_window=layer.sliding_window,
-        merges=merges,
+        merges=any(budget < recipe.limits.max_length for budget in budgets),
         dtype=recipe.cache_dtype,
         rotary=layer.rotary,
         extra=(*scales_of(recipe.cache_dtype), *method.extra_state),
@@ -150,8 +154,13 @@ def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
             f"{label} cannot hold {sinks} sinks, {recent} recent and one more",
             f"--set {key}={least}, or fewer cache.sinks or cache.recent",
         )
-    layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.caches)
-    return CachePlan(tuple(layers))
+    return CachePlan(tuple(_with_slots(x, budget, slots, recent) for x in plan.caches))
+
+
+def _with_slots(cache: LayerCache, budget: int, slots: int, recent: int) -> LayerCache:
+    heads = cache.kv_heads
+    sizes = {"budget": (budget,) * heads, "capacity": (slots,) * heads, "recent": (recent,) * heads}
+    return replace(cache, merges=False, **sizes)
 
 
 def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
@@ -163,10 +172,12 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
     if recipe.cache.merge_prompts == "chunks":
         return plan
     most = recipe.cache.merge_every
-    return replace(
-        plan,
-        caches=tuple(replace(x, capacity=min(x.capacity, x.budget + most)) if x.merges else x for x in plan.caches),
-    )
+
+    def settled(cache: LayerCache) -> LayerCache:
+        heads = zip(cache.capacity, cache.budget, strict=True)
+        return replace(cache, capacity=tuple(min(slots, budget + most) for slots, budget in heads))
+
+    return replace(plan, caches=tuple(settled(cache) if cache.merges else cache for cache in plan.caches))
 
 
 def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
@@ -191,13 +202,6 @@ def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
     selected = selected_plan(recipe, plan)
     copies = 2 if recipe.cache.periodic.slots is not None and recipe.cache.periodic.delay else 1
     return plan.bytes(sequences) + (copies * selected.bytes(sequences) if selected is not None else 0)
-
-
-def _names(geometry: Sequence[LayerGeometry], caches: int) -> list[str]:
-    """Return the name of every KV cache as error messages show it, such as "layer 3" or "KV head 1 of layer 3"."""
-    if caches == len(geometry):
-        return [f"layer {i}" for i in range(caches)]
-    return [f"KV head {head} of layer {i}" for i, layer in enumerate(geometry) for head in range(layer.kv_heads)]
 
 
 def _require_not_periodic(recipe: Recipe, why: str) -> None:
@@ -232,7 +236,7 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
     why = f"layer {layer} reads the cache of layer {source}"
     if head_shares(recipe):
         raise UsageError(
-            f"cache.allocation.shares gives every KV head a cache of its own, which is not supported where {why}",
+            f"cache.allocation.shares gives KV heads budgets of their own, which is not supported where {why}",
             "--set cache.allocation.kind=uniform, or shares of layers",
         )
     _require_not_periodic(recipe, why)
@@ -262,14 +266,13 @@ def _require_one_rank(recipe: Recipe, why: str) -> None:
         )
 
 
-def _require_no_merges(recipe: Recipe, names: Sequence[str], caches: Sequence[LayerCache], method: Method) -> None:
+def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Method) -> None:
     """Raise UsageError if speculative or periodic decoding is combined with a cache that evicts.
 
     With drafts, layers may still drop entries that their sliding window has passed.
 
     Args:
         recipe: The recipe.
-        names: The name of every cache in messages.
         caches: The caches.
         method: The compression method.
     """
@@ -278,19 +281,19 @@ def _require_no_merges(recipe: Recipe, names: Sequence[str], caches: Sequence[La
         return
     i, fix = merging[0], "--set cache.method=full, or --set cache.budget=1.0 (a share of limits.max_length)"
     if recipe.cache.periodic.slots is not None:
-        if caches[i].budget == caches[i].sliding_window:
+        if max(caches[i].budget) == caches[i].sliding_window:
             why, fix = f"a sliding window of {caches[i].sliding_window} tokens", "--set cache.periodic.slots=null"
         else:
-            why = f"{caches[i].budget} slots, from which {method.name} evicts"
+            why = f"{min(caches[i].budget)} slots, from which {method.name} evicts"
         raise UsageError(
             f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are selected from a cache that evicts "
-            f"nothing, but {names[i]} has {why}",
+            f"nothing, but layer {i} has {why}",
             fix,
         )
     if method.compresses:
         raise UsageError(
             f"speculate.draft is {recipe.speculate.draft}: rejected tokens are removed from the cache again, but "
-            f"{method.name} may have merged them into {names[i]}, which has {caches[i].budget} slots",
+            f"{method.name} may have merged them into layer {i}, which has {min(caches[i].budget)} slots",
             fix,
         )
 
@@ -339,6 +342,6 @@ def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
     if shares and ranks > 1:
         raise UsageError(
             f"backend.tensor_parallel is {ranks}, which share the heads of every cache, but cache.allocation.shares "
-            "gives every KV head a cache of its own",
+            "gives KV heads budgets of their own",
             "--set backend.tensor_parallel=1, or shares of layers",
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvexport import backends
 from kvexport.backends.adapters import largest_bytes
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.cache_planning import plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
 from kvexport.memory import ServerMemory
@@ -89,11 +89,12 @@ class MemoryPlan:
         (`Lanes.before_merge`).
         """
         recipe, caches = self.recipe, self.cache.caches
-        room = min((x.capacity - x.budget for x in caches if x.merges), default=0)
+        slack = self.cache.heads("capacity") - self.cache.heads("budget")
+        room = int(slack[slack > 0].min(initial=MOST)) if (slack > 0).any() else 0
         most = recipe.cache.merge_every if recipe.cache.merge_prompts == "end" else 1
         tokens = max(min(most, room - recipe.export.prefill_chunk + 1), 0)
         layers = []
-        for layer, shape in zip(caches, cache_geometry(self.geometry, len(caches)), strict=True):
+        for layer, shape in zip(caches, self.geometry, strict=True):
             replaced = tokens * shape.query_heads // shape.kv_heads
             extra = tuple(_with_fewer_rows(x, replaced) if x.name in RING else x for x in layer.extra)
             layers.append(replace(layer, capacity=layer.budget, extra=extra))
@@ -340,7 +341,13 @@ def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
     return groups
 
 
-def layer_table(cache: CachePlan, layers: int) -> Table:
+def _of_heads(numbers: Sequence[int]) -> str:
+    """Return the number of all KV heads, or the smallest and the largest."""
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def layer_table(cache: CachePlan) -> Table:
     """Return a table of a model's KV caches, one row for each run of equal neighbours. Bytes are of the whole run."""
     rows: list[Sequence[str | int]] = []
     for label, layer, count in layer_groups(cache):
@@ -349,19 +356,18 @@ def layer_table(cache: CachePlan, layers: int) -> Table:
             size += f", {layer.value_size} of them values"
         elif layer.key_size != layer.value_size:
             size += f"/{layer.value_size}"
-        budget = str(layer.budget) if layer.merges else "all"
+        budget = _of_heads(layer.budget) if layer.merges else "all"
         window = str(layer.sliding_window or "-")
         shared = (
             layer.kv_heads,
             size,
             window,
             budget,
-            layer.capacity,
+            _of_heads(layer.capacity),
             layer.sinks,
-            layer.recent,
+            _of_heads(layer.recent),
             format_bytes(count * layer.bytes()),
         )
         rows.append((label, *shared))
-    what = "layers" if len(cache.caches) == layers else "caches"
-    header = (what, "KV heads", "head size", "window", "budget", "capacity", "sinks", "recent", "bytes")
+    header = ("layers", "KV heads", "head size", "window", "budget", "capacity", "sinks", "recent", "bytes")
     return Table("Cache of one sequence", header, rows)

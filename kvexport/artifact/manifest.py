@@ -20,6 +20,7 @@ from kvexport.recipe.cache import CacheSection
 from kvexport.recipe.fields import MOST, MOST_LANES, ModelSection, Recipe
 from kvexport.schema.state import CONTRACT_VERSION, SMALL, scales_of, types_of
 
+HEADS = ("capacity", "budget", "recent")  # fields of a cache with a number for each KV head
 Count = Annotated[int, Field(ge=1, le=MOST)]
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class ModelFacts:
         fingerprint: A digest of the checkpoint's headers.
         vocabulary: The number of logits.
         layers: The number of layers.
-        query_heads: The number of query heads of each cache.
+        query_heads: The number of query heads of each layer that has a cache.
         packed: The number of packed weights by format.
     """
 
@@ -195,7 +196,7 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
     for i, cache in enumerate(manifest.cache.caches):
         _check_cache(root, f"cache.{i}", cache)
     layers, caches, query_heads = manifest.model.layers, len(manifest.cache.caches), len(manifest.model.query_heads)
-    if caches != layers and (caches < layers or any(x.kv_heads != 1 for x in manifest.cache.caches)):
+    if caches != layers:
         raise unusable(root, "cache", f"has {caches} entries, model.layers is {layers}")
     if query_heads != caches:
         raise unusable(root, "model.query_heads", f"has {query_heads} entries, model.layers is {layers}")
@@ -246,13 +247,20 @@ def _check_cache(root: Path, place: str, cache: LayerCache) -> None:
     """
     for size in fields(cache):
         value = getattr(cache, size.name)
-        least = 1 if size.name in ("kv_heads", "key_size", "value_size", "budget", "capacity") else 0
-        if type(value) is int and not least <= value <= MOST:
-            raise unusable(root, f"{place}.{size.name}", f"should be from {least} to {MOST}, found {value}")
-    if cache.capacity < cache.budget:
-        raise unusable(
-            root, f"{place}.capacity", f"should be at least the budget {cache.budget}, found {cache.capacity}"
-        )
+        least = 1 if size.name in ("key_size", "value_size", "budget", "capacity") else 0
+        for number in value if size.name in HEADS else (value,):
+            if type(number) is int and not least <= number <= MOST:
+                raise unusable(root, f"{place}.{size.name}", f"should be from {least} to {MOST}, found {number}")
+    for name in HEADS:
+        if len(getattr(cache, name)) != cache.kv_heads or not cache.kv_heads:
+            raise unusable(root, f"{place}.{name}", f"should have a number for each of the {cache.kv_heads} KV heads")
+    if cache.slots > MOST:
+        raise unusable(root, f"{place}.capacity", f"should be {MOST} in all KV heads at most, found {cache.slots}")
+    for head, (budget, capacity) in enumerate(zip(cache.budget, cache.capacity, strict=True)):
+        if capacity < budget:
+            raise unusable(
+                root, f"{place}.capacity.{head}", f"should be at least the budget {budget}, found {capacity}"
+            )
     types = (get_args(section.model_fields["dtype"].annotation) for section in (ModelSection, CacheSection))
     if cache.dtype not in set().union(*types) - {"model"}:
         raise unusable(root, f"{place}.dtype", f"should be a type that a recipe can name, found {_shown(cache.dtype)}")

@@ -80,9 +80,10 @@ def merge_problem(cache: CachePlan, method: Method, capability: tuple[int, int] 
 def _lacking(cache: CachePlan, shared: int, *, merges: bool) -> str:
     """Return which cache is too large for kernels with `shared` bytes of shared memory; "" if none is."""
     for i, layer in enumerate(cache.caches):
-        evicted = layer.capacity - layer.budget
-        if layer.merges and layer.capacity > most_slots(shared):
-            return f"cache {i} has {layer.capacity} slots, and the kernels take {most_slots(shared)}"
+        slots = max(layer.capacity)
+        evicted = max(own - budget for own, budget in zip(layer.capacity, layer.budget, strict=True))
+        if layer.merges and slots > most_slots(shared):
+            return f"cache {i} has {slots} slots, and the kernels take {most_slots(shared)}"
         if layer.merges and merges and evicted > most_evicted(shared):
             return f"cache {i} may merge {evicted} slots at once, and the kernels take {most_evicted(shared)}"
     return ""

@@ -1,18 +1,19 @@
 """Helpers that read, write and cut the saved state of one batch lane (one sequence's KV cache) in host memory.
 
-Tensors of slots are cut to the occupied slots, which are a prefix. In a saved lane, rings of reference queries are cut
-to the queries that will still be read.
+In a saved lane, a tensor of slots has of each KV head only the first slots: as many as the fullest head of the layer
+occupies, or all of a head that has fewer (`LayerCache.first_slots`). Rings of reference queries are cut to the queries
+that will still be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan
+from kvexport.cache import CachePlan, LayerCache, resized, slots_of
 from kvexport.schema.state import RING
 
 
@@ -25,23 +26,34 @@ def is_captured(first: int, last: int) -> bool:
     return first == 0 or last - first == 1
 
 
-def slot_axes(plan: CachePlan) -> dict[str, int | None]:
-    """Return by input name the dimension of a lane's state tensor that counts KV-cache slots; None for none."""
-    axes = {
-        tensor.past(i): None if tensor.slot_axis is None else tensor.slot_axis - 1
+class SlotPlace(NamedTuple):
+    """The dimension of a lane's state tensor that counts slots, None if there is none, and the tensor's cache."""
+
+    axis: int | None
+    cache: LayerCache | None
+
+
+def slot_places(plan: CachePlan) -> dict[str, SlotPlace]:
+    """Return the place of the slots in each state tensor of a lane, by input name."""
+    places = {
+        tensor.past(i): SlotPlace(None if tensor.slot_axis is None else tensor.slot_axis - 1, layer)
         for i, layer in enumerate(plan.caches)
         for tensor in layer.state
     }
-    return axes | {tensor.past(x.place): None for x in plan.states for tensor in x.state}
+    return places | {tensor.past(x.place): SlotPlace(None, None) for x in plan.states for tensor in x.state}
 
 
-def used_slots(votes: NDArray[np.float32]) -> int:
-    """Return the number of KV-cache slots in use: those of the fullest head of `votes` [KV heads, slots].
+def used_slots(votes: NDArray[np.float32], capacity: Sequence[int]) -> int:
+    """Return the number of slots in use of the fullest KV head: those up to its last slot with votes.
 
-    A slot is in use if its votes are above 0.
+    Args:
+        votes: [S], the votes of a layer.
+        capacity: The slots of every KV head.
     """
-    used = np.flatnonzero((votes != 0).any(axis=0))
-    return int(used[-1]) + 1 if used.size else 0
+    if len({*capacity}) == 1:
+        used = np.flatnonzero((votes.reshape(len(capacity), -1) != 0).any(axis=0))
+        return int(used[-1]) + 1 if used.size else 0
+    return max(used_slots(votes[slots], (slots.stop - slots.start,)) for slots in slots_of(capacity))
 
 
 def votes_names(plan: CachePlan) -> list[str]:
@@ -49,49 +61,56 @@ def votes_names(plan: CachePlan) -> list[str]:
     return [name for name, _, _, kind in plan.state_names() if kind == "votes"]
 
 
-def without_last(votes: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
+def without_last(plan: CachePlan, votes: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
     """Return the votes of a lane's KV-cache slots without the last `count` tokens of every head.
 
     Args:
-        votes: The votes by input name, cut to the occupied slots.
+        plan: The cache plan, in which the heads of a layer have one capacity.
+        votes: The votes of a saved lane by input name.
         count: The number of tokens to remove.
     """
-    return {name: array[:, : array.shape[1] - count] for name, array in votes.items()}
+    places, result = slot_places(plan), {}
+    for name, array in votes.items():
+        cache = places[name].cache
+        assert cache is not None
+        heads = array.reshape(cache.kv_heads, -1)
+        result[name] = heads[:, : heads.shape[1] - count].reshape(-1)
+    return result
 
 
 def read_used(
     plan: CachePlan, whole: Callable[[str], NDArray[Any]], names: Collection[str] | None
 ) -> dict[str, NDArray[Any]]:
-    """Return copies of one lane's state tensors, cut to the occupied KV-cache slots.
+    """Return copies of one lane's state tensors, cut to the first slots of each KV head.
 
     Args:
         plan: The cache plan.
         whole: A function that returns a tensor of the lane with all slots.
         names: The tensors to read, or None for all.
     """
-    used: dict[str, int] = {}
+    used: dict[str, tuple[int, ...]] = {}
     arrays = {}
-    for name, axis in slot_axes(plan).items():
+    for name, (axis, cache) in slot_places(plan).items():
         if names is not None and name not in names:
             continue
         array = whole(name)
-        if axis is not None:
+        if axis is not None and cache is not None:
             votes = name.rpartition(".")[0] + ".votes"
             if votes not in used:
-                used[votes] = used_slots(whole(votes))
-            array = np.moveaxis(np.moveaxis(array, axis, 0)[: used[votes]], 0, axis)
+                used[votes] = cache.first_slots(used_slots(whole(votes), cache.capacity))
+            array = resized(array, axis, cache.capacity, used[votes])
         arrays[name] = np.array(array)
     return arrays
 
 
-def fill(target: NDArray[Any], values: NDArray[Any], axis: int | None) -> None:
+def fill(target: NDArray[Any], values: NDArray[Any], place: SlotPlace) -> None:
     """Write `values` into a lane's state tensor in place; KV-cache slots beyond those of `values` become zeros."""
-    if axis is None:
+    if place.axis is None or place.cache is None:
         target[...] = values
         return
-    slots, used = np.moveaxis(target, axis, 0), values.shape[axis]
-    slots[:used] = np.moveaxis(values, axis, 0)
-    slots[used:] = 0
+    cache, axis = place.cache, place.axis
+    before = cache.first_slots(cache.most_of(values.shape[axis]))
+    target[...] = resized(values, axis, before, cache.capacity)
 
 
 def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens: int) -> dict[str, NDArray[Any]]:

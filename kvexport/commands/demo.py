@@ -88,7 +88,7 @@ def prove(out: Path) -> list[Section]:
     with show("asking both engines"):
         answers = {label: ask(engine, text) for label, engine in engines.items()}
     merged = engines["KeepKV"]
-    tokens, budget = len(merged.encode(text)), merged.plan.caches[0].budget
+    tokens, budget = len(merged.encode(text)), merged.plan.caches[0].budget[0]
     rows = [
         (label, sum(map(str.__eq__, words, FACTS.values())), format_bytes(engines[label].plan.bytes(1)))
         for label, words in answers.items()

@@ -81,7 +81,8 @@ class Reading:
 
 def bytes_in_use(plan: CachePlan, length: int) -> int:
     """Return the bytes of the KV-cache slots that a sequence of `length` tokens occupies in all layers."""
-    return sum(layer.bytes(1) * min(length, layer.capacity) // layer.capacity for layer in plan.caches)
+    used = (sum(min(length, capacity) for capacity in layer.capacity) for layer in plan.caches)
+    return sum(layer.bytes(1) * slots // layer.slots for layer, slots in zip(plan.caches, used, strict=True))
 
 
 def documentation() -> str:
@@ -162,7 +163,7 @@ def one_by_one(readings: dict[str, Reading], ids: NDArray[np.int64]) -> None:
 def sections(readings: dict[str, Reading]) -> list[Section]:
     """Return the demo's report on the real model: figures, answers, and plots of time and memory."""
     small, full = readings.values()
-    budget, tokens = small.plan.caches[0].budget, full.lengths[-1]
+    budget, tokens = small.plan.caches[0].budget[0], full.lengths[-1]
     faster, smaller = full.milliseconds[-1] / small.milliseconds[-1], full.cached[-1] / small.cached[-1]
     rows = [
         (

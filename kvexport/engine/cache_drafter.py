@@ -20,7 +20,7 @@ from kvexport.cache import CachePlan
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
 from kvexport.errors import KvexportError
-from kvexport.state.selected_cache import LaneTensors, SelectedCache, Slots
+from kvexport.state.selected_cache import LaneTensors, SelectedCache, Slots, by_heads
 
 # The largest share of a step's bytes that a draft step may read. Two drafted tokens, each accepted with a probability
 # of 0.8, still pay then if the call that verifies them costs 1.2 steps.
@@ -118,8 +118,9 @@ class CacheDrafter:
         The entries since the last copy are added, or all entries are selected again.
         """
         lane, length = request.lane, lanes.length[request.lane]
-        full, own = lanes.view(lane), self._selected.view(lane)
-        assert full is not None
+        tensors, own = lanes.view(lane), self._selected.view(lane)
+        assert tensors is not None
+        full = by_heads(self._full, tensors)
         copied, layers = self._copied.get(lane), range(len(self._plan.caches))
         new = length - copied.length if copied is not None and copied.request is request else -1
         if copied is None or new < 0 or copied.since + new > self._settings.rebuild:
@@ -154,4 +155,4 @@ class CacheDrafter:
 
 def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:
     """Return the bytes of keys and values that a decode step reads for sequences of the given lengths in tokens."""
-    return sum(layer.slot_bytes() * min(length, layer.budget) for layer in plan.caches for length in lengths)
+    return sum(layer.slot_bytes() * min(length, layer.budget[0]) for layer in plan.caches for length in lengths)

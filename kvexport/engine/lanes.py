@@ -51,11 +51,12 @@ class Lanes:
         self.prefill_chunk = prefill_chunk
         self.merge_every = merge_every
         self._every_chunk = merge_prompts == "chunks"
-        self._capacity = np.array([layer.capacity for layer in plan.caches])
-        self._budget = np.array([layer.budget for layer in plan.caches])
-        self._merges = np.array([layer.merges for layer in plan.caches])
-        # Slots used after the last merge [lanes, caches]; see `Counters`.
-        self._held = np.zeros((lanes, len(plan.caches)), dtype=np.int64)
+        # Of the KV heads of all layers.
+        self._capacity, self._budget = plan.heads("capacity"), plan.heads("budget")
+        self._merges = np.repeat([layer.merges for layer in plan.caches], [layer.kv_heads for layer in plan.caches])
+        self._merges &= self._budget < self._capacity
+        # Slots used after the last merge [lanes, KV heads]; see `Counters`.
+        self._held = np.zeros((lanes, len(self._capacity)), dtype=np.int64)
         # Counters of a step are Python integers, lane by lane, and its arrays are filled through memory views. Between
         # two runs of a model numpy's code and page addresses leave the processor's caches, and a call of numpy would
         # take longer than all other work here. _added: tokens since the last merge. _room: tokens until a cache is

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.adapters import Adapter, Adapters
-from kvexport.backends.lane_state import slot_axes
+from kvexport.backends.lane_state import slot_places
 from kvexport.cache import CachePlan
 from kvexport.engine.request import FINISHED, Prompt, Request
 from kvexport.errors import SnapshotError, UsageError
@@ -143,11 +143,11 @@ def waiting_state(request: Request, plan: CachePlan) -> Saved:
 
 def _nothing_saved(plan: CachePlan) -> Saved:
     """Return the saved state of an empty lane: no KV-cache entries and counters of 0."""
-    axes = slot_axes(plan)
+    places = slot_places(plan)
     state = {}
     for name, _, layer, kind in plan.state_names():
         shape = list(layer.shapes(1)[kind][1:])
-        if (axis := 1 if kind in RING else axes[name]) is not None:
+        if (axis := 1 if kind in RING else places[name].axis) is not None:
             shape[axis] = 0
         state[name] = np.zeros(shape, layer.dtypes()[kind])
-    return Saved(state, Counters((0,) * len(plan.caches), 0, 0))
+    return Saved(state, Counters((0,) * len(plan.heads("capacity")), 0, 0))

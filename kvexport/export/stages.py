@@ -24,13 +24,12 @@ import onnx_ir as ir
 
 from kvexport import backends
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
-from kvexport.cache import CachePlan, LayerGeometry, cache_geometry
+from kvexport.cache import CachePlan
 from kvexport.cache_planning import cache_notes, selected_plan
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
 from kvexport.export.graph.adapters import put_adapters
 from kvexport.export.graph.graphs import attention_functions, finish_decoder, merge_model, open_slots
-from kvexport.export.graph.heads import layers_plan
 from kvexport.export.graph.top_logits import COUNT, top_logits_model
 from kvexport.export.model.hf_model import length_notes, text_part_notes
 from kvexport.export.model.shape import ModelShape
@@ -82,14 +81,14 @@ class Traced:
     Attributes:
         decoder: The trace.
         adapters: The numbers of inputs and outputs of each projection that takes adapters, by its module.
-        functions: The functions of VoteAttention.
+        functions: The functions of each layer's VoteAttention.
         merge: The merge graph, or None if no layer merges.
         written: The weights in the artifact.
     """
 
     decoder: ir.Model
     adapters: dict[str, tuple[int, int]]
-    functions: list[onnx.FunctionProto]
+    functions: list[list[onnx.FunctionProto]]
     merge: onnx.ModelProto | None
     written: WrittenWeights
 
@@ -147,17 +146,16 @@ def trace_and_write(
     else:
         write = partial(write_and_digest, ranks.stored, folder, recipe.export.weights)
     with (
-        forked(partial(_merge_bytes, shape.plan, method, shape.geometry)) as merge_bytes,  # before there are threads
+        forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
         progress("tracing the model, writing its weights", total_bytes(ranks.stored)) as bar,
         in_background(write, bar.advance) as writing,
     ):
-        plan = layers_plan(shape.plan, shape.geometry)
         attributes = [
             tracer.layer_attributes(method, layer, cache.value_prefix)
-            for layer, cache in zip(shape.geometry, plan.caches, strict=True)
+            for layer, cache in zip(shape.geometry, shape.plan.caches, strict=True)
         ]
         decoder = tracer.trace_decoder(
-            shape.model, shape.mode, plan, last_logits=not recipe.all_logits, attributes=attributes
+            shape.model, shape.mode, shape.plan, last_logits=not recipe.all_logits, attributes=attributes
         )
         taken = put_adapters(decoder.graph, recipe.adapters.targets) if recipe.adapters.count else {}
         functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
@@ -224,7 +222,7 @@ def describe(
             fingerprint=shape.checkpoint.fingerprint,
             vocabulary=vocabulary_of(shape),
             layers=len(shape.geometry),
-            query_heads=tuple(x.query_heads for x in cache_geometry(shape.geometry, len(shape.plan.caches))),
+            query_heads=tuple(x.query_heads for x in shape.geometry),
             packed=packed_formats(specs),
         ),
         cache=shape.plan,
@@ -284,9 +282,9 @@ def write_and_digest(
     return written
 
 
-def _merge_bytes(plan: CachePlan, method: Any, geometry: Sequence[LayerGeometry]) -> bytes:
+def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
     """Return the merge graph (merge.onnx) as bytes; no bytes if no layer merges."""
-    model = merge_model(plan, method, geometry)
+    model = merge_model(plan, method)
     return b"" if model is None else model.SerializeToString()
 
 

@@ -35,6 +35,7 @@ DOMAIN = "kvexport"
 VERSION = 1
 # Attributes that differ between layers that share a function: the function reads them from the node.
 MERGE_CACHE_NODE = ("budget", "recent")
+HEADS_MERGE = "HeadsMergeCache"
 ROW_INPUTS = ("kept_rows", "evicted_rows", "freed_rows", "recent_slots")
 # The PyTorch function `rows_of`, in ONNX.
 ROWS = """<domain: "kvexport", opset_import: ["": 23]>
@@ -248,7 +249,8 @@ def heads_merge_cache_function(
 
 def keep_merge_functions(method: Method, functions: Iterable[onnx.FunctionProto]) -> None:
     """Cache the ONNX functions of MergeCache that a forked process traced for a compression method."""
-    _merge_functions.update({(type(method), function.name.rpartition("_")[2]): function for function in functions})
+    own = {function.name.partition("_")[::2]: function for function in functions}
+    _merge_functions.update({(type(method), key): x for (name, key), x in own.items() if name == HEADS_MERGE})
 
 
 def _trace_merge_cache(
@@ -281,7 +283,7 @@ def _trace_merge_cache(
     absent = ("value", "present_value") if attributes.value_prefix else ()
     inputs = [*(name for name in operator.input_names if name not in absent), *ROW_INPUTS]
     outputs = [name for name in operator.output_names if name not in absent]
-    function = _function(f"HeadsMergeCache_{overload}", graph, inputs, outputs, prologue)
+    function = _function(f"{HEADS_MERGE}_{overload}", graph, inputs, outputs, prologue)
     function.attribute.extend(MERGE_CACHE_NODE)
     return function
 

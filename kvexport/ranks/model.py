@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.lane_state import slot_axes
+from kvexport.backends.lane_state import slot_places as slot_axes
 from kvexport.backends.model_state import Memory, ModelState
 from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan

@@ -11,7 +11,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvexport.cache import CachePlan
+from kvexport.cache import LayerCache, slots_of
 from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
@@ -31,7 +31,7 @@ async def stats(service: Service, _: Request) -> Response:
             "chat": service.engine.chat_template is not None,
             "time": time.time(),
             "max_length": service.engine.max_length,
-            "layers": [{"heads": layer.kv_heads, "budget": layer.budget} for layer in plan.caches],
+            "layers": [{"heads": layer.kv_heads, "budget": list(layer.budget)} for layer in plan.caches],
             "generated_tokens": worker.generated,
             "merges": service.lanes.merges,
             "waiting": max(0, worker.pending - sum(lane["state"] != "idle" for lane in seen)),
@@ -85,7 +85,7 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
 
     Returns:
         One entry for each lane: `state`, the number of `tokens` that its cache has read, and its occupied `slots`, the
-        mean over its layers. An idle lane shows its last request. For a lane in use there are also the numbers of
+        mean over the KV heads of all layers. An idle lane shows its last request. For a lane in use there are also the numbers of
         prompt tokens, of prompt tokens that have been read, and of generated tokens.
     """
     holders = {request.lane: request for request in engine.running()}
@@ -93,23 +93,23 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
     for lane in range(lanes.count):
         request = holders.get(lane)
         entry: dict[str, Any] = {"state": request.state.value if request else "idle", "tokens": lanes.length[lane]}
-        entry["slots"] = occupied(engine.plan, lanes, lane)
+        entry["slots"] = occupied(lanes, lane)
         if request is not None:
             entry |= {"prompt": len(request.ids), "read": request.done, "generated": len(request.tokens)}
         entries.append(entry)
     return entries
 
 
-def occupied(plan: CachePlan, lanes: Lanes, lane: int) -> float:
-    """Return how many KV-cache slots a lane occupies, averaged over the layers."""
+def occupied(lanes: Lanes, lane: int) -> float:
+    """Return how many KV-cache slots a lane occupies, averaged over the KV heads of all layers."""
     counters = lanes.counters(lane)
-    return math.fsum(counters.held) / len(plan.caches) + counters.added
+    return math.fsum(counters.held) / len(counters.held) + counters.added
 
 
 def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
     """Return the compression: tokens per occupied KV-cache slot, over all lanes in use; 0 if none is in use."""
     used = [request.lane for request in engine.running()]
-    slots = sum(occupied(engine.plan, lanes, lane) for lane in used)
+    slots = sum(occupied(lanes, lane) for lane in used)
     return sum(lanes.length[lane] for lane in used) / slots if slots else 0.0
 
 
@@ -127,15 +127,16 @@ async def slots(service: Service, request: Request) -> Response:
     lane = _number(request, "lane", service.lanes.count)
     layer = _number(request, "layer", len(layers))
     head = _number(request, "head", layers[layer].kv_heads)
-    votes, positions = await service.worker.call(lambda: entries(service.lanes, lane, layer, head))
+    votes, positions = await service.worker.call(lambda: entries(service.lanes, layers[layer], lane, layer, head))
     return JSONResponse({"lane": lane, "layer": layer, "head": head, "position": positions, "votes": votes})
 
 
-def entries(lanes: Lanes, lane: int, layer: int, head: int) -> tuple[Sequence[float], Sequence[int]]:
+def entries(lanes: Lanes, cache: LayerCache, lane: int, layer: int, head: int) -> tuple[Sequence[float], Sequence[int]]:
     """Return the votes and positions of the occupied KV-cache slots of a head, oldest position first."""
     names = [tensor.past(layer) for tensor in STATE if tensor.name in ("votes", "position")]
     state = lanes.read(lane, names)
-    votes, position = (state[name][head] for name in names)
+    slots = slots_of(cache.first_slots(cache.most_of(len(state[names[0]]))))[head]
+    votes, position = (state[name][slots] for name in names)
     taken = np.flatnonzero((votes > 0) & np.isfinite(votes))
     taken = taken[np.argsort(position[taken], kind="stable")]
     return np.round(votes[taken].astype(float), 3).tolist(), position[taken].tolist()

@@ -12,8 +12,8 @@ class Counters(NamedTuple):
     """Token and slot counters of one batch lane (one sequence's KV cache).
 
     Attributes:
-        held: The number of slots of each layer that were occupied after the last merge. It is an upper bound, because a
-            sliding window may have dropped some since.
+        held: The number of slots of each KV head of all layers that were occupied after the last merge. It is an upper
+            bound, because a sliding window may have dropped some since.
         added: Tokens added since the last merge.
         length: Tokens seen in all.
     """

@@ -28,7 +28,7 @@ from kvexport.backends.rows import Rows
 from kvexport.cache_planning import selected_plan
 from kvexport.recipe.periodic import PeriodicSection
 from kvexport.state.mapped_file import mapped
-from kvexport.state.selected_cache import ENTRY, LaneTensors, SelectedCache, Slots
+from kvexport.state.selected_cache import ENTRY, LaneTensors, SelectedCache, Slots, by_heads
 
 # Tensors of a saved lane: the positions of the selected entries, and of those that are selected next.
 READ, NEXT = "read_positions", "next_positions"
@@ -249,7 +249,7 @@ class PeriodicState(ModelState):
                 for head in range(len(full_tensor)):
                     selected = slots[head % len(slots)]
                     of_full, of_selected = (
-                        np.moveaxis(x[head], tensor.slot_axis - 2, 0) for x in (full_tensor, selected_tensor)
+                        np.moveaxis(x[head], tensor.slot_axis - 1, 0) for x in (full_tensor, selected_tensor)
                     )
                     if to_full:
                         of_full[selected] = of_selected[: len(selected)]
@@ -257,6 +257,9 @@ class PeriodicState(ModelState):
                         of_selected[: len(selected)] = of_full[selected]
 
     def _view(self, lane: int) -> LaneTensors:
+        return by_heads(self._selected.plan, self._tensors(lane))
+
+    def _tensors(self, lane: int) -> Mapping[str, NDArray[Any]]:
         tensors = self._full.view(lane)
         assert tensors is not None
         return tensors
@@ -371,10 +374,10 @@ class PeriodicState(ModelState):
             self._contents[target] = self._contents[source]
         self._length[target] = self._length[source]
 
-    def view(self, lane: int) -> LaneTensors:
+    def view(self, lane: int) -> Mapping[str, NDArray[Any]]:
         """Return views of the full KV cache's tensors of one lane, as `ModelState.view` describes."""
         self._settle(lane)
-        return self._view(lane)
+        return self._tensors(lane)
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         """Return copies of all state tensors (full KV caches of all lanes), as `ModelState.get_state` describes."""

@@ -19,8 +19,25 @@ from kvexport.errors import UsageError
 from kvexport.schema.state import SCALES, StateTensor
 
 Slots = NDArray[np.int64]  # slots of a layer [KV heads, n], or [1, n] for all its heads
-LaneTensors = Mapping[str, NDArray[Any]]  # the tensors of one lane by their input names, with all slots
+LaneTensors = Mapping[str, NDArray[Any]]  # views [KV heads, slots, ...] of one lane's tensors, by their input names
 ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the tensors of an entry, besides its votes
+
+
+def by_heads(plan: CachePlan, tensors: Mapping[str, NDArray[Any]]) -> LaneTensors:
+    """Return views [KV heads, slots, ...] of one lane's state tensors; of a score, [KV heads, K, slots].
+
+    Args:
+        plan: A plan with the lane's numbers of KV heads, which have one capacity in every layer.
+        tensors: The lane's tensors by input name.
+    """
+    views = dict(tensors)
+    for i, cache in enumerate(plan.caches):
+        for tensor in cache.state:
+            if tensor.slot_axis is not None:
+                x, axis = tensors[tensor.past(i)], tensor.slot_axis - 1
+                heads = x.reshape(*x.shape[:axis], cache.kv_heads, x.shape[axis] // cache.kv_heads, *x.shape[axis + 1 :])
+                views[tensor.past(i)] = np.moveaxis(heads, axis, 0)
+    return views
 
 
 class SelectedCache:
@@ -57,7 +74,7 @@ class SelectedCache:
         """Return views of the selected cache's tensors of one lane, by input name."""
         tensors = self.state.view(lane)
         assert tensors is not None
-        return tensors
+        return by_heads(self.plan, tensors)
 
     def select(self, i: int, score: NDArray[np.float32] | None, used: int) -> Slots:
         """Return which KV-cache slots of a layer of the full cache the selected cache copies, ascending.
@@ -72,14 +89,15 @@ class SelectedCache:
             Slots [KV heads, n], or [1, n] if all heads take the same.
         """
         layer = self.plan.caches[i]
-        if used <= layer.budget:
+        sinks, budget, recent = layer.sinks, layer.budget[0], layer.recent[0]
+        if used <= budget:
             return np.arange(used)[None]
         if score is None:
-            return np.concatenate([np.arange(layer.sinks), np.arange(used - layer.budget + layer.sinks, used)])[None]
-        between = score[:, layer.sinks : used - layer.recent]
-        count = layer.budget - layer.sinks - layer.recent
-        highest = np.sort(np.argpartition(between, -count, axis=1)[:, -count:], axis=1) + layer.sinks
-        first, latest = np.arange(layer.sinks), np.arange(used - layer.recent, used)
+            return np.concatenate([np.arange(sinks), np.arange(used - budget + sinks, used)])[None]
+        between = score[:, sinks : used - recent]
+        count = budget - sinks - recent
+        highest = np.sort(np.argpartition(between, -count, axis=1)[:, -count:], axis=1) + sinks
+        first, latest = np.arange(sinks), np.arange(used - recent, used)
         heads = len(highest)
         return np.concatenate([np.tile(first, (heads, 1)), highest, np.tile(latest, (heads, 1))], axis=1)
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.lane_state import slot_axes, used_slots
-from kvexport.cache import CachePlan
+from kvexport.backends.lane_state import slot_places, used_slots
+from kvexport.cache import CachePlan, slots_of
 from kvexport.errors import KvexportError, SnapshotError
 from kvexport.language.settings import GenerationSettings
 from kvexport.schema.state import RING
@@ -266,8 +266,8 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
     if snapshot.state.keys() != expected.keys():
         wrong = sorted(snapshot.state.keys() ^ expected.keys())[0]
         raise damaged(f"the tensor {wrong[:80]!r} is missing, or of no layer")
-    if len(counters.held) != len(plan.caches):
-        raise damaged(f"counters of {len(counters.held)} layers, there are {len(plan.caches)}")
+    if len(counters.held) != (heads := len(plan.heads("capacity"))):
+        raise damaged(f"counters of {len(counters.held)} KV heads, there are {heads}")
     _check_tensors(snapshot, plan)
     _check_states(snapshot, plan)
 
@@ -294,15 +294,17 @@ def _check_selections(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]
 
 
 def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
-    axes, counters = slot_axes(plan), snapshot.counters
-    for i, (layer, held) in enumerate(zip(plan.caches, counters.held, strict=True)):
+    places, counters = slot_places(plan), snapshot.counters
+    for i, (layer, held) in enumerate(zip(plan.caches, plan.by_layer(counters.held), strict=True)):
         votes = snapshot.state[f"past_key_values.{i}.votes"]
         slots, rows = _extent(votes), _extent(snapshot.state.get(f"past_key_values.{i}.{RING[1]}", votes))
+        if (most := layer.most_of(slots)) < 0:
+            raise damaged(f"past_key_values.{i} has {slots} slots, which are not the first of {layer.kv_heads} KV heads")
         shapes, dtypes = layer.shapes(1), layer.dtypes()
         for tensor in layer.state:
             name = tensor.past(i)
             array, shape = snapshot.state[name], list(shapes[tensor.name][1:])
-            if (axis := axes[name]) is not None:
+            if (axis := places[name].axis) is not None:
                 shape[axis] = slots
             elif tensor.name in RING:
                 shape[1] = min(shape[1], rows)
@@ -314,11 +316,13 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
                 raise damaged(f"{name} holds NaN, from which every token of the answer would be wrong")
         if not (np.isfinite(votes) & (votes >= 0)).all():
             raise damaged(f"past_key_values.{i}.votes holds numbers that are no votes")
-        if not used_slots(votes) <= held + counters.added <= layer.capacity:
-            raise damaged(
-                f"past_key_values.{i} uses {used_slots(votes)} slots of {layer.capacity}, its counters say "
-                f"{held} and {counters.added} more"
-            )
+        for head, part in enumerate(slots_of(layer.first_slots(most))):
+            used, expected = used_slots(votes[part], (part.stop - part.start,)), held[head] + counters.added
+            if not used <= expected <= layer.capacity[head]:
+                raise damaged(
+                    f"past_key_values.{i} uses {used} slots of {layer.capacity[head]} in KV head {head}, its counters "
+                    f"say {held[head]} and {counters.added} more"
+                )
 
 
 def _check_states(snapshot: Snapshot, plan: CachePlan) -> None:

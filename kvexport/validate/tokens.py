@@ -54,7 +54,7 @@ def default_length(plan: CachePlan, limits: Limits, later: int) -> int:
         limits: The limits of the artifact.
         later: The tokens that follow the prompt.
     """
-    capacities = [layer.capacity for layer in plan.caches if layer.merges]
+    capacities = [slots for layer in plan.caches if layer.merges for slots in layer.capacity]
     merging = min(max(capacities), int(LARGEST * sum(capacities) / len(capacities))) if capacities else 0
     return min(limits.max_length, merging + CHUNKS_PAST * limits.prefill_chunk + later)
 

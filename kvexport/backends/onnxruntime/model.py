@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.adapters import ROWS
-from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
+from kvexport.backends.lane_state import fill, is_captured, read_used, slot_places, votes_names, without_last
 from kvexport.backends.model_state import Memory, ModelState, Pending
 from kvexport.backends.onnxruntime.bindings import DeviceRows, SmallTensors, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, lanes_of, read, write
@@ -204,15 +204,15 @@ class OnnxRuntimeState(ModelState):
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
         """Overwrite one lane's state tensors with saved ones; see `ModelState.write`."""
         self._settle()
-        axes = slot_axes(self._plan)
+        places = slot_places(self._plan)
         for name, values in state.items():
             place = self._lanes_of(self.state[name], lane, lane + 1)
             if isinstance(place, DeviceArray):
                 whole = np.empty(place.shape, place.dtype)
-                fill(whole[0], values, axes[name])
+                fill(whole[0], values, places[name])
                 place.write(whole)
             else:
-                fill(place[0], values, axes[name])
+                fill(place[0], values, places[name])
         if past_length is not None:
             write(self._lanes_of(self.past_length, lane, lane + 1), past_length)
 
@@ -222,10 +222,10 @@ class OnnxRuntimeState(ModelState):
         length = self._lanes_of(self.past_length, lane, lane + 1)
         left = int(read(length)[0, 0]) - count
         if isinstance(length, DeviceArray):
-            self.write(lane, without_last(self.read(lane, self._votes), count), left)
+            self.write(lane, without_last(self._plan, self.read(lane, self._votes), count), left)
             return
-        for name in self._votes:
-            votes = self.state[name][lane]
+        for name, cache in zip(self._votes, self._plan.caches, strict=True):
+            votes = self.state[name][lane].reshape(cache.kv_heads, -1)  # only heads of one capacity are rolled back
             used = np.count_nonzero(votes[0])  # every head appends the same tokens
             votes[:, used - count : used] = 0
         write(length, left)

@@ -224,12 +224,12 @@ def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
     problem_of.restype = ctypes.c_char_p
     caches = manifest.cache.caches
     for i, (layer, heads) in enumerate(zip(caches, manifest.model.query_heads, strict=True)):
-        sizes = (layer.kv_heads, layer.capacity, layer.key_size, layer.value_size, layer.statistics)
-        if merges and layer.budget >= layer.capacity:
-            continue
-        if problem := problem_of(TYPES[layer.dtype], *((*sizes, layer.budget) if merges else (heads, *sizes))):
-            kind = "layer" if len(caches) == manifest.model.layers else "cache"
-            return f"{kind} {i} has no native kernel: {problem.decode()}"
+        for capacity, budget in {*zip(layer.capacity, layer.budget, strict=True)}:
+            sizes = (layer.kv_heads, capacity, layer.key_size, layer.value_size, layer.statistics)
+            if merges and budget >= capacity:
+                continue
+            if problem := problem_of(TYPES[layer.dtype], *((*sizes, budget) if merges else (heads, *sizes))):
+                return f"layer {i} has no native kernel: {problem.decode()}"
     return None
 
 

@@ -93,7 +93,7 @@ class TensorRT(Backend):
             dequantized = "dequantized by TensorRT, which may multiply them from 16 bits"
             by_plugin = "read packed by kvexport's plugin, which the machine that builds the engines needs"
             rows["rounded weights"] = dequantized if self.positive_scales(recipe) else by_plugin
-        slots = max((layer.capacity for layer in cache.caches if layer.merges), default=0)
+        slots = max((max(layer.capacity) for layer in cache.caches if layer.merges), default=0)
         if slots > MOST_SORTED and (problem := merge_problem(cache, recipe.cache.build_method())):
             rows["engines for some GPUs"] = f"none can be built: {problem}, and TensorRT sorts {MOST_SORTED}"
         return rows

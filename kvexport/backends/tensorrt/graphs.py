@@ -2,10 +2,8 @@
 
 The parser distinguishes functions only by name, so the first of several overloads would replace all others. It also
 fixes every shape before it knows a value. The conversion therefore removes the functions of nodes that a plugin
-supports, and inlines all other functions. Ragged nodes that the plugin does not support become one node for each KV
-head, which the plugin may support. A plugin has no optional inputs before others, so a node loses the inputs that it
-leaves out, and the sink logits of a ragged node become the last input. Linear nodes without packed weights are inlined,
-because TensorRT fuses matrix products of floats with their neighbours itself.
+supports, and inlines all other functions. Linear nodes without packed weights are inlined, because TensorRT fuses
+matrix products of floats with their neighbours itself.
 """
 
 from __future__ import annotations
@@ -14,27 +12,18 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvexport.backends.tensorrt.packed import EXPERTS, LINEAR, add_byte_fields, as_bytes, is_packed
-from kvexport.backends.tensorrt.plugin import (
-    CACHE_OPERATORS,
-    NAMESPACE,
-    OPERATORS,
-    RAGGED_ATTENTION,
-    RAGGED_OPERATORS,
-    STATEFUL,
-)
+from kvexport.backends.tensorrt.plugin import CACHE_OPERATORS, NAMESPACE, OPERATORS, STATEFUL
 from kvexport.backends.tensorrt.weights import with_typed_weights
 from kvexport.errors import KvexportError
-from kvexport.schema.operators import VOTE_ATTENTION, ragged
-from kvexport.schema.state import STATE
 
 if TYPE_CHECKING:
     import onnx
 
 # The name of a field of the plugins in STATEFUL (plugins/bindings/tensorrt/tensors.h).
 ALIAS_STATE = "alias_state"
-# The name of a field of the plugin RaggedVoteAttention (plugins/bindings/tensorrt/ragged.h).
-CACHES = "caches"
-# Values in MergeCache's function: the evicted rows, and their largest number, which is capacity - budget.
+# The function of equal KV heads that MergeCache's functions call, the beginning of its name (kvexport.ops.onnx_function),
+# and values in it: the evicted rows, and their largest number, which is capacity - budget.
+HEADS_MERGE = "HeadsMergeCache_"
 EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
 
 
@@ -63,16 +52,12 @@ def for_tensorrt(
     whys: dict[str, str] = {}
     for node in plugins.values():
         whys[node.op_type] = whys.get(node.op_type) or refusal(node) or ""
-    if refused := {name: why for name in RAGGED_OPERATORS if (why := whys.get(name))}:
-        of_heads = inliner.inline_selected_functions(model, [(NAMESPACE, name) for name in refused])
-        _restore_overloads(of_heads)
-        seen, of_others = for_tensorrt(of_heads, refusal, alias_state=alias_state)
-        return seen, refused | of_others
     taken = {(node.op_type, copy.graph.node[i].overload) for i, node in plugins.items() if not whys[node.op_type]}
     del copy.functions[:]
     for function in model.functions:
         if function.domain != NAMESPACE or (function.name, function.overload) not in taken:
-            copy.functions.append(with_static_rows(function) if function.name == "MergeCache" else function)
+            merges = function.name.startswith(HEADS_MERGE)
+            copy.functions.append(with_static_rows(function) if merges else function)
     for i, node in plugins.items():
         if whys[node.op_type]:
             continue
@@ -87,21 +72,6 @@ def for_tensorrt(
         if node.domain == NAMESPACE:
             node.overload = ""
     return with_typed_weights(seen), whys
-
-
-def _restore_overloads(model: onnx.ModelProto) -> None:
-    """Turn the names of functions that ragged functions call, `OPERATOR_OVERLOAD`, into names and overloads, in place.
-
-    `kvexport.ops.ragged.callee` gives these names to all functions of an operator but the first.
-    """
-    for function in model.functions:
-        name, _, overload = function.name.partition("_")
-        if function.domain == NAMESPACE and name in CACHE_OPERATORS and overload:
-            function.name, function.overload = name, overload
-    for node in model.graph.node:
-        name, _, overload = node.op_type.partition("_")
-        if node.domain == NAMESPACE and name in CACHE_OPERATORS and overload:
-            node.op_type, node.overload = name, overload
 
 
 def _is_own(node: onnx.NodeProto) -> bool:
@@ -121,20 +91,14 @@ def _plugin_node(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) 
 
     plugin = onnx.NodeProto()
     plugin.CopyFrom(node)
-    inputs = list(node.input)
-    if node.op_type == RAGGED_ATTENTION:
-        shared = ragged(VOTE_ATTENTION, 0).input_names[:-1]  # without the sink logits
-        state = inputs[len(shared) + 1 :]
-        inputs = [*inputs[: len(shared)], *state, inputs[len(shared)]]
-        plugin.attribute.append(onnx.helper.make_attribute(CACHES, len(state) // len(STATE)))
-    plugin.input[:] = [name for name in inputs if name]
+    plugin.input[:] = [name for name in node.input if name]  # only the last input, the sink logits, may be left out
     if node.op_type in (LINEAR, EXPERTS):
         add_byte_fields(plugin, tensors)
     return plugin
 
 
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
-    """Return MergeCache's ONNX function with a fixed number of evicted rows, which is the slack.
+    """Return the ONNX function of a merge of equal KV heads with a fixed number of evicted rows, which is the slack.
 
     The rows are those of `kvexport.ops.merge_cache.rows_of`. If fewer slots are over the budget, the other evicted rows
     are empty slots. The result is therefore the same, but no shape depends on values.
@@ -174,8 +138,8 @@ def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | No
     """Return by operator how TensorRT runs it, for the manifest.
 
     MergeCache is None if the artifact merges nothing. Experts, LinearAttention and Linear with packed weights are left
-    out if it has no such node. VoteAttention and MergeCache include their ragged forms.
+    out if it has no such node.
     """
-    named = [name for name in OPERATORS if name in {*CACHE_OPERATORS, *whys} - {*RAGGED_OPERATORS}]
+    named = [name for name in OPERATORS if name in {*CACHE_OPERATORS, *whys}]
     result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in named}
     return result if has_merge else {**result, "MergeCache": None}

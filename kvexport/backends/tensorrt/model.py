@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
+from kvexport.backends.lane_state import fill, is_captured, read_used, slot_places, votes_names, without_last
 from kvexport.backends.model_state import Memory, ModelState, Pending
 from kvexport.backends.rows import Rows
 from kvexport.backends.tensorrt.calls import Copy, Merge, Phase
@@ -189,11 +189,11 @@ class TensorRTState(ModelState):
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
         """Overwrite one lane's state tensors with saved ones; see `ModelState.write`."""
-        axes, arrays = slot_axes(self.plan), []
+        places, arrays = slot_places(self.plan), []
         for name, values in state.items():
             shape, dtype = self._tensors[name]
             array: NDArray[Any] = np.empty(shape[1:], dtype)
-            fill(array, values, axes[name])
+            fill(array, values, places[name])
             place, size = self.share(name, lane, 1)
             self.cuda.copy(place, array.ctypes.data, size, self.stream)
             arrays.append(array)  # keeps the memory until it is copied
@@ -204,7 +204,7 @@ class TensorRTState(ModelState):
     def rollback(self, lane: int, count: int) -> None:
         """Remove the last `count` tokens from one lane's KV cache; see `ModelState.rollback`."""
         left = int(self.past_length[lane, 0]) - count
-        self.write(lane, without_last(self.read(lane, votes_names(self.plan)), count), left)
+        self.write(lane, without_last(self.plan, self.read(lane, votes_names(self.plan)), count), left)
 
     def copy(self, source: int, target: int) -> None:
         """Copy the state tensors of one batch lane over those of another; see `ModelState.copy`."""

@@ -15,15 +15,13 @@ from typing import Any
 from kvexport.backends import libraries
 from kvexport.errors import EnvironmentProblem
 from kvexport.paths import checkout
-from kvexport.schema.operators import RAGGED
 from kvexport.schema.state import STATE_NAMES
 
 NAME = "libkvexport_tensorrt.so"
 VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
 CACHE_OPERATORS = ("VoteAttention", "MergeCache")
-RAGGED_ATTENTION, RAGGED_MERGE = RAGGED_OPERATORS = tuple(RAGGED + name for name in CACHE_OPERATORS)
-OPERATORS = (*CACHE_OPERATORS, *RAGGED_OPERATORS, "Experts", "Linear", "LinearAttention")
-STATEFUL = (*CACHE_OPERATORS, *RAGGED_OPERATORS, "LinearAttention")
+OPERATORS = (*CACHE_OPERATORS, "Experts", "Linear", "LinearAttention")
+STATEFUL = (*CACHE_OPERATORS, "LinearAttention")
 """The operators that write a present state, which may be the memory of the past one."""
 VERSION = "1"
 NAMESPACE = "kvexport"
@@ -120,8 +118,8 @@ def refusal(trt: Any, node: Any) -> str | None:
         trt: The module tensorrt.
         node: The node, an onnx.NodeProto.
     """
-    if node.op_type.removeprefix(RAGGED) in CACHE_OPERATORS:
-        present = [name.rpartition(".")[2] for name in node.output[node.op_type.endswith("VoteAttention") :]]
+    if node.op_type in CACHE_OPERATORS:
+        present = [name.rpartition(".")[2] for name in node.output[node.op_type == "VoteAttention" :]]
         if extra := [name for name in present if name not in STATE_NAMES]:
             return f"the plugin does not take a method that keeps extra state, {extra[-1]}"
     creator = trt.get_plugin_registry().get_creator(node.op_type, VERSION, NAMESPACE)
@@ -130,7 +128,7 @@ def refusal(trt: Any, node: Any) -> str | None:
         creator.create_plugin(node.name or node.op_type, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
         is None
     ):
-        if node.op_type in ("MergeCache", RAGGED_MERGE) and not any(a.name == "select" for a in node.attribute):
+        if node.op_type == "MergeCache" and not any(a.name == "select" for a in node.attribute):
             return "the plugin does not take a method without a merge policy"
         return f"the plugin does not take node {node.name}"
     return None

@@ -11,9 +11,8 @@ import onnx_ir as ir
 import torch
 from onnx import helper
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry, layer_caches
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
-from kvexport.export.graph.heads import put_caches_of_heads
 from kvexport.export.graph.names import name_nodes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes.linear.forms import linear_functions, take_floats
@@ -22,25 +21,18 @@ from kvexport.export.passes.report import Pass, run_passes
 from kvexport.export.weights.write import Location
 from kvexport.methods.base import Method
 from kvexport.ops.experts import experts_function
+from kvexport.ops.layer_state import merge_cache_functions, vote_attention_functions
 from kvexport.ops.linear_attention import linear_attention_functions, update_rules
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (
     DOMAIN,
     VERSION,
-    merge_cache_function,
     merge_cache_node_attributes,
-    vote_attention_function,
     vote_attention_node_attributes,
 )
 from kvexport.ops.packed import PackedFormat
-from kvexport.ops.ragged import (
-    callee,
-    ragged_merge_cache_function,
-    ragged_node_attributes,
-    ragged_vote_attention_function,
-)
 from kvexport.ops.to_onnx import OPSET
-from kvexport.schema.operators import MERGE_CACHE, RAGGED, VOTE_ATTENTION, ragged
+from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
 IR_VERSION = 11
 PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
@@ -48,8 +40,8 @@ PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 
 def attention_functions(
     plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
-) -> list[onnx.FunctionProto]:
-    """Return the ONNX function of each cache's VoteAttention. Caches with equal attributes share one function.
+) -> list[list[onnx.FunctionProto]]:
+    """Return the ONNX functions of each layer's VoteAttention, its own first. Layers with equal attributes share them.
 
     Args:
         plan: The cache plan.
@@ -58,15 +50,16 @@ def attention_functions(
         dtype: The type of queries.
     """
     return [
-        vote_attention_function(
+        vote_attention_functions(
             layer_attributes(method, layer, cache.value_prefix),
             heads=(layer.query_heads, layer.kv_heads),
             head_sizes=(layer.key_size, layer.value_size),
             dtype=getattr(torch, dtype),
             cache_type="" if cache.dtype == dtype else cache.dtype,
             sinks=layer.sink_logits,
+            capacity=cache.capacity,
         )
-        for cache, layer in zip(plan.caches, cache_geometry(geometry, len(plan.caches)), strict=True)
+        for cache, layer in zip(plan.caches, geometry, strict=True)
     ]
 
 
@@ -77,7 +70,7 @@ def finish_decoder(
     method: Method,
     geometry: list[LayerGeometry],
     plan: CachePlan,
-    functions: list[onnx.FunctionProto],
+    functions: list[list[onnx.FunctionProto]],
     packings: Mapping[str, PackedFormat],
     passes: Sequence[Pass],
     *,
@@ -95,7 +88,7 @@ def finish_decoder(
         method: The compression method.
         geometry: The attention geometry of every layer.
         plan: The cache plan.
-        functions: The VoteAttention function of each cache.
+        functions: The functions of each layer's VoteAttention.
         packings: The formats of packed weights, by initializer.
         passes: The rewrites of the graph.
         float_input: Whether packed weights are multiplied with inputs that are not rounded.
@@ -120,42 +113,30 @@ def finish_decoder(
                 base_dir=folder,
             )
     run_passes(model, passes)
-    put_caches_of_heads(model.graph, geometry, plan)
     if float_input:
         take_floats(model.graph)
     name_nodes(model.graph)
-    proto, layer_geometry = ir.to_proto(model), cache_geometry(geometry, len(plan.caches))
-    callees: dict[str, onnx.FunctionProto] = {}
-    used: dict[str, onnx.FunctionProto] = {}
+    proto = ir.to_proto(model)
+    used: dict[tuple[str, str], onnx.FunctionProto] = {}
     for node in proto.graph.node:
-        if node.domain != DOMAIN or node.op_type.removeprefix(RAGGED) != VOTE_ATTENTION.name:
+        if node.domain != DOMAIN or node.op_type != VOTE_ATTENTION.name:
             continue
         i = next(a.i for a in node.attribute if a.name == "layer")
         while node.input and not node.input[-1]:
             node.input.pop()
-        prefix = plan.caches[i].value_prefix
-        attributes = vote_attention_node_attributes(layer_attributes(method, layer_geometry[i], prefix))
-        function = functions[i]
-        if node.op_type != VOTE_ATTENTION.name:
-            count = (len(node.output) - 1) // len(plan.caches[i].state)
-            function = ragged_vote_attention_function(
-                callee(function, callees),
-                {**attributes, **PLUGIN},
-                caches=count,
-                extra=plan.caches[i].extra,
-                sinks=layer_geometry[i].sink_logits,
-            )
-        used[function.overload] = function
-        _set_attributes(node, function.overload, attributes)
+        cache = plan.caches[i]
+        used |= {(function.name, function.overload): function for function in functions[i]}
+        attributes = layer_attributes(method, geometry[i], cache.value_prefix)
+        _set_attributes(node, functions[i][0].overload, vote_attention_node_attributes(attributes, cache.capacity))
     recurrences = [x for rule in update_rules(proto.graph) for x in linear_attention_functions(rule)]
     others = [*linear_functions(model.graph), *map(experts_function, expert_forms)]
-    return _finish(proto, [*used.values(), *callees.values(), *recurrences, *others])
+    return _finish(proto, [*used.values(), *recurrences, *others])
 
 
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
     """Make the number of cache slots a free dimension of the decoder, so that caches of any size can use its graph.
 
-    Only the shapes of inputs and outputs contain a capacity; the computation does not depend on it.
+    All KV heads of a layer have one capacity, so only the shapes of inputs and outputs contain the number of slots.
     """
     axes = {
         name: x.slot_axis
@@ -168,56 +149,48 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
             value.type.tensor_type.shape.dim[axis].dim_param = f"slots.{value.name.split('.')[1]}"
 
 
-def merge_model(plan: CachePlan, method: Method, geometry: Sequence[LayerGeometry]) -> onnx.ModelProto | None:
-    """Return merge.onnx, the graph that evicts and merges cache entries until every layer is within its budget.
+def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
+    """Return merge.onnx, the graph that evicts and merges cache entries until every head is within its budget.
 
     Its inputs and outputs are the cache state of every layer that can exceed its budget. The result is None if no layer
-    can. If the KV heads of a layer have separate caches, one node merges all of them.
+    can.
 
     Args:
         plan: The cache plan.
         method: The compression method.
-        geometry: The attention geometry of every layer.
     """
     nodes, inputs, outputs = [], [], []
-    functions: dict[str, onnx.FunctionProto] = {}
-    callees: dict[str, onnx.FunctionProto] = {}
-    for layer, of_layer in enumerate(layer_caches(geometry, len(plan.caches))):
-        numbers = [i for i in of_layer if plan.caches[i].merges]
-        if not numbers:
+    functions: dict[tuple[str, str], onnx.FunctionProto] = {}
+    for i, layer in enumerate(plan.caches):
+        if not layer.merges:
             continue
-        caches = [plan.caches[i] for i in numbers]
-        attributes = [merge_attributes(cache, method) for cache in caches]
-        function = merge_cache_function(
-            attributes[0],
-            kv_heads=caches[0].kv_heads,
-            head_sizes=(caches[0].key_size, caches[0].value_size),
-            statistics=caches[0].statistics,
-            cache_type=caches[0].dtype,
+        attributes = merge_attributes(layer, method)
+        own = merge_cache_functions(
+            attributes,
+            head_sizes=(layer.key_size, layer.value_size),
+            cache_type=layer.dtype,
+            capacity=layer.capacity,
         )
-        operator, values = MERGE_CACHE, merge_cache_node_attributes(attributes[0])
-        if len(plan.caches) != len(geometry):
-            own = [{**merge_cache_node_attributes(x), **PLUGIN} for x in attributes]
-            function = ragged_merge_cache_function(callee(function, callees), own, caches[0].extra)
-            operator, values = ragged(MERGE_CACHE, len(caches)), ragged_node_attributes(attributes)
-        functions[function.overload] = function
-        state = [(i, tensor) for i in numbers for tensor in plan.caches[i].state]
-        past, present = [tensor.past(i) for i, tensor in state], [tensor.present(i) for i, tensor in state]
-        node = helper.make_node(operator.name, past, present, name=f"layer.{layer}.merge", domain=DOMAIN)
-        _set_attributes(node, function.overload, values)
+        functions |= {(function.name, function.overload): function for function in own}
+        past, present = [x.past(i) for x in layer.state], [x.present(i) for x in layer.state]
+        node = helper.make_node(MERGE_CACHE.name, past, present, name=f"layer.{i}.merge", domain=DOMAIN)
+        _set_attributes(node, own[0].overload, merge_cache_node_attributes(attributes, layer.capacity))
         nodes.append(node)
-        inputs += [_state_info(tensor.past(i), plan.caches[i], tensor.name) for i, tensor in state]
-        outputs += [_state_info(tensor.present(i), plan.caches[i], tensor.name) for i, tensor in state]
+        inputs += [_state_info(name, layer, tensor.name) for name, tensor in zip(past, layer.state, strict=True)]
+        outputs += [_state_info(name, layer, tensor.name) for name, tensor in zip(present, layer.state, strict=True)]
     if not nodes:
         return None
     graph = helper.make_graph(nodes, "merge", inputs, outputs)
-    return _finish(helper.make_model(graph, producer_name="kvexport"), [*functions.values(), *callees.values()])
+    return _finish(helper.make_model(graph, producer_name="kvexport"), list(functions.values()))
 
 
-def merge_attributes(layer: LayerCache, method: Method) -> MergeCacheAttributes:
-    """Return the attributes of the MergeCache node that compresses the KV cache of one layer."""
-    return MergeCacheAttributes(
-        method, layer.budget, layer.sinks, layer.recent, layer.sliding_window, layer.rotary, layer.value_prefix
+def merge_attributes(layer: LayerCache, method: Method) -> tuple[MergeCacheAttributes, ...]:
+    """Return for each KV head of a layer the attributes of the MergeCache node that compresses its cache."""
+    return tuple(
+        MergeCacheAttributes(
+            method, budget, layer.sinks, recent, layer.sliding_window, layer.rotary, layer.value_prefix
+        )
+        for budget, recent in zip(layer.budget, layer.recent, strict=True)
     )
 
 

@@ -28,9 +28,10 @@ from kvexport.export.hooks.recurrence import LINEAR_ATTENTION, RecurrentCache, r
 from kvexport.methods.base import Method
 from kvexport.ops import linear_attention
 from kvexport.ops.experts import ExpertsForm
+from kvexport.ops.layer_state import layer_read_attention
 from kvexport.ops.onnx_function import DOMAIN, VERSION
 from kvexport.ops.to_onnx import optimize, to_onnx
-from kvexport.ops.vote_attention import VoteAttentionAttributes, read_attention
+from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.operators import VOTE_ATTENTION, Operator
 from kvexport.schema.state import STATE, StateTensor, scales_of
@@ -55,12 +56,12 @@ def layer_attributes(method: Method, layer: LayerGeometry, value_prefix: int = 0
     )
 
 
-def used_slots(votes: Tensor) -> Tensor:
-    """Return the number of used cache slots [B, 1] int64 of each lane, from votes [B, H, C]; empty slots have votes 0.
+def used_slots(votes: Tensor, heads: int) -> Tensor:
+    """Return the number of used slots [B, 1] int64 of a KV head in each lane, from votes [B, S]; empty slots have 0.
 
     All heads use equally many slots. With `cache.positions: cache` this number is the next token's position.
     """
-    return (votes[:, 0] > 0).to(torch.int64).sum(-1, keepdim=True)
+    return torch.div((votes > 0).to(torch.int64).sum(-1, keepdim=True), heads, rounding_mode="floor")
 
 
 # Placeholders that only ever stand in a trace: one for a layer's attention, one for the sum over the ranks of a model,
@@ -124,9 +125,15 @@ class _Tracing:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         if options["reads"] is not None:
             cache = self.plan.cache_of(options["reads"])
-            state = self.present[cache][: len(STATE) + len(scales_of(self.plan.caches[cache].dtype))]
-            return read_attention(
-                query, self.position, self.query_length, state, options.get("s_aux"), attributes=self.attributes[cache]
+            plan = self.plan.caches[cache]
+            return layer_read_attention(
+                query,
+                self.position,
+                self.query_length,
+                self.present[cache][: len(STATE) + len(scales_of(plan.dtype))],
+                options.get("s_aux"),
+                attributes=self.attributes[cache],
+                heads=plan.kv_heads,
             )
         layer, sinks = self.plan.cache_of(options["layer"]), options.get("s_aux")
         inputs = {
@@ -173,11 +180,12 @@ class _Decoder(nn.Module):
         states = RecurrentCache(self.model.config.model_type, recurrent, query_length)
         fitting = query_length
         if self.plan.cache_positions:
-            used = used_slots(state[self.layers[0]]["past_votes"])
+            first = self.plan.caches[0]
+            used = used_slots(state[self.layers[0]]["past_votes"], first.kv_heads)
             rotated_by = used + step
             # No caller brings more than there is room for. That it depends on the votes is what counts: none of them is
             # written over before they are read here.
-            fitting = torch.minimum(query_length, self.plan.caches[0].capacity - used)
+            fitting = torch.minimum(query_length, first.capacity[0] - used)
         tracing = _Tracing(self.operator, self.plan, self.attributes, position, fitting, state)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing), recurring(self.model, states), complex_as_pairs():

@@ -11,7 +11,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvexport.cache import LayerCache, slots_of
+from kvexport.cache import CachePlan, LayerCache, slots_of
 from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
@@ -85,8 +85,8 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
 
     Returns:
         One entry for each lane: `state`, the number of `tokens` that its cache has read, and its occupied `slots`, the
-        mean over the KV heads of all layers. An idle lane shows its last request. For a lane in use there are also the numbers of
-        prompt tokens, of prompt tokens that have been read, and of generated tokens.
+        mean over the KV heads of all layers. An idle lane shows its last request. For a lane in use there are also the
+        numbers of prompt tokens, of prompt tokens that have been read, and of generated tokens.
     """
     holders = {request.lane: request for request in engine.running()}
     entries = []

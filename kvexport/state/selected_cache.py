@@ -35,7 +35,9 @@ def by_heads(plan: CachePlan, tensors: Mapping[str, NDArray[Any]]) -> LaneTensor
         for tensor in cache.state:
             if tensor.slot_axis is not None:
                 x, axis = tensors[tensor.past(i)], tensor.slot_axis - 1
-                heads = x.reshape(*x.shape[:axis], cache.kv_heads, x.shape[axis] // cache.kv_heads, *x.shape[axis + 1 :])
+                heads = x.reshape(
+                    *x.shape[:axis], cache.kv_heads, x.shape[axis] // cache.kv_heads, *x.shape[axis + 1 :]
+                )
                 views[tensor.past(i)] = np.moveaxis(heads, axis, 0)
     return views
 

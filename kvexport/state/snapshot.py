@@ -299,7 +299,9 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
         votes = snapshot.state[f"past_key_values.{i}.votes"]
         slots, rows = _extent(votes), _extent(snapshot.state.get(f"past_key_values.{i}.{RING[1]}", votes))
         if (most := layer.most_of(slots)) < 0:
-            raise damaged(f"past_key_values.{i} has {slots} slots, which are not the first of {layer.kv_heads} KV heads")
+            raise damaged(
+                f"past_key_values.{i} has {slots} slots, which are not the first of {layer.kv_heads} KV heads"
+            )
         shapes, dtypes = layer.shapes(1), layer.dtypes()
         for tensor in layer.state:
             name = tensor.past(i)

@@ -127,30 +127,61 @@ def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference 
     return Difference(tensor, float(difference[index]), float(allowed[index]), int(index[0]), head, int(index[-1]))
 
 
-def named_state(layer: LayerCache, state: Sequence[Array]) -> dict[str, Array]:
-    """Return the state tensors (keys, values, votes, ...) of a layer's KV cache by name.
+def heads_of(layer: LayerCache, state: Sequence[Array]) -> list[list[Array]]:
+    """Return views [B, H, C, ...] of a layer's state tensors: one of all KV heads of one capacity, or one of each."""
+    alike = len({*layer.capacity}) == 1
+    parts = []
+    for tensor, x in zip(layer.state, state, strict=True):
+        axis = tensor.slot_axis
+        if not alike:
+            parts.append([layer.of_head(tensor, x, head) for head in range(layer.kv_heads)])
+        elif axis is None:
+            parts.append([x])
+        else:
+            view = x.reshape(*x.shape[:axis], layer.kv_heads, layer.capacity[0], *x.shape[axis + 1 :])
+            parts.append([np.moveaxis(view, axis, 1)])
+    return [list(own) for own in zip(*parts, strict=True)]
+
+
+def named_views(layer: LayerCache, views: Sequence[Array]) -> dict[str, Array]:
+    """Return views [B, H, C, ...] of a layer's state tensors by name (keys, values, votes, ...).
 
     Keys and values of an int8 or int4 cache are dequantized to float32, so their scales are left out.
     """
-    named = {tensor.name: x for tensor, x in zip(layer.state, state, strict=True)}
+    named = {tensor.name: x for tensor, x in zip(layer.state, views, strict=True)}
     if layer.dtype in SMALL:
         for name in ("key", "value"):
             named[name] = stored_rows(named[name], named.pop(f"{name}_scale"))
     return named
 
 
+def named_heads(layer: LayerCache, state: Sequence[Array]) -> list[dict[str, Array]]:
+    """Return the views of `heads_of` by name; see `named_views`."""
+    return [named_views(layer, views) for views in heads_of(layer, state)]
+
+
 def state_difference(
     layer: LayerCache, method: Method, actual: Sequence[Array], expected: Sequence[Array], tolerance: Tolerance
 ) -> Difference | None:
-    """Return the first state tensor [B, H, ...] of a layer's KV cache that differs beyond its tolerance, or None.
+    """Return the first difference of two states of a layer's KV cache beyond its tolerance, or None.
 
     Positions, and tensors that are only copied, must be equal. Keys and values are compared by their norms, votes and
     scores by their sizes.
     """
-    actual_by_name, expected_by_name = named_state(layer, actual), named_state(layer, expected)
+    parts = zip(named_heads(layer, actual), named_heads(layer, expected), strict=True)
+    for first, (own, other) in enumerate(parts):
+        if difference := heads_difference(method, own, other, tolerance):
+            return replace(difference, head=first + (difference.head or 0))
+    return None
+
+
+def heads_difference(
+    method: Method, actual: Mapping[str, Array], expected: Mapping[str, Array], tolerance: Tolerance
+) -> Difference | None:
+    """Return the first difference of two views of `named_heads` beyond its tolerance, or None."""
     first = ("position", "votes", "key", "value", "score")
-    for name in (*first, *(name for name in actual_by_name if name not in first)):
-        a, b = actual_by_name[name], expected_by_name[name]
+    for name in (*first, *(name for name in actual if name not in first)):
+        a, b = actual[name], expected[name]
         if np.array_equal(a, b):
             continue
         if difference := _tensor_difference(name, method, a, b, tolerance):
@@ -181,7 +212,7 @@ def _score_difference(method: Method, gap: Array, size: Array, tolerance: Tolera
 
 
 def largest_differences(name: str, a: Array, b: Array, heads: Array | None = None) -> float:
-    """Return the largest difference between two versions of a state tensor [B, H, ...].
+    """Return the largest difference between two versions of a view [B, H, ...] of a state tensor.
 
     Args:
         name: Name of the tensor. Differences of keys and values are relative to their norms, all others absolute.

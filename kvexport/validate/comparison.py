@@ -22,7 +22,7 @@ from kvexport.validate.compare import (
     Difference,
     Tolerance,
     largest_differences,
-    named_state,
+    named_heads,
     norm,
     state_difference,
     tolerance_of,
@@ -73,7 +73,7 @@ class Comparison:
         self.locked = LockedBackend(self, reference, self.plan, batch, telemetry)
         # The reference merges by the same rule as the engine.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
-        own = WatchedState(engine.new_state(batch), self.plan)
+        own = WatchedState(engine.new_state(batch), engine.plan, self.plan)
         both = (engine.plan, self.plan, self.method, batch, self.merge_tolerance)
         self.independent = IndependentRun(own, *both, **shared)
         self.merges: list[Merge] = []  # the reference's merges of the call under way
@@ -155,7 +155,7 @@ class Comparison:
         """Compare one merge of KV caches with PyTorch's, head by head and in place; `first` is the first lane."""
         past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
-            in_all: Arrays = self.runners.merge.infer(OrderedDict(with_slots(self.engine.plan, past)))
+            in_all: Arrays = self.runners.merge.infer(OrderedDict(with_slots(self.plan, self.engine.plan, past)))
         outputs = self._with_used_slots("merge", in_all)
         self.merges.append(Merge(first, {name: x.copy() for name, x in feed.items()}, present))
         step, result = len(self.result.steps), self.result
@@ -176,7 +176,8 @@ class Comparison:
                     state[name]
                     for state, name in ((past, layer.state[2].past(i)), (present, layer.state[2].present(i)))
                 ]
-                over = (votes[0] > 0).sum(-1) > (votes[1] > 0).sum(-1)
+                before, after = ([(x[:, slots] > 0).sum(-1) for slots in layer.head_slots] for x in votes)
+                over = np.stack(before, 1) > np.stack(after, 1)
                 result.head_merges += int(over.sum())
                 skip = np.array([[(i, b, h) in flipped for h in range(over.shape[1])] for b in range(len(over))])
                 self._largest(i, outputs, present, largest, ~skip)
@@ -187,16 +188,16 @@ class Comparison:
     def _run(self, feed: Arrays) -> Arrays:
         runner = self.runners.decode if feed["input_ids"].shape[1] == 1 else self.runners.prefill
         with runner:
-            outputs: Arrays = runner.infer(OrderedDict(with_slots(self.engine.plan, feed)))
+            outputs: Arrays = runner.infer(OrderedDict(with_slots(self.plan, self.engine.plan, feed)))
         return outputs
 
     def _with_used_slots(self, phase: str, outputs: Arrays) -> Arrays:
         """Cut the engine's outputs to the reference's slots, and note a mismatch if slots beyond them are not empty."""
         if self.plan == self.engine.plan:
             return outputs
-        if has_beyond(self.plan, outputs):
+        if has_beyond(self.engine.plan, self.plan, outputs):
             self.result.note(Mismatch(len(self.result.steps), phase, None, "unused slots", np.inf))
-        return with_slots(self.plan, outputs)
+        return with_slots(self.engine.plan, self.plan, outputs)
 
     def _layer(
         self,
@@ -246,22 +247,27 @@ class Comparison:
     def _largest(
         self, i: int, outputs: Arrays, present: Arrays, largest: dict[str, float], heads: NDArray[Any] | None = None
     ) -> None:
-        actual, expected = (self._named(i, state) for state in (outputs, present))
-        for name, x in actual.items():
-            largest[name] = max(largest.get(name, 0.0), largest_differences(name, x, expected[name], heads))
+        first = 0
+        for actual, expected in zip(*(self._named(i, state) for state in (outputs, present)), strict=True):
+            count = actual["votes"].shape[1]
+            own = None if heads is None else heads[:, first : first + count]
+            first += count
+            for name, x in actual.items():
+                largest[name] = max(largest.get(name, 0.0), largest_differences(name, x, expected[name], own))
 
-    def _named(self, i: int, present: Arrays) -> dict[str, NDArray[Any]]:
+    def _named(self, i: int, present: Arrays) -> list[dict[str, NDArray[Any]]]:
         layer = self.plan.caches[i]
-        return named_state(layer, [present[tensor.present(i)] for tensor in layer.state])
+        return named_heads(layer, [present[tensor.present(i)] for tensor in layer.state])
 
     def _against_float64(self, phase: str, feed: Arrays, separate: Arrays, present: Arrays) -> None:
         exact = self.reference.decode_in_float64(feed)
         for i, layer in enumerate(self.plan.caches):
-            past = named_state(layer, [feed[tensor.past(i)] for tensor in layer.state])
-            actual, expected, truth = (self._named(i, state) for state in (separate, present, exact))
-            for name in ("key",) if layer.value_in_key else ("key", "value"):
-                new = norm(expected[name].astype(np.float64) - past[name]) > 0
-                self._add_errors((phase, name), actual[name], expected[name], truth[name], new)
+            past = named_heads(layer, [feed[tensor.past(i)] for tensor in layer.state])
+            others = (self._named(i, state) for state in (separate, present, exact))
+            for before, actual, expected, truth in zip(past, *others, strict=True):
+                for name in ("key",) if layer.value_in_key else ("key", "value"):
+                    new = norm(expected[name].astype(np.float64) - before[name]) > 0
+                    self._add_errors((phase, name), actual[name], expected[name], truth[name], new)
         logits = exact["logits"]
         real = _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
         self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, real)
@@ -281,7 +287,7 @@ class Comparison:
     def _in_place(self, feed: Arrays, separate: Arrays) -> None:
         """Run a graph again with past and present in the same buffers, as in production, and require the same bits."""
         input_ids, query_length = feed["input_ids"], feed["query_length"]
-        state, past = self.engine.new_state(len(input_ids)), with_slots(self.engine.plan, self.locked.state)
+        state, past = self.engine.new_state(len(input_ids)), with_slots(self.plan, self.engine.plan, self.locked.state)
         state.set_state(past, self.locked.length)
         same = np.array_equal(state.decode(input_ids, query_length), separate["logits"], equal_nan=True)
         for name, array in state.get_state().items():
@@ -297,7 +303,7 @@ class Comparison:
     def _merge_in_place(self, feed: Arrays, separate: Arrays) -> None:
         lanes = len(next(iter(feed.values())))
         state = self.engine.new_state(lanes)
-        state.set_state(with_slots(self.engine.plan, feed), np.zeros((lanes, 1), dtype=np.int64))
+        state.set_state(with_slots(self.plan, self.engine.plan, feed), np.zeros((lanes, 1), dtype=np.int64))
         state.merge(0, lanes)
         for name, array in state.get_state().items():
             present = name.replace("past_key_values.", "present.")

@@ -17,9 +17,8 @@ from onnx import helper
 
 from kvexport.cache import CachePlan
 from kvexport.export.graph.graphs import open_slots
-from kvexport.schema.operators import RAGGED, VOTE_ATTENTION
+from kvexport.schema.operators import VOTE_ATTENTION
 
-ATTENTION = (VOTE_ATTENTION.name, RAGGED + VOTE_ATTENTION.name)
 STATE_INPUT = "past_key_values."
 
 
@@ -36,7 +35,7 @@ def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
     borders: dict[int, str] = {}
     lone = ""
     for i, node in enumerate(graph.node):
-        if node.op_type in ATTENTION:
+        if node.op_type == VOTE_ATTENTION.name:
             layer = next(int(name.split(".")[1]) for name in node.input if name.startswith(STATE_INPUT))
             if lone and layer > 0:
                 borders[layer] = lone

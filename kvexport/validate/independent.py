@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvexport.cache import CachePlan, LayerCache
 from kvexport.engine.lanes import Lanes
 from kvexport.methods.base import Method
-from kvexport.validate.compare import Difference, Tolerance, named_state, norm, state_difference
+from kvexport.validate.compare import Difference, Tolerance, named_heads, norm, state_difference
 from kvexport.validate.divergence import kl
 from kvexport.validate.merges import compare_merge
 from kvexport.validate.slots import with_slots
@@ -79,11 +79,12 @@ class WatchedState:
 
     Args:
         state: The state.
+        source: The cache plan of the state.
         plan: The cache plan with the slots that are recorded.
     """
 
-    def __init__(self, state: Any, plan: CachePlan) -> None:
-        self._state, self._plan = state, plan
+    def __init__(self, state: Any, source: CachePlan, plan: CachePlan) -> None:
+        self._state, self._source, self._plan = state, source, plan
         self.merges: list[Merge] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -98,7 +99,9 @@ class WatchedState:
 
     def lane_states(self, first: int, last: int) -> dict[str, NDArray[Any]]:
         """Return the state tensors of lanes first <= lane < last, with the slots that are recorded."""
-        return with_slots(self._plan, {name: x[first:last] for name, x in self._state.get_state().items()})
+        return with_slots(
+            self._source, self._plan, {name: x[first:last] for name, x in self._state.get_state().items()}
+        )
 
 
 class IndependentRun:
@@ -199,9 +202,12 @@ class IndependentRun:
         if not (np.array_equal(positions[0], positions[1]) and np.allclose(votes[0], votes[1], rtol=SAME_VOTES)):
             return False
         least = self._tolerance.vectors
-        past = _row_differences(*(named_state(layer, [x[t.past(i)] for t in layer.state]) for x in before))
-        present = _row_differences(*(named_state(layer, [x[t.present(i)] for t in layer.state]) for x in after))
-        return bool((present <= MAGNIFIED * np.maximum(past, least)).all())
+        past = zip(*(named_heads(layer, [x[t.past(i)] for t in layer.state]) for x in before), strict=True)
+        present = zip(*(named_heads(layer, [x[t.present(i)] for t in layer.state]) for x in after), strict=True)
+        return all(
+            bool((_row_differences(*new) <= MAGNIFIED * np.maximum(_row_differences(*old), least)).all())
+            for old, new in zip(past, present, strict=True)
+        )
 
     def unexplained(
         self,

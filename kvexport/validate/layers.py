@@ -81,8 +81,7 @@ def first_layers(
                 "model has layers with a recurrent state, or with another layer's cache",
                 "no --layers, which compares all layers",
             )
-        caches = len(manifest.cache.caches) // total  # caches of one layer: one, or one for each KV head
-        plan = CachePlan(manifest.cache.caches[: count * caches])
+        plan = CachePlan(manifest.cache.caches[:count])
         yield build(
             recipe.model_copy(update={"model": model, "export": export, "cache": cache}),
             Path(folder) / "artifact",

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from kvexport.cache import CachePlan, LayerCache
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.methods.base import Method
-from kvexport.ops.merge_cache import merge_cache
-from kvexport.validate.compare import Difference, Tolerance, state_difference
+from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
+from kvexport.schema.state import StateTensor
+from kvexport.validate.compare import Difference, Tolerance, heads_difference, named_heads, named_views
 from kvexport.validate.float64 import in_float64
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -113,28 +114,23 @@ def _differing_heads(
     actual, expected = ([state[name] for name in names] for state in (engine, reference))
     if all(np.array_equal(a, b) for a, b in zip(actual, expected, strict=True)):
         return []
-    lanes, heads = actual[0].shape[:2]
+    parts = zip(named_heads(layer, actual), named_heads(layer, expected), strict=True)
+    heads = [
+        [{name: x[:, head : head + 1] for name, x in state.items()} for state in both]
+        for both in parts
+        for head in range(both[0]["votes"].shape[1])
+    ]
     return [
-        difference
-        for lane in range(lanes)
-        for head in range(heads)
-        if (difference := _head_difference(layer, method, actual, expected, lane, head, tolerance))
+        difference.at(lane, head)
+        for lane in range(len(actual[0]))
+        for head, both in enumerate(heads)
+        if (difference := _lane_difference(method, both, lane, tolerance))
     ]
 
 
-def _head_difference(
-    layer: LayerCache,
-    method: Method,
-    actual: Sequence[NDArray[Any]],
-    expected: Sequence[NDArray[Any]],
-    lane: int,
-    head: int,
-    tolerance: Tolerance,
-) -> Difference | None:
-    one = (slice(lane, lane + 1), slice(head, head + 1))
-    a, b = ([x[one] for x in state] for state in (actual, expected))
-    difference = state_difference(layer, method, a, b, tolerance)
-    return difference and difference.at(lane, head)
+def _lane_difference(method: Method, both: Sequence[Arrays], lane: int, tolerance: Tolerance) -> Difference | None:
+    own, other = ({name: x[lane : lane + 1] for name, x in state.items()} for state in both)
+    return heads_difference(method, own, other, tolerance)
 
 
 def _explained(
@@ -152,31 +148,36 @@ def _explained(
     The size is a number of float32 roundings. The result is None if no float64 run gives the engine's merge.
     """
     head = difference.head or 0
-    one = (slice(difference.lane, difference.lane + 1), slice(head, head + 1))
-    before = [torch.from_numpy(np.ascontiguousarray(past[tensor.past(i)][one])) for tensor in layer.state]
-    after = [engine[tensor.present(i)][one] for tensor in layer.state]
-    single = {tensor.name: reference[tensor.present(i)][one] for tensor in layer.state}
+
+    def of_head(tensor: StateTensor, x: NDArray[Any]) -> NDArray[Any]:
+        return layer.of_head(tensor, x[difference.lane : difference.lane + 1], head)
+
+    before = [torch.from_numpy(np.ascontiguousarray(of_head(x, past[x.past(i)]))) for x in layer.state]
+    after = [of_head(x, engine[x.present(i)]) for x in layer.state]
+    single = {x.name: of_head(x, reference[x.present(i)]) for x in layer.state}
+    attributes = merge_attributes(layer, method)[head]
     for roundings, draws in ((0.0, 1), *DRAWS):
         drawn = []
-        for draw in _draws(layer, method, before, roundings, draws):
+        for draw in _draws(attributes, before, roundings, draws):
             drawn.append([x.astype(y.dtype) for x, y in zip(draw, after, strict=True)])
-            if state_difference(layer, method, after, drawn[-1], tolerance) is None:
+            own, other = (named_views(layer, state) for state in (after, drawn[-1]))
+            if heads_difference(method, own, other, tolerance) is None:
                 return roundings
-        own, *others = ({t.name: x for t, x in zip(layer.state, state, strict=True)} for state in (after, *drawn))
-        if _among(own, others, single):
+        engines, *others = ({t.name: x for t, x in zip(layer.state, state, strict=True)} for state in (after, *drawn))
+        if _among(engines, others, single):
             return roundings
     return None
 
 
 def _draws(
-    layer: LayerCache, method: Method, before: Sequence[torch.Tensor], roundings: float, count: int
+    attributes: MergeCacheAttributes, before: Sequence[torch.Tensor], roundings: float, count: int
 ) -> Iterator[list[NDArray[Any]]]:
     """Yield `count` merges of one KV head [1, 1, ...] in float64, each with random errors of its own."""
-    at_once = max(1, SLOTS_AT_ONCE // layer.capacity)
+    at_once = max(1, SLOTS_AT_ONCE // before[2].shape[2])
     for first in range(0, count, at_once):
         lanes = [x.expand(min(at_once, count - first), *x.shape[1:]).contiguous() for x in before]
         with torch.no_grad(), in_float64(roundings, seed=first):
-            merged = merge_cache(*lanes, attributes=merge_attributes(layer, method))
+            merged = merge_cache(*lanes, attributes=attributes)
         for lane in range(len(lanes[0])):
             yield [x[lane : lane + 1].numpy() for x in merged]
 

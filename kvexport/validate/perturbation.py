@@ -113,24 +113,23 @@ def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> li
     return out
 
 
-def layer_sections(rows: Sequence[Perturbation], of: str = "layer") -> list[Section]:
+def layer_sections(rows: Sequence[Perturbation]) -> list[Section]:
     """Return the report on one run's attention errors: tables layer by layer, and drawings."""
     if not rows:
         return [Paragraph("No perturbation by merging: no entry had to be evicted.")]
-    named = [(f"{of} {i}", [r for r in rows if r.layer == i]) for i in sorted({r.layer for r in rows})]
+    named = [(f"layer {i}", [r for r in rows if r.layer == i]) for i in sorted({r.layer for r in rows})]
     worst = max(rows, key=lambda r: r.largest)
-    text = f"The largest error of a head, {worst.largest:.3g}, is {of} {worst.layer}'s "
+    text = f"The largest error of a head, {worst.largest:.3g}, is layer {worst.layer}'s "
     text += f"after {worst.tokens} tokens ({worst.query} query)."
-    return [*tables([*named, ("all", rows)], of), Paragraph(text), *drawings(rows, "", of)]
+    return [*tables([*named, ("all", rows)], "layer"), Paragraph(text), *drawings(rows, "")]
 
 
-def drawings(rows: Sequence[Perturbation], name: str, of: str = "layer") -> list[Section]:
+def drawings(rows: Sequence[Perturbation], name: str) -> list[Section]:
     """Return plots of attention errors and bounds merge by merge, and a heat map of layers and merges.
 
     Args:
         rows: The merges of one run.
         name: The end of the titles; "" for none.
-        of: The rows of the heat map, "layer" or "cache".
     """
     current, following = ([r for r in rows if r.query == query] for query in QUERIES)
     if not following:
@@ -141,7 +140,7 @@ def drawings(rows: Sequence[Perturbation], name: str, of: str = "layer") -> list
         _line("next query, to full", following, lambda rows: _mean(rows, "to_full")),
     ]
     ending = f": {name}" if name else ""
-    layers = _map(following, f"Perturbation by {of}{ending}", of)
+    layers = _map(following, f"Perturbation by layer{ending}")
     if following[0].theorem is None:
         return [_plot(f"Perturbation, merge by merge{ending}", "mean over heads", lines), layers]
     lines.append(_line("next query, bound by slot", following, lambda rows: _mean(rows, "by_slot")))
@@ -191,7 +190,7 @@ def _line(name: str, rows: Sequence[Perturbation], figure: Callable[[Sequence[Pe
     return Series(name, [float(step) for step, _ in merges], [figure(of_step) for _, of_step in merges])
 
 
-def _map(rows: Sequence[Perturbation], title: str, of: str) -> HeatMap:
+def _map(rows: Sequence[Perturbation], title: str) -> HeatMap:
     """Return a heat map of attention errors: layers against intervals of merges."""
     steps, layers = sorted({r.step for r in rows}), sorted({r.layer for r in rows})
     stretches = [s.tolist() for s in np.array_split(steps, min(INTERVALS, len(steps)))]
@@ -203,7 +202,7 @@ def _map(rows: Sequence[Perturbation], title: str, of: str) -> HeatMap:
     return HeatMap(
         title,
         "merges",
-        of,
+        "layer",
         ticks,
         layers,
         values,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvexport.cache import CachePlan, LayerGeometry, cache_geometry, layer_caches
+from kvexport.cache import CachePlan, LayerGeometry, resized
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes, used_slots
@@ -21,13 +21,12 @@ from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method
-from kvexport.ops.merge_cache import merge_cache
-from kvexport.ops.ragged import heads_of
-from kvexport.ops.vote_attention import VoteAttentionAttributes, read_attention, vote_attention
+from kvexport.ops.layer_state import layer_merge_cache, layer_read_attention, layer_vote_attention
+from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES, scales_of
 from kvexport.validate.float64 import as_ever, in_float64
-from kvexport.validate.slots import resized, slots_for, with_slots
+from kvexport.validate.slots import slots_for
 from kvexport.validate.weights import load_model
 
 if TYPE_CHECKING:
@@ -49,39 +48,43 @@ class _Eager:
         position: Tensor,
         query_length: Tensor,
         past: Mapping[int, State],
+        capacity: Mapping[int, tuple[int, ...]],
         telemetry: Telemetry | None,
     ) -> None:
-        self.method, self.plan, self.past = method, plan, past
-        self.geometry, self.caches = cache_geometry(geometry, len(past)), layer_caches(geometry, len(past))
+        self.method, self.plan, self.geometry, self.past, self.capacity = method, plan, geometry, past, capacity
         self.position, self.query_length, self.telemetry = position, query_length, telemetry
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        sinks = options.get("s_aux")
         if options["reads"] is not None:
-            return self._read(self.plan.cache_of(options["reads"]), query, options.get("s_aux"))
-        layer = self.plan.cache_of(options["layer"])
-        caches = self.caches[layer]
-        heads = heads_of(query, key, value, options.get("s_aux"), len(caches))
-        return torch.cat([self._attend(cache, *inputs) for cache, inputs in zip(caches, heads, strict=True)], 1)
-
-    def _attend(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor | None) -> Tensor:
+            return self._read(self.plan.cache_of(options["reads"]), query, sinks)
+        cache = self.plan.cache_of(options["layer"])
         if self.telemetry:
-            self.telemetry.attended(cache, query, key, value, self.position, self.query_length, sink_logits)
+            self.telemetry.attended(cache, query, key, value, self.position, self.query_length, sinks)
         past = self.past[cache]
         own, extra = past[: len(STATE)], past[len(STATE) :]
-        inputs = (query, key, value, self.position, self.query_length, *own, sink_logits, *extra)
-        result = vote_attention(
-            *inputs,  # type: ignore[arg-type]
+        inputs = (query, key, value, self.position, self.query_length, *own, sinks, *extra)
+        result = layer_vote_attention(
+            *inputs,
             attributes=self._attributes(cache),
+            capacity=self.capacity[cache],
         )
         self.present[cache] = result[1:]
         return result[0]
 
     def _read(self, cache: int, query: Tensor, sink_logits: Tensor | None) -> Tensor:
         """Return the attention of a layer that reads the cache of another layer."""
-        state = self.present[cache][: len(STATE) + len(scales_of(self.plan.caches[cache].dtype))]
-        attributes = self._attributes(cache)
-        return read_attention(query, self.position, self.query_length, state, sink_logits, attributes=attributes)
+        plan = self.plan.caches[cache]
+        return layer_read_attention(
+            query,
+            self.position,
+            self.query_length,
+            self.present[cache][: len(STATE) + len(scales_of(plan.dtype))],
+            sink_logits,
+            attributes=self._attributes(cache),
+            heads=plan.kv_heads,
+        )
 
     def _attributes(self, cache: int) -> VoteAttentionAttributes:
         return layer_attributes(self.method, self.geometry[cache], self.plan.caches[cache].value_prefix)
@@ -126,8 +129,8 @@ class TorchReference:
         Args:
             feed: input_ids [B, T], query_length [B, 1], past_length [B, 1] and past_key_values.*.
             telemetry: Receives the inputs of every layer's attention.
-            hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer, by the number of
-                the layer's first cache.
+            hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer that has a cache,
+                by the number of its cache.
 
         Returns:
             logits, present_length and present.*.
@@ -136,11 +139,13 @@ class TorchReference:
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
         position = past_length + torch.arange(ids.shape[1])
-        past = {i: self._used(feed, i, ids.shape[1]) for i in range(len(self.plan.caches))}
+        caches = enumerate(self.plan.caches)
+        capacity = {i: slots_for(feed[STATE[VOTES].past(i)], cache, ids.shape[1]) for i, cache in caches}
+        past = {i: self._used(feed, i, slots) for i, slots in capacity.items()}
         rotated_by = position
         if self.plan.cache_positions:
-            rotated_by = used_slots(past[0][VOTES]) + torch.arange(ids.shape[1])
-        eager = _Eager(self.method, self.plan, self.geometry, position, query_length, past, telemetry)
+            rotated_by = used_slots(past[0][VOTES], self.plan.caches[0].kv_heads) + torch.arange(ids.shape[1])
+        eager = _Eager(self.method, self.plan, self.geometry, position, query_length, past, capacity, telemetry)
         names = {(x.layer, tensor.name): (x.place, tensor) for x in self.plan.states for tensor in x.state}
         recurrent = {
             place: torch.from_numpy(np.array(feed[tensor.past(name)])) for place, (name, tensor) in names.items()
@@ -149,12 +154,14 @@ class TorchReference:
         self._token_logits.query_length = query_length if self._last_logits else None
         with attending(eager), recurring(self.model, states), self._watched(hidden):
             logits = self.model(input_ids=ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
-        present = {
-            tensor.present(i): x.numpy()
-            for i, state in eager.present.items()
-            for tensor, x in zip(self.plan.caches[i].state, state, strict=True)
-        }
-        present = with_slots(self.plan, present)
+        present = {}
+        for i, state in eager.present.items():
+            cache = self.plan.caches[i]
+            for tensor, x in zip(cache.state, state, strict=True):
+                axis, array = tensor.slot_axis, x.numpy()
+                present[tensor.present(i)] = (
+                    array if axis is None else resized(array, axis, capacity[i], cache.capacity)
+                )
         present |= {tensor.present(name): states.present[place].numpy() for place, (name, tensor) in names.items()}
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
@@ -165,7 +172,9 @@ class TorchReference:
             for name, _, layer, kind in self.plan.state_names()
         }
         for i, layer in enumerate(self.plan.caches):
-            filled[STATE[VOTES].past(i)][..., : max(0, min(layer.budget, layer.capacity - tokens))] = 1.0
+            for slots, budget in zip(layer.head_slots, layer.budget, strict=True):
+                used = max(0, min(budget, slots.stop - slots.start - tokens))
+                filled[STATE[VOTES].past(i)][:, slots.start : slots.start + used] = 1.0
         lengths = np.full((lanes, 1), tokens, dtype=np.int64)
         ids = np.zeros((lanes, tokens), dtype=np.int64)
         begin = time.perf_counter()
@@ -179,8 +188,9 @@ class TorchReference:
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
                 state = self._layer(feed, i)
-                if state[VOTES].shape[-1] > layer.budget:  # else it never exceeds its budget
-                    state = merge_cache(*state, attributes=merge_attributes(layer, self.method))
+                if any(map(int.__gt__, layer.capacity, layer.budget)):  # else it never exceeds its budget
+                    attributes = merge_attributes(layer, self.method)
+                    state = layer_merge_cache(*state, attributes=attributes, capacity=layer.capacity)
                 present.update({t.present(i): x.numpy() for t, x in zip(layer.state, state, strict=True)})
         return present
 
@@ -188,11 +198,10 @@ class TorchReference:
     def _watched(self, hidden: dict[int, NDArray[Any]] | None) -> Iterator[None]:
         handles = []
         if hidden is not None:
-            first = [caches[0] for caches in layer_caches(self.geometry, len(self.plan.caches))]
             layers = self._layers
             if self.plan.attention_layers:
                 layers = tuple(layers[i] for i in self.plan.attention_layers)
-            for i, layer in zip(first, layers, strict=True):
+            for i, layer in enumerate(layers):
 
                 def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
                     hidden[i] = (args[0] if args else kwargs["hidden_states"]).numpy()
@@ -204,11 +213,11 @@ class TorchReference:
             for handle in handles:
                 handle.remove()
 
-    def _used(self, feed: Mapping[str, NDArray[Any]], i: int, tokens: int) -> State:
-        """Return the state tensors of cache number i, with the slots that a call of `tokens` tokens needs."""
-        slots = slots_for(feed[STATE[VOTES].past(i)], tokens)
-        arrays = ((feed[tensor.past(i)], tensor.slot_axis) for tensor in self.plan.caches[i].state)
-        cut = (x if axis is None else resized(x, axis, slots) for x, axis in arrays)
+    def _used(self, feed: Mapping[str, NDArray[Any]], i: int, capacity: tuple[int, ...]) -> State:
+        """Return the state tensors of cache number i, with the given slots of each KV head."""
+        cache = self.plan.caches[i]
+        arrays = ((feed[tensor.past(i)], tensor.slot_axis) for tensor in cache.state)
+        cut = (x if axis is None else resized(x, axis, cache.capacity, capacity) for x, axis in arrays)
         return tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in cut)
 
     def _layer(self, feed: Mapping[str, NDArray[Any]], i: int) -> State:

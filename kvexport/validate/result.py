@@ -46,9 +46,9 @@ class Mismatch:
     head: int | None = None
     slot: int | None = None
 
-    def line(self, of: str) -> str:
-        """Return the difference and its place as one line of text. `of` ("layer" or "cache") names a KV cache in it."""
-        where = "" if self.layer is None else f"{of} {self.layer}, "
+    def line(self) -> str:
+        """Return the difference and its place as one line of text."""
+        where = "" if self.layer is None else f"layer {self.layer}, "
         named = {"lane": self.lane, "head": self.head, "slot" if self.head is not None else "token": self.slot}
         at = "".join(f", {name} {number}" for name, number in named.items() if number is not None)
         return (
@@ -133,7 +133,7 @@ class ValidationResult:
         backend: Name of the backend.
         tokens: The number of tokens of each sequence.
         texts: The content of each sequence, "text" or "random".
-        budgets: The budget of each cache, in slots.
+        budgets: The budget of each KV head of every layer, in slots.
         tolerance: The tolerances, by kind of tensor.
         operators: How this machine runs each operator.
         steps: For each call: its number, phase, tokens seen by the longest sequence, and largest difference by kind of
@@ -161,8 +161,7 @@ class ValidationResult:
         positions: For each sequence the compared positions.
         telemetry: The effect of merges on the reference's attention; None if telemetry was off.
         layers: The number of layers that were compared, and the number that the model has; None for all.
-        caches_of: The word for a cache: "layer", or "cache" if KV heads have budgets of their own.
-        unmerged: The number of caches that can merge, but whose budget is at least the longest sequence.
+        unmerged: The number of KV heads that can merge, but whose budget is at least the longest sequence.
         seconds: Duration of the validation.
     """
 
@@ -193,7 +192,6 @@ class ValidationResult:
     positions: list[list[int]] = field(default_factory=list)
     telemetry: list[Perturbation] | None = None
     layers: tuple[int, int] | None = None
-    caches_of: str = "layer"
     unmerged: int = 0
     seconds: float = 0.0
 
@@ -224,7 +222,7 @@ class ValidationResult:
         problems = []
         if self.mismatch:
             more = f" (the first of {self.mismatched})" if self.mismatched > 1 else ""
-            problems.append(f"the engine differs from PyTorch: {self.mismatch.line(self.caches_of)}{more}")
+            problems.append(f"the engine differs from PyTorch: {self.mismatch.line()}{more}")
         if len(self.flips) > max(FEW_FLIPS, FLIPS_ALLOWED * self.head_merges):
             problems.append(
                 f"{len(self.flips)} of {self.head_merges} head-merges select other entries than PyTorch; rounding "

@@ -114,12 +114,11 @@ def validate_artifact(
         backend=runtime.name if where is None else f"{runtime.name} {where}",
         tokens=[len(t) for t in tokens],
         texts=texts,
-        budgets=[layer.budget for layer in engine.plan.caches],
+        budgets=engine.plan.heads("budget").tolist(),
         tolerance=tolerance,
         operators=runtime.operators(manifest, device),
         own_kl_allowed=OWN_KL[recipe.model.dtype],
-        caches_of="layer" if len(engine.plan.caches) == manifest.model.layers else "cache",
-        unmerged=sum(x.merges and x.budget >= len(tokens[0]) for x in engine.plan.caches),
+        unmerged=sum(sum(b >= len(tokens[0]) for b in x.budget) for x in engine.plan.caches if x.merges),
     )
     watching = Telemetry(used, shape.geometry, method) if telemetry else None
     _quiet_polygraphy()

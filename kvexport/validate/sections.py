@@ -24,7 +24,7 @@ def sections(result: ValidationResult) -> list[Section]:
             for m in result.mismatches
         ]
         heads = (
-            result.caches_of,
+            "layer",
             "call",
             "phase",
             "tensor",
@@ -42,17 +42,17 @@ def sections(result: ValidationResult) -> list[Section]:
             "(in float32 roundings) with which float64 makes the engine's selection (0: without any error)."
         )
         flips = [tuple(flip[name] for name in names) for flip in result.flips]
-        sections.append(Table("Ties that rounding decides", (result.caches_of, *names[1:]), flips, note))
+        sections.append(Table("Ties that rounding decides", names, flips, note))
     if result.rounding:
         sections.append(_rounding(result))
     sections += _plots(result)
-    return sections if result.telemetry is None else [*sections, *layer_sections(result.telemetry, result.caches_of)]
+    return sections if result.telemetry is None else [*sections, *layer_sections(result.telemetry)]
 
 
 def summary(result: ValidationResult) -> dict[str, Any]:
     """Return the rows of a validation report's first table, as names and values."""
     calls = ", ".join(f"{n} {phase}" for phase, n in Counter(s["phase"] for s in result.steps).items())
-    budgets, of = sorted(set(result.budgets)), result.caches_of
+    budgets = sorted(set(result.budgets))
     distances = {
         f"KL(full cache || engine), {kind}": f"{result.mean_kl(kind):.4g} nats, top token the same at "
         f"{result.agreement(kind):.1%}{RANDOM_NOTE if kind == 'random' else ''}"
@@ -67,7 +67,7 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         **result.operators,
         "reference": "PyTorch, from the same state at every step",
         "tokens per sequence": ", ".join(f"{n} ({kind})" for n, kind in zip(result.tokens, result.texts, strict=True)),
-        f"budget, slots per {of}": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
+        "budget, slots of a KV head": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
         "calls compared": f"{len(result.steps)} ({calls})",
         **({"merges not compared": _unmerged(result)} if result.unmerged else {}),
         "head-merges that differ from PyTorch's by a tie": f"{len(result.flips)} of {result.head_merges}",
@@ -93,7 +93,7 @@ def _parted(result: ValidationResult) -> str:
 
 def _unmerged(result: ValidationResult) -> str:
     return (
-        f"{result.unmerged} of {len(result.budgets)} {result.caches_of}s have budgets of {max(result.tokens)} slots or "
+        f"{result.unmerged} of {len(result.budgets)} KV heads have budgets of {max(result.tokens)} slots or "
         "more, and merged nothing; --length N with a longer sequence compares their merges too"
     )
 

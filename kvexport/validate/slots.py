@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan
+from kvexport.cache import CachePlan, LayerCache, resized, slots_of
 
 Arrays = Mapping[str, NDArray[Any]]
 MULTIPLE = 64  # of slots
@@ -23,60 +23,55 @@ MULTIPLE = 64  # of slots
 def used_plan(plan: CachePlan, tokens: int) -> CachePlan:
     """Return a cache plan whose caches have slots for at most about `tokens` tokens, and no more than in `plan`.
 
+    Caches whose KV heads have several capacities stay as they are: the graphs contain these capacities.
+
     Args:
         plan: The cache plan of an artifact.
         tokens: The tokens of the longest sequence, and of the padding of a call.
     """
     most = -(-tokens // MULTIPLE) * MULTIPLE
-    return replace(plan, caches=tuple(replace(x, capacity=min(x.capacity, most)) for x in plan.caches))
+
+    def used(cache: LayerCache) -> LayerCache:
+        return replace(cache, capacity=cache.first_slots(most)) if len({*cache.capacity}) == 1 else cache
+
+    return replace(plan, caches=tuple(map(used, plan.caches)))
 
 
-def with_slots(plan: CachePlan, arrays: Arrays) -> dict[str, NDArray[Any]]:
-    """Return arrays whose state tensors have the slots of `plan`: slots are cut off, or empty slots are added.
+def with_slots(source: CachePlan, target: CachePlan, arrays: Arrays) -> dict[str, NDArray[Any]]:
+    """Return arrays whose state tensors have the slots of a plan: slots are cut off, or empty slots are added.
 
     Args:
-        plan: The cache plan.
+        source: The cache plan of `arrays`.
+        target: The cache plan of the result.
         arrays: State tensors by their names in ONNX graphs, and other arrays, which stay unchanged.
     """
     result = dict(arrays)
-    for i, layer in enumerate(plan.caches):
-        for tensor in layer.state:
+    for i, (before, after) in enumerate(zip(source.caches, target.caches, strict=True)):
+        for tensor in before.state:
             for name in (tensor.past(i), tensor.present(i)):
                 if tensor.slot_axis is not None and name in result:
-                    result[name] = resized(result[name], tensor.slot_axis, layer.capacity)
+                    result[name] = resized(result[name], tensor.slot_axis, before.capacity, after.capacity)
     return result
 
 
-def has_beyond(plan: CachePlan, arrays: Arrays) -> bool:
-    """Return whether state tensors have nonzero numbers in slots beyond those of `plan`."""
+def has_beyond(source: CachePlan, target: CachePlan, arrays: Arrays) -> bool:
+    """Return whether state tensors of the plan `source` have nonzero numbers in slots beyond those of `target`."""
     return any(
-        bool(np.moveaxis(arrays[tensor.present(i)], tensor.slot_axis, 0)[layer.capacity :].any())
-        for i, layer in enumerate(plan.caches)
-        for tensor in layer.state
+        bool(np.moveaxis(arrays[tensor.present(i)], tensor.slot_axis, 0)[slots.start + count : slots.stop].any())
+        for i, (before, after) in enumerate(zip(source.caches, target.caches, strict=True))
+        for tensor in before.state
         if tensor.slot_axis is not None and tensor.present(i) in arrays
+        for slots, count in zip(slots_of(before.capacity), after.capacity, strict=True)
     )
 
 
-def slots_for(votes: NDArray[Any], tokens: int) -> int:
-    """Return the number of slots that a call needs, at most the capacity.
+def slots_for(votes: NDArray[Any], cache: LayerCache, tokens: int) -> tuple[int, ...]:
+    """Return for each KV head the number of slots that a call needs, at most the capacity.
 
     Args:
-        votes: [B, H, C], the votes before the call.
+        votes: [B, S], the votes before the call.
+        cache: The cache.
         tokens: The tokens of the call.
     """
-    used = int((votes > 0).sum(-1).max(initial=0))
-    return int(min(votes.shape[-1], -(-(used + tokens) // MULTIPLE) * MULTIPLE))
-
-
-def resized(x: NDArray[Any], axis: int, slots: int) -> NDArray[Any]:
-    """Return a tensor with `slots` slots along an axis: the last slots are cut off, or empty ones are added."""
-    if x.shape[axis] == slots:
-        return x
-    kept = x[(slice(None),) * axis + (slice(0, slots),)]
-    if kept.shape[axis] == slots:
-        return np.ascontiguousarray(kept)
-    shape = list(x.shape)
-    shape[axis] = slots
-    wider = np.zeros(shape, x.dtype)
-    wider[(slice(None),) * axis + (slice(0, kept.shape[axis]),)] = kept
-    return wider
+    used = max(int((votes[:, slots] > 0).sum(-1).max(initial=0)) for slots in cache.head_slots)
+    return cache.first_slots(-(-(used + tokens) // MULTIPLE) * MULTIPLE)

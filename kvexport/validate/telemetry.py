@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvexport.cache import CachePlan, LayerGeometry, cache_geometry
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, resized
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method
@@ -186,6 +186,15 @@ def _bounds(
     return dropped + torch.stack([theorem, by_slot])
 
 
+def _by_heads(layer: LayerCache, tensor: StateTensor, x: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy [B, H, C, ...] of a state tensor; heads of fewer slots than others get empty ones."""
+    axis, most = tensor.slot_axis, max(layer.capacity)
+    if axis is None:
+        return np.array(x)
+    wide = resized(x, axis, layer.capacity, (most,) * layer.kv_heads)
+    return np.array(np.moveaxis(wide.reshape(*x.shape[:axis], layer.kv_heads, most, *x.shape[axis + 1 :]), axis, 1))
+
+
 class _Numbered:
     """A compression method over values extended by one-hot slot numbers, which show where a merge moves each slot.
 
@@ -213,7 +222,7 @@ class Telemetry:
 
     def __init__(self, plan: CachePlan, geometry: list[LayerGeometry], method: Method) -> None:
         self.plan, self.method = plan, method
-        self.attributes = [layer_attributes(method, layer) for layer in cache_geometry(geometry, len(plan.caches))]
+        self.attributes = [layer_attributes(method, layer) for layer in geometry]
         # The theorem assumes votes with exponent 1, and values weighted by the estimates.
         self.estimates = method.statistics[-1].kind == "log_ema" and method.vote_exponent == 1.0
         # The keys of these dicts are (sequence, layer).
@@ -256,7 +265,7 @@ class Telemetry:
             if not layer.merges:
                 continue
             old, new = (
-                [torch.from_numpy(np.array(state[name(tensor, i)])) for tensor in layer.state]
+                [torch.from_numpy(_by_heads(layer, tensor, state[name(tensor, i)])) for tensor in layer.state]
                 for name, state in ((StateTensor.past, past), (StateTensor.present, present))
             )
             if layer.value_in_key:
@@ -283,8 +292,13 @@ class Telemetry:
         size, slots = value.shape[-1], votes.shape[-1]
         numbered = torch.cat([value.float(), torch.eye(slots).expand(*votes.shape, slots)], dim=-1)
         method = cast(Method, _Numbered(self.method, size))
-        attributes = replace(merge_attributes(self.plan.caches[layer], self.method), value_prefix=0, method=method)
-        _, merged, filled, *_ = merge_cache(key, numbered, votes, score, position, *extra, attributes=attributes)
+        heads = [
+            replace(x, value_prefix=0, method=method) for x in merge_attributes(self.plan.caches[layer], self.method)
+        ]
+        inputs = (key, numbered, votes, score, position, *extra)
+        parts = [inputs] if len({*heads}) == 1 else [[x[:, h : h + 1] for x in inputs] for h in range(len(heads))]
+        results = [merge_cache(*own, attributes=each) for own, each in zip(parts, heads, strict=False)]
+        merged, filled = (torch.cat([result[i] for result in results], 1) for i in (1, 2))
         share, to = (merged[..., size:] * (filled > 0)[..., None]).max(dim=2)
         now = torch.where(votes > 0, position, -1).amax(-1, keepdim=True)
         seen = Slots(key, value, votes, score, position, now)

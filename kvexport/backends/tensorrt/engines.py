@@ -288,9 +288,10 @@ def require_sortable(state: CachePlan, why: str) -> None:
         EnvironmentProblem: If a cache that merges has more slots than TensorRT sorts.
     """
     for i, cache in enumerate(state.caches):
-        if cache.merges and max(cache.capacity) > MOST_SORTED:
+        slots = max(cache.capacity)
+        if cache.merges and slots > MOST_SORTED:
             raise EnvironmentProblem(
-                f"cache {i} has {max(cache.capacity)} slots, and TensorRT sorts at most {MOST_SORTED} without kvexport's "
+                f"cache {i} has {slots} slots, and TensorRT sorts at most {MOST_SORTED} without kvexport's "
                 f"plugin, which does not run MergeCache: {why}",
                 f"python plugins/build.py tensorrt, or a cache.budget and cache.merge_every that give {MOST_SORTED} "
                 "slots",

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # The name of a field of the plugins in STATEFUL (plugins/bindings/tensorrt/tensors.h).
 ALIAS_STATE = "alias_state"
-# The function of equal KV heads that MergeCache's functions call, the beginning of its name (kvexport.ops.onnx_function),
-# and values in it: the evicted rows, and their largest number, which is capacity - budget.
+# The beginning of the name of the function of equal KV heads that MergeCache's functions call, and values in it: the
+# evicted rows, and their largest number, which is capacity - budget.
 HEADS_MERGE = "HeadsMergeCache_"
 EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
 

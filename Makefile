@@ -15,6 +15,9 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build-cache/pycache
 endif
 
+# For the tools that import ONNX Runtime without kvexport.
+export ORT_DISABLE_TELEMETRY ?= 1
+
 .PHONY: fuzz audit sbom demo test lint docs setup native native-here wheel release native-cuda cross-tools tensorrt-bindings smollm2 smollm2-file cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
+import kvexport
 from tests.support.artifacts import Forks
 from tests.support.tiny_model import RECIPE, make_checkpoint
 
@@ -75,8 +76,6 @@ def tiny_recipe(tiny_checkpoint: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny_recipe: Path) -> Path:
     """The artifact that the tiny recipe gives. Tests must not change it."""
-    import kvexport
-
     return kvexport.build(tiny_recipe, tiny_recipe.parent / "artifact")
 
 
@@ -96,7 +95,6 @@ def adapters(tiny_checkpoint: Path) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def adapted_artifact(tiny_checkpoint: Path) -> Path:
     """The artifact of the tiny recipe that takes two adapters of rank 4. Tests must not change it."""
-    import kvexport
     from kvexport.recipe.fields import Recipe
 
     recipe = {**RECIPE, "model": {"path": str(tiny_checkpoint)}, "adapters": {"count": 2, "rank": 4}}

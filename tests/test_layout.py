@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "kvexport"
 # nothing of torch.
 ORDER = [
     "version",
+    "outbound",
     "errors",
     "units",
     "memory",

@@ -185,10 +185,6 @@ class CachePlan:
         """
         return self.caches[0].rotary.cache_positions
 
-    def rank_plan(self, ranks: int) -> CachePlan:
-        """Return the cache plan of one tensor-parallel process if `ranks` processes divide the KV heads equally."""
-        return replace(self, caches=tuple(replace(x, kv_heads=x.kv_heads // ranks) for x in self.caches))
-
     def bytes(self, batch: int = 1) -> int:
         """Return the bytes of all caches and recurrent states for `batch` sequences, `past_length` included."""
         recurrent = sum(layer.bytes(batch) for layer in self.states)

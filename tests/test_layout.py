@@ -37,7 +37,6 @@ ORDER = [
     "artifact",
     "tensor_files",
     "backends",
-    "ranks",
     "language",
     "state",
     "engine",

@@ -61,7 +61,7 @@ def test_every_supported_architecture_is_recorded_and_none_spills() -> None:
 def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_path: Path) -> None:
     """Kernels compile within their recorded resources.
 
-    They are compiled again only after a change of their sources. `make test` has compiled them for one capability,
+    They are compiled again only after a change of their sources. `make test-kernels` has compiled them for one capability,
     because other tests run their PTX on the host (tests/conformance/test_ptx.py). By default the same PTX is assembled
     for the other one.
     """

@@ -1,4 +1,5 @@
 # Two commands do everything: `make demo` sets up and runs the main job, `make test` sets up and passes the tests.
+# `make test-kernels` is the second part of the tests, for who changes a kernel.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,10 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build-cache/pycache
 endif
 
-.PHONY: fuzz audit sbom demo test lint docs setup native native-here wheel release native-cuda cross-tools tensorrt-bindings smollm2 smollm2-file cuda-host cuda-ptx kernels gpu-check lock clean
+# For the tools that import ONNX Runtime without kvexport.
+export ORT_DISABLE_TELEMETRY ?= 1
+
+.PHONY: fuzz audit sbom demo test test-kernels lint docs setup native native-here native-machine wheel release native-cuda cross-tools tensorrt-bindings smollm2 smollm2-file cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
@@ -156,18 +160,31 @@ lint: setup
 kernels:
 	$(PYTHON) plugins/build.py cuda-host $(shell $(PYTHON) plugins/build.py --check cuda-ptx 2>/dev/null && echo cuda-ptx)
 
-# Side by side, but for what asks apt-get: the kernels while setup, which is one process, leaves a core idle.
-ifneq ($(filter demo test,$(MAKECMDGOALS)),)
+# Side by side, but for what asks apt-get: the kernels compile while setup, which is one process, leaves a core idle.
+ifneq ($(filter demo test test-kernels,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=3
 endif
 ifneq ($(filter test,$(MAKECMDGOALS)),)
 AUDIT := --soft
+endif
+ifneq ($(filter test-kernels,$(MAKECMDGOALS)),)
 native: | $(if $(filter true,$(CI)),cross-tools)
 cuda-host: | native kernels
 endif
+PYTEST = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-test: kernels lint native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings smollm2 audit)
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+native-machine:
+	$(PYTHON) plugins/build.py onnxruntime --this-machine --fetch-headers
+
+# What a contributor runs on every change: lint, types, units, the exporter, the engine, the server, and the
+# conformance of the CPU's kernels on the best instruction set of this machine.
+test: lint native-machine $(if $(filter true,$(CI)),smollm2 audit)
+	$(PYTEST) -m "not kernels"
+
+# What takes other compilers: CUDA's kernels on the host and as PTX, TensorRT's plugins, every instruction set, Arm's
+# under emulation, sanitizers, and planted bugs that the tests have to find.
+test-kernels: setup kernels native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings)
+	$(PYTEST) -m kernels
 
 clean:
 	rm -rf $(DEMO) build-cache kvexport/_native dist .pytest_cache .mypy_cache .ruff_cache

@@ -38,9 +38,8 @@ SOURCES = (
 )
 DISPATCH = "cpu/dispatch.cpp"
 BINDING = "bindings/onnxruntime/library.cpp"
-RANKS = "cpu/ranks/all_reduce.cpp"
 REPACK = "cpu/linear/repack.cpp"
-ONCE = (DISPATCH, RANKS, REPACK)  # compiled once, for no specific instruction set
+ONCE = (DISPATCH, REPACK)  # compiled once, for no specific instruction set
 FLAGS = ("-std=gnu++17", "-Og", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
 # One instruction set is enough if the sources are the same for all.
 ISA = "avx2"
@@ -297,7 +296,7 @@ class Library:
         """Return CMake's object file if it is newer than all sources."""
         if self.made is None:
             return None
-        part = {BINDING: "kvexport_onnxruntime", RANKS: "kvexport_cpu", REPACK: "kvexport_cpu"}.get(source, f"kv_{isa}")
+        part = {BINDING: "kvexport_onnxruntime", REPACK: "kvexport_cpu"}.get(source, f"kv_{isa}")
         there = self.made / "CMakeFiles" / f"{part}.dir" / f"{source}.o"
         newest = max(path.stat().st_mtime for path in PLUGINS.rglob("*") if path.suffix in (".h", ".cpp", ".txt"))
         return there if there.is_file() and there.stat().st_mtime > newest else None

@@ -44,7 +44,7 @@ LABEL org.opencontainers.image.title="kvexport" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/kvexport /opt/kvexport
 RUN useradd --uid 10001 --create-home kvexport && mkdir /artifacts /sessions && chown kvexport /artifacts /sessions
-ENV PATH=/opt/kvexport/bin:$PATH NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV ORT_DISABLE_TELEMETRY=1 PATH=/opt/kvexport/bin:$PATH NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001
 WORKDIR /artifacts
 EXPOSE 8000

@@ -14,7 +14,10 @@ from __future__ import annotations
 import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from kvexport.outbound import silence_dependencies as _silence_dependencies
 from kvexport.version import __version__
+
+_silence_dependencies()  # before any dependency can be imported
 
 if _TYPE_CHECKING:
     from typing import Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -103,7 +103,8 @@ class LayerCache:
         """Return a view [B, 1, C, ...] of one KV head of a state tensor [B, S, ...]; of a score, [B, 1, K, C]."""
         if tensor.slot_axis is None:
             return x[:, head : head + 1]
-        return x[(*[slice(None)] * tensor.slot_axis, self.head_slots[head])][:, None]
+        slots = np.moveaxis(x, tensor.slot_axis, 0)[self.head_slots[head]]
+        return np.moveaxis(slots, 0, tensor.slot_axis)[:, None]
 
     def first_slots(self, most: int) -> tuple[int, ...]:
         """Return for each KV head `most`, or its capacity if that is smaller: the slots of a saved lane."""
@@ -223,10 +224,6 @@ class CachePlan:
         """Return one number for each KV head of all layers as one list for each layer."""
         ends = [0, *itertools.accumulate(cache.kv_heads for cache in self.caches)]
         return [heads[first:end] for first, end in itertools.pairwise(ends)]
-
-    def rank_plan(self, ranks: int) -> CachePlan:
-        """Return the cache plan of one tensor-parallel process if `ranks` processes divide the KV heads equally."""
-        return replace(self, caches=tuple(replace(x, kv_heads=x.kv_heads // ranks) for x in self.caches))
 
     def bytes(self, batch: int = 1) -> int:
         """Return the bytes of all caches and recurrent states for `batch` sequences, `past_length` included."""

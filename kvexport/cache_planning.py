@@ -158,9 +158,8 @@ def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
 
 
 def _with_slots(cache: LayerCache, budget: int, slots: int, recent: int) -> LayerCache:
-    heads = cache.kv_heads
-    sizes = {"budget": (budget,) * heads, "capacity": (slots,) * heads, "recent": (recent,) * heads}
-    return replace(cache, merges=False, **sizes)
+    n = cache.kv_heads
+    return replace(cache, merges=False, budget=(budget,) * n, capacity=(slots,) * n, recent=(recent,) * n)
 
 
 def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
@@ -214,7 +213,7 @@ def _require_not_periodic(recipe: Recipe, why: str) -> None:
 
 
 def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
-    """Raise UsageError for settings that would have to remove tokens from a recurrent state, or to split it."""
+    """Raise UsageError for settings that would have to remove tokens from a recurrent state."""
     why = f"layer {states[0].layer} has a recurrent state"
     if recipe.speculate.draft is not None:
         raise UsageError(
@@ -227,7 +226,6 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
         raise UsageError(
             f"cache.positions is cache, which is not supported where {why}", "--set cache.positions=absolute"
         )
-    _require_one_rank(recipe, why)
 
 
 def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
@@ -249,20 +247,10 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
             f"backend.name is {recipe.backend.name}, which is not supported where {why}",
             f"--set backend.name={default()}",
         )
-    _require_one_rank(recipe, why)
     if (device := getattr(recipe.backend, "device", "cpu")) != "cpu":
         raise UsageError(
             f"backend.device is {device}, which is not supported where {why}",
             "--set backend.device=cpu",
-        )
-
-
-def _require_one_rank(recipe: Recipe, why: str) -> None:
-    """Raise UsageError unless one process runs the model; `why` names the layer that needs it."""
-    if recipe.backend.tensor_parallel > 1:
-        raise UsageError(
-            f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, which is not supported where {why}",
-            "--set backend.tensor_parallel=1",
         )
 
 
@@ -330,8 +318,8 @@ def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]
 
 
 def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError if a recipe's budget shares of KV heads do not fit the model, or ranks split the heads."""
-    shares, ranks = head_shares(recipe), recipe.backend.tensor_parallel
+    """Raise UsageError if a recipe's budget shares of KV heads do not fit the model."""
+    shares = head_shares(recipe)
     for i, (row, layer) in enumerate(zip(shares, geometry, strict=bool(shares))):
         if len(row) != layer.kv_heads:
             raise UsageError(
@@ -339,9 +327,3 @@ def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
                 f"{layer.kv_heads}",
                 "one for each KV head, or one number for the layer, in all layers alike",
             )
-    if shares and ranks > 1:
-        raise UsageError(
-            f"backend.tensor_parallel is {ranks}, which share the heads of every cache, but cache.allocation.shares "
-            "gives KV heads budgets of their own",
-            "--set backend.tensor_parallel=1, or shares of layers",
-        )

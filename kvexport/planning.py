@@ -30,7 +30,7 @@ class Fit:
     """The number of sequences, and the largest cache budget, that fit into a memory beside weights and adapters.
 
     Attributes:
-        memory: The memory of every rank, in bytes.
+        memory: The memory in bytes.
         sequences: The number of the recipe's sequences that fit.
         largest_budget: The largest uniform budget, in slots of a layer, with which max_batch sequences fit. None if no
             budget fits, or if the method keeps every slot.
@@ -50,7 +50,6 @@ class MemoryPlan:
         weight_bytes: Bytes of the weights, packed or in the recipe's dtype.
         full_bytes: Bytes of keys and values of one sequence of max_length in a full cache (a sliding-window layer keeps
             its window). None if the length is unlimited.
-        rank_weight_bytes: Bytes of the weights of one of `backend.tensor_parallel` ranks.
         expert_bytes: Bytes of the experts' weights; 0 for a model without experts.
         expert_read_bytes: Bytes of the weights of the experts that the router chooses for one token.
         adapter_bytes: Bytes of `adapters.count` LoRA adapters of the largest rank.
@@ -63,7 +62,6 @@ class MemoryPlan:
     parameters: int
     weight_bytes: int
     full_bytes: int | None
-    rank_weight_bytes: int
     expert_bytes: int = 0
     expert_read_bytes: int = 0
     adapter_bytes: int = 0
@@ -151,8 +149,8 @@ class MemoryPlan:
 
     def fit(self, memory: int) -> Fit:
         """Return the number of sequences, and the largest budget, that fit into `memory` bytes with the weights."""
-        room = max(0, memory - self.rank_weight_bytes - self.adapter_bytes)
-        return Fit(memory, room // _rank_bytes(self.recipe, self.cache), self._largest_budget(room))
+        room = max(0, memory - self.weight_bytes - self.adapter_bytes)
+        return Fit(memory, room // state_bytes(self.recipe, self.cache), self._largest_budget(room))
 
     def _largest_budget(self, room: int) -> int | None:
         if not self.recipe.cache.build_method().compresses:
@@ -173,7 +171,7 @@ class MemoryPlan:
         A budget too small for sinks and recent slots counts as fitting.
         """
         cache = self._with_budget(budget)
-        return cache is None or _rank_bytes(self.recipe, cache, self.recipe.limits.max_batch) <= room
+        return cache is None or state_bytes(self.recipe, cache, self.recipe.limits.max_batch) <= room
 
     def _with_budget(self, budget: int) -> CachePlan | None:
         section = self.recipe.cache
@@ -205,9 +203,6 @@ class MemoryPlan:
             "snapshot_bytes_after_prompt": self.snapshot_bytes,
             "cache_bytes": self.batch_bytes,
             "server_bytes": self.server.total,
-            "ranks": self.recipe.backend.tensor_parallel,
-            "rank_weight_bytes": self.rank_weight_bytes,
-            "rank_cache_bytes": _rank_bytes(self.recipe, self.cache, limits.max_batch),
             "full_cache_bytes_per_sequence": self.full_bytes,
             "ratio": self.ratio,
             "layers": [
@@ -234,11 +229,6 @@ class MemoryPlan:
             f"weights{', adapters' * bool(self.adapter_bytes)} and caches": f"{format_bytes(total)}; {NOT_COUNTED}",
             "kvexport serve": str(self.server),
         }
-        if (ranks := recipe.backend.tensor_parallel) > 1:
-            caches = format_bytes(_rank_bytes(recipe, self.cache, batch))
-            weights = format_bytes(self.rank_weight_bytes)
-            where = ", on a GPU of its own" if backends.get(recipe.backend.name).device(recipe) == "cuda" else ""
-            summary[f"each of {ranks} ranks"] = f"{weights} of weights, {caches} of {batch} sequences' caches{where}"
         summary |= self.advice
         if self.full_bytes is None or self.ratio is None:
             summary["full cache of 1 sequence"] = "without bound: limits.max_length is unlimited"
@@ -249,14 +239,14 @@ class MemoryPlan:
             summary["against the full cache"] = smaller
         return [
             KeyValues(f"Plan of {self.name or 'the recipe'}", summary),
-            layer_table(self.cache, len(self.geometry)),
+            layer_table(self.cache),
             *([self._describe(fit)] if fit else []),
         ]
 
     def _describe(self, fit: Fit) -> Section:
         batch = self.recipe.limits.max_batch
-        if fit.memory < self.rank_weight_bytes:
-            sequences: str | int = f"none: not even the weights fit, {format_bytes(self.rank_weight_bytes)}"
+        if fit.memory < self.weight_bytes:
+            sequences: str | int = f"none: not even the weights fit, {format_bytes(self.weight_bytes)}"
         else:
             sequences = fit.sequences
         budget = f"none is small enough for {batch} sequences; fewer of them: --set limits.max_batch=N"
@@ -265,9 +255,8 @@ class MemoryPlan:
             budget = f"{fit.largest_budget} slots: {settings}"
         elif not self.recipe.cache.build_method().compresses:
             budget = f"none to choose: {self.recipe.cache.method} keeps every slot"
-        where = " of each rank" if self.recipe.backend.tensor_parallel > 1 else ""
         return KeyValues(
-            f"In {format_bytes(fit.memory)}{where}, {NOT_COUNTED}",
+            f"In {format_bytes(fit.memory)}, {NOT_COUNTED}",
             {"sequences beside the weights": sequences, f"largest uniform budget for {batch} sequences": budget},
         )
 
@@ -292,7 +281,6 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
 
     from kvexport.export.build import read_model
     from kvexport.export.graph.adapters import projection_sizes
-    from kvexport.export.ranks import rank_weight_bytes
     from kvexport.export.weights.specs import expert_bytes, weight_bytes
 
     shape = read_model(recipe, weights=False)
@@ -305,14 +293,9 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     )
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
-    rank_bytes = weights if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
     targets = projection_sizes(shape.model, shape.mode, recipe.adapters.targets) if recipe.adapters.count else {}
     geometry, adapters = tuple(shape.geometry), largest_bytes(recipe, targets)
-    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, rank_bytes, *experts, adapters)
-
-
-def _rank_bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:
-    return state_bytes(recipe, cache.rank_plan(recipe.backend.tensor_parallel), sequences)
+    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, *experts, adapters)
 
 
 def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:

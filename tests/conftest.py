@@ -8,12 +8,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 
+import kvexport
 from tests.support.artifacts import Forks
 from tests.support.tiny_model import RECIPE, make_checkpoint
 
@@ -25,14 +27,44 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# These tests run first. They trace most of the functions that other tests reuse, or they are long and in few files: at
-# the end they would occupy one worker while the others are idle.
+# The second part of the tests, `make test-kernels`: kernels that take a compiler of their own (CUDA's on the host, PTX,
+# TensorRT's plugins, other processors under emulation, sanitizers), and planted bugs. `make test` is the first part.
+KERNELS = (
+    "tests/backends/onnxruntime/test_cuda_provider.py",
+    "tests/backends/onnxruntime/test_operators.py",
+    "tests/backends/tensorrt/test_gpu.py",
+    "tests/backends/tensorrt/test_lean.py",
+    "tests/backends/tensorrt/test_library.py",
+    "tests/backends/tensorrt/test_*plugins.py",
+    "tests/benchmarks/test_arm_instructions.py",
+    "tests/conformance/test_*_on_host.py",
+    "tests/conformance/test_cuda_*.py",
+    "tests/conformance/test_garbage.py",
+    "tests/conformance/test_ptx.py",
+    "tests/plugins/*",
+    "tests/tools/test_gpu_check*.py",
+    "tests/tools/test_release.py",
+    "tests/validate/test_mutants.py",
+)
+KERNEL_BACKENDS = {"cuda-on-host", "onnxruntime-cuda-on-host", "cuda-ptx", "tensorrt-plugin"}
+# These tests run first: they are long and in few files, and at the end they would occupy one worker while the others
+# are idle; or they trace most of the functions that other tests reuse.
 FIRST = ("tests/conformance/test_merge_cache.py", "tests/validate/", "tests/plugins/", "tests/tools/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of FIRST to the front, in its order, and keep the order of all others."""
+    """Mark the tests of KERNELS and of its backends, and move those of FIRST to the front, in its order."""
+    for item in items:
+        path = item.nodeid.partition("::")[0]
+        if any(fnmatch(path, pattern) for pattern in KERNELS) or _backends(item) & KERNEL_BACKENDS:
+            item.add_marker("kernels")
     items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
+
+
+def _backends(item: pytest.Item) -> set[str]:
+    call = getattr(item, "callspec", None)
+    names = [getattr(value, "name", value) for value in call.params.values()] if call else []
+    return {name for name in names if isinstance(name, str)}
 
 
 def pytest_collection_finish() -> None:
@@ -75,8 +107,6 @@ def tiny_recipe(tiny_checkpoint: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny_recipe: Path) -> Path:
     """The artifact that the tiny recipe gives. Tests must not change it."""
-    import kvexport
-
     return kvexport.build(tiny_recipe, tiny_recipe.parent / "artifact")
 
 
@@ -96,7 +126,6 @@ def adapters(tiny_checkpoint: Path) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def adapted_artifact(tiny_checkpoint: Path) -> Path:
     """The artifact of the tiny recipe that takes two adapters of rank 4. Tests must not change it."""
-    import kvexport
     from kvexport.recipe.fields import Recipe
 
     recipe = {**RECIPE, "model": {"path": str(tiny_checkpoint)}, "adapters": {"count": 2, "rank": 4}}

@@ -89,16 +89,13 @@ def plan_of(geometry: list[LayerGeometry], **allocation: Any) -> CachePlan:
     return plan_cache(Recipe.model_validate({"model": {"path": "-"}, "cache": cache}), geometry)
 
 
-def test_shares_of_other_heads_or_for_several_ranks_are_refused() -> None:
+def test_shares_of_other_heads_or_for_positions_in_the_cache_are_refused() -> None:
     geometry = [LayerGeometry(8, 2, 16, 16)] * 2
     with pytest.raises(UsageError, match="has 3 numbers for the KV heads of layer 1, which has 2") as caught:
         plan_of(geometry, kind="listed", shares=[[1, 3], [2, 2, 1]])
     assert "one for each KV head" in caught.value.fix
-    recipe: dict[str, Any] = {"model": {"path": "-"}, "backend": {"tensor_parallel": 2}}
+    recipe: dict[str, Any] = {"model": {"path": "-"}}
     recipe["cache"] = {"method": "h2o", "budget": 100, "allocation": {"kind": "listed", "shares": [[1, 3], [2, 2]]}}
-    with pytest.raises(UsageError, match=r"tensor_parallel is 2, .* every KV head a cache of its own") as caught:
-        plan_cache(Recipe.model_validate(recipe), geometry)
-    assert "--set backend.tensor_parallel=1" in caught.value.fix
     with pytest.raises(UsageError, match="KV heads have budgets of 50 to 150 slots: a new token"):
         recipe["cache"]["positions"] = "cache"
         plan_cache(Recipe.model_validate(recipe), geometry)

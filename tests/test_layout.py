@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "kvexport"
 # nothing of torch.
 ORDER = [
     "version",
+    "outbound",
     "errors",
     "units",
     "memory",
@@ -36,7 +37,6 @@ ORDER = [
     "artifact",
     "tensor_files",
     "backends",
-    "ranks",
     "language",
     "state",
     "engine",

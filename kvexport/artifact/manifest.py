@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -64,27 +64,19 @@ class Graphs:
     """The file names of an artifact's ONNX graphs.
 
     Attributes:
-        decoder: The decoder; that of rank 0 if the model is split.
+        decoder: The decoder.
         merge: The merge, or None if no layer merges.
         top_logits: The graph that finds the largest logits. Older artifacts have none.
-        ranks: The decoders of the ranks from 1 on, if the model is split.
     """
 
     decoder: str
     merge: str | None
     top_logits: str | None = None
-    ranks: tuple[str, ...] = ()
-
-    @property
-    def rank_count(self) -> int:
-        """The number of tensor parallel processes that run the model together."""
-        return 1 + len(self.ranks)
 
     def files(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the file name of every ONNX graph of an artifact."""
         graphs = ((name, getattr(self, name)) for name in ("decoder", "merge", "top_logits"))
         yield from ((name, file) for name, file in graphs if file is not None)
-        yield from ((f"ranks.{i}", file) for i, file in enumerate(self.ranks))
 
 
 @dataclass(frozen=True)
@@ -137,16 +129,6 @@ class Manifest:
     engines: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
-
-    def rank_manifest(self, rank: int) -> Manifest:
-        """Return the manifest of one tensor parallel rank of an artifact: its decoder and its KV heads."""
-        ranks, model = self.graphs.rank_count, self.model
-        return replace(
-            self,
-            graphs=replace(self.graphs, decoder=(self.graphs.decoder, *self.graphs.ranks)[rank]),
-            model=replace(model, query_heads=tuple(heads // ranks for heads in model.query_heads)),
-            cache=self.cache.rank_plan(ranks),
-        )
 
     @property
     def bytes(self) -> int:
@@ -203,7 +185,6 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
     if bool(manifest.adapters) != bool(manifest.recipe.adapters.count):
         raise unusable(root, "adapters", f"has {len(manifest.adapters)} projections, unlike its recipe")
     _check_limits(root, manifest)
-    _check_ranks(root, manifest)
     return manifest
 
 
@@ -223,20 +204,6 @@ def _check_limits(root: Path, manifest: Manifest) -> None:
     for name, value in asdict(manifest.limits).items():
         if value != expected[name]:
             raise unusable(root, f"limits.{name}", f"should be {expected[name]} as in its recipe, found {value}")
-
-
-def _check_ranks(root: Path, manifest: Manifest) -> None:
-    """Check that an artifact has as many decoders as ranks, and that the ranks can share the heads.
-
-    Raises:
-        ArtifactError: If not.
-    """
-    ranks = manifest.recipe.backend.tensor_parallel
-    if manifest.graphs.rank_count != ranks:
-        raise unusable(root, "graphs.ranks", f"should name {ranks - 1} files, found {len(manifest.graphs.ranks)}")
-    for i, layer in enumerate(manifest.cache.caches):
-        if layer.kv_heads % ranks or manifest.model.query_heads[i] % ranks:
-            raise unusable(root, f"cache.{i}.kv_heads", f"should be a multiple of {ranks}, found {layer.kv_heads}")
 
 
 def _check_cache(root: Path, place: str, cache: LayerCache) -> None:

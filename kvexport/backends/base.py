@@ -9,12 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
-
-from kvexport.errors import UsageError
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from mmap import mmap
     from pathlib import Path
 
     from kvexport.artifact.manifest import Manifest
@@ -109,44 +106,6 @@ class Runners:
     open_decoder: Callable[[bytes], Any] | None = None
 
 
-A_RANK_FAILED = "a rank has failed"  # the message of a sum that failed because of another error
-
-
-class Collectives(Protocol):
-    """All-reduce sums over the tensor-parallel ranks of one model: processes that share host memory."""
-
-    def bytes(self, ranks: int) -> int:
-        """Return the bytes of shared host memory that all-reduces over `ranks` ranks need; 0 if `ranks` is too large.
-
-        The caller provides this memory filled with zeros.
-        """
-        ...
-
-    def environment(self, rank: int) -> Mapping[str, str]:
-        """Return the environment variables to add for the process of tensor-parallel rank `rank`, which is not 0."""
-        ...
-
-    def join(self, memory: mmap, rank: int, ranks: int) -> None:
-        """Connect this tensor-parallel rank with the others, so that the calling thread can open sessions of the rank.
-
-        The call returns when all ranks have joined, or raises the error that prevents it.
-
-        Args:
-            memory: The shared memory.
-            rank: The number of this rank.
-            ranks: The number of ranks.
-        """
-        ...
-
-    def fail(self, memory: mmap) -> None:
-        """Make every all-reduce over the ranks fail from now on, also one that a rank already waits for."""
-        ...
-
-    def problem(self, memory: mmap) -> str:
-        """Return why sums over tensor-parallel ranks are wrong although no run raised an error; "" if right."""
-        ...
-
-
 class Backend(ABC):
     """Base class of a backend: a library that runs an exported model's ONNX graphs.
 
@@ -195,35 +154,6 @@ class Backend(ABC):
             model: The result of `load`.
             manifest: The manifest of the artifact.
         """
-
-    def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
-        """Check that the backend can run a model that is split over several tensor-parallel ranks.
-
-        Args:
-            recipe: The recipe.
-            device: The device, if it is not the recipe's.
-
-        Raises:
-            UsageError: If the backend cannot run the model.
-        """
-        raise UsageError(
-            f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, but {self.name} runs a model in one process",
-            "--set backend.tensor_parallel=1",
-        )
-
-    def collectives(self, manifest: Manifest, options: LoadOptions) -> Collectives:
-        """Return the all-reduce sums over the tensor-parallel ranks of an artifact on this machine.
-
-        Args:
-            manifest: The manifest of the artifact.
-            options: Settings that replace those of the recipe.
-
-        Raises:
-            UsageError: If the backend cannot run a model of several ranks.
-            EnvironmentProblem: If this machine lacks something that the sums need.
-        """
-        self.require_ranks(manifest.recipe, options.device)
-        raise NotImplementedError
 
     def device(self, recipe: Recipe) -> str | None:
         """Return the device that the recipe chooses, such as "cuda"; None if the backend offers no choice."""

@@ -37,13 +37,6 @@ def backend_section() -> type[RecipeSection]:
 
     class Named(RecipeSection):
         name: Literal[names()] = Field(default(), description="The backend that runs the ONNX graphs.")  # type: ignore[valid-type]
-        tensor_parallel: int = Field(
-            1,
-            ge=1,
-            le=64,
-            description="The number of ranks: processes that compute one model together, each with its share of the KV "
-            "heads (kvexport docs tasks/tensor-parallel).",
-        )
 
     sections: dict[str, type[RecipeSection]] = {name: _module(name).Section for name in names()}
     owners: dict[str, str] = dict.fromkeys(Named.model_fields, "every backend")

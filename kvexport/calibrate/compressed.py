@@ -14,8 +14,9 @@ from kvexport.cache import LayerCache, LayerGeometry
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method
-from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
-from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+from kvexport.ops.layer_state import layer_merge_cache, layer_vote_attention
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,7 @@ def compressed_attention(
     """Return the attention output [1, Hq, T, Dv] of a layer whose cache merges after every chunk.
 
     Args:
-        cache: The layer's cache.
+        cache: The layer's cache, whose KV heads have one budget.
         layer: The layer's attention geometry.
         method: The compression method.
         inputs: Query [1, Hq, T, D], key [1, H, T, D] and value [1, H, T, Dv], float32.
@@ -50,12 +51,13 @@ def compressed_attention(
             output, *state = _run(_attention_session(attend, opener), arguments)
         else:
             arguments = (*arguments[:10], None, *arguments[10:])
-            output, *state = vote_attention(*arguments, attributes=attend)
+            output, *state = layer_vote_attention(*arguments, attributes=attend)
         parts.append(output)
-        if int((state[2] > 0).sum(-1).max()) > cache.budget:
-            state = (
-                merge_cache(*state, attributes=merge) if opener is None else _run(_merge_session(merge, opener), state)
-            )
+        if int((state[2].reshape(cache.kv_heads, -1) > 0).sum(-1).max()) > cache.budget[0]:
+            if opener is None:
+                state = layer_merge_cache(*state, attributes=merge)
+            else:
+                state = _run(_merge_session(merge, opener), state)
     return torch.cat(parts, 2)
 
 
@@ -89,7 +91,7 @@ def _attention_session(attributes: VoteAttentionAttributes, opener: NodeOpener) 
 
 
 @lru_cache(maxsize=64)
-def _merge_session(attributes: MergeCacheAttributes, opener: NodeOpener) -> Any:
+def _merge_session(attributes: tuple[MergeCacheAttributes, ...], opener: NodeOpener) -> Any:
     from kvexport.ops.onnx_function import merge_cache_node_attributes
     from kvexport.schema.operators import MERGE_CACHE
 
@@ -104,14 +106,14 @@ def _session(
     import torch
     from onnx import TensorProto, helper
 
-    ranks = {"query": 4, "key": 4, "value": 4, "votes": 3, "score": 4, "query_length": 2, "output": 4}
+    new = {"query": 4, "key": 4, "value": 4, "position": 2, "query_length": 2, "output": 4}
+    new = new if op == "VoteAttention" else {}
 
     def info(name: str) -> Any:
         plain = name.removeprefix("past_").removeprefix("present_")
-        kind = {"position": TensorProto.INT32, "query_length": TensorProto.INT64}.get(plain, TensorProto.FLOAT)
-        rank = ranks.get(plain, 3)
-        if name == "position" and op == "VoteAttention":
-            kind, rank = TensorProto.INT64, 2
+        whole = TensorProto.INT64 if name in new else TensorProto.INT32
+        kind = whole if plain in ("position", "query_length") else TensorProto.FLOAT
+        rank = new.get(name, 3 if plain in ("key", "value", "score") else 2)
         return helper.make_tensor_value_info(name, kind, [f"{name}_{i}" for i in range(rank)])
 
     node = helper.make_node(op, inputs, outputs, domain="kvexport", **attributes)

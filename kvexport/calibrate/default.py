@@ -66,11 +66,10 @@ def _has_a_choice(loaded: LoadedRecipe) -> bool:
 def prefers_layers(recipe: Recipe) -> bool:
     """Return whether budgets of layers suit a recipe better than budgets of KV heads.
 
-    Tensor-parallel ranks divide the heads of a cache. On a GPU, merges of quantized caches have no kernel, and with
+    On a GPU, merges of quantized caches have no kernel, and with
     budgets of heads they are an ONNX function for each KV head.
     """
-    quantized_on_gpu = recipe.cache.dtype != "model" and backends.get(recipe.backend.name).needs_gpu(recipe)
-    return recipe.backend.tensor_parallel > 1 or quantized_on_gpu
+    return recipe.cache.dtype != "model" and backends.get(recipe.backend.name).needs_gpu(recipe)
 
 
 def _measured_settings(recipe: Recipe, most_seconds: float | None, progress: Show) -> list[str]:

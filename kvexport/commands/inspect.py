@@ -91,7 +91,6 @@ class Inspection:
             **{key: value for description in self.described for key, value in description.data.items()},
             "cache": cache,
             "graphs": graphs,
-            "ranks": manifest.graphs.rank_count,
             "engines": manifest.engines,
             "digests": digests,
         }
@@ -104,7 +103,7 @@ class Inspection:
         files = sorted(self.manifest.files.items())
         return [
             self._summary(),
-            layer_table(self.manifest.cache, self.manifest.model.layers),
+            layer_table(self.manifest.cache),
             Table("Graphs", ("file", "nodes", "operators"), [_graph_row(graph) for graph in self.graphs]),
             *(section for description in self.described for section in description.sections),
             Table(
@@ -132,7 +131,6 @@ class Inspection:
                 "checkpoint": f"{recipe.model.path} (fingerprint {model.fingerprint})",
                 "method": f"{recipe.cache.method}{f' ({parameters})' if parameters else ''}",
                 "backend": self.runs_on,
-                **({"ranks": _ranks(manifest)} if manifest.graphs.ranks else {}),
                 "limits": ", ".join(f"{name} {shown_length(n)}" for name, n in asdict(manifest.limits).items()),
                 "cache of 1 sequence": format_bytes(manifest.cache.bytes(1)),
                 f"cache of {batch} sequences": format_bytes(manifest.cache.bytes(batch)),
@@ -166,14 +164,6 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
     return Inspection(
         path, manifest, graphs, verify, described, f"{runs_on}, which cannot run here: {lacks}" if lacks else runs_on
     )
-
-
-def _ranks(manifest: Manifest) -> str:
-    """Return a text with the KV heads of each tensor-parallel rank."""
-    count, shown = manifest.graphs.rank_count, manifest.rank_manifest(0).cache
-    heads = sorted({layer.kv_heads for layer in shown.caches})
-    each = f"{' or '.join(map(str, heads))} KV heads each"
-    return f"{count} processes of {each}, {format_bytes(shown.bytes(1))} of a sequence's cache"
 
 
 def _read_graph(path: Path, name: str, file: str) -> Graph:

@@ -84,9 +84,9 @@ def manifests(artifact: Path, server: Server) -> str:
 
 
 def _gpus(manifest: Manifest) -> int:
-    """Return the GPUs of one server: one for each tensor-parallel rank, or none if the artifact runs on the CPU."""
+    """Return the GPUs of one server: one, or none if the artifact runs on the CPU."""
     backend = manifest.recipe.backend
-    return backend.tensor_parallel if backends.get(backend.name).needs_gpu(manifest.recipe) else 0
+    return 1 if backends.get(backend.name).needs_gpu(manifest.recipe) else 0
 
 
 def _mib(amount: int) -> str:

@@ -75,12 +75,6 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
 
 def _refuse_state(manifest: Manifest) -> None:
     """Raise UsageError if Triton cannot run the artifact's ONNX graphs and keep its state."""
-    if manifest.graphs.ranks:
-        raise UsageError(
-            f"the artifact is {manifest.graphs.rank_count} ranks (backend.tensor_parallel), and Triton calls one ONNX "
-            "graph in one process",
-            "--kind python, or kvexport build --recipe NAME --set backend.tensor_parallel=1",
-        )
     if manifest.graphs.merge is not None and manifest.recipe.cache.merge_prompts == "end":
         raise UsageError(
             "the artifact merges where a prompt ends (cache.merge_prompts), and Triton calls one ONNX graph, which "

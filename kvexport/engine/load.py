@@ -7,17 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvexport import backends
-from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.adapters import load_adapters
-from kvexport.backends.base import Backend, LoadOptions
-from kvexport.backends.model_state import LoadedModel
+from kvexport.backends.base import LoadOptions
 from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.options import EngineOptions
 from kvexport.memory import require_memory
-from kvexport.ranks.model import RankedModel
-from kvexport.ranks.processes import Ranks
 
 
 def load(
@@ -69,24 +65,5 @@ def load(
         fix = "an artifact of a smaller limits.max_length or cache.budget (kvexport plan says what a recipe takes)"
         require_memory(state_bytes(manifest.recipe, manifest.cache), "the cache of one sequence", fix)
     loaded = load_adapters(manifest, adapters or {})
-    model = load_model(runtime, path, manifest, LoadOptions(threads, device, cuda_graph, float_input, loaded))
+    model = runtime.load(path, manifest, LoadOptions(threads, device, cuda_graph, float_input, loaded))
     return Engine(path, manifest, model, options, loaded)
-
-
-def load_model(backend: Backend, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-    """Load the graphs of an artifact, in as many processes as the artifact has tensor-parallel ranks.
-
-    Args:
-        backend: The library that runs the graphs.
-        path: The folder of the artifact.
-        manifest: The artifact's manifest.
-        options: Settings that replace the recipe's.
-
-    Raises:
-        UsageError: An option cannot be used.
-        ArtifactError: The artifact is not prepared for the backend.
-        EnvironmentProblem: The machine lacks what the backend needs.
-    """
-    if manifest.graphs.rank_count == 1:
-        return backend.load(path, manifest, options)
-    return RankedModel(Ranks(backend, path, manifest, options), manifest)

@@ -107,8 +107,6 @@ def build(
         EnvironmentProblem: The disk is full, a package is missing, or the backend cannot prepare its files here.
     """
     backend = backends.get(recipe.backend.name)
-    if recipe.backend.tensor_parallel > 1:
-        backend.require_ranks(recipe)
     prepare = None if graphs_only else backend.preparation(recipe)
     with staging(out) as folder, _collector_paused():
         from kvexport.export import stages
@@ -120,10 +118,9 @@ def build(
                 shape = shape._replace(plan=plan)
             copy_texts(shape.checkpoint, folder, stages.vocabulary_of(shape))
         specs = stages.choose_weights(shape, recipe, folder, progress)
-        ranks = stages.share_out(shape, specs, recipe.backend.tensor_parallel)
-        traced = stages.trace_and_write(ranks, recipe, folder, shared, progress)
+        traced = stages.trace_and_write(shape, specs, recipe, folder, shared, progress)
         with progress("writing graphs", None):
-            graphs = stages.write_graphs(traced, ranks, recipe, folder)
+            graphs = stages.write_graphs(traced, shape, specs, recipe, folder)
             manifest = stages.describe(recipe, name, shape, graphs, specs, traced)
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)

@@ -60,8 +60,6 @@ def rebuild(
             "its graphs as they are",
             f"--from DIR --backend {' or '.join(others)}",
         )
-    if recipe.backend.tensor_parallel > 1:
-        backend.require_ranks(recipe)
     if importlib.util.find_spec("onnx") is None:
         raise EnvironmentProblem("build --from needs onnx, which is not installed", "pip install onnx")
     prepare = backend.preparation(recipe)
@@ -79,7 +77,7 @@ def rebuild(
 
 def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
     """Return the recipe of an artifact's manifest with overrides of its section `backend`."""
-    if wrong := [x for x in overrides if not x.startswith("backend.") or x.startswith("backend.tensor_parallel")]:
+    if wrong := [x for x in overrides if not x.startswith("backend.")]:
         raise UsageError(
             f"--set {wrong[0]} would change the graphs, which --from keeps",
             "kvexport build --recipe NAME, without --from",

@@ -1,7 +1,7 @@
 """The stages of a build, which `kvexport.export.build` runs.
 
-They read the checkpoint, split it over ranks, trace it while its weights are written, write the graphs, and describe
-the artifact. This module imports torch and transformers, which commands that only read an artifact do without.
+They read the checkpoint, trace it while its weights are written, write the graphs, and describe the artifact. This
+module imports torch and transformers, which commands that only read an artifact do without.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from kvexport.export.model.hf_model import length_notes, text_part_notes
 from kvexport.export.model.shape import ModelShape
 from kvexport.export.passes import DECODER_PASSES, GRAPH_CHECKS
 from kvexport.export.passes.linear.adapters import ADAPTERS
-from kvexport.export.ranks import joined_specs, locations_of_rank, rank_specs, split_model
 from kvexport.export.weights.importance import save as save_importance
 from kvexport.export.weights.importance import weigh
 from kvexport.export.weights.specs import packed_formats, packings, weight_notes, weight_specs
@@ -57,21 +56,6 @@ SWITCH_SECONDS = 0.0005
 
 T = TypeVar("T")
 ShowProgress = Callable[[str, int | None], Progress]
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """A model that is split over the ranks of tensor parallelism.
-
-    Attributes:
-        shape: The model of one rank; with a single rank, the whole model.
-        specs: The weights of each rank.
-        stored: The weights that are written: those of all ranks.
-    """
-
-    shape: ModelShape
-    specs: list[list[Spec]]
-    stored: list[Spec]
 
 
 @dataclass(frozen=True)
@@ -118,36 +102,33 @@ def choose_weights(shape: ModelShape, recipe: Recipe, folder: Path, progress: Sh
     return specs
 
 
-def share_out(shape: ModelShape, specs: list[Spec], count: int) -> Ranks:
-    """Split a model and its weights over `count` ranks. Raise UsageError if they cannot be divided equally."""
-    if count == 1:
-        return Ranks(shape, [specs], specs)
-    rank_shape, splits = split_model(shape, count)
-    specs_of = rank_specs(specs, splits, count)
-    return Ranks(rank_shape, specs_of, joined_specs(specs_of))
-
-
 def trace_and_write(
-    ranks: Ranks, recipe: Recipe, folder: Path, shared: SharedWeights | None, progress: ShowProgress
+    shape: ModelShape,
+    specs: list[Spec],
+    recipe: Recipe,
+    folder: Path,
+    shared: SharedWeights | None,
+    progress: ShowProgress,
 ) -> Traced:
     """Trace the model while another thread writes the weights into `folder` and another process makes the merge graph.
 
     Args:
-        ranks: The model and its weights.
+        shape: The model.
+        specs: Its weights.
         recipe: The recipe.
         folder: The staging folder of the artifact.
         shared: Weights of an earlier build; the artifact links to them if they are equal.
         progress: Shows the bytes of weights that are written.
     """
-    shape, method = ranks.shape, recipe.cache.build_method()
+    method = recipe.cache.build_method()
     write: Callable[[Callable[[int], None]], WrittenWeights]
-    if shared is not None and shared.specs == tuple(ranks.stored):
+    if shared is not None and shared.specs == tuple(specs):
         write = partial(link_shared, shared, folder)
     else:
-        write = partial(write_and_digest, ranks.stored, folder, recipe.export.weights)
+        write = partial(write_and_digest, specs, folder, recipe.export.weights)
     with (
         forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
-        progress("tracing the model, writing its weights", total_bytes(ranks.stored)) as bar,
+        progress("tracing the model, writing its weights", total_bytes(specs)) as bar,
         in_background(write, bar.advance) as writing,
     ):
         attributes = [
@@ -164,41 +145,31 @@ def trace_and_write(
         return Traced(decoder, taken, functions, merge, writing.result())
 
 
-def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> Graphs:
+def write_graphs(traced: Traced, shape: ModelShape, specs: list[Spec], recipe: Recipe, folder: Path) -> Graphs:
     """Finish the ONNX graphs of an artifact, check them, write them into `folder`, and return their file names.
 
     Raises:
         KvexportError: A check of a finished graph fails.
     """
-    shape, count = ranks.shape, len(ranks.specs)
     # The CUDA kernels take no adapters, and run every Linear beside the nodes of its adapters.
     on_gpu = backends.get(recipe.backend.name).needs_gpu(recipe)
     passes = [one for one in DECODER_PASSES if not (on_gpu and one is ADAPTERS)]
-    decoders = [
-        finish_decoder(
-            traced.decoder.clone() if rank + 1 < count else traced.decoder,
-            traced.written.locations if count == 1 else locations_of_rank(traced.written.locations, rank),
-            folder,
-            recipe.cache.build_method(),
-            shape.geometry,
-            shape.plan,
-            traced.functions,
-            packings(specs),
-            passes,
-            float_input=recipe.weights.inputs == "float",
-        )
-        for rank, specs in enumerate(ranks.specs)
-    ]
-    if selected_plan(recipe, shape.plan) is not None:
-        open_slots(decoders[0], shape.plan)
-    graphs = Graphs(
-        "decoder.onnx",
-        None if traced.merge is None else "merge.onnx",
-        "top_logits.onnx",
-        tuple(f"decoder.rank{rank}.onnx" for rank in range(1, count)),
+    decoder = finish_decoder(
+        traced.decoder,
+        traced.written.locations,
+        folder,
+        recipe.cache.build_method(),
+        shape.geometry,
+        shape.plan,
+        traced.functions,
+        packings(specs),
+        passes,
+        float_input=recipe.weights.inputs == "float",
     )
-    models = {"decoder": decoders[0], "merge": traced.merge, "top_logits": top_logits_model(vocabulary_of(shape))}
-    models |= {f"ranks.{i}": model for i, model in enumerate(decoders[1:])}
+    if selected_plan(recipe, shape.plan) is not None:
+        open_slots(decoder, shape.plan)
+    graphs = Graphs("decoder.onnx", None if traced.merge is None else "merge.onnx", "top_logits.onnx")
+    models = {"decoder": decoder, "merge": traced.merge, "top_logits": top_logits_model(vocabulary_of(shape))}
     for kind, file in graphs.files():
         model = models[kind]
         assert model is not None

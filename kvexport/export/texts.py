@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.export.added_tokens import OLDER, complete_tokenizer
+from kvexport.language.chat import read_chat_template, read_json
 
 if TYPE_CHECKING:
     from kvexport.export.model.checkpoint import Checkpoint
@@ -39,16 +42,30 @@ def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
             refuse_link(source)
             shutil.copyfile(source, folder / name)
     (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2))
-    if checkpoint.generation_config:
-        (folder / GENERATION).write_text(json.dumps(checkpoint.generation_config, indent=2))
-        _check_generation(checkpoint.path / GENERATION, checkpoint.generation_config, vocabulary)
-    _check_tokenizer(checkpoint.path, folder)
+    present = (checkpoint.path / GENERATION).is_file()
+    generation = checkpoint.generation_config if present else _in_config(checkpoint.config)
+    if generation:
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2))
+        _check_generation(checkpoint.path / (GENERATION if present else "config.json"), generation, vocabulary)
+    older = checkpoint.path / OLDER
+    refuse_link(older)
+    _check_tokenizer(checkpoint.path, folder, read_json(older))
+
+
+def _in_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generation settings in config.json, which transformers reads if there is no generation_config.json."""
+    from kvexport.language.settings import GENERATION_KEYS
+
+    inner = next((text for name in ("decoder", "generator", "text_config") if (text := config.get(name))), None)
+    sections = (inner if isinstance(inner, Mapping) else {}, config)
+    return {key: x[key] for x in sections for key in GENERATION_KEYS if x.get(key) is not None}
 
 
 def _check_generation(file: Path, config: dict[str, Any], vocabulary: int) -> None:
     from kvexport.language.settings import GenerationSettings
 
-    mend = f"correct {file}, or remove it: without it the settings are those of kvexport generate --help"
+    rest = ", or remove it: without it the settings are those of kvexport generate --help"
+    mend = f"correct {file}{rest if file.name == GENERATION else ''}"
     try:
         settings = GenerationSettings.from_generation_config(config)
     except UsageError as error:
@@ -67,14 +84,14 @@ def _check_generation(file: Path, config: dict[str, Any], vocabulary: int) -> No
         )
 
 
-def _check_tokenizer(checkpoint: Path, folder: Path) -> None:
-    from kvexport.language.chat import read_chat_template
+def _check_tokenizer(checkpoint: Path, folder: Path, older: Mapping[str, Any]) -> None:
     from kvexport.language.text_trial import try_texts
     from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 
     try:
         if (folder / FILE_NAME).exists():
             Tokenizer.from_folder(folder)
+            complete_tokenizer(folder, older)
         read_chat_template(folder)
         if (folder / FILE_NAME).exists():
             try_texts(folder)

@@ -175,10 +175,10 @@ class _Tokens:
         self.special_token_ids = sorted(special | set(eos))
         self.eos_token_id = eos[0] if eos else min(special, default=0)
         self.bos_token_id = None
-        self._encode = tokenizer.encode
+        self._encode = tokenizer.encode_within  # the text that a grammar forces is never the beginning of a text
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text.decode(errors="replace"), add_special_tokens=False)
+        return self._encode(text.decode(errors="replace"))
 
 
 class Grammars:

@@ -60,6 +60,7 @@ _SHARED_KEYS = (
     "repetition_penalty",
     "stop_strings",
 )
+GENERATION_KEYS = (*_SHARED_KEYS, "eos_token_id", "min_length", *UNSUPPORTED, *UNSUPPORTED_WHEN_SAMPLING)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 from kvexport.language.panics import is_panic
@@ -129,6 +129,18 @@ class Tokenizer:
         except BaseException as error:
             raise _library_error("encode this text", error) from None
 
+    def encode_within(self, text: str) -> list[int]:
+        """Return the token ids of a text that continues another text: no space is put before it, no token added."""
+        return self._within.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _within(self) -> Tokenizer:
+        import tokenizers
+
+        definition = json.loads(self._inner.to_str())
+        changed = _without_prefix(definition)
+        return self if changed == definition else Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(changed)))
+
     @cached_property
     def _longest_token(self) -> int:
         """The number of characters of the longest token."""
@@ -176,6 +188,23 @@ def _library_error(action: str, error: BaseException) -> BaseException:
         return error
     problem = f"the tokenizer failed to {action}: {str(error)[:200]}"
     return UsageError(problem, "try another text; if all fail, the checkpoint's tokenizer.json is wrong")
+
+
+_NO_PREFIX = {"add_prefix_space": False, "prepend_scheme": "never"}
+
+
+def _without_prefix(node: Any) -> Any:
+    """Return a part of tokenizer.json without the steps that put a space before a text (Llama 2, Mistral, GPT-2)."""
+    if isinstance(node, list):
+        return [
+            _without_prefix(item) for item in node if not (isinstance(item, dict) and item.get("type") == "Prepend")
+        ]
+    if not isinstance(node, dict):
+        return node
+    if node.get("type") == "Prepend":
+        return None
+    kept = {key: value if key in ("model", "added_tokens") else _without_prefix(value) for key, value in node.items()}
+    return {**kept, **{key: value for key, value in _NO_PREFIX.items() if key in kept}}
 
 
 def _unmap(name: str) -> bytes:

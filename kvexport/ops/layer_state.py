@@ -47,7 +47,7 @@ def split_state(
     if together:
         return [tuple(_view(x, tensor, len(capacity)) for x, tensor in zip(state, tensors, strict=True))]
     parts = [
-        x.split(1 if tensor.slot_axis is None else list(capacity), _axis(tensor))
+        torch.split(x, 1 if tensor.slot_axis is None else list(capacity), _axis(tensor))
         for x, tensor in zip(state, tensors, strict=True)
     ]
     return [tuple(map(_view, own, tensors, [1] * len(tensors))) for own in zip(*parts, strict=True)]
@@ -68,7 +68,10 @@ def _axis(tensor: StateTensor) -> int:
 
 def _view(x: Tensor, tensor: StateTensor, heads: int) -> Tensor:
     axis = tensor.slot_axis
-    return x if axis is None else x.unflatten(axis, (heads, x.shape[axis] // heads)).movedim(axis, 1)
+    if axis is None:
+        return x
+    shape = (*x.shape[:axis], heads, x.shape[axis] // heads, *x.shape[axis + 1 :])
+    return x.reshape(shape).movedim(axis, 1)
 
 
 def _flat(x: Tensor, tensor: StateTensor) -> Tensor:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         """The recipe's section `backend`: the program that runs the ONNX graphs. Each backend adds further keys."""
 
         name: str = ""
-        tensor_parallel: int = 1
 else:
     BackendSection = backend_section()
 
@@ -234,29 +233,6 @@ class Recipe(RecipeSection):
         return self
 
     @model_validator(mode="after")
-    def _ranked(self) -> Recipe:
-        if self.backend.tensor_parallel > 1:
-            method = self.cache.build_method()
-            policy = method.policy()
-            if policy is None or policy.share_pairs or method.extra_state:
-                reason = "selects slots over all heads" if policy else "has no merge policy, so heads may interact"
-                reason = "keeps extra state" if method.extra_state else reason
-                raise ValueError(
-                    f"backend.tensor_parallel splits KV heads, but the method {self.cache.method} {reason}"
-                )
-            if self.speculate.draft == "cache":
-                raise ValueError(
-                    "speculate.draft is cache, which copies entries, but with backend.tensor_parallel entries are in "
-                    "several processes"
-                )
-            if self.cache.periodic.slots is not None:
-                raise ValueError(
-                    "cache.periodic.slots is set, which copies entries, but with backend.tensor_parallel entries are "
-                    "in several processes"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _chosen(self) -> Recipe:
         if self.cache.periodic.slots is None:
             return self
@@ -275,7 +251,6 @@ class Recipe(RecipeSection):
     @model_validator(mode="after")
     def _adapted(self) -> Recipe:
         others = {
-            "backend.tensor_parallel is above 1": self.backend.tensor_parallel > 1,
             "speculate.draft is cache": self.speculate.draft == "cache",
             "cache.periodic.slots is set": self.cache.periodic.slots is not None,
         }

@@ -66,7 +66,7 @@ class _Eager:
         own, extra = past[: len(STATE)], past[len(STATE) :]
         inputs = (query, key, value, self.position, self.query_length, *own, sinks, *extra)
         result = layer_vote_attention(
-            *inputs,
+            *inputs,  # type: ignore[arg-type]
             attributes=self._attributes(cache),
             capacity=self.capacity[cache],
         )

@@ -21,7 +21,6 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.packages import require
-from kvexport.ranks.comparison import runners
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
 from kvexport.validate.layers import require_checkpoint
@@ -122,7 +121,7 @@ def validate_artifact(
     )
     watching = Telemetry(used, shape.geometry, method) if telemetry else None
     _quiet_polygraphy()
-    comparison = Comparison(engine, runners(runtime, engine.model, manifest, path), reference, result, watching)
+    comparison = Comparison(engine, runtime.runners(engine.model, manifest), reference, result, watching)
     later = later_calls(manifest.limits, recipe.cache.merge_prompts)
     calls = list(schedule(tokens, recipe.export.prefill_chunk, later))
     whole = _whole_calls([prefill for _, prefill in calls])

@@ -13,7 +13,6 @@ KERNELS = (
     "cuda/linear/linear.cu",
     "cuda/experts/experts.cu",
     "cuda/recurrence/linear_attention.cu",
-    "cuda/ranks/all_reduce.cu",
 )
 # The files that the kernels, and each of their bindings, include (patterns below plugins/).
 KERNEL_FILES = ("abi/*.h", "math/*.h", "cuda/**/*.h", "cuda/**/*.cu", "building/*.py")

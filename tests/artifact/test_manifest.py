@@ -25,7 +25,6 @@ OPTIONAL = {
     "engines",
     "top_logits",
     "graphs.top_logits",
-    "graphs.ranks",
     "contract_version",
     "recipe.name",
     "cache.0.extra",

@@ -18,7 +18,6 @@ from tests.conformance import cuda_library
 from tests.conformance.cuda_library import CudaPtx, PtxCaller
 from tests.conformance.ptx_mutants import CALLS, MULTIPROCESSORS, found, linear, without, writes_early
 from tests.plugins import instruction_counts
-from tests.support import rank_on_host
 
 needs_library = pytest.mark.skipif(CudaPtx().available() is not None, reason=f"not reached: {CudaPtx().available()}")
 MODULE = """
@@ -102,15 +101,6 @@ def test_the_kernels_as_they_are_give_one_result_in_every_order(program: str) ->
         results.append({name: x.tobytes() for name, x in CALLS[program](caller).items()})
     caller.set_order(2, late=True)
     assert results[0] == results[1]
-
-
-@needs_library
-def test_ranks_that_are_processes_add_up_in_their_order_and_not_without_barriers(tmp_path: Path) -> None:
-    base = make.build("cuda-ptx")
-    for count in (2, 3):
-        assert rank_on_host.sums_of_processes(base, count) == [rank_on_host.digest(count)] * count
-    mutant = library.mutant(base, "AllReduce<float>", without("barrier"), tmp_path / "mutant.so")
-    assert all("in the same phase" in message for message in rank_on_host.sums_of_processes(mutant, 2))
 
 
 @needs_library

@@ -75,11 +75,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "drafts of the cache": ({"speculate": {"draft": "cache"}}, "speculate.draft is cache", "speculate.draft=ngram"),
     "TensorRT": ({"backend": {"name": "tensorrt"}}, "backend.name is tensorrt", "backend.name=onnxruntime"),
     "CUDA": ({"backend": {"name": "onnxruntime", "device": "cuda"}}, "backend.device is cuda", "device=cpu"),
-    "ranks": (
-        {"backend": {"name": "onnxruntime", "tensor_parallel": 2}},
-        "backend.tensor_parallel is 2",
-        "tensor_parallel=1",
-    ),
 }
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import TOKENIZER_FILES, read_checkpoint
 from kvexport.export.texts import copy_texts
+from kvexport.language.chat import read_json
+from kvexport.language.settings import GenerationSettings
 from tests.support.artifacts import beside
 from tests.support.models import build_shared, make_recipe
 
@@ -108,6 +111,52 @@ def test_texts_that_an_engine_can_use_are_taken(checkpoint: Path, tmp_path: Path
     generation(**settings)(checkpoint)
     copied(checkpoint, tmp_path / "stage")
     assert (tmp_path / "stage" / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+
+
+def in_config(checkpoint: Path, **settings: object) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation_config", "ends"),
+    [
+        ({"eos_token_id": 7}, None, (7,)),
+        ({"eos_token_id": [63, 7]}, None, (63, 7)),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": 7}}, None, (7,)),
+        ({"eos_token_id": 7}, {"eos_token_id": 9}, (9,)),
+        ({"eos_token_id": 7}, {"temperature": 1.0}, ()),
+    ],
+)
+def test_an_answer_ends_where_transformers_ends_it(
+    checkpoint: Path,
+    tmp_path: Path,
+    config: dict[str, object],
+    generation_config: dict[str, object] | None,
+    ends: tuple[int, ...],
+) -> None:
+    file = checkpoint / "generation_config.json"
+    file.unlink(missing_ok=True)
+    if generation_config is not None:
+        file.write_text(json.dumps(generation_config))
+    in_config(checkpoint, **config)
+    copied(checkpoint, tmp_path / "stage")
+    try:
+        read = GenerationConfig.from_pretrained(checkpoint)
+    except OSError:
+        read = GenerationConfig.from_pretrained(checkpoint, config_file_name="config.json", _from_model_config=True)
+    of_transformers = read.eos_token_id
+    assert (tuple(of_transformers) if isinstance(of_transformers, list) else (of_transformers,)) == (ends or (None,))
+    settings = GenerationSettings.from_generation_config(read_json(tmp_path / "stage" / "generation_config.json"))
+    assert settings.eos_token_ids == ends
+
+
+def test_generation_settings_of_config_json_are_refused_by_its_name(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "generation_config.json").unlink(missing_ok=True)
+    in_config(checkpoint, num_beams=4)
+    with pytest.raises(UsageError, match=r"config\.json cannot be used: .*num_beams") as caught:
+        copied(checkpoint, tmp_path / "stage")
+    assert "remove it" not in caught.value.fix
 
 
 @pytest.mark.parametrize("name", [*TOKENIZER_FILES, "config.json", "generation_config.json"])

@@ -11,7 +11,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 from grammars import SMALL, draw, random_schema
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
@@ -68,6 +70,77 @@ def test_any_object(grammars: Grammars, tokenizer: Tokenizer) -> None:
     close = {i: 4.0 for i in range(4096) if '"' in tokenizer.decode([i]) or "}" in tokenizer.decode([i])}
     constraint = grammars.start(Grammar.json_object(), EOS)
     assert isinstance(json.loads(draw(constraint, tokenizer, grammars.vocabulary, EOS, 1, logit_bias=close)[1]), dict)
+
+
+REPLACED = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+STRIPPED = decoders.Sequence([*REPLACED, decoders.Strip(" ", 1, 0)])
+FAMILIES: dict[str, tuple[Any, Any, Any]] = {  # normalizer, pre-tokenizer, decoder
+    "Llama 2": (
+        normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]), None, STRIPPED,
+    ),
+    "Mistral": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), STRIPPED),
+    "a space before every text": (
+        None,
+        pre_tokenizers.Metaspace(prepend_scheme="always"),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]),
+    ),
+    "Gemma": (normalizers.Replace(" ", "\u2581"), None, decoders.Sequence(REPLACED)),
+    "GPT-2": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
+    "GPT-2, space first": (None, pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()),
+}  # fmt: skip
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Tokenizer:
+    normalizer, pre_tokenizer, decoder = FAMILIES[request.param]
+    byte_level = request.param.startswith("GPT-2")
+    inner = tokenizers.Tokenizer(models.BPE(byte_fallback=not byte_level, unk_token="<unk>", fuse_unk=True))
+    if normalizer is not None:
+        inner.normalizer = normalizer
+    if pre_tokenizer is not None:
+        inner.pre_tokenizer = pre_tokenizer
+    inner.decoder = decoder
+    fallback = [] if byte_level else [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500,
+        special_tokens=["<unk>", "<s>", "</s>", *fallback],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if byte_level else [],
+        max_token_length=8,
+        show_progress=False,
+    )
+    inner.train_from_iterator(['{"team": "red", "count": 12}\n' * 50, Path(__file__).read_text()], trainer)
+    definition = json.loads(inner.to_str())
+    definition["added_tokens"] = [x for x in definition["added_tokens"] if not x["content"].startswith("<0x")]
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(definition)))
+
+
+TEAM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"team": {"enum": ["red", "blue"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["team", "n"],
+    "additionalProperties": False,
+}
+
+
+def test_a_tokenizer_of_every_family_can_write_what_a_grammar_forces(family: Tokenizer) -> None:
+    grammars = Grammars(family, family.vocab_size)
+    anchor = family.encode("x")
+    for seed in range(10):
+        for grammar, check in (
+            (Grammar.json_schema(TEAM), lambda text: jsonschema.validate(json.loads(text), TEAM)),
+            (Grammar("regex", "yes|no"), lambda text: {"yes", "no"}.__contains__(text) or pytest.fail(text)),
+        ):
+            ids, _, reason = draw(grammars.start(grammar, EOS), family, family.vocab_size, EOS, seed)
+            assert reason == "stop"
+            check(family.decode([*anchor, *ids]).removeprefix(family.decode(anchor)))
+
+
+def test_a_text_within_another_gets_no_space_before_it(family: Tokenizer) -> None:
+    anchor = family.encode("x")
+    for text in ("no", " no", '{"team": "', "\n\n  x", "\u00e9\u4e2d\U0001f600"):
+        within = family.encode_within(text)
+        assert b"".join(family.token_bytes[i] for i in within) == text.encode()
+        assert family.decode([*anchor, *within]) == family.decode(anchor) + text
 
 
 def test_an_eos_is_allowed_exactly_where_the_answer_may_end(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -11,7 +11,6 @@ from transformers import MistralConfig
 from kvexport.cache_planning import selected_plan
 from kvexport.errors import UsageError
 from kvexport.planning import plan_memory
-from kvexport.recipe.fields import Recipe
 from tests.support.models import SIZES, make_recipe, save_checkpoint
 from tests.support.periodic import DELAY, EVERY, SLOTS, recipe_of
 
@@ -53,12 +52,6 @@ def test_settings_that_exclude_each_other_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         make_recipe(tiny_checkpoint, **{"cache": {"method": "full", "periodic": {"slots": 99}}, **changes})
-
-
-def test_ranks_are_refused(tiny_checkpoint: Path) -> None:
-    recipe = recipe_of(tiny_checkpoint).model_dump()
-    with pytest.raises(ValueError, match=r"periodic\.slots is set.*in several processes"):
-        Recipe.model_validate({**recipe, "backend": {"tensor_parallel": 2}})
 
 
 def test_caches_that_evict_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def check(*arguments: str, program: str = "tools.gpu_check") -> subprocess.Compl
 @pytest.mark.parametrize("flags", [[], ["--stand-in"]], ids=["pydantic", "without-pydantic"])
 def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> None:
     parts = (
-        "build,repeat,memcheck,bandwidth,decode,linear,prefill,merge,ranks"
+        "build,repeat,memcheck,bandwidth,decode,linear,prefill,merge"
         if flags
         else "build,conformance,merge,model,transformers"
     )
@@ -39,9 +39,6 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> No
     outcomes = {name: part["status"] for name, part in report["parts"].items()}
     assert outcomes == dict.fromkeys(parts.split(","), "passed") | ({"memcheck": "skipped"} if flags else {})
     assert all(row["met"] is None for row in report["goals"] if row["measured"] is None)
-    if flags:
-        (row,) = report["parts"]["ranks"]["figures"]["rows"]
-        assert row["ranks"] == 2 and row["bytes"] == 8192, "two processes, over a driver of the host"
     if not flags:
         assert report["parts"]["conformance"]["figures"]["cases"] > 60
         assert {row["figure"]: row["met"] for row in report["goals"]}[

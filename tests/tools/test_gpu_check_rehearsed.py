@@ -5,24 +5,20 @@ So it does not run for the first time on a machine that is lent for minutes.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from plugins.building import make, resources
 from tests.conformance.cuda_library import HOST, Caller, DeviceMemory, load
-from tests.support.cuda_ranks import View
 from tests.support.fake_gpu import Clock, fake_gpu
-from tests.support.fake_gpus import Driver, load_driver
 from tools.gpu_check import __main__ as gpu_check
-from tools.gpu_check import goals, launches, linear, model, parts, prebuilt, proof, ranks
-from tools.gpu_check.target import Skipped, Target
+from tools.gpu_check import goals, launches, linear, model, parts, prebuilt, proof
+from tools.gpu_check.target import Target
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
 
@@ -73,27 +69,6 @@ def test_launches_that_make_other_bits_than_those_in_order_fail(clock: Clock, mo
     monkeypatch.setattr(launches.Layers, "outcome", lambda *_: next(bits))
     with pytest.raises(RuntimeError, match="launches that begin early make other bits than those in order"):
         launches.launches(device_target)
-
-
-def test_the_sum_of_ranks_is_captured_and_held_to_its_bits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    device_target, box = target([]), np.zeros((8 << 20) + 256, np.uint8)
-    word = np.zeros(1, np.uint32)
-    view = View(0, 1, ranks.PATIENCE, word.ctypes.data)
-    view.mailbox[0] = box.ctypes.data + -box.ctypes.data % 256
-    calls = ranks.Sums(device_target.caller, view)
-    row = ranks.measured(device_target, calls, "a token", 4096)
-    assert clock.captured == 1 and row["us"] > 0 and list(ranks.timed(device_target)) == ["a token"]
-    ranks.hold(calls, (1, 4099), rounds=1)
-    monkeypatch.setattr(ranks, "in_order", lambda parts: parts[0] + 1)
-    with pytest.raises(RuntimeError, match="round 0: another sum of 1 numbers in float32"):
-        ranks.hold(calls, (1,), rounds=1)
-    driver = Driver(1)
-    monkeypatch.setattr(ctypes, "CDLL", load_driver(driver))
-    with pytest.raises(Skipped, match="it takes two GPUs"):
-        ranks.ranks(device_target)
-    driver.gpus, driver.apart = 2, {(0, 1)}
-    with pytest.raises(Skipped, match="GPU 0 does not reach the memory of GPU 1"):
-        ranks.ranks(device_target)
 
 
 def test_rows_without_time_are_named_and_those_before_are_kept(clock: Clock) -> None:

@@ -50,14 +50,13 @@ FURTHER_PARTS = {
     "memcheck": 60,
     "racecheck": 90,
     "synccheck": 60,
-    "ranks": 90,
     "ncu": 60,
     "transformers": 120,
     "onnxruntime": 120,
     "tensorrt": 240,
 }
 EVERY_PART = PARTS | FURTHER_PARTS
-MODULES = ("parts", "proof", "model", "ranks", "transformers", "onnxruntime", "tensorrt", "launches", "linear")
+MODULES = ("parts", "proof", "model", "transformers", "onnxruntime", "tensorrt", "launches", "linear")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 MISMATCH = 4
 FIGURES = "figures: "

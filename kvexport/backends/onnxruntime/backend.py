@@ -8,11 +8,9 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvexport.backends.base import Backend, Collectives, Description, Diagnosis, LoadOptions, NodeOpener, Runners
+from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, NodeOpener, Runners
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
-from kvexport.backends.onnxruntime.collectives import NativeCollectives, threads_of_rank
-from kvexport.backends.onnxruntime.mailboxes import MOST, Mailboxes
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.packages import Package
 from kvexport.processors import suitable_threads
@@ -70,9 +68,7 @@ class OnnxRuntime(Backend):
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
         """Return why this machine cannot run the artifact of `recipe` in ONNX Runtime, as (reason, fix) pairs."""
-        device, ranks = self.device(recipe), recipe.backend.tensor_parallel
-        problems = devices.problems(device)
-        return problems or (devices.rank_problems(ranks) if device == "cuda" and ranks > 1 else [])
+        return devices.problems(self.device(recipe))
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
         """Return which GPUs must run MergeCache as an ONNX function, and why; see `Backend.advice`."""
@@ -92,7 +88,7 @@ class OnnxRuntime(Backend):
         graphs, settings = manifest.graphs, section.of(manifest.recipe)
         threads = settings.threads if options.threads is None else options.threads
         if not threads:
-            threads = threads_of_rank(graphs.rank_count) if graphs.ranks else _threads()
+            threads = _threads()
         device = options.device or settings.device
         if device not in devices.PROVIDERS:
             raise _no_device(device)
@@ -123,16 +119,6 @@ class OnnxRuntime(Backend):
             require_interface(model.merge, path / graphs.merge, manifest.cache, {})
         return model
 
-    def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
-        """Accept tensor parallelism for every recipe: ONNX Runtime runs several ranks on each kind of device."""
-
-    def collectives(self, manifest: Manifest, options: LoadOptions) -> Collectives:
-        """Return the all-reduce over tensor-parallel ranks: by shared memory on the CPU, by mailboxes on GPUs."""
-        device = options.device or self.device(manifest.recipe)
-        if device not in devices.PROVIDERS:
-            raise _no_device(device)
-        return Mailboxes(manifest) if device == "cuda" else NativeCollectives(manifest)
-
     def runners(self, model: Any, manifest: Manifest) -> Runners:
         """Return polygraphy's runners over the ONNX Runtime sessions of a loaded model."""
         from polygraphy.backend.onnxrt import OnnxrtRunner
@@ -151,10 +137,9 @@ class OnnxRuntime(Backend):
         return None if any(native.why_function(path, op, method) for op in operators) else native.open_node
 
     def diagnose(self) -> Diagnosis:
-        """Return ONNX Runtime's providers, the state of the native operators and the largest number of ranks."""
+        """Return ONNX Runtime's providers, the state of the native operators."""
         providers, problem = _providers()
         cpu, cuda = _native("cpu"), _native("cuda")
-        ranks, alone = devices.most_ranks(MOST)
         clash = devices.package_clash()
         return Diagnosis(
             rows={
@@ -165,14 +150,12 @@ class OnnxRuntime(Backend):
                 "packed weights": _packed_row(cpu),
                 "threads of a model": str(suitable_threads()),
                 "native operators for CUDA": _row(cuda),
-                "ranks on GPUs": f"up to {ranks}" if ranks > 1 else f"no: {alone}",
             },
             data={
                 "providers": providers,
                 "packages_clash": clash and clash[0],
                 "native": asdict(cpu),
                 "native_cuda": asdict(cuda),
-                "cuda_ranks": ranks,
                 "threads": suitable_threads()._asdict(),
             },
             broken={"onnxruntime": problem} if problem else {},

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import os
 from functools import cache
-from itertools import permutations
 from typing import Any
 
 from kvexport.errors import EnvironmentProblem, lacks_memory
@@ -204,53 +202,6 @@ def _first_context() -> Any:
     context = ctypes.c_void_p()
     drive("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
     return context
-
-
-def rank_problems(ranks: int) -> list[tuple[str, str]]:
-    """Return why the first `ranks` GPUs cannot run one tensor-parallel model, as (reason, fix) pairs."""
-    if (count := gpu_count()) < ranks:
-        return [
-            (
-                f"{ranks} ranks need {ranks} GPUs, but the driver shows {count}",
-                f"--set backend.tensor_parallel={count}, or more GPUs in {VISIBLE} (in a container: --gpus all)",
-            )
-        ]
-    for one, other in permutations(range(ranks), 2):
-        reached = ctypes.c_int()
-        drive("cuDeviceCanAccessPeer", ctypes.byref(reached), one, other)
-        if not reached.value:
-            return [
-                (
-                    f"GPU {one} does not reach the memory of GPU {other}, neither by NVLink nor over PCIe",
-                    f"choose GPUs that do by {VISIBLE}: nvidia-smi topo -p2p r shows them",
-                )
-            ]
-    return []
-
-
-def most_ranks(limit: int) -> tuple[int, str]:
-    """Return how many of the first GPUs can run one tensor-parallel model, and the reason if it is only one.
-
-    Args:
-        limit: The largest number to return.
-    """
-    try:
-        most = min(limit, gpu_count())
-        while most > 1 and rank_problems(most):
-            most -= 1
-        return (most, "") if most > 1 else (1, rank_problems(2)[0][0])
-    except EnvironmentProblem as error:
-        return 1, error.problem
-
-
-def visible_from(first: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a process whose first GPU is this process's GPU number `first`.
-
-    The other GPUs follow.
-    """
-    shown = [name.strip() for name in os.environ.get(VISIBLE, "").split(",")]
-    names = (shown if VISIBLE in os.environ else [str(i) for i in range(gpu_count())])[: gpu_count()]
-    return ",".join([names[first], *(name for i, name in enumerate(names) if i != first)])
 
 
 def _build_info(onnxruntime: Any) -> str:

@@ -112,21 +112,6 @@ def has_quantized_cache(path: Path) -> bool:
     return _has(path, "kvexport_small_cache") or _has(path, "kvexport_attention_problem")
 
 
-def library_of_ranks(manifest: Manifest, device: str) -> ctypes.CDLL:
-    """Return the loaded native library whose AllReduce sums over an artifact's tensor-parallel ranks on `device`.
-
-    Raises:
-        EnvironmentProblem: If the artifact would not run with the native operators, which include AllReduce.
-    """
-    path, attention = library(device), implementations(manifest, device)["VoteAttention"]
-    if path is None or not attention.native:
-        why = why_no_library(device) if path is None else (attention.detail, "")
-        raise EnvironmentProblem(f"sums over ranks need the native operators, but {why[0]}", why[1])
-    if not _has(path, {"cpu": "kvexport_ranks_join", "cuda": "kvexport_mailboxes_join"}[device]):
-        raise EnvironmentProblem(f"{path} was built by a kvexport without ranks on {device}", how_to_build(device))
-    return loaded(path)
-
-
 def require_runnable(path: Path, device: str) -> None:
     """Check that the kernels of a native operator library can run on this machine's processor or GPU.
 

@@ -64,14 +64,10 @@ def used_slots(votes: Tensor, heads: int) -> Tensor:
     return torch.div((votes > 0).to(torch.int64).sum(-1, keepdim=True), heads, rounding_mode="floor")
 
 
-# Placeholders that only ever stand in a trace: one for a layer's attention, one for the sum over the ranks of a model,
-# one for the place where the hidden state enters, or comes out of, a layer of which copies will be made.
+# Placeholders that only ever stand in a trace: one for a layer's attention, one for the place where the hidden state
+# enters, or comes out of, a layer of which copies will be made.
 torch.library.define("kvexport::layer_border", "(Tensor hidden, *, int layer, int end) -> Tensor")
 torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, end: torch.empty_like(hidden))
-
-torch.library.define("kvexport::all_reduce", "(Tensor part) -> Tensor")
-torch.library.register_fake("kvexport::all_reduce", torch.empty_like)
-ALL_REDUCE: Any = torch.ops.kvexport.all_reduce.default
 
 
 def _attention_placeholder(operator: Operator) -> Any:
@@ -274,7 +270,6 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
         _attention_placeholder(operator): _operator(
             operator.name, operator.input_names, operator.output_names, ["layer"], optional
         ),
-        ALL_REDUCE: _operator("AllReduce", ["part"], ["sum"], []),
         LINEAR_ATTENTION: _operator(
             linear_attention.OPERATOR,
             linear_attention.INPUTS,

@@ -18,7 +18,6 @@ import onnx_ir as ir
 from kvexport.export.passes.linear.forms import OP_TYPES, form_of, is_linear
 from kvexport.export.passes.nodes import Dims, dims, is_op, show
 from kvexport.export.passes.report import Rewrite
-from kvexport.ops.onnx_function import DOMAIN
 
 PRODUCTS = {*OP_TYPES, "MatMul"}
 # These compute each row of their first input by itself, along the last axis.
@@ -118,8 +117,6 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
     first, others = inputs[0], inputs[1:]
     if is_linear(node):
         return _linear_row_inputs(node, rows)
-    if is_op(node, "AllReduce", DOMAIN):
-        return [first] if _has_rows(first, rows) else []
     if node.domain:
         return []
     if node.op_type in ELEMENTWISE:

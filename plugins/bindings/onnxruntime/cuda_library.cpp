@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../../cuda/ranks/ranks.h"
 #include "operators.h"
 #include "workspace.h"
 
@@ -132,30 +131,6 @@ struct LinearAttentionKernel : kv::LinearAttentionNode {
   }
 };
 
-// The rank of the kernels that this thread creates from now on.
-thread_local KvCudaRanks current_ranks{};
-
-struct AllReduceKernel {
-  static constexpr const char* kProvider = kv::kDeviceProvider;
-  int type;
-  KvCudaRanks ranks = current_ranks;
-
-  AllReduceKernel(const OrtKernelInfo*, const kv::CacheType& cache) : type(cache.type) {
-    kv::require(ranks.count > 0, "AllReduce: this process is no rank");
-  }
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
-    return kv::status_of([&] {
-      const Ort::KernelContext context(raw);
-      const Ort::ConstValue numbers = context.GetInput(0);
-      const Ort::TensorTypeAndShapeInfo info = numbers.GetTensorTypeAndShapeInfo();
-      void* sum = kv::output(context, 0, info.GetShape());
-      kv::require_success("AllReduce", kv_cuda_all_reduce(&ranks, type, numbers.GetTensorRawData(), sum,
-                                                          info.GetElementCount(), context.GetGPUComputeStream()));
-    });
-  }
-};
-
 }  // namespace
 
 #define KV_EXPORT extern "C" __attribute__((visibility("default")))
@@ -178,8 +153,7 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
                                          {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}};
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
                                 kv::LinearOp<LinearKernel>, kv::ExpertsOp<ExpertsKernel>,
-                                kv::LinearAttentionOp<LinearAttentionKernel>, kv::AllReduceOp<AllReduceKernel>>(
-      options, base, types);
+                                kv::LinearAttentionOp<LinearAttentionKernel>>(options, base, types);
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
@@ -228,14 +202,4 @@ KV_EXPORT const char* kvexport_recurrence_problem(int heads, int key_size, int v
   call.key_size = key_size, call.value_size = value_size;
   const char* problem = kv_cuda_linear_attention_problem(&call);
   return problem ? problem : "";
-}
-
-// The functions that kvexport/backends/onnxruntime/mailboxes.py calls. The first returns the bytes of a mailbox. The
-// second sets the rank of the sessions that the calling thread opens from now on; with count 0 they have none. Its
-// other arguments are those of KvCudaRanks.
-KV_EXPORT size_t kvexport_mailbox_bytes() { return kv_cuda_mailbox_bytes(); }
-KV_EXPORT void kvexport_mailboxes_join(int rank, int count, uint64_t patience, uint32_t* problem,
-                                       void* const* mailboxes) {
-  current_ranks = {rank, count, patience, problem, {}};
-  for (int i = 0; i < count && i < KV_CUDA_MOST_RANKS; ++i) current_ranks.mailbox[i] = mailboxes[i];
 }

@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "../../cpu/kvexport_cpu.h"
-#include "../../cpu/ranks/ranks.h"
 #include "../../cpu/recurrence/recurrence.h"
 #include "operators.h"
 
@@ -128,30 +127,6 @@ struct LinearAttentionKernel : kv::LinearAttentionNode {
   }
 };
 
-// The rank of the kernels that this thread creates from now on.
-thread_local KvRanks current_ranks{};
-
-struct AllReduceKernel {
-  static constexpr const char* kProvider = nullptr;
-  int type;
-  KvRanks ranks = current_ranks;
-
-  AllReduceKernel(const OrtKernelInfo*, const kv::CacheType& cache) : type(cache.type) {
-    kv::require(ranks.memory, "AllReduce: this process is no rank");
-  }
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
-    return kv::status_of([&] {
-      const Ort::KernelContext context(raw);
-      const Ort::ConstValue numbers = context.GetInput(0);
-      const Ort::TensorTypeAndShapeInfo info = numbers.GetTensorTypeAndShapeInfo();
-      void* sum = kv::output(context, 0, info.GetShape());
-      kv::require_success("AllReduce",
-                          kv_cpu_all_reduce(&ranks, type, numbers.GetTensorRawData(), sum, info.GetElementCount()));
-    });
-  }
-};
-
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
@@ -161,16 +136,16 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
                  i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
                                 kv::LinearOp<LinearKernel>, kv::AdaptedLinearOp<AdaptedLinearKernel>,
-                                kv::ExpertsOp<ExpertsKernel>, kv::LinearAttentionOp<LinearAttentionKernel>,
-                                kv::AllReduceOp<AllReduceKernel>>(options, base,
-                                                                  {{KV_FLOAT32, f32},
-                                                                   {KV_FLOAT16, f16},
-                                                                   {KV_INT8, i8, i8, KV_FLOAT32, f32},
-                                                                   {KV_INT8, i8, i8, KV_FLOAT16, f16},
-                                                                   {KV_INT4, u8, u8, KV_FLOAT32, f32},
-                                                                   {KV_INT4, u8, u8, KV_FLOAT16, f16},
-                                                                   {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-                                                                   {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
+                                kv::ExpertsOp<ExpertsKernel>, kv::LinearAttentionOp<LinearAttentionKernel>>(
+      options, base,
+      {{KV_FLOAT32, f32},
+       {KV_FLOAT16, f16},
+       {KV_INT8, i8, i8, KV_FLOAT32, f32},
+       {KV_INT8, i8, i8, KV_FLOAT16, f16},
+       {KV_INT4, u8, u8, KV_FLOAT32, f32},
+       {KV_INT4, u8, u8, KV_FLOAT16, f16},
+       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+       {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
@@ -194,13 +169,3 @@ extern "C" __attribute__((visibility("default"))) const char* kvexport_huge_page
   const char* const why = kv::why_no_huge_pages();
   return why ? why : "";
 }
-
-// The functions that kvexport/backends/onnxruntime/collectives.py calls. The first sets the rank of the sessions that
-// the calling thread opens from now on; with memory nullptr they have none.
-extern "C" __attribute__((visibility("default"))) void kvexport_ranks_join(void* memory, int rank, int count) {
-  current_ranks = {memory, rank, count};
-}
-extern "C" __attribute__((visibility("default"))) size_t kvexport_ranks_bytes(int count) {
-  return kv_cpu_ranks_bytes(count);
-}
-extern "C" __attribute__((visibility("default"))) void kvexport_ranks_fail(void* memory) { kv_cpu_ranks_fail(memory); }

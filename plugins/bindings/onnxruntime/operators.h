@@ -155,19 +155,6 @@ struct LinearAttentionOp : Operator<LinearAttentionOp<TKernel>, TKernel> {
   ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
 };
 
-template <class TKernel>
-struct AllReduceOp : Operator<AllReduceOp<TKernel>, TKernel> {
-  using Base = Operator<AllReduceOp<TKernel>, TKernel>;
-  using Base::Base, Base::cache;
-
-  static bool takes(const CacheType& x) { return x.type == x.query_type; }
-  const char* GetName() const { return "AllReduce"; }
-  size_t GetInputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetInputType(size_t) const { return cache.element; }
-  size_t GetOutputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetOutputType(size_t) const { return cache.element; }
-};
-
 template <class Op>
 std::vector<Op> operators_of(const std::vector<CacheType>& types) {
   std::vector<Op> operators;

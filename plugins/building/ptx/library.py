@@ -37,7 +37,7 @@ SAMPLE = re.compile(
     r"|PrefillMma(Scores)?<Half, 64>|LinearCores<float, 8>"
     r"|LinearMma<(Half, 4|BFloat, 8), 1>|LinearMma<Half, 4, 4>|LinearRows<(Half|float)>"
     r"|Recurrence<128>|Route|Combine|ExpertsProduct<Packed<4, 32>, [18]>|ExpertsMma<Half, 4>"
-    r"|AllReduce<float>|AppendSmall|DecodeSmall<\d, \d, 128>|Prefill<Small, 1>|PrefillScores<Small>"
+    r"|AppendSmall|DecodeSmall<\d, \d, 128>|Prefill<Small, 1>|PrefillScores<Small>"
 )
 
 

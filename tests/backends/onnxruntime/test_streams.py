@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 
 import pytest
@@ -11,7 +12,8 @@ from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime.model_sessions import NO_GRAPH, _run_options
 from kvexport.backends.onnxruntime.streams import CudaStream, HostStream, new_stream
 from kvexport.errors import EnvironmentProblem
-from tests.support.fake_gpus import Driver, load_driver
+from plugins.building import headers
+from tests.support.fake_gpus import Driver, load_driver, names_of_cuda_h
 
 
 @pytest.fixture
@@ -75,3 +77,12 @@ def test_a_run_waits_unless_it_is_enqueued(graph: int | None) -> None:
         assert entries == [None if graph is None else str(graph), None if wait else "1"]
     with pytest.raises(RuntimeError):
         _run_options(graph, True).get_run_config_entry("disable_synchronize_execution_providers")
+
+
+def test_the_driver_of_the_tests_has_names_of_the_real_one() -> None:
+    try:
+        header = headers.find("cuda") / "cuda.h"
+    except Exception as error:
+        pytest.skip(f"not reached: {error}")
+    names = {name for name in vars(Driver) if re.match("cu[A-Z]", name)}
+    assert len(names) > 10 and names <= names_of_cuda_h(header)

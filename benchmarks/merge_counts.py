@@ -13,7 +13,7 @@ takes the longest of
         2), times the waves of its blocks
     products / 60 % of 989 TFLOP/s
 
-and 2 us for the launch. A step is the time of its bytes: weights and cache. The launches in budgets of KV heads are
+and 2 us for the launch. A step is the time of its bytes: weights and cache. The launches in per-head budgets are
 those that the library checks for a layer whose heads have budgets of 1,024 to 3,008 slots. Writes
 benchmarks/results/merge_counts.json and prints the tables of docs/measurements/cuda.md.
 """
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from kvexport.methods import all_methods
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from plugins.building import make
-from tests.conformance.cuda_library import PtxCaller, checked_launches, merge_cache_call, ragged_merge_cache_call
+from tests.conformance.cuda_library import PtxCaller, checked_launches, merge_cache_call
 
 LAYERS, HEADS, SIZE, BUDGET, EVICTED, CAPACITY, RECENT = 32, 32, 128, 2048, 32, 2560, 64
 USED, ROW, WEIGHTS = BUDGET + EVICTED, 2 * SIZE, 13.5e9  # ROW: bytes of a key; WEIGHTS: bytes of all weights in 16 bits
@@ -118,39 +118,23 @@ def counted(caller: PtxCaller, method: str, batch: int) -> list[tuple[float, flo
 
 
 def launches_in_budgets(caller: PtxCaller, method: str) -> dict[str, Any]:
-    """Return the launches of a merge of a layer in equal budgets, and in budgets of heads: a call for each, and one."""
+    """Return the launches of a merge of a layer in equal budgets, and in per-head ones: a call for each, and one."""
     method_object, budgets = all_methods()[method](), [1024 + 64 * h for h in range(HEADS)]
     attributes = [MergeCacheAttributes(method_object, budget, 4, RECENT) for budget in budgets]
-    states = []
-    for budget in budgets:  # views of one number have any shape
-        state = {name: np.broadcast_to(np.float16(0), (1, 1, budget + EVICTED, SIZE)) for name in ("key", "value")}
-        state["score"] = np.broadcast_to(np.float32(0), (1, 1, len(method_object.statistics), budget + EVICTED))
-        states.append(state)
-    caller.library.kv_host_set(0, 0, MULTIPROCESSORS, 232448)
-    own, caches = ragged_merge_cache_call(states, attributes)
-    equal = replace(attributes[0], budget=BUDGET)
-    shape = (1, HEADS, BUDGET + EVICTED, SIZE)
-    equal_call = merge_cache_call(equal, "float16", shape, SIZE, len(method_object.statistics))
-    together = checked_launches(caller.library, "ragged_merge_cache", ctypes.byref(own), caches)
+
+    def launches(every: list[MergeCacheAttributes]) -> int:
+        capacity = [own.budget + EVICTED for own in every]
+        shape = (1, len(every), max(capacity), SIZE)
+        call = merge_cache_call(every, "float16", shape, SIZE, len(method_object.statistics), capacity)
+        caller.library.kv_host_set(0, 0, MULTIPROCESSORS, 232448)  # forgets the launches before
+        return len(checked_launches(caller.library, "merge_cache", ctypes.byref(call)))
+
     return {
         "method": method,
-        "equal budgets": len(_launches(caller, equal_call)),
-        "a call for each head": sum(
-            len(_launches(caller, _call(*one))) for one in zip(states, attributes, strict=True)
-        ),
-        "now": len(together),
+        "equal budgets": launches([replace(attributes[0], budget=BUDGET)] * HEADS),
+        "a call for each head": sum(launches([own]) for own in attributes),
+        "now": launches(attributes),
     }
-
-
-def _call(state: dict[str, Any], attributes: MergeCacheAttributes) -> Any:
-    """Return the merge of one head's cache, without pointers."""
-    return merge_cache_call(attributes, "float16", state["key"].shape, SIZE, state["score"].shape[2])
-
-
-def _launches(caller: PtxCaller, call: Any) -> list[tuple[str, int]]:
-    """Return the launches of a merge, which is only checked."""
-    caller.library.kv_host_set(0, 0, MULTIPROCESSORS, 232448)  # forgets the launches before
-    return checked_launches(caller.library, "merge_cache", ctypes.byref(call))
 
 
 def blocks_of(program: str, batch: int) -> int:
@@ -214,8 +198,8 @@ def main() -> None:
             rows.append(row)
             show(row)
     in_budgets = [launches_in_budgets(caller, method) for method in METHODS]
-    print("\nlaunches of a merge of a layer in budgets of heads", *in_budgets, sep="\n")
-    save("merge_counts", {"rows": rows, "launches in budgets of heads": in_budgets})
+    print("\nlaunches of a merge of a layer in per-head budgets", *in_budgets, sep="\n")
+    save("merge_counts", {"rows": rows, "launches in per-head budgets": in_budgets})
 
 
 def show(row: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from common import save
 
 RECORDED = json.loads((Path(__file__).parent.parent / "plugins/cuda/instructions.json").read_text())
 COUNTS = RECORDED["instructions of a warp"]
-RATIOS = RECORDED["budgets of heads over equal ones"]
+RATIOS = RECORDED["per-head budgets over equal ones"]
 
 LANES, WARPS = 128, 4  # those of a multiprocessor that issue an instruction in a cycle
 LAUNCH = 1e-6  # seconds from one kernel of a CUDA graph to the next
@@ -80,8 +80,8 @@ BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # bytes of a weight; groups of 3
 # factors 8, the embedding 1, the last row 6, the cast of the logits 1, the length 2, and 6 that find the largest
 # logits. A packed embedding takes five more.
 BESIDE, PACKED_EMBEDDING = 8 + 1 + 6 + 1 + 2 + 6, 5
-# KV heads of a launch where these have caches of their own (attention/ragged.h), and the launches of the ONNX function
-# that splits query, key and value and joins the outputs.
+# KV heads of a launch in per-head budgets (core/table.h); and, for a call of each head, the launches of the ONNX
+# function that splits query, key and value and joins the outputs.
 TABLE, SPLIT_AND_JOIN = 32, 4
 OWN_BYTES = 16384  # the most bytes of several rows for which each block computes the norm itself (linear/linear.cu)
 
@@ -237,7 +237,7 @@ def own_launches(shape: Shape, batch: int) -> int:
 
 
 def budgets_of_heads(shape: Shape) -> dict[str, Any]:
-    """Return the launches of a step at batch 1 where the KV heads of a layer have caches of their own.
+    """Return the launches of a step at batch 1 in per-head budgets.
 
     In a call for each head, the ONNX function also splits query, key and value, and joins the outputs.
     """

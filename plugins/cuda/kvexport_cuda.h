@@ -48,9 +48,9 @@ const char* kv_cuda_merge_cache_problem(const KvMergeCache* call);
 const char* kv_cuda_linear_problem(const KvLinear* call);
 const char* kv_cuda_linear_attention_problem(const KvLinearAttention* call);
 
-// All pointers of a call are device pointers, `inverse_frequencies` too; the lists `capacity`, `budget` and `recent` are
-// in the memory of the host. Rows of keys and values are whole 16-byte vectors, at most 256 elements, and their tensors
-// are aligned to 16 bytes; a group has at most 16 query heads. A call has as many launches for KV heads of one
+// All pointers of a call are device pointers, `inverse_frequencies` too; the lists `capacity`, `budget` and `recent`
+// are in the memory of the host. Rows of keys and values are whole 16-byte vectors, at most 256 elements, and their
+// tensors are aligned to 16 bytes; a group has at most 16 query heads. A call has as many launches for KV heads of one
 // capacity, one budget and as many recent positions as for one head, and otherwise as many for each 32 heads.
 const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where);
 const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);

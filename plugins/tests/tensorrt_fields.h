@@ -33,15 +33,11 @@ inline Item word(const char* name, const std::string& x) {
 }
 
 inline Items vote_attention() {
-  return {real("scale", {0.3f}),    real("vote_exponent", {1}),  word("statistics", "probability,log_ema"),
-          real("decay", {1, 0.9f}), whole("window", {0, 8}),     real("recency_weight", {1, 1.2f}),
-          real("softcap", {0}),     whole("sliding_window", {0})};
-}
-
-inline Items ragged_vote_attention() {
-  Items items = vote_attention();
-  items.push_back(whole("caches", {3}));
-  return items;
+  return {whole("capacity", {100, 28}),      real("scale", {0.3f}),
+          real("vote_exponent", {1}),        word("statistics", "probability,log_ema"),
+          real("decay", {1, 0.9f}),          whole("window", {0, 8}),
+          real("recency_weight", {1, 1.2f}), real("softcap", {0}),
+          whole("sliding_window", {0})};
 }
 
 // Returns the fields of experts of floats, or with packed weights.
@@ -75,31 +71,19 @@ inline Items linear_attention(size_t which) {
 
 // Returns the fields of a merge policy that drops by position, with these changes.
 inline Items merge_cache(const Items& changes) {
-  Items items = {whole("budget", {64}),
-                 whole("sinks", {4}),
-                 whole("recent", {8}),
-                 whole("sliding_window", {0}),
-                 whole("compresses", {1}),
-                 whole("recent_receives", {0}),
-                 word("statistics", "probability"),
-                 word("select", "position"),
-                 real("select_decay", {0.9f}),
-                 whole("pooled", {1}),
-                 word("order", "lowest"),
-                 whole("eviction_pool", {1}),
-                 real("error_exponent", {0}),
-                 whole("merged_last", {0}),
-                 word("merge", "drop"),
-                 word("measure", "cosine"),
-                 real("threshold", {-1e38f}),
-                 real("weigh_decay", {0.9f}),
-                 word("zip", "mean"),
-                 real("key_factor_max", {2}),
-                 real("votes_max", {32}),
-                 real("residual", {1}),
-                 whole("mean_adds", {0}),
-                 word("weigh", "score"),
-                 real("tau", {0}),
+  Items items = {whole("capacity", {96, 32}),   whole("budget", {64, 20}),
+                 whole("sinks", {4}),           whole("recent", {8, 3}),
+                 whole("sliding_window", {0}),  whole("compresses", {1}),
+                 whole("recent_receives", {0}), word("statistics", "probability"),
+                 word("select", "position"),    real("select_decay", {0.9f}),
+                 whole("pooled", {1}),          word("order", "lowest"),
+                 whole("eviction_pool", {1}),   real("error_exponent", {0}),
+                 whole("merged_last", {0}),     word("merge", "drop"),
+                 word("measure", "cosine"),     real("threshold", {-1e38f}),
+                 real("weigh_decay", {0.9f}),   word("zip", "mean"),
+                 real("key_factor_max", {2}),   real("votes_max", {32}),
+                 real("residual", {1}),         whole("mean_adds", {0}),
+                 word("weigh", "score"),        real("tau", {0}),
                  whole("share_pairs", {0})};
   for (const Item& change : changes) {
     const auto same = [&](const Item& item) { return item.name == change.name; };
@@ -132,15 +116,6 @@ inline Items merge_cache(size_t which) {
        whole("cache_positions", {1})},
   };
   return merge_cache(changes[which % changes.size()]);
-}
-
-inline Items ragged_merge_cache(size_t which) {
-  Items items = merge_cache(which);
-  for (Item& item : items) {
-    if (item.name == "budget") item = whole("budget", {64, 96, 32});
-    if (item.name == "recent") item = whole("recent", {8, 0, 16});
-  }
-  return items;
 }
 
 }  // namespace harness

@@ -74,7 +74,7 @@ bool spoil(Random& random, Item& item) {
     memcpy(&item.bytes[0], &x, sizeof x);
   } else if (item.type == PluginFieldType::kINT32) {
     const bool from_one =
-        item.name == "budget" || item.name == "caches" || item.name == "pooled" || item.name == "eviction_pool";
+        item.name == "budget" || item.name == "capacity" || item.name == "pooled" || item.name == "eviction_pool";
     const int32_t x = item.name == "share_pairs" ? 1 : from_one ? 0 : -1;
     memcpy(&item.bytes[0], &x, sizeof x);
   } else {
@@ -87,8 +87,8 @@ bool spoil(Random& random, Item& item) {
 Verdict mutate(Random& random, Items& items) {
   const size_t at = random.below(items.size());
   Item& item = items[at];
-  const bool rotates =
-      item.name == "inverse_frequencies" || item.name == "rotary_interleaved" || item.name == "cache_positions";
+  const bool optional = item.name == "capacity" || item.name == "inverse_frequencies" ||
+                        item.name == "rotary_interleaved" || item.name == "cache_positions";
   switch (random.below(16)) {
     case 0:
       return kSame;
@@ -114,7 +114,7 @@ Verdict mutate(Random& random, Items& items) {
       if (item.type == PluginFieldType::kCHAR) item.bytes.pop_back(), --item.length;
       return kSame;
     case 5:
-      if (rotates) return kSame;
+      if (optional) return kSame;
       items.erase(items.begin() + at);
       return kRefused;
     case 6: {
@@ -166,29 +166,15 @@ struct Tested {
   std::vector<std::vector<int64_t>> inputs;  // usual shapes; a random choice leaves out the last ones
   size_t optional;
 };
-const std::vector<int64_t> kKey = {2, 2, 128, 8}, kSlots = {2, 2, 128};
-
-// Returns these shapes, then those of the state of three caches, then the last ones.
-std::vector<std::vector<int64_t>> with_caches(std::vector<std::vector<int64_t>> shapes, int64_t statistics,
-                                              const std::vector<std::vector<int64_t>>& last) {
-  for (const int64_t slots : {128, 40, 96}) {
-    const std::vector<int64_t> key = {2, 1, slots, 8}, row = {2, 1, slots};
-    shapes.insert(shapes.end(), {key, key, row, {2, 1, statistics, slots}, row});
-  }
-  shapes.insert(shapes.end(), last.begin(), last.end());
-  return shapes;
-}
+const std::vector<int64_t> kKey = {2, 128, 8}, kSlots = {2, 128};
 
 const std::vector<Tested> kTested = {
     {"VoteAttention",
      [](size_t) { return vote_attention(); },
      6,
-     {{2, 4, 3, 8}, {2, 2, 3, 8}, {2, 2, 3, 8}, {2, 3}, {2, 1}, kKey, kKey, kSlots, {2, 2, 2, 128}, kSlots, {4}},
+     {{2, 4, 3, 8}, {2, 2, 3, 8}, {2, 2, 3, 8}, {2, 3}, {2, 1}, kKey, kKey, kSlots, {2, 2, 128}, kSlots, {4}},
      1},
-    {"MergeCache", merge_cache, 5, {kKey, kKey, kSlots, {2, 2, 1, 128}, kSlots}, 0},
-    {"RaggedVoteAttention", [](size_t) { return ragged_vote_attention(); }, 16,
-     with_caches({{2, 6, 3, 8}, {2, 3, 3, 8}, {2, 3, 3, 8}, {2, 3}, {2, 1}}, 2, {{6}}), 1},
-    {"RaggedMergeCache", ragged_merge_cache, 15, with_caches({}, 1, {}), 0},
+    {"MergeCache", merge_cache, 5, {kKey, kKey, kSlots, {2, 1, 128}, kSlots}, 0},
     {"Experts",
      experts,
      1,
@@ -311,7 +297,7 @@ int main(int count, char** arguments) {
   // No collection, a negative count, and a collection without memory.
   PluginFieldCollection none{-1, nullptr}, nowhere{3, nullptr};
   for (const PluginFieldCollection* bad : {static_cast<PluginFieldCollection*>(nullptr), &none, &nowhere})
-    for (const char* op : {"VoteAttention", "MergeCache", "RaggedVoteAttention", "RaggedMergeCache"})
+    for (const char* op : {"VoteAttention", "MergeCache"})
       if (creator(op)->createPlugin("layer", bad, TensorRTPhase::kBUILD)) return 1;
   printf("%zu accepted, %zu refused\n", counts.accepted, counts.refused);
   return 0;

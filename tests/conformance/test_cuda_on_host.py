@@ -134,7 +134,7 @@ def test_decode_over_many_splits_for_every_group(caller: Caller, group: int) -> 
     call = vote_attention_call(
         VoteAttentionAttributes(0.3, 1.0, BOTH), "float32", (3, 2 * group, 1, 16), (3, 2, 900, 16), 24
     )
-    assert call.capacity // 128 > 1, "a cache of one split shows nothing"
+    assert call.slots // call.heads // 128 > 1, "a cache of one split shows nothing"
     hold_to_oracle(caller, inputs, VoteAttentionAttributes(0.3, 1.0, BOTH))
 
 
@@ -515,7 +515,7 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
     sample += " or (few and (float16 and ballot or float32 and kvslimmer))"
     like_others = "h2o or streaming or snapkv or keepkv-key or least-attended or asymkv or alone"
     sample += f" or (garbage and not ({like_others}))"
-    names = ("garbage", "cuda_quantized", "cuda_ragged", "cuda_ragged_merge")
+    names = ("garbage", "cuda_quantized", "cuda_heads", "cuda_heads_merge")
     others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", sample]
     command += [__file__, *others]

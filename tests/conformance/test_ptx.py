@@ -118,8 +118,8 @@ def test_kernels_take_no_more_instructions_than_recorded() -> None:
 
 
 @needs_library
-def test_steps_and_merges_in_budgets_of_heads_take_the_instructions_of_those_in_equal_budgets() -> None:
-    """KV heads with caches of their own take at most 1.03 times the instructions of heads that share their tensors."""
+def test_steps_and_merges_in_per_head_budgets_take_the_instructions_of_those_in_equal_budgets() -> None:
+    """KV heads of several capacities take at most 1.03 times the instructions of heads of one capacity."""
     caller = PtxCaller(make.build("cuda-ptx"))
     measured = instruction_counts.measured_budgets(caller)
     caller.set_order(2, late=True)

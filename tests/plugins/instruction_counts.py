@@ -5,8 +5,8 @@
 Each count is the difference of the instructions of two calls, whose PTX runs on the host, divided by the difference of
 their slots or evicted slots, so that fixed costs cancel out. PTX has more instructions than the machine code, because
 ptxas merges some. Both rise and fall together. The file also has the round trips to memory that wait for one another
-(plugins/building/ptx/trips.py) in one thread of a call, and the instructions of a decode step and of a merge of KV
-heads with budgets of their own over those of heads with equal budgets.
+(plugins/building/ptx/trips.py) in one thread of a call, and the instructions of a decode step and of a merge in
+per-head budgets over those in equal budgets.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ BUDGET = sum(BUDGETS) // len(BUDGETS)
 # Whole tiles: the tensor cores of a prompt compute a tile of up to 128 slots even if most of it is empty.
 PROMPT_BUDGETS = (128, 128, 128, 128, 256, 256, 384, 640)
 EQUAL = (BUDGET,) * len(BUDGETS)
-# The type of a cache, the tokens of a call, and its programs: with budgets of heads, then with equal ones if they have
-# others.
+# The type of a cache, the tokens of a call, and its programs.
 QUANTIZED = ("Prefill<kv::cuda::Small, 1>", "PrefillScores<kv::cuda::Small>")
-CALLS: tuple[tuple[Any, ...], ...] = (
-    ("float16", 1, ("DecodeMma<kv::cuda::Ragged<kv::cuda::Half>, 128>",), ("DecodeMma<kv::cuda::Half, 128>",)),
-    ("float32", 1, ("Decode<kv::cuda::Ragged<float>, 1>",), ("Decode<float, 1>",)),
+CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("float16", 1, ("DecodeMma<kv::cuda::Half, 128>",)),
+    ("float32", 1, ("Decode<float, 1>",)),
     ("int8", 1, ("AppendSmall", "DecodeSmall<8, 8, 128>")),
     ("int4", 1, ("AppendSmall", "DecodeSmall<4, 4, 128>")),
     ("float16", 48, tuple(f"{x}<kv::cuda::Half, 64>" for x in ("PrefillMma", "PrefillMmaScores"))),
@@ -151,7 +150,7 @@ def measured_trips(caller: PtxCaller) -> dict[str, int]:
 
 
 def measured_budgets(caller: PtxCaller) -> dict[str, float]:
-    """Return the instructions of steps, prompts and merges in budgets of heads over those in equal budgets as large.
+    """Return the instructions of steps, prompts and merges in per-head budgets over those in equal budgets as large.
 
     All slots are used but those of a call's new tokens, and a merge evicts 32 slots of each head. The ratio of slots to
     places of thread blocks is that of Llama-2-7B (32 KV heads, 1,024 slots of each, one sequence) on an H200, and that
@@ -160,19 +159,19 @@ def measured_budgets(caller: PtxCaller) -> dict[str, float]:
     figures = {}
     for sequences, multiprocessors in (("one sequence", 8), ("eight sequences", 1)):
         caller.set_order(0, late=False, multiprocessors=multiprocessors)
-        for dtype, tokens, *programs in CALLS:
+        for dtype, tokens, programs in CALLS:
             if tokens > 1 and multiprocessors == 1:
                 continue  # prompts have no splits
             unequal = BUDGETS if tokens == 1 else PROMPT_BUDGETS
             counts = [
-                _counted(caller, names, lambda x=capacities, d=dtype, t=tokens: _attend_heads(caller, d, x, t))
-                for names, capacities in zip((programs[0], programs[-1]), (unequal, EQUAL), strict=True)
+                _counted(caller, programs, lambda x=capacities, d=dtype, t=tokens: _attend_heads(caller, d, x, t))
+                for capacities in (unequal, EQUAL)
             ]
             kind = "decode" if tokens == 1 else f"{tokens} tokens"
             figures[f"{kind}, {dtype}, {sequences}"] = round(counts[0] / counts[1], 4)
-        for method, programs in MERGES.items():
+        for method, names in MERGES.items():
             counts = [
-                _counted(caller, programs, lambda x=budgets, m=method: _merge_heads(caller, m, x))
+                _counted(caller, names, lambda x=budgets, m=method: _merge_heads(caller, m, x))
                 for budgets in (BUDGETS, EQUAL)
             ]
             figures[f"merge, {method}, {sequences}"] = round(counts[0] / counts[1], 4)
@@ -192,7 +191,7 @@ def _counted(caller: PtxCaller, programs: Sequence[str], run: Any) -> int:
 
 
 def _merge_heads(caller: PtxCaller, method: str, budgets: Sequence[int]) -> None:
-    """Merge KV heads with these budgets: in one call over caches of their own, or over shared tensors."""
+    """Merge KV heads with these budgets in one call."""
     method_object, states, rng = all_methods()[method](), [], np.random.default_rng(3)
     for budget in budgets:
         slots = budget + EVICTED
@@ -200,14 +199,11 @@ def _merge_heads(caller: PtxCaller, method: str, budgets: Sequence[int]) -> None
         state["position"] = rng.permutation(slots).astype(np.int32)[None, None]
         states.append(state)
     attributes = [MergeCacheAttributes(method_object, budget, 4, 16) for budget in budgets]
-    if len(set(budgets)) > 1:
-        caller.ragged_merge_cache(states, attributes)
-        return
-    caller.merge_cache({x: np.concatenate([one[x] for one in states], 1) for x in states[0]}, attributes[0])
+    caller.merge_cache_of(states, attributes)
 
 
 def _attend_heads(caller: PtxCaller, dtype: str, capacities: Sequence[int], tokens: int) -> None:
-    """Run tokens over KV heads of these capacities: in one call for each table of heads, or over shared tensors.
+    """Run tokens over KV heads of these capacities in one call.
 
     Heads have 128 elements; those of a float16 prompt have 64, the size whose program runs on the host.
     """
@@ -218,13 +214,7 @@ def _attend_heads(caller: PtxCaller, dtype: str, capacities: Sequence[int], toke
         state = {f"past_{x}": y for x, y in _state(capacity - tokens, capacity, 1, dtype, size).items()}
         position = np.arange(LATEST, LATEST + tokens)[None]  # no slot of any head is in the tokens' future
         heads.append(rows | state | {"position": position, "query_length": np.array([[tokens]])})
-    attributes = VoteAttentionAttributes(size**-0.5, 1.0, LOG_EMA)
-    if len(set(capacities)) > 1:
-        caller.ragged_vote_attention(heads, attributes)
-        return
-    shared = ("position", "query_length")
-    whole = {x: heads[0][x] if x in shared else np.concatenate([one[x] for one in heads], 1) for x in heads[0]}
-    caller.vote_attention(whole, attributes)
+    caller.vote_attention_of(heads, VoteAttentionAttributes(size**-0.5, 1.0, LOG_EMA))
 
 
 def _experts(caller: PtxCaller, inner: int) -> None:
@@ -296,7 +286,7 @@ def record(library: Path) -> None:
     caller.set_order(0, late=False, multiprocessors=1)
     held = {"compiler": resources.compiler_version(), "instructions of a warp": measured(caller)}
     held["round trips of a call"] = measured_trips(caller)
-    held["budgets of heads over equal ones"] = measured_budgets(caller)
+    held["per-head budgets over equal ones"] = measured_budgets(caller)
     RECORD.write_text(json.dumps(held, indent=1) + "\n")
 
 

@@ -5,7 +5,9 @@
 #include <NvInferRuntime.h>
 
 #include <climits>
+#include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "../../cuda/kvexport_cuda.h"
@@ -14,7 +16,7 @@
 
 namespace kv::tensorrt {
 
-constexpr int kState = 5;  // the state tensors of a cache
+constexpr int kState = 5;  // the state tensors of a layer
 
 // Returns the type of state tensor i: key, value, votes, score, position.
 inline DataType state_type(int i, DataType cache) {
@@ -27,6 +29,27 @@ inline KvState state_at(const void* const* tensors) {
   return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
 }
 
+// A call with the lists that it points to, so that its copies outlive the plugin.
+template <class Call>
+struct OfHeads : Call {
+  std::shared_ptr<const HeadLists> lists;
+
+  // Points to the lists of a node; returns why they do not fit the call's KV heads and slots, "" if they fit or if
+  // these are not known.
+  std::string point(const HeadLists& node) {
+    if (this->slots < 0 || this->heads < 1 || this->heads > KV_CUDA_MAX_HEADS) return "";
+    const auto own = std::make_shared<HeadLists>(node);
+    std::vector<int> equal;
+    const std::string problem = set_capacity(node.capacity, equal, *this);
+    if (own->capacity.empty()) own->capacity = equal;
+    this->capacity = own->capacity.data();
+    if constexpr (std::is_same_v<Call, KvMergeCache>)
+      this->budget = own->budget.data(), this->recent = own->recent.data();
+    lists = own;
+    return problem;
+  }
+};
+
 // Calls use(call) for the call and for those of fewer sequences.
 template <class Arguments, class Use>
 void each_batch(Arguments call, Use use) {
@@ -34,7 +57,7 @@ void each_batch(Arguments call, Use use) {
 }
 
 struct VoteAttention {
-  using Arguments = KvVoteAttention;
+  using Arguments = OfHeads<KvVoteAttention>;
   static constexpr const char* kName = "VoteAttention";
   // The number of inputs without and with sink logits; the first state tensor among inputs and among outputs.
   static constexpr int kLeastInputs = 10, kMostInputs = 11, kPast = 5, kPresent = 1;
@@ -46,8 +69,9 @@ struct VoteAttention {
   static int most_inputs() { return kMostInputs; }
   static int past_of(int output) { return output < kPresent ? -1 : output - kPresent + kPast; }
 
-  Arguments attributes{};
-  explicit VoteAttention(const Fields& fields) { read_vote_attention(fields, attributes); }
+  KvVoteAttention attributes{};
+  HeadLists lists;
+  explicit VoteAttention(const Fields& fields) { read_vote_attention(fields, attributes, lists.capacity); }
 
   static Types types(int i, DataType query) {
     if (i == 0) return kFloatTypes;
@@ -58,17 +82,18 @@ struct VoteAttention {
 
   static void set_types(Arguments& a, const Types& inputs) { a.query_type = a.cache_type = kernel_type(inputs[0]); }
   Arguments sized(const std::vector<Shape>& inputs) const {
-    Arguments a = attributes;
-    a.batch = size_of(inputs, 5, 0), a.query_heads = size_of(inputs, 0, 1), a.heads = size_of(inputs, 5, 1);
-    a.tokens = size_of(inputs, 0, 2), a.capacity = size_of(inputs, 5, 2);
-    a.key_size = size_of(inputs, 5, 3), a.value_size = size_of(inputs, 6, 3);
+    Arguments a{attributes, nullptr};
+    a.batch = size_of(inputs, 5, 0), a.query_heads = size_of(inputs, 0, 1), a.heads = size_of(inputs, 1, 1);
+    a.tokens = size_of(inputs, 0, 2), a.slots = size_of(inputs, 5, 1);
+    a.key_size = size_of(inputs, 5, 2), a.value_size = size_of(inputs, 6, 2);
+    a.point(lists);
     return a;
   }
   static std::vector<Input> inputs(const Arguments& a) { return inputs_of(a); }
-  std::string misfit(const Arguments&) const { return ""; }
+  std::string misfit(Arguments a) const { return a.point(lists); }
   // Returns whether all sizes are known that an engine may not leave open.
   static bool is_fixed(const Arguments& a) {
-    return a.query_heads >= 0 && a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0;
+    return a.query_heads >= 0 && a.heads >= 0 && a.slots >= 0 && a.key_size >= 0 && a.value_size >= 0;
   }
 
   static DimsExprs output_shape(int, const DimsExprs* inputs, IExprBuilder&) {
@@ -92,17 +117,13 @@ struct VoteAttention {
   // The initial content of the instance's device memory: the kernels' counters.
   std::string initial_memory() const { return std::string(KV_CUDA_COUNTER_BYTES, '\0'); }
 
-  // Sets the tensors of a call but its state. sinks: the number of the input with sink logits.
-  static void place_tokens(Arguments& a, const void* const* inputs, int count, int sinks, void* const* outputs) {
+  static const char* run(Arguments a, KvCuda where, void* counters, const void* const* inputs, int count,
+                         void* const* outputs) {
     a.query = inputs[0], a.key = inputs[1], a.value = inputs[2];
     a.position = static_cast<const int64_t*>(inputs[3]);
     a.query_length = static_cast<const int64_t*>(inputs[4]);
-    a.sink_logits = count > sinks ? static_cast<const float*>(inputs[sinks]) : nullptr;
+    a.sink_logits = count > kLeastInputs ? static_cast<const float*>(inputs[kLeastInputs]) : nullptr;
     a.output = outputs[0];
-  }
-  static const char* run(Arguments a, KvCuda where, void* counters, const void* const* inputs, int count,
-                         void* const* outputs) {
-    place_tokens(a, inputs, count, kLeastInputs, outputs);
     a.past = state_at(inputs + kPast), a.present = state_at(outputs + kPresent);
     where.counters = counters;
     return kv_cuda_vote_attention(&a, &where);
@@ -110,7 +131,7 @@ struct VoteAttention {
 };
 
 struct MergeCache {
-  using Arguments = KvMergeCache;
+  using Arguments = OfHeads<KvMergeCache>;
   static constexpr const char* kName = "MergeCache";
   static int outputs() { return kState; }
 
@@ -119,24 +140,28 @@ struct MergeCache {
   static int most_inputs() { return kState; }
   static int past_of(int output) { return output; }
 
-  Arguments attributes{};
+  KvMergeCache attributes{};
+  HeadLists lists;
   std::vector<float> inverse_frequencies;
-  MergeCache() = default;
-  explicit MergeCache(const Fields& fields) { read_merge_cache(fields, attributes, inverse_frequencies); }
+  explicit MergeCache(const Fields& fields) { read_merge_cache(fields, attributes, lists, inverse_frequencies); }
 
   static Types types(int i, DataType cache) { return i == 0 ? kFloatTypes : Types{state_type(i, cache)}; }
 
   static void set_types(Arguments& a, const Types& inputs) { a.cache_type = kernel_type(inputs[0]); }
   Arguments sized(const std::vector<Shape>& inputs) const {
-    Arguments a = attributes;
-    a.batch = size_of(inputs, 0, 0), a.heads = size_of(inputs, 0, 1), a.capacity = size_of(inputs, 0, 2);
-    a.key_size = size_of(inputs, 0, 3), a.value_size = size_of(inputs, 1, 3), a.statistics = size_of(inputs, 3, 2);
+    Arguments a{attributes, nullptr};
+    a.batch = size_of(inputs, 0, 0), a.slots = size_of(inputs, 0, 1), a.key_size = size_of(inputs, 0, 2);
+    a.value_size = size_of(inputs, 1, 2), a.statistics = size_of(inputs, 3, 1);
+    a.point(lists);
     return a;
   }
   static std::vector<Input> inputs(const Arguments& a) { return inputs_of(a); }
-  std::string misfit(const Arguments& a) const { return kv::misfit(attributes, a.key_size, a.statistics); }
+  std::string misfit(Arguments a) const {
+    const std::string problem = kv::misfit(attributes, a.key_size, a.statistics);
+    return problem.empty() ? a.point(lists) : problem;
+  }
   static bool is_fixed(const Arguments& a) {
-    return a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0 && a.statistics >= 0;
+    return a.slots >= 0 && a.key_size >= 0 && a.value_size >= 0 && a.statistics >= 0;
   }
 
   static DimsExprs output_shape(int, const DimsExprs* inputs, IExprBuilder&) { return inputs[0]; }

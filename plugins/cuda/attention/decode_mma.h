@@ -36,14 +36,14 @@ struct DecodeMma {
 
   struct Shared {
     float *logit, *factor, *bias;  // [heads, slots], [heads], [slots]
-    T* weight;                // [heads, slots]
+    T* weight;                     // [heads, slots]
     int* ends;                     // used_slots
     char* stages;
   };
   // Bytes of shared memory that do not depend on the number of stages.
   static KV_HD constexpr size_t fixed(int) {
-    return kRows * (kLogitStride * sizeof(float) + kWeightStride * sizeof(T) + sizeof(float)) +
-           kBlock * sizeof(float) + 16;
+    return kRows * (kLogitStride * sizeof(float) + kWeightStride * sizeof(T) + sizeof(float)) + kBlock * sizeof(float) +
+           16;
   }
   // Bytes that reuse the memory of the stages at the end.
   static KV_HD constexpr size_t closing(int splits, int group) { return combine_size(splits, group); }
@@ -179,8 +179,7 @@ struct DecodeMma {
 #pragma unroll
     for (int step = 0; step < 2; ++step)
       load_a(
-          block, kWeightStride * sizeof(T),
-          [&](int) { return reinterpret_cast<const char*>(s.weight + step * 16); },
+          block, kWeightStride * sizeof(T), [&](int) { return reinterpret_cast<const char*>(s.weight + step * 16); },
           [step](Registers& r) { return r.weight[step]; });
     block.each_alone([&](int t, Registers& r) {
 #pragma unroll
@@ -215,7 +214,7 @@ struct DecodeMma {
 #pragma unroll
       for (int step = 0; step < 2; ++step)
         multiply<T>(block,
-                         [i, step](Registers& r) { return Product{r.product[i], r.weight[step], r.value + 2 * step}; });
+                    [i, step](Registers& r) { return Product{r.product[i], r.weight[step], r.value + 2 * step}; });
     }
   }
 

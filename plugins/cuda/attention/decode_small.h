@@ -169,8 +169,7 @@ struct DecodeSmall {
   }
 
   // Multiplies the keys with the queries of all heads; eight slots per warp.
-  static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a,
-                                      const Stage<Small>& stage) {
+  static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r.score[0][i] = r.score[1][i] = 0.0f;
@@ -202,8 +201,8 @@ struct DecodeSmall {
 
   // Within a phase: stores the logits of a warp's slots, without bias. A group of up to eight heads only uses a lane's
   // first two sums.
-  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Small>& stage,
-                                     const Shared& s, int group, int t) {
+  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Small>& stage, const Shared& s,
+                                     int group, int t) {
     const int slot = t / kWarp * 8 + element_of_sum(t % kWarp, 0).column;
     const float first = stage.key_scale()[slot], second = stage.key_scale()[slot + 1];
 #pragma unroll
@@ -251,8 +250,8 @@ struct DecodeSmall {
   }
 
   // Adds weight * value to the products; every fourth chunk of a row per warp, 16 slots per product.
-  static KV_DEVICE void multiply_values(Block<DecodeSmall>& block, const KvVoteAttention& a,
-                                        const Stage<Small>& stage, const Shared& s, int group) {
+  static KV_DEVICE void multiply_values(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage,
+                                        const Shared& s, int group) {
     const int chunks = (a.value_size + kValueColumns - 1) / kValueColumns;
 #pragma unroll
     for (int i = 0; i < 4; ++i)

@@ -52,8 +52,8 @@ KV_DEVICE void copy_bytes(Block<Program>& block, char* to, int place, int stride
 // Within a phase: copies the rows of a block of slots. An earlier launch has written the new token's rows to their
 // slots.
 template <class Program>
-KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Small>& head, const Stage<Small>& stage,
-                          const Fetch& fetch, int, int, int count, int t) {
+KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Small>& head, const Stage<Small>& stage, const Fetch& fetch,
+                          int, int, int count, int t) {
   const int values = kBlock * stage.key_stride;
   copy_bytes(block, stage.key(0), fetch.key_to, stage.key_stride, fetch.key, head.key_bytes(), count, t);
   copy_bytes(block, stage.value(0), fetch.value_to - values, stage.value_stride, fetch.value, head.value_bytes(), count,

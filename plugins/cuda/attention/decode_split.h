@@ -168,8 +168,7 @@ KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const
       if (g < heads) {
         const float sum = logit(g, slot) + added;
         r.logit[i] = added <= kLogZero ? added : sum;  // beyond the last slot the logit is undefined
-        if (args.logits && g < args.group() && slot < count)
-          head.logits(args, g)[from + slot] = r.logit[i];
+        if (args.logits && g < args.group() && slot < count) head.logits(args, g)[from + slot] = r.logit[i];
       }
       r.block_max[i] = r.logit[i];
     }

@@ -124,8 +124,8 @@ template <class Use>
 const char* each_table(const Attention& args, Use use) {
   const KvVoteAttention& a = args.call;
   const bool equal = has_equal_heads(a);
-  Attention table = args;
   for (int first = 0, offset = 0; first < a.heads;) {
+    Attention table = args;
     int entries = 0;
     while (entries < kTable && first < a.heads) {
       table.heads[entries++] = {first, equal ? a.heads : 1, a.capacity[first], offset, 1};

@@ -238,8 +238,7 @@ struct Prefill {
     }
   }
 
-  static KV_DEVICE void finish(Registers& r, const Attention& args, const Head<T>& head, int begin,
-                               int end, int t) {
+  static KV_DEVICE void finish(Registers& r, const Attention& args, const Head<T>& head, int begin, int end, int t) {
     const KvVoteAttention& a = args.call;
     const int group = args.group();
 #pragma unroll
@@ -266,8 +265,8 @@ struct Prefill {
 // mean over query heads; for a probability, slot_sum is the weighted sum. counted: the total weight of the queries that
 // count and see the slot; age: the slot's position relative to the first new token's.
 template <class T>
-KV_DEVICE float statistic_after(const Head<T>& head, const KvStatistic& statistic, int k, int used, int slot,
-                                int age, int n, float slot_max, float slot_sum, float counted) {
+KV_DEVICE float statistic_after(const Head<T>& head, const KvStatistic& statistic, int k, int used, int slot, int age,
+                                int n, float slot_max, float slot_sum, float counted) {
   const KvVoteAttention& a = head.a;
   const float heads = static_cast<float>(a.query_heads / a.heads), past = slot < used ? head.score(k)[slot] : 0.0f;
   if (statistic.kind == KV_STATISTIC_PROBABILITY)
@@ -368,8 +367,8 @@ struct PrefillScores {
   }
 
   // Adds up the warps' partial sums and returns the slot's statistic.
-  static KV_DEVICE float combine_partials(const Head<T>& head, const KvStatistic& statistic,
-                                          const float* partials, int k, int used, int slot, int age, int n, int t) {
+  static KV_DEVICE float combine_partials(const Head<T>& head, const KvStatistic& statistic, const float* partials,
+                                          int k, int used, int slot, int age, int n, int t) {
     float slot_max = kLogZero, slot_sum = 0.0f, counted = 0.0f;
     for (int i = 0; i < kWarps; ++i)
       slot_max = max_of(slot_max, partials[i * kBlock + t]), counted += partials[2 * kThreads + i * kBlock + t];

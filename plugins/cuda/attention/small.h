@@ -26,7 +26,9 @@ struct Head<Small> : Head<float> {
   KV_DEVICE int value_bytes() const { return bytes_of_value; }
 
   KV_DEVICE char* key(int slot) const { return static_cast<char*>(a.present.key) + (slots + slot) * bytes_of_key; }
-  KV_DEVICE char* value(int slot) const { return static_cast<char*>(a.present.value) + (slots + slot) * bytes_of_value; }
+  KV_DEVICE char* value(int slot) const {
+    return static_cast<char*>(a.present.value) + (slots + slot) * bytes_of_value;
+  }
   KV_DEVICE float* key_scale() const { return a.present_scales.key + slots; }
   KV_DEVICE float* value_scale() const { return a.present_scales.value + slots; }
   KV_DEVICE Vector key_vector(int from, int i) const {

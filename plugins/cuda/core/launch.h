@@ -301,7 +301,7 @@ const char* check_cache(const Arguments& a) {
     return "the type of the cache is none of float32, float16, bfloat16, int8, int4 and k8v4";
   if (a.batch < 0 || a.heads < 1 || a.slots < 1 || key_size < 1 || value_size < 1)
     return "a dimension is zero or negative";
-  if (static_cast<int64_t>(a.batch) * a.heads > KV_CUDA_MAX_HEADS)
+  if (std::max<int64_t>(a.batch, 1) * a.heads > KV_CUDA_MAX_HEADS)
     return "the batch has more than 65536 KV heads in all";
   int64_t slots = 0;
   for (int h = 0; h < a.heads; ++h) {

@@ -16,8 +16,8 @@
 // of every slot of the pool in both searches. For a zip, the first search also keeps the nearest upper slot, and the
 // second search only compares the rest.
 //
-// A launch has the heads of a table (../core/table.h): one entry with all heads of a call, if they have one capacity and
-// one budget, or an entry for each of up to 32 heads.
+// A launch has the heads of a table (../core/table.h): one entry with all heads of a call, if they have one capacity
+// and one budget, or an entry for each of up to 32 heads.
 //
 // Only the last three launches change the cache. A launch begins when the one before it has ended; this is the only
 // barrier between launches.
@@ -68,7 +68,7 @@ struct MergeWork {
   KvMergeCache call;  // its lists are the host's memory: kernels read them from `entry`
   MergeEntry entry[kTable];
   int entries;
-  int each;  // heads of an entry, over all sequences
+  int each;        // heads of an entry, over all sequences
   int most_slots;  // the most slots of a head
   bool in_place;
   int most_evicted;  // the most evicted slots of a head: the stride of arrays with an element per evicted slot

@@ -17,9 +17,9 @@ from kvexport.methods.slots import Statistic
 from kvexport.ops.linear_attention import UpdateRule
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make
+from tests.backends.tensorrt.test_head_plugins import MERGED, hold_attention_of_heads, hold_merges_of_heads
 from tests.backends.tensorrt.test_model_plugins import ROUTES, SIZES, experts_through, recurrence_through
 from tests.backends.tensorrt.test_plugins import hold_attention, hold_merges
-from tests.backends.tensorrt.test_ragged_plugins import MERGED, hold_ragged_attention, hold_ragged_merges
 from tests.conformance.cases import PROFILES, MergeProfile, Profile
 from tests.conformance.cuda_library import DEVICE, Cuda, DeviceMemory, HostMemory, load, vote_attention_call
 from tests.conformance.cuda_library import Caller as DirectCaller
@@ -66,14 +66,14 @@ def test_merges_on_a_gpu(callers: tuple[Caller, DirectCaller], in_place: bool) -
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
-def test_ragged_attention_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: Profile, in_place: bool) -> None:
-    hold_ragged_attention(*callers, profile, in_place)
+def test_attention_of_heads_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: Profile, in_place: bool) -> None:
+    hold_attention_of_heads(*callers, profile, in_place)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("profile", MERGED, ids=lambda profile: profile.name)
-def test_ragged_merges_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: MergeProfile, in_place: bool) -> None:
-    hold_ragged_merges(*callers, profile, in_place)
+def test_merges_of_heads_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: MergeProfile, in_place: bool) -> None:
+    hold_merges_of_heads(*callers, profile, in_place)
 
 
 def test_experts_on_a_gpu(callers: tuple[Caller, DirectCaller]) -> None:
@@ -129,7 +129,7 @@ def test_enqueue_takes_the_kernels_own_time_within_two_percent(callers: tuple[Ca
 
 def decode_inputs(batch: int, slots: int, free: int) -> dict[str, np.ndarray]:
     """Return one token per sequence in half precision, over caches with `free` free slots."""
-    rng, cache = np.random.default_rng(0), (batch, HEADS, slots)
+    rng, cache = np.random.default_rng(0), (batch, HEADS * slots)
     query, key, value = (
         rng.standard_normal((batch, h, 1, SIZE), dtype=np.float32) for h in (QUERY_HEADS, HEADS, HEADS)
     )
@@ -137,9 +137,9 @@ def decode_inputs(batch: int, slots: int, free: int) -> dict[str, np.ndarray]:
         "query": query.astype(np.float16), "key": key.astype(np.float16), "value": value.astype(np.float16),
         "position": np.full((batch, 1), slots, np.int64), "query_length": np.ones((batch, 1), np.int64),
         "past_key": np.full((*cache, SIZE), 0.25, np.float16), "past_value": np.full((*cache, SIZE), 0.5, np.float16),
-        "past_votes": np.broadcast_to((np.arange(slots) < slots - free).astype(np.float32), cache).copy(),
-        "past_score": np.zeros((batch, HEADS, 1, slots), np.float32),
-        "past_position": np.broadcast_to(np.arange(slots, dtype=np.int32), cache).copy(),
+        "past_votes": np.tile((np.arange(slots) < slots - free).astype(np.float32), (batch, HEADS)),
+        "past_score": np.zeros((batch, 1, HEADS * slots), np.float32),
+        "past_position": np.tile(np.arange(slots, dtype=np.int32), (batch, HEADS)),
     }  # fmt: skip
 
 
@@ -152,7 +152,9 @@ def both(plugin: Caller, direct: DirectCaller, inputs: dict[str, np.ndarray]) ->
     memory = direct.memory
     held = {name: memory.put(x) for name, x in inputs.items()}
     output = memory.put(np.zeros_like(inputs["query"]))
-    call = vote_attention_call(attributes, "float16", inputs["query"].shape, inputs["past_key"].shape, SIZE)
+    batch, slots, _ = inputs["past_key"].shape
+    shape = (batch, HEADS, slots // HEADS, SIZE)
+    call = vote_attention_call(attributes, "float16", inputs["query"].shape, shape, SIZE)
     for name in ("query", "key", "value", "position", "query_length"):
         setattr(call, name, memory.address(held[name]))
     call.past = call.present = direct.state(

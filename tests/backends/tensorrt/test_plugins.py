@@ -33,6 +33,7 @@ from tests.conformance.cases import (
 from tests.conformance.comparison import assert_near, assert_same_cache, state_of
 from tests.conformance.cuda_library import Caller as DirectCaller
 from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lacks, vote_attention_call
+from tests.conformance.layout import of_heads
 from tests.conformance.oracle import merge_cache, vote_attention
 from tests.support.tensorrt_harness import (
     ATTENTION,
@@ -61,7 +62,7 @@ B, T = -2, -3  # symbols of the batch and of the number of tokens
 def attention_tensors(
     cache: int = HALF, batch: int = B, tokens: int = T, *, most: tuple[int, int] = (4, 3), sinks: bool = True
 ) -> list[Tensor]:
-    """Return inputs of attention: 4 query heads over 2 KV heads, 96 slots, keys of 16 and values of 24.
+    """Return inputs of attention: 4 query heads over 2 KV heads of 96 slots, keys of 16 and values of 24.
 
     `most` has the largest batch and number of tokens.
     """
@@ -75,8 +76,8 @@ def attention_tensors(
         tensor(cache, batch, 2, tokens, 24),
     ]
     tensors += [tensor(INT64, batch, tokens), tensor(INT64, batch, 1)]
-    tensors += [tensor(cache, batch, 2, 96, 16), tensor(cache, batch, 2, 96, 24), tensor(FLOAT, batch, 2, 96)]
-    tensors += [tensor(FLOAT, batch, 2, 2, 96), tensor(INT32, batch, 2, 96)]
+    tensors += [tensor(cache, batch, 192, 16), tensor(cache, batch, 192, 24), tensor(FLOAT, batch, 192)]
+    tensors += [tensor(FLOAT, batch, 2, 192), tensor(INT32, batch, 192)]
     return [*tensors, tensor(FLOAT, 4)] if sinks else tensors
 
 
@@ -113,7 +114,7 @@ def test_state_is_aliased_only_if_the_field_is_set(harness: Harness, alias_state
 def test_every_method_with_a_kernel_is_taken_and_no_other(harness: Harness) -> None:
     for name, method in all_methods().items():
         created = harness.create(
-            "MergeCache", parsed(merge_cache_node_attributes(MergeCacheAttributes(method(), 64, 2, 8)))
+            "MergeCache", parsed(merge_cache_node_attributes([MergeCacheAttributes(method(), 64, 2, 8)] * 2))
         )
         message = harness.log()
         if lacks(method()) is None:
@@ -133,7 +134,7 @@ def test_values_that_are_a_part_of_their_keys_are_refused(harness: Harness) -> N
 def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None:
     fields = {
         **MERGE,
-        "budget": (FIELD_INT64, np.array([64], np.int64).tobytes(), 1),
+        "budget": (FIELD_INT64, np.array([64, 64], np.int64).tobytes(), 2),
         "select": (FIELD_CHAR, b"score", 5),
     }
     first, wide = harness.create("MergeCache", MERGE), harness.create("MergeCache", dict(reversed(fields.items())))
@@ -142,7 +143,7 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
         p.timing_cache_id for p in (first, wide, *(wide.another(how) for how in ("clone", "again", "attach")))
     }
     assert identities == {first.timing_cache_id}
-    other = harness.create("MergeCache", {**MERGE, "budget": (FIELD_INT32, np.array([65], np.int32).tobytes(), 1)})
+    other = harness.create("MergeCache", {**MERGE, "budget": (FIELD_INT32, np.array([64, 65], np.int32).tobytes(), 2)})
     assert other and other.timing_cache_id != first.timing_cache_id
 
 
@@ -175,7 +176,7 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
             {"alias_state": (FIELD_INT32, b"\2\0\0\0", 1)},
             "alias_state is 2, and has to be 0 or 1",
         ),
-        ("MergeCache", {"selector": (FIELD_CHAR, b"own", 3)}, "there is no field selector; known: budget, sinks,"),
+        ("MergeCache", {"selector": (FIELD_CHAR, b"own", 3)}, "there is no field selector; known: capacity, budget,"),
         ("VoteAttention", {"budget": (FIELD_INT32, b"\1\0\0\0", 1)}, "there is no field budget; known: scale,"),
     ],
 )
@@ -196,11 +197,11 @@ def test_a_bad_field_is_a_reason_in_the_log(
 def test_shapes_are_propagated_with_batch_and_tokens_open(harness: Harness) -> None:
     attention, merge = harness.create("VoteAttention", ATTENTION), harness.create("MergeCache", MERGE)
     assert attention and merge
-    state = [[B, 2, 96, 16], [B, 2, 96, 24], [B, 2, 96], [B, 2, 2, 96], [B, 2, 96]]
+    state = [[B, 192, 16], [B, 192, 24], [B, 192], [B, 2, 192], [B, 192]]
     for sinks in (True, False):
         assert attention.output_shapes(attention_tensors(sinks=sinks)) == [[B, 4, T, 24], *state]
-    state[3] = [B, 2, 1, 96]
-    assert merge.output_shapes(changed(attention_tensors()[5:10], 3, shape=(B, 2, 1, 96))) == state
+    state[3] = [B, 1, 192]
+    assert merge.output_shapes(changed(attention_tensors()[5:10], 3, shape=(B, 1, 192))) == state
 
 
 @pytest.mark.parametrize("cache", [FLOAT, HALF, BF16])
@@ -226,10 +227,10 @@ def test_every_type_of_cache_and_nothing_else_is_supported(harness: Harness, cac
         (0, None, (B, 4, T, 8), "query is [?, 4, ?, 8], not [?, 4, ?, 16]"),
         (2, None, (B, 2, T, 16), "value is [?, 2, ?, 16], not [?, 2, ?, 24]"),
         (4, None, (B, 2), "query_length is [?, 2], not [?, 1]"),
-        (7, None, (B, 2, 95), "past_votes is [?, 2, 95], not [?, 2, 96]"),
-        (8, None, (B, 2, 1, 96), "past_score is [?, 2, 1, 96], not [?, 2, 2, 96]"),
+        (7, None, (B, 190), "past_votes is [?, 190], not [?, 192]"),
+        (8, None, (B, 1, 192), "past_score is [?, 1, 192], not [?, 2, 192]"),
         (10, None, (2,), "sink_logits is [2], not [4]"),
-        (5, None, (B, 2, 96), "past_key is [?, 2, 96], not [?, 2, 96, ?]"),
+        (5, None, (B, 192), "past_key is [?, 192], not [?, 192, ?]"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(
@@ -252,10 +253,10 @@ def test_types_and_counts_that_do_not_fit_are_named(harness: Harness) -> None:
     ("tensors", "message"),
     [
         (
-            changed(attention_tensors(), 5, shape=(B, 2, -1, 16)),
+            changed(attention_tensors(), 5, shape=(B, -1, 16)),
             "only the batch and the number of tokens may be left open",
         ),
-        (attention_tensors(most=(4, 97)), "more tokens than the cache has slots"),
+        (attention_tensors(most=(4, 97)), "more tokens than a KV head has slots"),
         (attention_tensors(most=(40000, 1)), "more than 65536 KV heads"),
     ],
 )
@@ -270,9 +271,9 @@ def test_calls_without_a_kernel_are_refused_when_the_engine_is_built(
 
 def test_a_cache_that_shared_memory_does_not_hold_is_refused_when_the_engine_is_built(harness: Harness) -> None:
     plugin, slots = harness.create("MergeCache", MERGE), 50_000
-    shapes = ((B, 2, slots, 16), (B, 2, slots, 24), (B, 2, slots), (B, 2, 1, slots), (B, 2, slots))
+    shapes = ((B, 2 * slots, 16), (B, 2 * slots, 24), (B, 2 * slots), (B, 1, 2 * slots), (B, 2 * slots))
     tensors = attention_tensors()[5:10]
-    assert plugin and plugin.call("configure", changed(tensors, 3, shape=(B, 2, 1, 96))) == 0, harness.log()
+    assert plugin and plugin.call("configure", changed(tensors, 3, shape=(B, 1, 192))) == 0, harness.log()
     large = [Tensor.of(x.type, shape, [4, *shape[1:]]) for x, shape in zip(tensors, shapes, strict=True)]
     assert plugin.call("configure", large) != 0
     assert "MergeCache: the cache has more slots" in harness.log()
@@ -294,11 +295,11 @@ def test_the_workspace_does_for_every_smaller_problem(harness: Harness, direct: 
 
     tensors = attention_tensors(most=(4, 300))
     for at, shape in {
-        5: (B, 2, 4096, 16),
-        6: (B, 2, 4096, 24),
-        7: (B, 2, 4096),
-        8: (B, 2, 1, 4096),
-        9: (B, 2, 4096),
+        5: (B, 8192, 16),
+        6: (B, 8192, 24),
+        7: (B, 8192),
+        8: (B, 1, 8192),
+        9: (B, 8192),
     }.items():
         tensors[at] = Tensor.of(tensors[at].type, shape, [4, *shape[1:]])
     every = {(batch, tokens): kernels(batch, tokens) for batch in range(1, 5) for tokens in (1, 2, 300)}
@@ -387,10 +388,10 @@ def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
     rng, memory = np.random.default_rng(3), HostMemory()
     shapes = {tensor: t.shape for tensor, t in zip(INPUTS, attention_tensors(FLOAT, 1, 1, sinks=False), strict=False)}
     for name in STATE_NAMES:
-        shapes[f"past_{name}"] = [1024 if size == 96 else size for size in shapes[f"past_{name}"]]  # several splits
+        shapes[f"past_{name}"] = [2048 if size == 192 else size for size in shapes[f"past_{name}"]]  # several splits
     held = {name: memory.put(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
-    held["past_votes"][...] = np.arange(1024) < 1000
-    held["past_position"] = memory.put(np.broadcast_to(np.arange(1024, dtype=np.int32), (1, 2, 1024)))
+    held["past_votes"][...] = np.tile(np.arange(1024) < 1000, 2)
+    held["past_position"] = memory.put(np.tile(np.arange(1024, dtype=np.int32), (1, 2)))
     held["query_length"] = memory.put(np.ones((1, 1), np.int64))
     plugin = harness.create("VoteAttention", ATTENTION)
     assert plugin
@@ -399,7 +400,8 @@ def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
     for step in range(3):
         held["position"] = memory.put(np.full((1, 1), 1000 + step, np.int64))
         feed = {name: held[name] for name in INPUTS if name in held}
-        right = vote_attention(feed, attributes)
+        of_heads_of = {n.removeprefix("past_"): n for n in feed if n.startswith("past_")}
+        right = vote_attention(feed | {x: of_heads(n, feed[x], 2) for n, x in of_heads_of.items()}, attributes)
         output = memory.put(np.zeros((1, 4, 1, 24), np.float32))
         types = [t.type for t in attention_tensors(FLOAT)]
         tensors = [

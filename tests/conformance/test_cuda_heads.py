@@ -1,6 +1,6 @@
-"""The CUDA kernels over KV heads that have caches of their own, run on the host: one launch for up to 32 heads.
+"""The CUDA kernels over KV heads of several capacities, run on the host: one launch for up to 32 heads.
 
-The conformance suite (test_ragged.py) has three heads. Here are more heads than a launch takes, empty, full and single
+The conformance suite (test_heads.py) has three heads. Here are more heads than a launch takes, empty, full and single
 slots, splits of very different numbers, all types, and properties that the host can show.
 """
 
@@ -15,14 +15,14 @@ import pytest
 
 from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from kvexport.schema.state import STATE_NAMES
 from tests.conformance.cuda_library import (
     COUNTER_BYTES,
     TYPES,
     Caller,
-    HeadCache,
     HostMemory,
     bfloat16,
+    checked_launches,
+    host_list,
     vote_attention_call,
 )
 from tests.conformance.quantized import BITS, small
@@ -33,8 +33,6 @@ Arrays = dict[str, np.ndarray]
 TABLE = 32  # the most heads of a launch
 FEW = (96, 1, 700, 33)
 MANY = (*FEW, *range(40, 73))
-PROGRAMS = ("DecodeMma", "DecodeSmall", "RaggedSums", "Decode", "AppendSmall", "Append")
-PROGRAMS += ("PrefillMmaScores", "PrefillScores", "PrefillMma", "Prefill")
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
@@ -64,7 +62,7 @@ def heads_of(
     return [inputs | shared for inputs in heads]
 
 
-def ragged_call(
+def call_of(
     capacities: Sequence[int],
     attributes: VoteAttentionAttributes,
     cache_type: str,
@@ -72,28 +70,22 @@ def ragged_call(
     group: int,
     size: int,
     tokens: int = 1,
-) -> tuple[Any, Any]:
-    """Return a call, and its caches, without their pointers."""
+) -> Any:
+    """Return a call without its pointers."""
     shape = (batch, len(capacities), max(capacities), size)
     query = (batch, len(capacities) * group, tokens, size)
     dtype = {"bfloat16": "uint16"}.get(cache_type, "float16" if cache_type in BITS else cache_type)
-    caches = (HeadCache * len(capacities))()
-    for cache, capacity in zip(caches, capacities, strict=True):
-        cache.capacity = capacity
-    call = vote_attention_call(attributes, dtype, query, shape, size)
+    call = vote_attention_call(attributes, dtype, query, shape, size, capacities)
     call.cache_type = TYPES[cache_type if cache_type in BITS else dtype]
-    return call, caches
+    return call
 
 
-def launches_of(library: ctypes.CDLL, call: Any, caches: Any, multiprocessors: int = 132) -> list[tuple[str, int]]:
+def launches_of(library: ctypes.CDLL, call: Any, multiprocessors: int = 132) -> list[tuple[str, int]]:
     """Return the program and the number of blocks of every launch of a call."""
     set_host(library, multiprocessors=multiprocessors, shared_limit=232448)
-    ask = library.kv_cuda_ragged_vote_attention_problem
-    ask.restype = library.kv_host_checked.restype = ctypes.c_char_p
-    assert ask(ctypes.byref(call), caches) is None
-    lines = library.kv_host_checked().decode().splitlines()
+    launches = checked_launches(library, "vote_attention", ctypes.byref(call))
     set_host(library)
-    return [(next(x for x in PROGRAMS if x in line), int(line.split()[-1])) for line in lines]
+    return launches
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -107,11 +99,11 @@ def test_heads_of_several_capacities_equal_the_oracle(
     attributes = VoteAttentionAttributes(0.3, 0.7, BOTH, sliding_window=300, softcap=20.0)
     for inputs in heads:
         inputs["sink_logits"] = np.linspace(-1, 2, group).astype(np.float32)
-    actual = caller.ragged_vote_attention(heads, attributes)
+    actual = caller.vote_attention_of(heads, attributes)
     for inputs, got in zip(heads, actual, strict=True):
         compare(inputs, got, attributes, TOLERANCES[dtype])
     set_host(caller.library)
-    assert_same_heads(actual, caller.ragged_vote_attention(heads, attributes, in_place=False), exact=False)
+    assert_same_heads(actual, caller.vote_attention_of(heads, attributes, in_place=False), exact=False)
 
 
 def assert_same_heads(ones: list[Arrays], others: list[Arrays], *, exact: bool = True) -> None:
@@ -129,7 +121,7 @@ def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller
     results = []
     for order, late in ORDERS:
         set_host(caller.library, order, late)
-        results.append(caller.ragged_vote_attention(heads, attributes))
+        results.append(caller.vote_attention_of(heads, attributes))
     set_host(caller.library)
     for other in results[1:]:
         assert_same_heads(results[0], other)
@@ -138,23 +130,8 @@ def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_no_bit_depends_on_whether_a_state_is_updated_in_place(caller: Caller, dtype: str) -> None:
     heads, attributes = heads_of(FEW, 4, dtype=dtype), VoteAttentionAttributes(0.3, 1.0, BOTH)
-    ones, others = (caller.ragged_vote_attention(heads, attributes, in_place=x) for x in (True, False))
+    ones, others = (caller.vote_attention_of(heads, attributes, in_place=x) for x in (True, False))
     assert_same_heads(ones, others)
-
-
-def test_heads_of_one_capacity_give_the_bits_of_heads_that_share_their_tensors(caller: Caller) -> None:
-    """Heads of one capacity have the splits of the launch over tensors of all heads, so they give its bits."""
-    heads, attributes = heads_of((300,) * 4, 2, dtype="float16"), VoteAttentionAttributes(0.3, 1.0, BOTH)
-    set_host(caller.library, multiprocessors=9)
-    actual = caller.ragged_vote_attention(heads, attributes)
-    shared = ("position", "query_length")
-    whole = {n: heads[0][n] if n in shared else np.concatenate([x[n] for x in heads], 1) for n in heads[0]}
-    expected = caller.vote_attention(whole, attributes)
-    set_host(caller.library)
-    for h, got in enumerate(actual):
-        assert got["output"].tobytes() == expected["output"][:, 2 * h : 2 * h + 2].tobytes()
-        for name in STATE_NAMES:
-            assert got[f"present_{name}"].tobytes() == expected[f"present_{name}"][:, h : h + 1].tobytes(), name
 
 
 def chunks_of(cache_type: str, capacities: Sequence[int], group: int, tokens: int, batch: int = 4) -> list[Arrays]:
@@ -180,9 +157,9 @@ def test_prompts_give_the_bits_of_a_call_for_each_head(
         calls.append((tuple(range(40, 41 + TABLE)), 2))
     for capacities, batch in calls:
         heads = chunks_of(cache_type, capacities, group, tokens, batch)
-        actual = caller.ragged_vote_attention(heads, attributes)
+        actual = caller.vote_attention_of(heads, attributes)
         assert_same_heads(actual, [caller.vote_attention(inputs, attributes) for inputs in heads])
-        assert_same_heads(actual, caller.ragged_vote_attention(heads, attributes, in_place=False))
+        assert_same_heads(actual, caller.vote_attention_of(heads, attributes, in_place=False))
 
 
 @pytest.mark.parametrize("cache_type", BITS)
@@ -193,7 +170,7 @@ def test_a_step_over_quantized_caches_equals_a_call_for_each_head(caller: Caller
     for capacities, multiprocessors in ((FEW, 9), (MANY, 132)):
         heads = chunks_of(cache_type, capacities, group, 1)
         set_host(caller.library, multiprocessors=multiprocessors)
-        actual = caller.ragged_vote_attention(heads, attributes)
+        actual = caller.vote_attention_of(heads, attributes)
         set_host(caller.library)
         expected = [caller.vote_attention(inputs, attributes) for inputs in heads]
         for h, (got, own) in enumerate(zip(actual, expected, strict=True)):
@@ -213,10 +190,17 @@ def test_a_step_is_one_launch_for_each_table_of_heads(caller: Caller, dtype: str
     """A step is as many launches as over heads that share their tensors, if the layer has at most 32 KV heads."""
     capacities = [64 + 40 * h for h in range(heads)]
     program = "Decode" if dtype == "float32" else "DecodeMma"
-    for statistics, programs in ((BOTH[1:], [program]), (BOTH, [program, "RaggedSums"])):
+    for statistics, programs in ((BOTH[1:], [program]), (BOTH, [program, "DecodeSums"])):
         attributes = VoteAttentionAttributes(0.3, 1.0, statistics)
-        launches = launches_of(caller.library, *ragged_call(capacities, attributes, dtype, 2, 4, 64))
+        launches = launches_of(caller.library, call_of(capacities, attributes, dtype, 2, 4, 64))
         assert [name for name, _ in launches] == programs * -(-heads // TABLE)
+
+
+def test_heads_of_one_capacity_are_one_launch_however_many(caller: Caller) -> None:
+    attributes = VoteAttentionAttributes(0.3, 1.0, BOTH)
+    for tokens, cache_type, programs in ((1, "float16", ["DecodeMma", "DecodeSums"]), (17, "int4", PROMPTS["int4"])):
+        call = call_of([64] * 3 * TABLE, attributes, cache_type, 2, 4, 64, tokens)
+        assert [name for name, _ in launches_of(caller.library, call)] == programs
 
 
 PROMPTS = {
@@ -235,16 +219,14 @@ def test_prompts_and_quantized_caches_are_one_sequence_of_launches_for_each_tabl
     """The blocks are those of a call for each head, but for the splits of a decode step."""
     capacities = [64 + 40 * (h * 7 % heads) for h in range(heads)]
     attributes = VoteAttentionAttributes(0.3, 1.0, BOTH)
-    step = ["AppendSmall", "DecodeSmall", "RaggedSums"]
+    step = ["AppendSmall", "DecodeSmall", "DecodeSums"]
     for tokens, programs in ((17, PROMPTS[cache_type]), (1, step if cache_type in BITS else [])):
         if not programs:
             continue
-        calls = [
-            ragged_call(x, attributes, cache_type, 2, 4, 64, tokens) for x in (capacities, *([x] for x in capacities))
-        ]
-        together, *apart = [launches_of(caller.library, *call) for call in calls]
+        calls = [call_of(x, attributes, cache_type, 2, 4, 64, tokens) for x in (capacities, *([x] for x in capacities))]
+        together, *apart = [launches_of(caller.library, call) for call in calls]
         assert [name for name, _ in together] == programs * -(-heads // TABLE)
-        for program in programs if tokens > 1 else ["AppendSmall", "RaggedSums"]:
+        for program in programs if tokens > 1 else ["AppendSmall", "DecodeSums"]:
             blocks = sum(n for name, n in together if name == program)
             assert blocks == sum(n for launches in apart for name, n in launches if name == program), program
 
@@ -262,8 +244,8 @@ def test_splits_fill_the_device_and_are_no_more_than_those_of_equal_heads(
     attributes = VoteAttentionAttributes(0.3, 1.0, BOTH[1:])
 
     def blocks_of(slots: list[int]) -> int:
-        call = ragged_call(slots, attributes, "float16", batch, 1, 128)
-        ((_, blocks),) = launches_of(caller.library, *call, multiprocessors)
+        call = call_of(slots, attributes, "float16", batch, 1, 128)
+        ((_, blocks),) = launches_of(caller.library, call, multiprocessors)
         return blocks
 
     blocks, equal = blocks_of(capacities), blocks_of([sum(capacities) // len(capacities)] * len(capacities))
@@ -283,15 +265,16 @@ def test_the_workspace_is_enough_for_any_device_and_its_counters_come_back_to_ze
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"capacity": 90}, "a head has more slots than the call's capacity"),
-        ({"tokens": 35}, "more tokens than the cache has slots"),
+        ({"capacity": (96, 0, 701, 33)}, "a KV head has no slots"),
+        ({"capacity": (96, 1, 701, 33)}, "more or fewer slots than the state"),
+        ({"tokens": 2}, "more tokens than a KV head has slots"),
         ({"query_heads": 6}, "not a multiple"),
         ({"key_size": 10}, "16-byte vectors"),
     ],
 )
-def test_refusals_have_a_reason(caller: Caller, change: dict[str, int], message: str) -> None:
-    call, caches = ragged_call(FEW, VoteAttentionAttributes(0.3, 1.0, (Statistic(),)), "float32", 2, 2, 16)
+def test_refusals_have_a_reason(caller: Caller, change: dict[str, Any], message: str) -> None:
+    call = call_of(FEW, VoteAttentionAttributes(0.3, 1.0, (Statistic(),)), "float32", 2, 2, 16)
     for name, value in change.items():
-        setattr(call, name, value)
+        host_list(call, name, value) if name == "capacity" else setattr(call, name, value)
     with pytest.raises(RuntimeError, match=message):
-        caller.prepared("ragged_vote_attention", ctypes.byref(call), caches)
+        caller.prepared("vote_attention", ctypes.byref(call))

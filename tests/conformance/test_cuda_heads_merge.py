@@ -1,6 +1,6 @@
-"""The CUDA kernels of MergeCache over KV heads that have caches of their own, run on the host.
+"""The CUDA kernels of MergeCache over KV heads of several capacities and budgets, run on the host.
 
-A merge of up to 32 heads is as many launches as one over tensors of all heads. The conformance suite (test_ragged.py)
+A merge of up to 32 heads is as many launches as one of heads of one budget. The conformance suite (test_heads.py)
 has three heads and compares every method with a merge of each head. Here are more heads than a launch takes, budgets
 above and far below the slots, all types, and properties that the host can show.
 """
@@ -18,7 +18,8 @@ import pytest
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.schema.state import STATE_NAMES
 from tests.conformance.cases import BY_PLACE, MergeProfile, MergeScenario, merge_cache_state
-from tests.conformance.cuda_library import Caller, Where, bfloat16, checked_launches, ragged_merge_cache_call
+from tests.conformance.cuda_library import Caller, Where, bfloat16, checked_launches, host_list, merge_cache_call
+from tests.conformance.layout import joined
 from tests.conformance.test_cuda_on_host import ORDERS, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 
@@ -65,30 +66,19 @@ def heads_of(
     return states, attributes
 
 
-def launches_of(
-    library: ctypes.CDLL, call: Any, caches: Any = None, multiprocessors: int = 132
-) -> list[tuple[str, int]]:
+def launches_of(library: ctypes.CDLL, call: Any, multiprocessors: int = 132) -> list[tuple[str, int]]:
     """Return the program and the number of blocks of every launch of a merge."""
     set_host(library, multiprocessors=multiprocessors, shared_limit=232448)
-    operator, own = ("merge_cache", ()) if caches is None else ("ragged_merge_cache", (caches,))
-    launches = checked_launches(library, operator, ctypes.byref(call), *own)
+    launches = checked_launches(library, "merge_cache", ctypes.byref(call))
     set_host(library)
     return launches
 
 
-def call_of(
-    method: str, capacities: Sequence[int], budgets: Sequence[int], batch: int = 1, size: int = 128
-) -> tuple[Any, Any]:
+def call_of(method: str, capacities: Sequence[int], budgets: Sequence[int], batch: int = 1, size: int = 128) -> Any:
     """Return a merge of float16 caches over KV heads with these slots and budgets, without its pointers."""
     attributes = replace(METHODS[method].attributes(1), recent=64)
-    count = len(attributes.method.statistics)
-    # A view of one number has any shape, and takes no memory.
-    states = [
-        {name: np.broadcast_to(np.float16(0), (batch, 1, slots, size)) for name in ("key", "value")}
-        | {"score": np.broadcast_to(np.float32(0), (batch, 1, count, slots))}
-        for slots in capacities
-    ]
-    return ragged_merge_cache_call(states, [replace(attributes, budget=x) for x in budgets])
+    shape, every = (batch, len(capacities), max(capacities), size), [replace(attributes, budget=x) for x in budgets]
+    return merge_cache_call(every, "float16", shape, size, len(attributes.method.statistics), capacities)
 
 
 def assert_same_heads(ones: Sequence[Arrays], others: Sequence[Arrays]) -> None:
@@ -107,7 +97,7 @@ def test_heads_of_several_capacities_give_the_bits_of_a_merge_of_each(
     expected = [caller.merge_cache(state, own) for state, own in zip(states, attributes, strict=True)]
     for multiprocessors in (1, 7, 150):  # other divisions of the work
         set_host(caller.library, multiprocessors=multiprocessors)
-        assert_same_heads(caller.ragged_merge_cache(states, attributes), expected)
+        assert_same_heads(caller.merge_cache_of(states, attributes), expected)
     set_host(caller.library)
     changed = [
         h for h, state in enumerate(states) if state["votes"].tobytes() != expected[h]["present_votes"].tobytes()
@@ -129,7 +119,7 @@ def test_small_heads_beside_a_large_one_have_no_more_splits_than_blocks(caller: 
     expected = [caller.merge_cache(state, own) for state, own in zip(states, attributes, strict=True)]
     for multiprocessors in (5, 13, 20, 30, 60):
         set_host(caller.library, multiprocessors=multiprocessors)
-        assert_same_heads(caller.ragged_merge_cache(states, attributes), expected)
+        assert_same_heads(caller.merge_cache_of(states, attributes), expected)
     set_host(caller.library)
 
 
@@ -140,7 +130,7 @@ def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller
     results = []
     for order, late in ORDERS:
         set_host(caller.library, order, late)
-        results.append(caller.ragged_merge_cache(states, attributes))
+        results.append(caller.merge_cache_of(states, attributes))
     set_host(caller.library)
     for other in results[1:]:
         assert_same_heads(results[0], other)
@@ -149,24 +139,13 @@ def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller
 @every_method
 def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(caller: Caller, method: str) -> None:
     states, attributes = heads_of(method, MANY)
-    inside, apart = (caller.ragged_merge_cache(states, attributes, in_place=x) for x in (True, False))
+    inside, apart = (caller.merge_cache_of(states, attributes, in_place=x) for x in (True, False))
     for one, other in zip(inside, apart, strict=True):
         for b in range(4):
             n = int((one["present_votes"][b] > 0).sum())
             for name in STATE_NAMES:
                 i, a = (np.moveaxis(x[f"present_{name}"][b, 0], name == "score", 0) for x in (one, other))
                 assert (a[n:] == 0).all() and a[:n].tobytes() == i[:n].tobytes(), name
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_heads_of_one_capacity_give_the_bits_of_heads_that_share_their_tensors(caller: Caller, dtype: str) -> None:
-    states, attributes = heads_of("ballot", (150,) * 4, dtype)
-    attributes = [attributes[0]] * 4
-    whole = {name: np.concatenate([state[name] for state in states], 1) for name in STATE_NAMES}
-    expected = caller.merge_cache(whole, attributes[0])
-    for h, got in enumerate(caller.ragged_merge_cache(states, attributes)):
-        for name in STATE_NAMES:
-            assert got[f"present_{name}"].tobytes() == expected[f"present_{name}"][:, h : h + 1].tobytes(), name
 
 
 # ---- how the work is divided ----
@@ -177,9 +156,9 @@ def test_heads_of_one_capacity_give_the_bits_of_heads_that_share_their_tensors(c
 def test_a_merge_is_as_many_launches_as_with_equal_budgets(caller: Caller, method: str, heads: int) -> None:
     """A merge has the launches of one over tensors of all heads, for each 32 heads."""
     budgets = [64 + 24 * h for h in range(heads)]
-    call, caches = call_of(method, [x + 32 for x in budgets], budgets)
-    equal, _ = call_of(method, [256 + 32] * heads, [256] * heads)
-    launches = [name for name, _ in launches_of(caller.library, call, caches)]
+    call = call_of(method, [x + 32 for x in budgets], budgets)
+    equal = call_of(method, [256 + 32] * heads, [256] * heads)
+    launches = [name for name, _ in launches_of(caller.library, call)]
     assert launches == LAUNCHES[method] * -(-heads // TABLE)
     assert [name for name, _ in launches_of(caller.library, equal)] == LAUNCHES[method]
 
@@ -193,10 +172,10 @@ def test_blocks_fill_the_device_and_are_no_more_than_those_of_equal_heads(
     """Budgets of 256 to 4,096 slots have about as many blocks as equal budgets of as many bytes."""
     budgets = [256, 4096, 640, 256, 1024, 2048, 320, 512] * 4
     mean = sum(budgets) // len(budgets)
-    own, caches = call_of(method, [x + 32 for x in budgets], budgets, batch)
-    equal, _ = call_of(method, [mean + 32] * len(budgets), [mean] * len(budgets), batch)
-    launches = launches_of(caller.library, own, caches, multiprocessors)
-    shared = launches_of(caller.library, equal, None, multiprocessors)
+    own = call_of(method, [x + 32 for x in budgets], budgets, batch)
+    equal = call_of(method, [mean + 32] * len(budgets), [mean] * len(budgets), batch)
+    launches = launches_of(caller.library, own, multiprocessors)
+    shared = launches_of(caller.library, equal, multiprocessors)
     assert len(launches) == len(shared)
     for (name, blocks), (other, count) in zip(launches, shared, strict=True):
         assert name == other
@@ -211,56 +190,52 @@ def test_blocks_fill_the_device_and_are_no_more_than_those_of_equal_heads(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"capacity": 100}, "a head has more slots than the call's capacity"),
+        ({"capacity": (420, 16, 150, 91)}, "more or fewer slots than the state"),
         ({"key_size": 10}, "16-byte vectors"),
         ({"cache_type": 3}, "no kernel that merges a quantized cache"),
         ({"batch": 40_000}, "more than 65536 KV heads"),
-        ({"head": {"capacity": 0}}, "a dimension is zero or negative"),
-        ({"head": {"budget": 0}}, "budget, sinks, recent or sliding_window is out of range"),
-        ({"head": {"recent": -1}}, "budget, sinks, recent or sliding_window is out of range"),
+        ({"capacity": (420, 16, 0, 90)}, "a KV head has no slots"),
+        ({"budget": (15, 15, 0, 15)}, "budget, sinks, recent or sliding_window is out of range"),
+        ({"recent": (64, 64, -1, 64)}, "budget, sinks, recent or sliding_window is out of range"),
     ],
 )
 def test_refusals_have_a_reason(caller: Caller, change: dict[str, Any], message: str) -> None:
-    call, caches = call_of("ballot", FEW, [15] * len(FEW), size=16)
-    for name, value in change.get("head", {}).items():
-        setattr(caches[2], name, value)
+    call = call_of("ballot", FEW, [15] * len(FEW), size=16)
     for name, value in change.items():
-        if name != "head":
-            setattr(call, name, value)
+        host_list(call, name, value) if isinstance(value, tuple) else setattr(call, name, value)
     with pytest.raises(RuntimeError, match=message):
-        caller.prepared("ragged_merge_cache", ctypes.byref(call), caches)
+        caller.prepared("merge_cache", ctypes.byref(call))
 
 
 def test_a_tensor_that_is_not_aligned_and_a_small_workspace_are_refused_before_anything_is_written(
     caller: Caller,
 ) -> None:
     states, attributes = heads_of("ballot", FEW)
-    put = caller.memory.put
-    held = [{name: put(x) for name, x in state.items()} for state in states]
-    call, caches = ragged_merge_cache_call(states, attributes)
-    for cache, own in zip(caches, held, strict=True):
-        cache.past = cache.present = caller.state(own)
+    state, _ = joined(states)
+    held = {name: caller.memory.put(x) for name, x in state.items()}
+    shape = (4, len(FEW), max(FEW), 16)
+    call = merge_cache_call(attributes, "float32", shape, 24, state["score"].shape[1], FEW)
+    call.past = call.present = caller.state(held)
     where = Where(None, caller.memory.address(caller.workspace), 1024, None, 0)
-    merge = caller.library.kv_cuda_ragged_merge_cache
-    assert b"workspace is smaller" in merge(ctypes.byref(call), caches, ctypes.byref(where))
-    caches[3].present.value += 4
+    assert b"workspace is smaller" in caller.library.kv_cuda_merge_cache(ctypes.byref(call), ctypes.byref(where))
+    call.present.value += 4
     with pytest.raises(RuntimeError, match="a tensor is not aligned to 16 bytes"):
-        caller.prepared("ragged_merge_cache", ctypes.byref(call), caches)()
-    assert all((own[name] == state[name]).all() for own, state in zip(held, states, strict=True) for name in own)
+        caller.prepared("merge_cache", ctypes.byref(call))()
+    assert all((held[name] == x).all() for name, x in state.items())
 
 
 @pytest.mark.parametrize("limit", [40000, 60000, 101376])
 def test_a_cache_beyond_shared_memory_is_refused_for_the_largest_head(caller: Caller, limit: int) -> None:
     """The library refuses the heads together if and only if it refuses one of them."""
-    ask, alone = (getattr(caller.library, f"kv_cuda_{x}merge_cache_problem") for x in ("ragged_", ""))
-    alone.restype = ctypes.c_char_p
+    ask = caller.library.kv_cuda_merge_cache_problem
+    ask.restype = ctypes.c_char_p
     refused = set()
     for capacity in (600, 6000, 7800, 9000, 15000, 21000):
-        call, caches = call_of("h2o", (64, capacity), (32, capacity - 8), size=8)
-        one, _ = call_of("h2o", (capacity,), (capacity - 8,), size=8)
+        call = call_of("h2o", (64, capacity), (32, capacity - 8), size=8)
+        one = call_of("h2o", (capacity,), (capacity - 8,), size=8)
         set_host(caller.library, shared_limit=limit)
-        problem = ask(ctypes.byref(call), caches)
-        assert problem == alone(ctypes.byref(one))
+        problem = ask(ctypes.byref(call))
+        assert problem == ask(ctypes.byref(one))
         refused.add(problem is not None)
     set_host(caller.library)
     assert refused == {True, False}

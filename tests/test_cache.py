@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvexport.allocation import allocate
-from kvexport.cache import CachePlan, LayerGeometry, cache_geometry, layer_caches
+from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.cache_planning import plan_cache
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe
@@ -68,15 +68,20 @@ def test_shares_of_another_number_of_layers_are_refused() -> None:
         budgets(4, kind="listed")
 
 
-def test_listed_heads_have_caches_of_their_own_in_the_same_bytes() -> None:
+def test_listed_heads_have_budgets_of_their_own_in_the_same_bytes() -> None:
     shares = [[1, 3], [2, 2], [0.5, 3.5]]
     assert budgets(3, kind="listed", shares=shares) == [50, 150, 100, 100, 25, 175]
     geometry = [LayerGeometry(8, 2, 16, 16)] * 3
     uniform, apart = (plan_of(geometry, kind=kind, shares=shares) for kind in ("uniform", "listed"))
-    assert [(x.kv_heads, x.budget, x.recent) for x in apart.caches[:2]] == [(1, 50, 25), (1, 150, 75)]
+    assert [(x.kv_heads, x.budget, x.recent) for x in apart.caches[:2]] == [
+        (2, (50, 150), (25, 75)),
+        (2, (100,) * 2, (50,) * 2),
+    ]
     assert apart.bytes() == uniform.bytes()
-    assert layer_caches(geometry, 6) == [range(2), range(2, 4), range(4, 6)]
-    assert cache_geometry(geometry, 6) == [LayerGeometry(4, 1, 16, 16)] * 6
+    slack = 100 + uniform.caches[0].slots // 2 - 200
+    assert apart.caches[2].shapes(3)["key"] == (3, sum((25 + slack, 175 + slack)), 16)
+    assert apart.heads("budget").tolist() == [50, 150, 100, 100, 25, 175]
+    assert apart.by_layer("abcdef") == ["ab", "cd", "ef"]
     # All heads of a whole layer are whole. A method that evicts nothing ignores shares.
     cache = {"method": "h2o", "budget": 100, "allocation": {"kind": "listed", "shares": shares, "whole": [1]}}
     recipe = Recipe.model_validate({"model": {"path": "-"}, "limits": {"max_length": 150}, "cache": cache})

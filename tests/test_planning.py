@@ -159,7 +159,8 @@ def test_the_verb_prints_the_plan(tiny_recipe: Path) -> None:
 
 def test_the_plan_names_the_gpus_with_too_little_memory(tiny_recipe: Path) -> None:
     def with_slots(plan: MemoryPlan, capacity: int) -> MemoryPlan:
-        caches = tuple(replace(layer, capacity=capacity, budget=capacity - 16) for layer in plan.cache.caches)
+        sizes = {"capacity": (capacity, 64), "budget": (capacity - 16, 48)}
+        caches = tuple(replace(layer, **sizes) for layer in plan.cache.caches)
         return replace(plan, cache=replace(plan.cache, caches=caches))
 
     assert not with_slots(plan_of(tiny_recipe), 19860).advice, "the CPU has no such limit"

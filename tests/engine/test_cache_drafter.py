@@ -223,7 +223,7 @@ def test_slots_stay_fixed_where_no_cache_drafts(tiny_artifact: Path, plain: Path
 def test_the_plan_counts_its_memory(tiny_checkpoint: Path) -> None:
     with_drafter, without = (plan_memory(recipe_of(tiny_checkpoint, s, **KEPT)) for s in (CACHE, {}))
     own = selected_plan(with_drafter.recipe, with_drafter.cache)
-    assert own is not None and {layer.capacity for layer in own.caches} == {BUDGET + REBUILD + TOKENS}
+    assert own is not None and {*own.heads("capacity")} == {BUDGET + REBUILD + TOKENS}
     assert with_drafter.sequence_bytes == without.sequence_bytes + own.bytes(1)
 
 

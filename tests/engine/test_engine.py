@@ -18,6 +18,7 @@ from kvexport.engine.lanes import Lanes
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.language.token import Token
+from tests.conformance.layout import of_heads
 from tests.support import models
 from tests.support.paths import ROOT
 
@@ -68,7 +69,7 @@ def state(lanes: Lanes, layer: int, kind: str) -> Any:
 
 
 def votes(lanes: Lanes, layer: int) -> Any:
-    return state(lanes, layer, "votes")  # [lanes, KV heads, capacity]
+    return of_heads("votes", state(lanes, layer, "votes"), 2)  # [lanes, KV heads, capacity]
 
 
 def used_slots(lanes: Lanes, layer: int) -> Any:
@@ -133,7 +134,7 @@ def test_an_empty_lane_stays_empty(engine: Engine) -> None:
 
 @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 11])
 def test_where_chunks_end_does_not_matter_within_the_budget(engine: Engine, length: int) -> None:
-    assert length <= min(layer.budget for layer in engine.plan.caches)
+    assert length <= min(engine.plan.heads("budget"))
     ids = models.random_ids(2, length)[0]
     whole = engine.lanes(1).prefill([ids])
     pieces = engine.lanes(1)
@@ -150,7 +151,7 @@ def test_prefill_goes_chunk_by_chunk_and_ends_within_every_budget(engine: Engine
     assert seen == [(min(end, length), length) for end in range(CHUNK, length + CHUNK, CHUNK)]
     assert lanes.length == [length]
     for i, layer in enumerate(engine.plan.caches):
-        assert (used_slots(lanes, i) == min(length, layer.budget)).all()
+        assert (used_slots(lanes, i) == min(length, layer.budget[0])).all()
 
 
 def test_a_call_takes_no_more_than_a_chunk(engine: Engine) -> None:
@@ -178,7 +179,7 @@ def watch(engine: Engine, lanes: Lanes) -> list[int]:
         logits = decode(input_ids, query_length, first)
         for i, layer in layers:
             assert (used_slots(lanes, i) == before[i] + new).all()
-            assert used_slots(lanes, i).max() <= layer.capacity
+            assert used_slots(lanes, i).max() <= layer.capacity[0]
             # The used slots are the first ones.
             assert (np.diff((votes(lanes, i) > 0).astype(int), axis=-1) <= 0).all()
         return logits
@@ -206,7 +207,7 @@ def test_ten_times_the_budget_stays_within_capacity_and_merges_to_the_budget(eng
     assert lanes.length == [160, 160, 60]
     assert [merged.count(lane) > 3 for lane in range(3)] == [True] * 3
     # A lane merges after its own MERGE_EVERY decoded tokens.
-    largest = max(layer.budget for layer in engine.plan.caches)
+    largest = max(engine.plan.heads("budget"))
     assert merged.count(1) <= 20 // CHUNK + (160 - 20) // MERGE_EVERY + 1
     assert all(used_slots(lanes, i).max() <= largest + MERGE_EVERY for i in range(3))
 
@@ -221,7 +222,7 @@ def test_votes_never_exceed_the_tokens_seen_and_nothing_else_is_lost(engine: Eng
         np.testing.assert_array_equal(votes(lanes, i), np.round(votes(lanes, i)))
         assert (total <= np.array(lanes.length)[:, None]).all()
         assert (total > layer.budget).any()
-        position = state(lanes, i, "position")
+        position = of_heads("position", state(lanes, i, "position"), 2)
         for lane, length in enumerate((150, 60)):
             for head in range(2):
                 held = position[lane, head][used[lane, head]].tolist()

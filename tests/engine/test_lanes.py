@@ -46,14 +46,14 @@ class Recorder(LaneState):
 
 
 def lanes_of(count: int) -> tuple[Lanes, Recorder]:
-    layer = LayerCache(1, 4, 4, 1, BUDGET, BUDGET + SLACK, 1, 1, 0, True, "float32")
+    layer = LayerCache(4, 4, 1, (BUDGET,), (BUDGET + SLACK,), 1, (1,), 0, True, "float32")
     recorder = Recorder(count)
     return Lanes(recorder, CachePlan((layer,)), count, prefill_chunk=CHUNK, merge_every=EVERY), recorder
 
 
 def lanes_that_read_whole_prompts(count: int) -> tuple[Lanes, Recorder]:
     capacity = 4 * CHUNK + BUDGET
-    layer = LayerCache(1, 4, 4, 1, BUDGET, capacity, 1, 1, 0, True, "float32")
+    layer = LayerCache(4, 4, 1, (BUDGET,), (capacity,), 1, (1,), 0, True, "float32")
     recorder = Recorder(count, capacity)
     shared = {"prefill_chunk": CHUNK, "merge_every": EVERY}
     return Lanes(recorder, CachePlan((layer,)), count, **shared, merge_prompts="end"), recorder

@@ -188,14 +188,14 @@ def test_validate_needs_only_the_slots_that_its_sequences_use(engine: Engine, mo
     decode = TorchReference.decode
 
     def noted(self: TorchReference, *args: Any) -> Any:
-        slots.update(layer.capacity for layer in self.plan.caches)
+        slots.update(self.plan.heads("capacity").tolist())
         return decode(self, *args)
 
     monkeypatch.setattr(TorchReference, "decode", noted)
     result = validate_artifact(engine.path, length=40, batch=2)
     assert result.passed and result.head_merges > 0 and result.unmerged == 0
-    assert slots == {64} and engine.plan.caches[0].capacity == LENGTH
-    monkeypatch.setattr(comparison, "has_beyond", lambda plan, arrays: True)
+    assert slots == {64} and engine.plan.caches[0].capacity[0] == LENGTH
+    monkeypatch.setattr(comparison, "has_beyond", lambda source, target, arrays: True)
     wrong = validate_artifact(engine.path, length=40, batch=1)
     assert wrong.mismatch is not None and wrong.mismatch.tensor == "unused slots"
 
@@ -207,7 +207,7 @@ def test_validate_knows_where_the_prompts_of_its_sequences_end() -> None:
 
 
 def test_the_plan_has_room_for_the_longest_prompt_and_shows_the_slots_used_afterwards(engine: Engine) -> None:
-    assert [layer.capacity for layer in engine.plan.caches] == [LENGTH] * len(engine.plan.caches)
+    assert {*engine.plan.heads("capacity")} == {LENGTH}
 
 
 def test_an_unlimited_length_needs_room_that_is_written_down(checkpoint: Path) -> None:

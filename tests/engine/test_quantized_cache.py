@@ -53,7 +53,7 @@ def engine(artifact: Path) -> Engine:
 def test_an_artifact_has_int8_keys_and_values_and_their_scales(artifact: Path, engine: Engine) -> None:
     layer = engine.plan.caches[0]
     assert layer.dtype == "int8" and layer.extra == SCALES
-    slots = layer.kv_heads * layer.capacity
+    slots = layer.slots
     assert layer.bytes() == slots * (2 * layer.key_size + 2 * 4 + 3 * 4)
     graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
     types = {x.name: x.type.tensor_type.elem_type for x in (*graph.input, *graph.output)}
@@ -118,7 +118,7 @@ def test_keys_of_8_bits_go_with_values_of_4(tiny_checkpoint: Path, tmp_path: Pat
     engine = load(artifact)
     layer = engine.plan.caches[0]
     assert layer.slot_bytes() == layer.kv_heads * (layer.key_size + layer.value_size // 2)
-    assert layer.bytes() == layer.capacity * (layer.slot_bytes() + layer.kv_heads * (2 * 4 + 3 * 4))
+    assert layer.bytes() == layer.capacity[0] * (layer.slot_bytes() + layer.kv_heads * (2 * 4 + 3 * 4))
     request = Request([3, 1, 4], engine.settings(max_new_tokens=8))
     engine.add(request)
     engine.step()
@@ -144,7 +144,7 @@ def test_a_layer_of_4_bits_takes_half_of_8(tiny_checkpoint: Path) -> None:
         for name in ("int8", "int4")
     )
     assert four.slot_bytes() * 2 == eight.slot_bytes() == 2 * (64 + 32)
-    assert four.shapes(3)["key"] == (3, 2, four.capacity, 32) and four.dtypes()["value"] == np.uint8
+    assert four.shapes(3)["key"] == (3, four.slots, 32) and four.dtypes()["value"] == np.uint8
     assert four.extra == SCALES
 
 

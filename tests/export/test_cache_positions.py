@@ -84,7 +84,7 @@ def test_more_places_than_the_model_has_positions(llama: Path) -> None:
     error = refusal(recipe_for(llama, budget=500))
     assert "the cache has 516 places (budget and slack), but llama has 512 positions" in error.problem
     assert error.fix.startswith("--set cache.budget=496,")
-    assert read_model(recipe_for(llama, budget=496), weights=False).plan.caches[0].capacity == 512
+    assert read_model(recipe_for(llama, budget=496), weights=False).plan.caches[0].capacity[0] == 512
 
 
 def test_no_end_with_absolute_positions(llama: Path) -> None:

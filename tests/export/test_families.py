@@ -213,8 +213,9 @@ def test_budget_beyond_the_length_equals_hugging_face(workshop: Workshop, name: 
 
     def count_slots(lanes: Any) -> None:
         for i, layer in enumerate(engine.plan.caches):
-            used = (lanes.state.state[f"past_key_values.{i}.votes"] > 0).sum(-1)
-            assert used.max() <= layer.capacity
+            votes = lanes.state.state[f"past_key_values.{i}.votes"]
+            used = (votes.reshape(len(votes), layer.kv_heads, -1) > 0).sum(-1)
+            assert used.max() <= layer.capacity[0]
             if used.max() < max(lanes.length):
                 merged.add(i)
 

@@ -1,26 +1,21 @@
-"""Tests of budgets of single KV heads, each of which has its own cache."""
+"""Tests of budgets of single KV heads."""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
-from onnx import TensorProto, helper
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.graphs import for_tensorrt
-from kvexport.cache import LayerGeometry
 from kvexport.cache_planning import plan_cache
 from kvexport.engine.lanes import Lanes
 from kvexport.export.build import build, read_model
-from kvexport.export.graph.heads import put_caches_of_heads
 from kvexport.recipe.load import load_recipe
 from kvexport.report.text import render_text
-from kvexport.schema.state import STATE
 from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.result import Mismatch
@@ -44,12 +39,11 @@ def test_equal_shares_of_heads_equal_a_budget_of_the_layer() -> None:
     shape = read_model(recipe)
     reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
     outputs = []
-    for shares in (None, "[[1, 1], [1, 1]]"):
+    for shares in (None, "[[1, 1.0001], [1, 1]]"):
         reference.plan = plan_cache(recipe_of(shares), shape.geometry)
         backend = ReferenceBackend(reference, reference.plan, 2)
         lanes = Lanes(backend, reference.plan, 2, prefill_chunk=16, merge_every=8)
         outputs.append([lanes.append([t[i : i + 16] for t in tokens], prefill=True) for i in range(0, 64, 16)])
-    assert [len(plan_cache(recipe_of(s), shape.geometry).caches) for s in (None, "[[1, 1], [1, 1]]")] == [2, 4]
     for together, apart in zip(*outputs, strict=True):
         np.testing.assert_allclose(apart, together, rtol=1e-4, atol=1e-4)
 
@@ -57,46 +51,22 @@ def test_equal_shares_of_heads_equal_a_budget_of_the_layer() -> None:
 def test_an_engine_whose_heads_have_budgets_of_their_own_is_pytorchs(tmp_path: Path) -> None:
     path = build(recipe_of(UNEQUAL), tmp_path / "heads", name="heads")
     manifest = load_manifest(path)
-    assert (manifest.model.layers, manifest.model.query_heads) == (2, (2, 2, 2, 2))
-    assert [layer.budget for layer in manifest.cache.caches] == [14, 34, 29, 19]
+    assert (manifest.model.layers, manifest.model.query_heads) == (2, (4, 4))
+    assert [layer.budget for layer in manifest.cache.caches] == [(14, 34), (29, 19)]
     result = validate_artifact(path, length=48)
     assert result.passed and result.in_place_identical and result.head_merges > 10
-    assert "budget, slots per cache" in render_text(sections(result))
-    result.note(Mismatch(0, "merge", 3, "key", 1.0))
-    assert "differs from PyTorch: cache 3, step 0 (merge), tensor key" in result.problem
+    assert re.search(r"budget, slots of a KV head +14 to 34", render_text(sections(result)))
+    result.note(Mismatch(0, "merge", 1, "key", 1.0))
+    assert "differs from PyTorch: layer 1, step 0 (merge), tensor key" in result.problem
     for file, operator in (("decoder.onnx", "VoteAttention"), ("merge.onnx", "MergeCache")):
         graph = onnx.load(path / file, load_external_data=False)
-        counts = [
-            Counter(node.op_type for node in model.graph.node) for model in (graph, for_tensorrt(graph, taken)[0])
-        ]
-        assert [x[f"Ragged{operator}"] for x in counts] == [2, 2]
-        assert [x[operator] for x in counts] == [0, 0]
+        for model in (graph, for_tensorrt(graph, taken)[0]):
+            nodes = [node for node in model.graph.node if node.op_type == operator]
+            assert len(nodes) == 2 and not any("Heads" in node.op_type for node in model.graph.node)
+            assert [list(a.ints) for node in nodes for a in node.attribute if a.name == "capacity"] == [
+                list(layer.capacity) for layer in manifest.cache.caches
+            ]
 
 
 def taken(_: onnx.NodeProto) -> None:
     """Accept every node as a TensorRT plugin."""
-
-
-def test_a_layer_with_caches_of_heads_has_one_attention_node() -> None:
-    geometry = [LayerGeometry(4, 2, 8, 8, sink_logits=True)]
-    whole, plan = (plan_cache(recipe_of(shares), geometry) for shares in (None, "[[1, 3]]"))
-    inputs = ["query", "key", "value", "position", "query_length", *(x.past(0) for x in STATE), "sinks"]
-    outputs = ["read", *(x.present(0) for x in STATE)]
-    node = helper.make_node("VoteAttention", inputs, ["output", *outputs[1:]], domain="kvexport", layer=0)
-    read = helper.make_node("Identity", ["output"], ["read"])
-    named = {x.past(0): x for x in STATE} | {x.present(0): x for x in STATE}
-    shapes = {name: ["batch", *whole.caches[0].shapes(1)[x.name][1:]] for name, x in named.items()}
-    expected, actual = (
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name)) for name in names]
-        for names in (inputs, outputs)
-    )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
-    model = ir.from_proto(
-        helper.make_model(helper.make_graph([node, read], "layer", expected, actual), opset_imports=opsets)
-    )
-    put_caches_of_heads(model.graph, geometry, plan)
-    attention = next(node for node in model.graph if node.op_type == "RaggedVoteAttention")
-    state = [x.past(cache) for cache in range(2) for x in STATE]
-    assert [x.name for x in attention.inputs if x is not None] == [*inputs[:5], "sinks", *state]
-    assert [x.shape[2] for x in model.graph.inputs if x.name.endswith(".key")] == [x.capacity for x in plan.caches]
-    assert [x.name for x in model.graph.outputs][:2] == ["read", "present.0.key"]

@@ -255,7 +255,7 @@ def test_a_budget_without_room_for_a_slot_that_may_leave(checkpoint: Path) -> No
     error = refusal(checkpoint, lambda out: build(recipe_for(checkpoint, cache=cache), out))
     assert "layer 0 has a budget of 12 slots, which cannot hold 4 sinks, 8 recent and one more" in error.problem
     assert "--set cache.budget=13" in error.fix
-    assert read_model(recipe_for(checkpoint, cache={**cache, "budget": 13})).plan.caches[0].budget == 13
+    assert read_model(recipe_for(checkpoint, cache={**cache, "budget": 13})).plan.caches[0].budget[0] == 13
 
 
 @pytest.mark.parametrize(

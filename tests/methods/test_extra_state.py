@@ -20,8 +20,8 @@ from kvexport.backends.onnxruntime.operators import implementations, library, wh
 from kvexport.backends.tensorrt.plugin import refusal
 from kvexport.engine.load import load
 from kvexport.methods import all_methods
+from kvexport.ops.layer_state import merge_cache_functions, vote_attention_functions
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
-from kvexport.ops.onnx_function import merge_cache_function, vote_attention_function
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import STATE_NAMES
 from kvexport.validate.runner import validate_artifact
@@ -47,7 +47,7 @@ class Pointed(Method):
     def extra_state(self):
         return (
             StateTensor("latest_query", ("B", "H", "D"), "float32", "a moving mean of the queries"),
-            StateTensor("calls", ("B", "H", "C"), "int32", "calls since the slot's own"),
+            StateTensor("calls", ("B", "S"), "int32", "calls since the slot's own"),
         )
 
     def update(self, extra, new):
@@ -96,7 +96,7 @@ def test_an_artifact_has_the_extra_state_and_every_step_equals_pytorch(artifact:
     engine = load(artifact)
     layer = engine.manifest.cache.caches[0]
     assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "latest_query", "calls"]
-    slots = layer.kv_heads * layer.capacity
+    slots = layer.slots
     assert layer.bytes() == sum(
         (2 * slots * layer.key_size * 4, 2 * slots * 4, slots * 4, layer.kv_heads * layer.key_size * 4, slots * 4)
     )
@@ -155,11 +155,11 @@ def test_its_functions_have_the_tensors_last_with_sink_logits_and_without(pointe
     method = all_methods()[pointed]()
     attributes = VoteAttentionAttributes(0.5, statistics=method.statistics, method=method)
     for sinks in (False, True):
-        function = vote_attention_function(
+        function, _ = vote_attention_functions(
             attributes, heads=(2, 1), head_sizes=(4, 4), dtype=torch.float32, sinks=sinks
         )
         assert list(function.input)[-3:] == ["sink_logits", "past_latest_query", "past_calls"]
         assert list(function.output)[-2:] == ["present_latest_query", "present_calls"]
     merge = MergeCacheAttributes(method, 8)
-    function = merge_cache_function(merge, kv_heads=1, head_sizes=(4, 4), statistics=1, cache_type="float32")
+    function, _ = merge_cache_functions([merge], head_sizes=(4, 4), cache_type="float32")
     assert list(function.input) == [*STATE_NAMES, "latest_query", "calls"]

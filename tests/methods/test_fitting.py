@@ -35,6 +35,7 @@ from tests.conformance.cases import (
     stored_precision,
 )
 from tests.conformance.comparison import assert_same_cache, state_of
+from tests.conformance.layout import of_heads
 from tests.support.models import build_shared, make_recipe
 from tests.support.tiny_model import RECIPE
 
@@ -82,9 +83,10 @@ def test_the_ring_has_the_latest_queries_of_every_head_after_any_calls(backend: 
 
 
 def empty_state(method: Method, batch: int, heads: int, capacity: int, size: int) -> dict[str, np.ndarray]:
-    sizes = {"B": batch, "H": heads, "C": capacity, "D": size, "Dv": size, "K": len(method.statistics)}
+    sizes = {"B": batch, "H": heads, "S": heads * capacity, "D": size, "Dv": size, "K": len(method.statistics)}
     types = {"cache": "float32"}
-    return {x.name: np.zeros(x.shape(sizes), types.get(x.dtype, x.dtype)) for x in (*STATE, *method.extra_state)}
+    flat = {x.name: np.zeros(x.shape(sizes), types.get(x.dtype, x.dtype)) for x in (*STATE, *method.extra_state)}
+    return {name: of_heads(name, x, heads) for name, x in flat.items()}
 
 
 NATIVE = [
@@ -246,7 +248,7 @@ def test_an_artifact_keeps_the_ring_and_continues_from_a_snapshot(
     engine = load(artifact)
     layer = engine.manifest.cache.caches[0]
     assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "query", "query_seen"]
-    slots = layer.kv_heads * layer.capacity * (2 * layer.key_size + 3) * 4
+    slots = layer.slots * (2 * layer.key_size + 3) * 4
     assert layer.bytes() == slots + layer.kv_heads * 8 * (layer.key_size + 1) * 4
     result = validate_artifact(artifact, length=120)
     assert result.passed, result.problem

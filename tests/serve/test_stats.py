@@ -36,7 +36,7 @@ def test_lanes_memory_and_slots_while_a_request_runs(engine: Engine, server: Run
     assert seen["full_cache_bytes_per_token"] == 2 * 2 * (8 + 8) * 4  # layers, KV heads, a key and a value, float32
     lane = seen["lanes"][0]
     assert lane["state"] == "decoding" and lane["prompt"] == lane["read"] == 88 <= lane["tokens"]
-    assert 32 <= lane["slots"] <= engine.plan.caches[0].capacity
+    assert 32 <= lane["slots"] <= engine.plan.caches[0].capacity[0]
     assert [entry["state"] for entry in seen["lanes"][1:]] == ["idle"] * 3
     assert seen["merges"] > 0 and seen["generated_tokens"] > 0
 

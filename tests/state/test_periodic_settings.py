@@ -18,8 +18,8 @@ from tests.support.periodic import DELAY, EVERY, SLOTS, recipe_of
 def test_the_plan_counts_both_caches(tiny_checkpoint: Path) -> None:
     plans = [plan_memory(recipe_of(tiny_checkpoint, **s)) for s in ({"slots": None}, {}, {"delay": DELAY})]
     own = selected_plan(plans[1].recipe, plans[1].cache)
-    assert own is not None and {layer.capacity for layer in own.caches} == {SLOTS}
-    assert {layer.budget for layer in own.caches} == {SLOTS - EVERY}
+    assert own is not None and {*own.heads("capacity")} == {SLOTS}
+    assert {*own.heads("budget")} == {SLOTS - EVERY}
     assert plans[1].sequence_bytes == plans[0].sequence_bytes + own.bytes(1)
     # A thread copies the entries that the next steps read.
     assert plans[2].sequence_bytes == plans[0].sequence_bytes + 2 * own.bytes(1)

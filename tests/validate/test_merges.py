@@ -14,10 +14,11 @@ from kvexport.schema.state import STATE
 from kvexport.validate.compare import MERGES
 from kvexport.validate.float64 import in_float64
 from kvexport.validate.merges import _among, compare_merge
+from tests.conformance.layout import flattened
 
 SLOTS, BUDGET, SIZE = 24, 20, 16
 KEEPKV = all_methods()["keepkv"]()
-LAYER = LayerCache(1, SIZE, SIZE, 1, BUDGET, SLOTS, 2, 4, 0, True, "float32")
+LAYER = LayerCache(SIZE, SIZE, 1, (BUDGET,), (SLOTS,), 2, (4,), 0, True, "float32")
 PLAN = CachePlan((LAYER,))
 
 
@@ -46,7 +47,7 @@ def tied(seed: int, apart: float) -> list[np.ndarray]:
 
 
 def merged(state: list[np.ndarray]) -> list[np.ndarray]:
-    out = merge_cache(*map(torch.from_numpy, state), attributes=merge_attributes(LAYER, KEEPKV))
+    out = merge_cache(*map(torch.from_numpy, state), attributes=merge_attributes(LAYER, KEEPKV)[0])
     return [x.numpy() for x in out]
 
 
@@ -60,7 +61,7 @@ def merged_where_it_is(state: list[np.ndarray], farther: float) -> list[np.ndarr
 
 def flips(state: list[np.ndarray], engine: list[np.ndarray], reference: list[np.ndarray]) -> list:
     past, engine_state, reference_state = (
-        {name(tensor, 0): x for tensor, x in zip(STATE, arrays, strict=True)}
+        {name(tensor, 0): flattened(tensor.name, x) for tensor, x in zip(STATE, arrays, strict=True)}
         for name, arrays in (
             (type(STATE[0]).past, state),
             (type(STATE[0]).present, engine),

@@ -12,7 +12,7 @@ from kvexport.cache import CachePlan, LayerCache
 from kvexport.validate.slots import has_beyond, used_plan, with_slots
 from kvexport.validate.tokens import default_length, later_calls, schedule
 
-LAYER = LayerCache(2, 4, 4, 1, 100, 132, 4, 50, 0, True, "float32")
+LAYER = LayerCache(4, 4, 1, (100, 100), (132, 132), 4, (50, 50), 0, True, "float32")
 
 
 def limits(merge_every: int) -> Limits:
@@ -20,7 +20,7 @@ def limits(merge_every: int) -> Limits:
 
 
 def plan_of(*capacities: int) -> CachePlan:
-    return CachePlan(tuple(replace(LAYER, capacity=c) for c in capacities))
+    return CachePlan(tuple(replace(LAYER, capacity=(c, c)) for c in capacities))
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,19 @@ def test_tokens_between_two_merges_of_a_compressed_prompt_come_in_few_calls() ->
 def test_slots_are_cut_and_added_and_numbers_in_cut_slots_are_noticed() -> None:
     plan = plan_of(132)
     used = used_plan(plan, 40)
-    assert used.caches[0].capacity == 64 and used_plan(plan, 1000) == plan
+    assert used.caches[0].capacity == (64, 64) and used_plan(plan, 1000) == plan
     rng = np.random.default_rng(0)
     state = {
         f"present.0.{name}": rng.random(shape).astype(np.float32) for name, shape in used.caches[0].shapes(3).items()
     }
-    wide = with_slots(plan, state | {"logits": np.ones(5)})
+    wide = with_slots(used, plan, state | {"logits": np.ones(5)})
     assert {name: x.shape for name, x in wide.items() if name != "logits"} == {
         f"present.0.{name}": shape for name, shape in plan.caches[0].shapes(3).items()
     }
-    assert not has_beyond(used, wide)
-    for name, x in with_slots(used, wide).items():
+    assert not has_beyond(plan, used, wide)
+    for name, x in with_slots(plan, used, wide).items():
         np.testing.assert_array_equal(x, state.get(name, np.ones(5)))
-    wide["present.0.score"][2, 1, 0, 64] = 1e-9
-    assert has_beyond(used, wide)
+    wide["present.0.score"][2, 0, 132 + 64] = 1e-9
+    assert has_beyond(plan, used, wide)
+    apart = CachePlan((replace(LAYER, capacity=(132, 164)),))
+    assert used_plan(apart, 40) == apart, "the graphs contain capacities that differ"

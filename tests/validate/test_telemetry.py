@@ -27,6 +27,7 @@ from kvexport.validate.perturbation import Bound, Perturbation, layer_sections, 
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.telemetry import Cache, Query, Telemetry, attend
 from kvexport.validate.watch import watch
+from tests.conformance.layout import flattened
 from tests.support.models import llama, make_recipe, random_ids, save_checkpoint
 
 
@@ -137,7 +138,7 @@ def one_merge(
     `shift`. The second query is near the first and has its own token, whose key contains the query `loud` times.
     """
     method_object = all_methods()[method](**parameters)
-    layer = LayerCache(1, SIZE, SIZE, len(method_object.statistics), BUDGET, SLOTS, 2, 3, 0, True, "float32")
+    layer = LayerCache(SIZE, SIZE, len(method_object.statistics), (BUDGET,), (SLOTS,), 2, (3,), 0, True, "float32")
     telemetry = Telemetry(CachePlan((layer,)), [LayerGeometry(1, 1, SIZE, SIZE)], method_object)
     rng = np.random.default_rng(seed)
     query = rng.normal(size=SIZE) / SIZE**0.5
@@ -153,7 +154,7 @@ def one_merge(
     state = [torch.from_numpy(x if x.dtype == np.int32 else x.astype(np.float32))[None, None] for x in arrays]
     state[3] = state[3][:, 0, None]
     assert state[3].shape == (1, 1, len(score), SLOTS)
-    after = merge_cache(*state, attributes=merge_attributes(layer, method_object))
+    after = merge_cache(*state, attributes=merge_attributes(layer, method_object)[0])
 
     def see(start: int, stop: int, vector: np.ndarray) -> None:
         tokens = (torch.from_numpy(x[start:stop].astype(np.float32))[None, None] for x in (key, value))
@@ -164,8 +165,8 @@ def one_merge(
     names = [f"0.{kind}" for kind in STATE]
     telemetry.merged(
         0,
-        {f"past_key_values.{n}": x.numpy() for n, x in zip(names, state, strict=True)},
-        {f"present.{n}": x.numpy() for n, x in zip(names, after, strict=True)},
+        {f"past_key_values.{n}": flattened(n[2:], x.numpy()) for n, x in zip(names, state, strict=True)},
+        {f"present.{n}": flattened(n[2:], x.numpy()) for n, x in zip(names, after, strict=True)},
     )
     see(SLOTS, SLOTS + 1, query + 0.05 * rng.normal(size=SIZE))
     current, following = telemetry.rows()

@@ -207,7 +207,7 @@ def test_a_layer_that_the_kernels_do_not_take_runs_from_its_function(tiny_artifa
     manifest = replace(manifest, cache=CachePlan((first, odd)))
     why = "layer 1 has no native kernel: a row of keys or values is not a whole number of 16-byte vectors"
     assert {str(how) for how in native.implementations(manifest).values()} == {f"function: {why}"}
-    long = replace(second, budget=49_000, capacity=50_000)
+    long = replace(second, budget=(49_000,) * second.kv_heads, capacity=(50_000,) * second.kv_heads)
     why = "function: layer 1 has no native kernel: the cache has more slots"
     implementations = native.implementations(replace(manifest, cache=CachePlan((first, long))))
     assert str(implementations["MergeCache"]).startswith(why) and implementations["VoteAttention"].native

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvexport.ops.ragged import ragged_node_attributes
 from onnx import TensorProto, helper
 
 from kvexport.backends.onnxruntime.operators import VARIABLE, library
 from kvexport.methods import all_methods
 from kvexport.ops.merge_cache import MergeCacheAttributes
-from kvexport.ops.ragged import ragged_node_attributes
 from kvexport.schema.operators import MERGE_CACHE, RAGGED, ragged
 from kvexport.schema.operators import VOTE_ATTENTION as OPERATOR
 from kvexport.schema.state import STATE_NAMES

@@ -218,15 +218,15 @@ def test_one_buffer_or_two_the_same_bits_over_a_hundred_steps_with_merges(engine
         # Sometimes a chunk of a prompt, otherwise one token. Sequences have different lengths, and some lanes are idle.
         width = 16 if step % 17 == 0 else 1
         counts = rng.integers(0, width + 1, lanes) if width > 1 else rng.integers(0, 4, lanes).clip(0, 1)
-        for lane in np.flatnonzero(used + counts > layer.capacity).tolist():
+        for lane in np.flatnonzero(used + counts > layer.capacity[0]).tolist():
             for backend in (shared, apart):
                 backend.merge(lane, lane + 1)
-            used[lane] = layer.budget
+            used[lane] = layer.budget[0]
             merges += 1
         if step % 10 == 9:
             for backend in (shared, apart):
                 backend.merge(0, lanes)
-            used = np.minimum(used, layer.budget)
+            used = np.minimum(used, layer.budget[0])
             merges += 1
         used += counts
         ids = rng.integers(0, engine.vocabulary, (lanes, width))
@@ -236,4 +236,4 @@ def test_one_buffer_or_two_the_same_bits_over_a_hundred_steps_with_merges(engine
         for name, array in shared.state.items():
             assert array.tobytes() == apart.state[name].tobytes(), (step, name)
     assert merges > 10
-    assert (shared.past_length > layer.capacity).all()
+    assert (shared.past_length > layer.capacity[0]).all()

@@ -78,7 +78,7 @@ def reshaped(rng: random.Random, shapes: dict[str, Any]) -> dict[str, Any]:
 def tensors(rng: random.Random, session: Any) -> dict[str, np.ndarray]:
     """Return random inputs of the declared shapes. The same symbol has mostly the same size."""
     numbers = np.random.default_rng(rng.randrange(2**32))
-    sizes = {"B": rng.choice([0, 1, 3]), "T": rng.choice([0, 1, 5]), "S": rng.choice([0, 1, 2, 32, 80])}
+    sizes = {"B": rng.choice([0, 1, 3]), "T": rng.choice([0, 1, 5]), "S": rng.choice([0, 1, 2, 32, 32, 32, 80])}
     dtypes: dict[str, Any] = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
     feed = {}
     for tensor in session.get_inputs():

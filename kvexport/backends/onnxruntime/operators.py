@@ -16,7 +16,6 @@ from kvexport.backends import libraries
 from kvexport.errors import EnvironmentProblem
 from kvexport.paths import checkout
 from kvexport.schema.operators import schema_digest
-from kvexport.schema.state import SMALL
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
@@ -107,11 +106,6 @@ def packed_layout(path: Path, group: int, inputs: int) -> str:
     return f"at rest, dequantized at every step: {why.decode()}" if why else "panels of 16 columns"
 
 
-def has_quantized_cache(path: Path) -> bool:
-    """Return whether a native library has kernels for 8- and 4-bit KV caches, or can give the reason for a layer."""
-    return _has(path, "kvexport_small_cache") or _has(path, "kvexport_attention_problem")
-
-
 def require_runnable(path: Path, device: str) -> None:
     """Check that the kernels of a native operator library can run on this machine's processor or GPU.
 
@@ -180,14 +174,11 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     device = device or section.of(recipe).device
     path = library(device)
     method = recipe.cache.build_method()
-    stored = manifest.cache.caches[0].dtype
     in_keys = any(layer.value_in_key for layer in manifest.cache.caches)
     result = {}
     for op in ("VoteAttention", "MergeCache"):
         if in_keys and device != "cpu":
             why: str | None = f"values are a part of their keys, which no kernel for {device} reads: build for {device}"
-        elif path and stored in SMALL and not has_quantized_cache(path):
-            why = f"{path.name} has no kernel for a cache in {stored}: --set cache.dtype=model"
         else:
             why = _why_no_layer(path, op, manifest) if path else None
         why = why or why_function(path, op, method, device)
@@ -209,12 +200,12 @@ def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
     problem_of.restype = ctypes.c_char_p
     caches = manifest.cache.caches
     for i, (layer, heads) in enumerate(zip(caches, manifest.model.query_heads, strict=True)):
-        for capacity, budget in {*zip(layer.capacity, layer.budget, strict=True)}:
-            sizes = (layer.kv_heads, capacity, layer.key_size, layer.value_size, layer.statistics)
-            if merges and budget >= capacity:
-                continue
-            if problem := problem_of(TYPES[layer.dtype], *((*sizes, budget) if merges else (heads, *sizes))):
-                return f"layer {i} has no native kernel: {problem.decode()}"
+        if merges and all(b >= c for b, c in zip(layer.budget, layer.capacity, strict=True)):
+            continue
+        capacity, budget = ((ctypes.c_int * layer.kv_heads)(*numbers) for numbers in (layer.capacity, layer.budget))
+        of_heads = (layer.kv_heads, capacity, budget) if merges else (heads, layer.kv_heads, capacity)
+        if problem := problem_of(TYPES[layer.dtype], *of_heads, layer.key_size, layer.value_size, layer.statistics):
+            return f"layer {i} has no native kernel: {problem.decode()}"
     return None
 
 

@@ -69,7 +69,6 @@ def test_an_engine_on_the_binding_equals_the_functions(
 
 @needs_binding
 def test_heads_with_budgets_of_their_own_equal_the_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nodes RaggedVoteAttention and RaggedMergeCache have native kernels, which give the functions' tokens."""
     path, answers = build(recipe_of(UNEQUAL), tmp_path / "heads", name="heads"), []
     for setting in (str(ON_HOST), "off"):
         monkeypatch.setenv(native.VARIABLE, setting)
@@ -92,7 +91,7 @@ def test_malformed_nodes_are_refused_as_on_the_cpu_and_in_place_has_the_same_bit
         "-p",
         "no:cacheprovider",
         "tests/backends/onnxruntime/test_operators_nodes.py",
-        "tests/backends/onnxruntime/test_ragged_nodes.py",
+        "tests/backends/onnxruntime/test_head_lists.py",
     ]
     selection = ["-k", "not float16 and not random_nodes and not in_keys and not from_keys and not prefix-of"]
     environment = {**os.environ, native.VARIABLE: str(ON_HOST)}

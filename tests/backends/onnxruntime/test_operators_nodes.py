@@ -28,6 +28,7 @@ from tests.support.one_node import (
     C,
     D,
     H,
+    S,
     T,
     merge_shapes,
     model,
@@ -69,7 +70,7 @@ def test_well_formed_nodes_run_with_and_without_optional_inputs() -> None:
         {**KVSLIMMER, "inverse_frequencies": None, "rotary_interleaved": None},
     ):
         votes = merging(attributes).run(["present_votes"], state(rng, 2, C))[0]
-        assert ((votes > 0).sum(-1) == MERGE_CACHE["budget"]).all()
+        assert ((votes.reshape(2, H, C) > 0).sum(-1) == MERGE_CACHE["budget"]).all()
 
 
 @pytest.mark.parametrize("name", VOTE_ATTENTION)
@@ -132,15 +133,20 @@ def test_an_attribute_of_attention_that_cannot_be(name: str) -> None:
 
 
 ATTENTION_SHAPES = {
-    "rank": ({"query": ["B", HQ, "T"]}, r"query \[\?, 4, \?\], .* have four dimensions each"),
-    "rank-of-votes": ({"past_votes": ["B", H]}, r"past_votes is \[\?, 2\], not \[\?, 2, \?\]"),
-    "unknown-rank": ({"past_key": None}, r"query .*, past_key \[\] and .* have four dimensions each"),
+    "rank": ({"query": ["B", HQ, "T"]}, r"query \[\?, 4, \?\] and key .* have four dimensions"),
+    "rank-of-votes": ({"past_votes": ["B"]}, r"past_votes is \[\?\], not \[\?, \?\]"),
+    "unknown-rank": ({"past_key": None}, r"query .*, past_key \[\] and past_score .* three"),
     "heads-that-do-not-divide": ({"query": ["B", 3, "T", D]}, "3 query heads are not a multiple of 2 KV heads"),
-    "no-heads": ({"past_key": ["B", 0, "C", D]}, "4 query heads are not a multiple of 0 KV heads"),
-    "heads-that-differ": ({"past_value": ["B", 4, "C", DV]}, r"past_value is \[\?, 4, \?, 12\], not \[\?, 2, \?, 12\]"),
+    "no-heads": ({"key": ["B", 0, "T", D]}, "4 query heads are not a multiple of 0 KV heads"),
+    "heads-that-differ": ({"value": ["B", 4, "T", DV]}, r"value is \[\?, 4, \?, 12\], not \[\?, 2, \?, 12\]"),
+    "slots-that-differ": (
+        {"past_key": ["B", S, D], "past_votes": ["B", S + 1]},
+        r"past_votes is \[\?, 33\], not \[\?, 32\]",
+    ),
+    "slots-of-no-head": ({"past_key": ["B", S + 1, D]}, "33 slots are not the same number for each of 2 KV heads"),
     "head-size": ({"query": ["B", HQ, "T", 2 * D]}, "query has heads of 16, past_key of 8"),
     "size-of-new-keys": ({"key": ["B", H, "T", 2 * D]}, r"key is \[\?, 2, \?, 16\], not \[\?, 2, \?, 8\]"),
-    "statistics": ({"past_score": ["B", H, 3, "C"]}, "past_score has 3 statistics, `statistics` names 1"),
+    "statistics": ({"past_score": ["B", 3, "S"]}, "past_score has 3 statistics, `statistics` names 1"),
     "query-length": ({"query_length": ["B", 2]}, r"query_length is \[\?, 2\], not \[\?, 1\]"),
     "sinks": ({"sink_logits": [HQ + 1]}, r"sink_logits is \[5\], not \[4\]"),
 }
@@ -167,11 +173,15 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "error-without-distance": ({**KEEPKV, "order": "least_error"}, {}, "order is least_error, which needs measure"),
     "pairs-merged-last": ({**KVSLIMMER, "merged_last": 1}, {}, "merge is pair, which needs merged_last to be false"),
     "threshold-of-nan": ({**KEEPKV, "threshold": float("nan")}, {}, "threshold is -?nan, and has to be a number"),
-    "budget": ({**MERGE_CACHE, "budget": 0}, {}, "budget is 0, and has to be at least 1"),
+    "budget": ({**MERGE_CACHE, "budget": [8, 0]}, {}, "budget is 0, and has to be at least 1"),
     "negative-sinks": ({**MERGE_CACHE, "sinks": -1}, {}, "sinks is -1, and has to be at least 0"),
     "negative-window": ({**MERGE_CACHE, "sliding_window": -7}, {}, "sliding_window is -7, and has to be at least 0"),
-    "beyond-32-bits": ({**MERGE_CACHE, "budget": 2**32 + 1}, {}, "the attribute budget is out of range: 4294967297"),
-    "type": ({**MERGE_CACHE, "budget": 8.0}, {}, "the attribute budget should be an integer"),
+    "beyond-32-bits": (
+        {**MERGE_CACHE, "budget": [2**32 + 1] * 2},
+        {},
+        "the attribute budget is out of range: 4294967297",
+    ),
+    "type": ({**MERGE_CACHE, "sinks": 8.0}, {}, "the attribute sinks should be an integer"),
     "type-of-frequencies": ({**KVSLIMMER, "inverse_frequencies": [1, 2]}, {}, "inverse_frequencies holds no floats"),
     "rotary-planes": (
         {**KVSLIMMER, "inverse_frequencies": [1.0] * 5},
@@ -183,9 +193,14 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "the attribute rotary_interleaved should be an integer",
     ),
-    "rank": (MERGE_CACHE, {"score": ["B", H, "C"]}, r"key .* and score \[\?, 2, \?\] have four dimensions each"),
-    "rank-of-votes": (MERGE_CACHE, {"votes": ["B"]}, r"votes is \[\?\], not \[\?, 2, \?\]"),
-    "heads-that-differ": (MERGE_CACHE, {"position": ["B", 3, "C"]}, r"position is \[\?, 3, \?\], not \[\?, 2, \?\]"),
+    "rank": (MERGE_CACHE, {"score": ["B", "S"]}, r"key .* and score \[\?, \?\] have three dimensions each"),
+    "rank-of-votes": (MERGE_CACHE, {"votes": ["B"]}, r"votes is \[\?\], not \[\?, \?\]"),
+    "slots-that-differ": (
+        MERGE_CACHE,
+        {"key": ["B", S, D], "position": ["B", S - 1]},
+        r"position is \[\?, 31\], not \[\?, 32\]",
+    ),
+    "slots-of-no-head": (MERGE_CACHE, {"key": ["B", 1, D]}, "1 slots are not the same number for each of 2 KV heads"),
     "too-few-statistics": (
         {**KEEPKV, "statistics": "probability,log_ema"},
         {},
@@ -222,7 +237,7 @@ def wider(x: Any) -> Any:
 RUNS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "batch": ("key", lambda x: x[:1], r"key is \[1, 2, 3, 8\], not \[2, 2, 3, 8\]"),
     "tokens": ("position", wider, r"position is \[2, 6\], not \[2, 3\]"),
-    "slots": ("past_votes", wider, r"votes is \[2, 2, 32\], not \[2, 2, 16\]"),
+    "slots": ("past_votes", wider, r"votes is \[2, 64\], not \[2, 32\]"),
     "more-tokens-than-slots": ("tokens", lambda x: x, "the call brings more tokens than the cache has slots"),
 }
 
@@ -253,7 +268,7 @@ def test_values_that_cannot_be_read_from_keys_are_an_error_of_the_run(name: str)
     feed = state(np.random.default_rng(0), 2, C)
     feed["value"] = feed["value"][..., :size]
     with pytest.raises(Exception, match=message):
-        merging({**attributes, "value_prefix": prefix}, {"value": ["B", H, "C", size]}).run(None, feed)
+        merging({**attributes, "value_prefix": prefix}, {"value": ["B", "S", size]}).run(None, feed)
 
 
 def test_random_nodes_never_end_the_process() -> None:
@@ -309,14 +324,14 @@ def test_values_in_keys_have_the_bits_of_stored_values_in_place(half: bool) -> N
     feed |= {"value": feed["key"][..., :size].copy(), "past_value": feed["past_key"][..., :size].copy()}
     without = feed | {"past_value": feed["past_value"][..., :0].copy()}
     shapes = {"value": ["B", H, "T", size]}
-    stored = in_place(attention(shapes=shapes | {"past_value": ["B", H, "C", size]}, half=half), feed, "past_")
-    read = attention({"value_prefix": size}, shapes | {"past_value": ["B", H, "C", 0]}, half=half)
+    stored = in_place(attention(shapes=shapes | {"past_value": ["B", "S", size]}, half=half), feed, "past_")
+    read = attention({"value_prefix": size}, shapes | {"past_value": ["B", "S", 0]}, half=half)
     past = {name: stored[f"present_{name}"] for name in STATE}
     assert_values_in_keys(in_place(read, without, "past_"), stored, size)
 
-    shapes = {"value": ["B", H, "C", size]}
+    shapes = {"value": ["B", "S", size]}
     stored = in_place(merging(KEEPKV, shapes, half=half), past, "")
-    read = merging({**KEEPKV, "value_prefix": size}, {"value": ["B", H, "C", 0]}, half=half)
+    read = merging({**KEEPKV, "value_prefix": size}, {"value": ["B", "S", 0]}, half=half)
     assert_values_in_keys(in_place(read, past | {"value": past["value"][..., :0].copy()}, ""), stored, size)
 
 

@@ -197,8 +197,12 @@ def _of_another_version(root: Path, manifest: dict[str, Any], version: str) -> A
     recipe = manifest.get("recipe")
     name = recipe.get("name") if isinstance(recipe, dict) else None
     known = name if isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name) else "NAME"
+    versions = manifest.get("versions")
+    builder = versions.get("kvexport") if isinstance(versions, dict) else None
+    shown = isinstance(builder, str) and re.fullmatch(r"[\w.+!-]{1,100}", builder)
+    built = f", which kvexport {builder} built," if shown else ""
     return ArtifactError(
-        f"the artifact {root} has contract version {version}, but this kvexport reads only {CONTRACT_VERSION}",
+        f"the artifact {root}{built} has contract version {version}, but this kvexport reads only {CONTRACT_VERSION}",
         f"kvexport build --recipe {known} --out {shlex.quote(str(root))}, which builds it again",
     )
 

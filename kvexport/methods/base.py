@@ -64,8 +64,10 @@ class Method(BaseModel):
     def extra_state(self) -> tuple[StateTensor, ...]:
         """The state tensors that the method keeps in addition to those of every cache; none by default.
 
-        Every cache has keys, values, votes, scores and positions. Native kernels support only the ring buffer of
-        reference queries. A method with any other extra state runs as ONNX functions.
+        A tensor has a dimension S, a row for each slot of all KV heads, or begins with B and H. The method's code gets
+        the tensors of heads that are alike as [B, H, C, ...]. Every cache has keys, values, votes, scores and
+        positions. Native kernels support only the ring buffer of reference queries. A method with any other extra state
+        runs as ONNX functions.
         """
         return ()
 

@@ -24,8 +24,8 @@ def native_alone() -> Iterator[None]:
     It works for caches of five state tensors.
     """
     with (
-        mock.patch.object(graphs, "vote_attention_function", lambda *_, **__: _hands_on(VOTE_ATTENTION, ["query"])),
-        mock.patch.object(graphs, "merge_cache_function", lambda *_, **__: _hands_on(MERGE_CACHE, [])),
+        mock.patch.object(graphs, "vote_attention_functions", lambda *_, **__: [_hands_on(VOTE_ATTENTION, ["query"])]),
+        mock.patch.object(graphs, "merge_cache_functions", lambda *_, **__: [_hands_on(MERGE_CACHE, [])]),
     ):
         yield
 

@@ -19,15 +19,13 @@ import onnx
 @contextmanager
 def shared_traces(folder: Path) -> Iterator[Path]:
     """Save traced functions in `folder` within the `with` block, and load those that `folder` has."""
-    from kvexport.export.graph import graphs
-    from kvexport.ops import onnx_function
+    from kvexport.ops import layer_state, onnx_function
 
     folder.mkdir(exist_ok=True)
-    attention = cache(_shared(folder, onnx_function.vote_attention_function))
+    attention = cache(_shared(folder, onnx_function.heads_vote_attention_function))
     merge = _shared(folder, onnx_function._trace_merge_cache)
     with (
-        mock.patch.object(onnx_function, "vote_attention_function", attention),
-        mock.patch.object(graphs, "vote_attention_function", attention),
+        mock.patch.object(layer_state, "heads_vote_attention_function", attention),
         mock.patch.object(onnx_function, "_trace_merge_cache", merge),
     ):
         yield folder

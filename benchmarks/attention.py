@@ -45,10 +45,10 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
     rng = np.random.default_rng(0)
     capacity, real, scales = SLOTS + 1, np.dtype(dtype), scales_of(cache_type)
     operator, factor = VOTE_ATTENTION.with_state(scales), 40.0 if scales else 1.0
-    cache = (BATCH, HEADS, capacity, SIZE)
+    slots_of_heads = (BATCH, HEADS * capacity)
 
     def rows(tensor: StateTensor) -> np.ndarray:
-        sizes = {"B": BATCH, "H": HEADS, "C": capacity, "D": SIZE, "Dv": SIZE}
+        sizes = {"B": BATCH, "H": HEADS, "S": HEADS * capacity, "D": SIZE, "Dv": SIZE}
         held, kind = tensor.stored_shape(cache_type, sizes), tensor.stored_dtype(cache_type)
         if kind == "uint8":
             return rng.integers(0, 256, held, np.uint8)
@@ -62,12 +62,11 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
         "query_length": np.ones((BATCH, 1), np.int64),
         "past_key": rows(STATE[0]),
         "past_value": rows(STATE[1]),
-        "past_votes": np.ones(cache[:3], np.float32),
-        "past_score": np.ones((BATCH, HEADS, 1, capacity), np.float32),
-        "past_position": np.broadcast_to(np.arange(capacity, dtype=np.int32), cache[:3]).copy(),
+        "past_votes": (np.tile(np.arange(capacity) < SLOTS, (BATCH, HEADS))).astype(np.float32),
+        "past_score": np.ones((BATCH, 1, HEADS * capacity), np.float32),
+        "past_position": np.tile(np.arange(capacity, dtype=np.int32), (BATCH, HEADS)),
     }
-    arrays |= {f"past_{scale.name}": np.full(cache[:3], 1 / factor, np.float32) for scale in scales}
-    arrays["past_votes"][:, :, SLOTS:] = 0
+    arrays |= {f"past_{scale.name}": np.full(slots_of_heads, 1 / factor, np.float32) for scale in scales}
     output = np.zeros((BATCH, QUERY_HEADS, 1, SIZE), real)
     kind = Statistic(statistic, 0.9) if statistic == "log_ema" else Statistic(statistic)
     attributes = vote_attention_node_attributes(VoteAttentionAttributes(SIZE**-0.5, 1.0, (kind,)))
@@ -98,7 +97,7 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
     for name, x in bound.items():
         binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
     slots = BATCH * HEADS * SLOTS
-    row_bytes = sum(arrays[f"past_{name}"][0, 0, 0].nbytes for name in ("key", "value"))
+    row_bytes = sum(arrays[f"past_{name}"][0, 0].nbytes for name in ("key", "value"))
     # Both lists are returned with the session, so that the buffers live as long as it does.
     return (
         ort_session,

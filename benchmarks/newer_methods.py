@@ -16,6 +16,7 @@ row. Rows that the file already holds are not measured again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -30,7 +31,7 @@ from fitted_keys import FittedKeys
 from newer_rules import FUTURE, Given, Largest, Newer, Queries
 from torch import Tensor, nn
 
-from kvexport.cache import CachePlan, cache_geometry, layer_caches
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.settings import equal_bytes, load_setting
 from kvexport.export.build import read_model
@@ -44,8 +45,8 @@ from kvexport.methods.base import Method
 from kvexport.methods.h2o import H2O
 from kvexport.methods.slots import Statistic
 from kvexport.methods.snapkv import SnapKV
+from kvexport.ops.layer_state import split_state
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
-from kvexport.ops.ragged import heads_of
 from kvexport.ops.vote_attention import vote_attention
 from kvexport.recipe.load import load_recipe
 from kvexport.schema.state import STATE
@@ -96,8 +97,17 @@ ONCE: dict[str, Method] = {
 }
 
 
+def parts_of(layer: LayerGeometry, cache: LayerCache) -> list[tuple[LayerGeometry, LayerCache]]:
+    """Return a layer with its cache; if its KV heads have budgets of their own, each head as a layer of one."""
+    if len({*zip(cache.capacity, cache.budget, strict=True)}) == 1:
+        return [(layer, cache)]
+    one = replace(layer, query_heads=layer.query_heads // layer.kv_heads, kv_heads=1)
+    sizes = zip(cache.budget, cache.capacity, cache.recent, strict=True)
+    return [(one, replace(cache, budget=(b,), capacity=(c,), recent=(r,))) for b, c, r in sizes]
+
+
 class Reader:
-    """The model, with the caches of a plan.
+    """The model, with the caches of a plan. Their state has the dimensions [B, H, C, ...].
 
     Args:
         reference: The model.
@@ -108,17 +118,19 @@ class Reader:
 
     def __init__(self, reference: TorchReference, plan: CachePlan, method: Method, batch: int) -> None:
         self.model: Any = reference.model
-        self.plan, self.method = plan, method
-        self.geometry = cache_geometry(reference.geometry, len(plan.caches))
-        self.caches = layer_caches(reference.geometry, len(plan.caches))
+        self.method = method
+        parts = [parts_of(*layer) for layer in zip(reference.geometry, plan.caches, strict=True)]
+        ends = [0, *itertools.accumulate(map(len, parts))]
+        self.caches = [range(*pair) for pair in itertools.pairwise(ends)]
+        self.geometry = [layer for own in parts for layer, _ in own]
+        self.plan = CachePlan(tuple(cache for own in parts for _, cache in own))
         self.position, self.first = 0, plan.caches[0].sinks
         frequencies = self.model.model.rotary_emb.inv_freq
-        self.queries = [Queries(frequencies, x.kv_heads) for x in plan.caches]
+        self.queries = [Queries(frequencies, x.kv_heads) for x in self.plan.caches]
         self.state: list[tuple[Tensor, ...]] = []
-        for layer in plan.caches:
-            shapes, kinds = layer.shapes(batch), layer.dtypes()
-            zeros = (torch.from_numpy(np.zeros(shapes[x.name], kinds[x.name])) for x in layer.state)
-            self.state.append(tuple(zeros))
+        for layer in self.plan.caches:
+            flat = [torch.from_numpy(np.zeros(x, layer.dtypes()[n])) for n, x in layer.shapes(batch).items()]
+            self.state.append(split_state(flat, layer.state, layer.capacity, together=True)[0])
 
     @property
     def watches_queries(self) -> bool:
@@ -130,7 +142,7 @@ class Reader:
         caches, outputs = self.caches[options["layer"]], []
         lengths = torch.full((len(query), 1), query.shape[2])
         position = (self.position + torch.arange(query.shape[2])).expand(len(query), -1)
-        for cache, (q, k, v, _) in zip(caches, heads_of(query, key, value, None, len(caches)), strict=True):
+        for cache, q, k, v in zip(caches, *(x.chunk(len(caches), 1) for x in (query, key, value)), strict=True):
             attributes = layer_attributes(self.method, self.geometry[cache])
             if self.watches_queries:
                 self.queries[cache].add(q.float() * attributes.scale, position[0], self.first)
@@ -156,10 +168,12 @@ class Reader:
     def merge(self) -> None:
         """Compress all caches."""
         for cache, layer in enumerate(self.plan.caches):
-            if int((self.state[cache][2] > 0).sum(-1).max()) > layer.budget:
+            if int((self.state[cache][2] > 0).sum(-1).max()) > layer.budget[0]:
                 Queries.now = self.queries[cache]
                 with torch.no_grad():
-                    self.state[cache] = merge_cache(*self.state[cache], attributes=merge_attributes(layer, self.method))
+                    self.state[cache] = merge_cache(
+                        *self.state[cache], attributes=merge_attributes(layer, self.method)[0]
+                    )
 
 
 class Figures:
@@ -208,8 +222,13 @@ def plan_of(reference: TorchReference, method: Method, capacity: int, budget: in
     recipe = load_setting(RECIPE, "ballot", 128, COMMON)
     plan = plan_cache(recipe, reference.geometry)
     extra, statistics = method.extra_state, len(method.statistics)
-    changes = {"capacity": capacity, "budget": budget, "extra": extra, "statistics": statistics}
-    return replace(plan, caches=tuple(replace(x, **changes) for x in plan.caches))
+    changes = {"extra": extra, "statistics": statistics}
+    return replace(
+        plan,
+        caches=tuple(
+            replace(x, capacity=(capacity,) * x.kv_heads, budget=(budget,) * x.kv_heads, **changes) for x in plan.caches
+        ),
+    )
 
 
 class Run:
@@ -310,7 +329,7 @@ class Compressed:
                 if axis is None:
                     empty.copy_(x)
                 else:
-                    empty.narrow(axis, 0, slots).copy_(x.narrow(axis, 0, slots))
+                    empty.narrow(axis + 1, 0, slots).copy_(x.narrow(axis + 1, 0, slots))
         reader.position = CONTEXT
         figures = self.run.figures()
         for at in range(CONTEXT, LENGTH, 64):

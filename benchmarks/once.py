@@ -116,7 +116,7 @@ def compressed(engine: kvexport.Engine, saved: Saved) -> Saved:
         return saved
     lanes.restore(0, saved)
     lanes.state.merge(0, 1)
-    held = tuple(min(layer.budget, saved.counters.length) for layer in layers)
+    held = tuple(min(budget, saved.counters.length) for layer in layers for budget in layer.budget)
     return Saved(lanes.read(0), Counters(held, 0, saved.counters.length))
 
 

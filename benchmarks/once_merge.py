@@ -20,8 +20,9 @@ from common import interleave, save
 from onnx import helper
 
 from kvexport.backends.onnxruntime.operators import library
+from kvexport.ops.layer_state import merge_cache_functions
 from kvexport.ops.merge_cache import MergeCacheAttributes
-from kvexport.ops.onnx_function import DOMAIN, merge_cache_function, merge_cache_node_attributes
+from kvexport.ops.onnx_function import DOMAIN, merge_cache_node_attributes
 from kvexport.recipe.load import load_recipe
 from kvexport.schema.operators import MERGE_CACHE
 
@@ -31,28 +32,26 @@ HEADS, SIZE, ENTRIES, BUDGET = 3, 64, 2000, 200
 def merging(threads: int, *, native: bool) -> Callable[[], float]:
     """Return a function that merges the same cache at every call and returns the seconds that it takes."""
     section = load_recipe("smollm2-135m-once", []).recipe.cache
-    attributes = MergeCacheAttributes(section.build_method(), BUDGET, section.sinks, BUDGET // 10)
-    method, rng = attributes.method, np.random.default_rng(0)
-    shape, rows = (1, HEADS, ENTRIES), (1, HEADS, method.reference_queries)
+    attributes = [MergeCacheAttributes(section.build_method(), BUDGET, section.sinks, BUDGET // 10)] * HEADS
+    method, rng = attributes[0].method, np.random.default_rng(0)
+    shape, rows = (1, HEADS * ENTRIES), (1, HEADS, method.reference_queries)
     arguments = [
         *(rng.normal(size=(*shape, SIZE)) for _ in range(2)),
         np.ones(shape),
-        np.exp(rng.normal(size=(1, HEADS, len(method.statistics), ENTRIES))),
-        np.broadcast_to(np.arange(ENTRIES, dtype=np.int32), shape),
+        np.exp(rng.normal(size=(1, len(method.statistics), HEADS * ENTRIES))),
+        np.tile(np.arange(ENTRIES, dtype=np.int32), (1, HEADS)),
         0.3 * rng.normal(size=(*rows, SIZE)),
         np.full(rows, ENTRIES, np.int32),
     ]
     arrays = [np.ascontiguousarray(x if x.dtype == np.int32 else x.astype(np.float32)) for x in arguments]
-    function = merge_cache_function(
-        attributes, kv_heads=HEADS, head_sizes=(SIZE, SIZE), statistics=len(method.statistics), cache_type="float32"
-    )
+    own = merge_cache_functions(attributes, head_sizes=(SIZE, SIZE), cache_type="float32")
     operator = MERGE_CACHE.with_state(method.extra_state)
     node = helper.make_node(
         "MergeCache",
         operator.input_names,
         operator.output_names,
         domain=DOMAIN,
-        overload="" if native else function.overload,
+        overload="" if native else own[0].overload,
         **merge_cache_node_attributes(attributes),
     )
     inputs, outputs = (
@@ -63,7 +62,7 @@ def merging(threads: int, *, native: bool) -> Callable[[], float]:
         for names in (operator.input_names, operator.output_names)
     )
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
-    functions = [] if native else [function]
+    functions = [] if native else own
     graph = helper.make_graph([node], "merge", inputs, outputs)
     model = helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=11)
     options = ort.SessionOptions()

@@ -27,9 +27,9 @@ from kvexport.export.build import read_model
 from kvexport.export.hooks.attention import cache_name
 from kvexport.methods.primitives.select import mean_per_observation
 from kvexport.methods.slots import Slots
+from kvexport.ops.layer_state import split_state
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
-from kvexport.schema.state import STATE_NAMES as STATE
 from kvexport.validate.reference import TorchReference
 
 BUDGETS = (128, 256)
@@ -150,7 +150,10 @@ class _ReferenceBackend:
                 self.state[name.replace("present.", "past_key_values.")] = array
 
     def layer(self, i: int) -> list[Tensor]:
-        return [torch.from_numpy(self.state[f"past_key_values.{i}.{kind}"]) for kind in STATE]
+        """Return the state of a layer, whose KV heads have one budget, as [1, H, C, ...]."""
+        layer = self.plan.caches[i]
+        state = [torch.from_numpy(self.state[tensor.past(i)]) for tensor in layer.state]
+        return list(split_state(state, layer.state, layer.capacity, together=True)[0])
 
 
 def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
@@ -169,12 +172,12 @@ def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
         ):  # after a merge, positions do not tell which slots were kept, so the selector runs alone
             backend.decode(np.array([ids]), np.array([[len(ids)]]))
             kept.append(
-                torch.stack([_selected(backend.layer(i), layer.budget) for i, layer in enumerate(shape.plan.caches)])
+                torch.stack([_selected(backend.layer(i), layer.budget[0]) for i, layer in enumerate(shape.plan.caches)])
             )
         else:
             lanes.prefill([np.array(ids)])
             kept.append(
-                torch.stack([backend.layer(i)[4][0, :, : layer.budget] for i, layer in enumerate(shape.plan.caches)])
+                torch.stack([backend.layer(i)[4][0, :, : layer.budget[0]] for i, layer in enumerate(shape.plan.caches)])
             )
     return kept
 

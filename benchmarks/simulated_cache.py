@@ -14,8 +14,7 @@ from kvexport.cache_planning import plan_cache
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.hooks.attention import PassThroughCache, attending
-from kvexport.ops.merge_cache import merge_cache
-from kvexport.ops.vote_attention import vote_attention
+from kvexport.ops.layer_state import layer_merge_cache, layer_vote_attention
 from kvexport.recipe.fields import Recipe
 
 
@@ -33,10 +32,11 @@ class SimulatedCache:
         """Compute attention over the state of the layer; see `kvexport.export.hooks.attention`."""
         layer: int = options["layer"]
         state = self.state[layer]
-        output, *self.state[layer] = vote_attention(
+        output, *self.state[layer] = layer_vote_attention(
             *(query, *self.append(key, value), self.position, torch.tensor([[key.shape[2]]])),
             *(*state[:5], None, *state[5:]),  # type: ignore[arg-type]
             attributes=self.attributes[layer],
+            capacity=self.capacity[layer],
         )
         return output
 
@@ -53,6 +53,7 @@ class SimulatedCache:
             layer_attributes(self.method, layer, cache.value_prefix)
             for layer, cache in zip(geometry, plan.caches, strict=True)
         ]
+        self.capacity = [cache.capacity for cache in plan.caches]
         self.state = [
             [torch.from_numpy(np.zeros(shape, x.dtypes()[name])) for name, shape in x.shapes(1).items()]
             for x in plan.caches
@@ -66,9 +67,13 @@ class SimulatedCache:
                 result = model(input_ids=tokens, position_ids=self.position, **arguments)
             rows.append(result.logits[0])
             for i, layer in enumerate(plan.caches):
-                merges = layer.merges and int((self.state[i][2] > 0).sum(-1).max()) > layer.budget
+                votes = self.state[i][2]
+                heads = zip(layer.head_slots, layer.budget, strict=True)
+                merges = layer.merges and any(int((votes[:, s] > 0).sum()) > budget for s, budget in heads)
                 if merges:
-                    self.state[i] = list(merge_cache(*self.state[i], attributes=merge_attributes(layer, self.method)))
+                    attributes = merge_attributes(layer, self.method)
+                    merged = layer_merge_cache(*self.state[i], attributes=attributes, capacity=layer.capacity)
+                    self.state[i] = list(merged)
                 self.end_chunk(i, merges)
         return torch.cat(rows)
 

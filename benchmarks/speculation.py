@@ -146,8 +146,10 @@ def costs(options: argparse.Namespace, folder: Path, results: dict[str, Any]) ->
 def fill(state: Any, used: int, length: int) -> None:
     """Fill a state with random entries."""
     rng = np.random.default_rng(0)
-    for name, array in state.state.items():
+    heads = state._plan.caches[0].kv_heads
+    for name, tensor in state.state.items():
         kind = name.rpartition(".")[2]
+        array = tensor.reshape(len(tensor), heads, -1, *tensor.shape[2:])
         if kind in ("key", "value"):
             array[:, :, :used] = rng.standard_normal(array[:, :, :used].shape, dtype=np.float32)
         elif kind in ("votes", "position"):

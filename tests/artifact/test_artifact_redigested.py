@@ -20,15 +20,15 @@ def cut(data: bytes) -> bytes:
 
 
 def other_slots(data: bytes) -> bytes:
-    """Return an ONNX graph for a cache with one slot more in layer 1.
+    """Return an ONNX graph for a cache with one slot more in both KV heads of layer 1.
 
     All state tensors of the layer change: without native operators, ONNX Runtime compares them with one another.
     """
     model = onnx.ModelProto.FromString(data)
     for value in (*model.graph.input, *model.graph.output):
         if value.name.startswith(("past_key_values.1.", "present.1.")):
-            slots = 3 if value.name.endswith(".score") else 2
-            value.type.tensor_type.shape.dim[slots].dim_value += 1
+            slots = 2 if value.name.endswith(".score") else 1
+            value.type.tensor_type.shape.dim[slots].dim_value += 2
     return model.SerializeToString()
 
 

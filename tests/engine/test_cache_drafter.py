@@ -23,6 +23,7 @@ from kvexport.errors import UsageError
 from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
 from kvexport.planning import plan_memory
+from kvexport.state.selected_cache import by_heads
 from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
 from tests.support.schedules import Alone, Schedule
 from tests.support.speculation import NEW, SETTINGS, generated, prompts, recipe_of
@@ -63,7 +64,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def layer_state(state: Any, layer: int, lane: int = 0) -> dict[str, Any]:
-    return {name: state.view(lane)[f"past_key_values.{layer}.{name}"] for name in ("key", "value", "votes", "position")}
+    view = by_heads(state._plan, state.view(lane))
+    return {name: view[f"past_key_values.{layer}.{name}"] for name in ("key", "value", "votes", "position")}
 
 
 class Watched:
@@ -125,7 +127,7 @@ def test_scores_select_entries_between_the_first_and_the_latest(scored: Path) ->
     def noted(requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
         view = lanes.view(0)
         assert view is not None
-        scores.append(view["past_key_values.0.score"][0, 0, : lanes.length[0]].copy())
+        scores.append(by_heads(engine.plan, view)["past_key_values.0.score"][0, 0, : lanes.length[0]].copy())
         return watched(requests, lanes)
 
     generated(engine, prompts(4, 64)[:1], noted, max_new_tokens=60)
@@ -214,7 +216,7 @@ def test_invalid_logits_draft_no_tokens(plain: Path, monkeypatch: pytest.MonkeyP
 def test_slots_stay_fixed_where_no_cache_drafts(tiny_artifact: Path, plain: Path) -> None:
     def sizes(artifact: Path) -> set[str]:
         graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
-        return {x.type.tensor_type.shape.dim[2].dim_param for x in graph.input if x.name.endswith((".key", ".votes"))}
+        return {x.type.tensor_type.shape.dim[1].dim_param for x in graph.input if x.name.endswith((".key", ".votes"))}
 
     assert sizes(tiny_artifact) == {""}
     assert sizes(plain) == {"slots.0", "slots.1"}

@@ -20,6 +20,7 @@ from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.tasks import Sample
 from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe
+from kvexport.state.selected_cache import by_heads
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate import comparison
 from kvexport.validate.reference import TorchReference
@@ -53,7 +54,8 @@ def engine(checkpoint: Path) -> Engine:
 
 def used(engine: Engine, state: Any) -> list[list[int]]:
     """Return the number of used slots of every layer and KV head."""
-    return [(state[f"past_key_values.{i}.votes"] > 0).sum(-1).tolist() for i in range(len(engine.plan.caches))]
+    heads = by_heads(engine.plan, state)
+    return [(heads[f"past_key_values.{i}.votes"] > 0).sum(-1).tolist() for i in range(len(engine.plan.caches))]
 
 
 def test_nothing_merges_before_the_end_of_a_prompt(engine: Engine) -> None:
@@ -63,7 +65,7 @@ def test_nothing_merges_before_the_end_of_a_prompt(engine: Engine) -> None:
         lanes.append([ids[start : start + CHUNK]], prefill=True, unread=[0])
     state = lanes.read(0)
     assert used(engine, state) == [[last] * 2] * len(engine.plan.caches) and lanes.merges == 0
-    assert state["past_key_values.0.position"][0].tolist() == list(range(last)), "all tokens, each in a slot of its own"
+    assert state["past_key_values.0.position"].tolist() == 2 * [*range(last)], "all tokens, each in a slot of its own"
     lanes.append([ids[last:]], prefill=True)
     assert used(engine, lanes.read(0)) == [[BUDGET] * 2] * len(engine.plan.caches) and lanes.merges == 1
 

@@ -68,7 +68,7 @@ def test_drafts_in_chunks_and_a_window_give_the_logits_of_transformers(checkpoin
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "shares of heads": (
         {"cache": {"method": "keepkv", "budget": 32, "allocation": {"kind": "listed", "shares": [[1.0, 1.0]] * 3}}},
-        "cache.allocation.shares gives every KV head a cache of its own",
+        "cache.allocation.shares gives KV heads budgets of their own",
         "cache.allocation.kind=uniform",
     ),
     "periodic": ({"cache": {"method": "full", "periodic": {"slots": 128}}}, "cache.periodic.slots is 128", "=null"),

@@ -28,6 +28,7 @@ from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.state import mapped_file
 from kvexport.state.periodic import NEXT, READ, PeriodicState
+from kvexport.state.selected_cache import by_heads
 from kvexport.state.snapshot import Snapshot
 from tests.support.models import build_shared, random_ids
 from tests.support.periodic import DELAY, EVERY, RECENT, SINKS, SLOTS, recipe_of
@@ -90,6 +91,13 @@ def selected_of(lanes: Lanes) -> tuple[PeriodicState, Any]:
     return state, state._selected.view(0)
 
 
+def view_of(lanes: Lanes) -> Any:
+    """Return views [KV heads, slots, ...] of the full cache's tensors of the first lane."""
+    view = lanes.view(0)
+    assert view is not None
+    return by_heads(lanes._plan, view)
+
+
 def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
     """Return the positions of a head's selected entries."""
     votes, position = (own[f"past_key_values.{layer}.{name}"][head] for name in ("votes", "position"))
@@ -133,8 +141,8 @@ def test_a_step_reads_the_selected_entries_and_the_tokens_since(opened: Any, met
         if length % EVERY == 0:
             continue
         state, own = selected_of(lanes)
-        of_selected, view = held(own), lanes.view(0)
-        assert view is not None and len(of_selected) <= SLOTS and of_selected == sorted(set(of_selected))
+        of_selected, view = held(own), view_of(lanes)
+        assert len(of_selected) <= SLOTS and of_selected == sorted(set(of_selected))
         assert of_selected[-1] == length and set(range(SINKS)) <= set(of_selected)
         for kind in ("key", "value"):
             whole, copy = view[f"past_key_values.1.{kind}"], own[f"past_key_values.1.{kind}"]
@@ -144,8 +152,7 @@ def test_a_step_reads_the_selected_entries_and_the_tokens_since(opened: Any, met
         since = length - state._contents[0].start + 1
         selections.append(tuple(of_selected[: len(of_selected) - since]))
         assert len(selections[-1]) == budget and 1 <= since <= EVERY + delay
-    view = lanes.view(0)
-    assert view is not None
+    view = view_of(lanes)
     for layer in range(2):  # the full cache keeps every token
         assert (view[f"past_key_values.{layer}.position"][:, :200] == np.arange(200)).all()
         assert (view[f"past_key_values.{layer}.votes"][:, :200] == 1).all()
@@ -158,8 +165,7 @@ def test_the_highest_scores_are_chosen(waiting: Engine) -> None:
     lanes.prefill([prompt])
     checked = 0
     for token in tokens:
-        length, view = lanes.length[0], lanes.view(0)
-        assert view is not None
+        length, view = lanes.length[0], view_of(lanes)
         score = view["past_key_values.0.score"][0, 0, :length].copy()
         lanes.append([[int(token)]])
         if length % EVERY == 1:
@@ -180,21 +186,19 @@ def test_an_unread_entry_is_selected_again_when_queries_attend_to_it(waiting: En
     lanes = waiting.lanes(1)
     prompt, tokens = random_ids(5, 65, 16, vocabulary=64)
     lanes.prefill([prompt])
-    view = lanes.view(0)
-    assert view is not None
+    view = view_of(lanes)
     view["past_key_values.0.score"][:, 0, :65] = 1e-3
     view["past_key_values.0.score"][:, 0, 10] = 0
     for token in tokens[:7]:
         lanes.append([[int(token)]])
         assert not {10} & {*held(selected_of(lanes)[1], 0, 0), *held(selected_of(lanes)[1], 0, 1)}
-    view = lanes.view(0)
-    assert view is not None and lanes.length[0] == 72
+    view = view_of(lanes)
+    assert lanes.length[0] == 72
     keys = view["past_key_values.0.key"]
     keys[:, :72] *= 1e-3
     keys[:, 10] = 1e3 * np.sign(keys[:, 10])  # its product with a query is far above all others, or far below
     lanes.append([[int(tokens[7])]])  # reads the full cache
-    view = lanes.view(0)
-    assert view is not None
+    view = view_of(lanes)
     attending = [head for head in range(2) if view["past_key_values.0.score"][head, 0, 10] > 0.4]
     assert attending
     lanes.append([[int(tokens[8])]])
@@ -207,10 +211,10 @@ def test_scores_are_updated_for_the_entries_that_are_read(waiting: Engine) -> No
     lanes = waiting.lanes(1)
     prompt, tokens = random_ids(6, 65, 6, vocabulary=64)
     lanes.prefill([prompt])
-    before = lanes.read(0)["past_key_values.1.score"][:, 0, :65]
+    before = by_heads(lanes._plan, lanes.read(0))["past_key_values.1.score"][:, 0, :65]
     for token in tokens:
         lanes.append([[int(token)]])
-    after = lanes.read(0)["past_key_values.1.score"][:, 0]
+    after = by_heads(lanes._plan, lanes.read(0))["past_key_values.1.score"][:, 0]
     for head in range(2):
         read = [p for p in held(selected_of(lanes)[1], 1, head) if p < 65]
         others = sorted(set(range(65)) - set(read))
@@ -329,8 +333,8 @@ def test_rolled_back_tokens_leave_no_trace(waiting: Engine) -> None:
     rows(straight, prompt, tokens)
     lanes.draft([wrong], first=0)
     lanes.settle(0, 1)
-    one, other = lanes.view(0), straight.view(0)
-    assert one is not None and other is not None and lanes.counters(0) == straight.counters(0)
+    one, other = view_of(lanes), view_of(straight)
+    assert lanes.counters(0) == straight.counters(0)
     for layer in range(2):
         for kind in ("votes", "position"):
             name = f"past_key_values.{layer}.{kind}"

@@ -230,9 +230,9 @@ def test_no_changed_bytes_are_taken_for_a_snapshot(engine: Engine, snapshot: Sna
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda h: h["counters"].update(held=[0, 0], added=0), "its counters say"),
-        (lambda h: h["counters"].update(held=[60, 60]), "its counters say"),
-        (lambda h: h["counters"].update(held=[32]), "counters of 1 layers"),
+        (lambda h: h["counters"].update(held=[0] * 4, added=0), "its counters say"),
+        (lambda h: h["counters"].update(held=[60] * 4), "its counters say"),
+        (lambda h: h["counters"].update(held=[32]), "counters of 1 KV heads"),
         (lambda h: h["counters"].update(length=10**6), "tokens seen"),
         (lambda h: h["counters"].update(added=-1), "is no count"),
         (lambda h: h["tensors"].reverse(), "past_key_values"),

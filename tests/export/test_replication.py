@@ -237,8 +237,9 @@ def test_every_copy_in_an_artifact_has_its_own_weights_and_state(tmp_path: Path)
     assert max(np.abs(e).max() for e in expected) > 1.0
     assert max(np.abs(g - e).max() for g, e in zip(actual, expected, strict=True)) <= 1e-4
     merge = onnx.load(tmp_path / "artifact" / "merge.onnx")
-    # Windows make two functions. The layers' different budgets make no more.
-    assert len(merge.graph.node) == 4 and len(merge.functions) == 2
+    # Windows make two functions of heads that are alike. The layers' different budgets make no more of them.
+    names = [function.name for function in merge.functions]
+    assert len(merge.graph.node) == 4 and sum(name.startswith("HeadsMergeCache_") for name in names) == 2
 
 
 # Which layers are equal.

@@ -23,7 +23,8 @@ from tests.support.gguf_files import decoder
 
 TEXTS = (
     "hello world", " hello", "  two  spaces", "", "say xyzzyq now", "xyzzyq", "the <|im_end|> end",
-    "<tool>hello <tool> x",    "year 20261129, $5.00!!  two  spaces\n\n\ttab", "e\u0301 na\u00efve \u4f60\u597d \U0001f600", "don't WE'LL x+=1;\n",
+    "<tool>hello <tool> x", "year 20261129, $5.00!!  two  spaces\n\n\ttab",
+    "e\u0301 na\u00efve \u4f60\u597d \U0001f600", "don't WE'LL x+=1;\n",
     "trailing ", "\n", "hello<|im_end|>\n<|im_start|>user\n hi", "a<unk>b", "\u2581x",
 )  # fmt: skip
 CONFIG = {
@@ -105,8 +106,8 @@ def pieces(folder: Path) -> tuple[list[str], list[float], list[int]]:
     sentencepiece = pytest.importorskip("sentencepiece", reason="not reached: pip install sentencepiece")
     sentencepiece.SentencePieceTrainer.train(
         input=__file__, model_prefix=str(folder / "spm"), model_type="bpe", vocab_size=700, byte_fallback=True,
-        character_coverage=0.99, user_defined_symbols=["<tool>"], control_symbols=["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
-        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        character_coverage=0.99, user_defined_symbols=["<tool>"], normalization_rule_name="identity",
+        control_symbols=["<|im_start|>", "<|im_end|>", "<|endoftext|>"], remove_extra_whitespaces=False, minloglevel=2,
     )  # fmt: skip
     model = sentencepiece.SentencePieceProcessor(str(folder / "spm.model"))
     count = range(model.get_piece_size())

@@ -24,6 +24,7 @@ from kvexport.tensor_files.shards import is_present, parse_object, read_file, re
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _MERGE = "merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(DIRECTORY)"
+_MOST_ALPHA = 1e6
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
 # Settings of PEFT that change what an adapter computes, and their values that kvexport implements.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -35,6 +36,11 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "use_qalora": (False, None),
+    "arrow_config": (None,),
+    # The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take the adapter's first value from the base model's weights.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -88,8 +94,11 @@ class AdapterFiles:
             if f".{module}".endswith(f".{name}"):
                 alpha = value
                 break
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise UsageError(f"{file} has lora_alpha {alpha!r}, expected a number", f"download {CONFIG} again")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < _MOST_ALPHA:
+            raise UsageError(
+                f"{file} has lora_alpha {str(alpha)[:40]}, expected a number below {_MOST_ALPHA:g}",
+                f"download {CONFIG} again",
+            )
         return float(alpha)
 
 
@@ -105,7 +114,8 @@ def read_adapter(folder: Path, setting: str) -> AdapterFiles:
     """
     config = _read_config(folder, setting)
     pairs = _pairs(folder, read_shard(folder / WEIGHTS).tensors)
-    facts = json.dumps([*file_digests(folder, [WEIGHTS]), config], sort_keys=True)
+    weights = (folder / WEIGHTS).resolve()  # in the hub's cache a link to a blob
+    facts = json.dumps([*file_digests(weights.parent, [weights.name]), config], sort_keys=True)
     return AdapterFiles(folder, config, pairs, hashlib.sha256(facts.encode()).hexdigest())
 
 

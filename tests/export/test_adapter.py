@@ -134,6 +134,9 @@ def with_config(**config: Any) -> Callable[[Path], None]:
     return write
 
 
+CHANGE_THE_BASE = ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -146,7 +149,14 @@ def with_config(**config: Any) -> Callable[[Path], None]:
         (with_config(peft_type="IA3"), "peft_type 'IA3'; only adapters with peft_type 'LORA'"),
         (with_config(use_dora=True), "use_dora True"),
         (with_config(modules_to_save=["lm_head"]), "modules_to_save"),
-        (with_config(lora_alpha="6"), "lora_alpha '6', expected a number"),
+        *((with_config(init_lora_weights=kind), f"init_lora_weights '{kind}'") for kind in CHANGE_THE_BASE),
+        (with_config(layer_replication=[[0, 2], [0, 1]]), "layer_replication"),
+        (with_config(use_qalora=True), "use_qalora"),
+        (with_config(arrow_config={"arrow_top_k": 1}), "arrow_config"),
+        (with_config(lora_alpha="6"), "lora_alpha 6, expected a number"),
+        (with_config(lora_alpha=float("inf")), "lora_alpha inf, expected a number"),
+        (with_config(lora_alpha=10**400), r"lora_alpha 10+, expected a number"),
+        (with_config(alpha_pattern={"q_proj": float("nan")}), "lora_alpha nan, expected a number"),
         (with_config(alpha_pattern={"(a+)+$": 3}), "that is no plain name of a module"),
     ],
 )
@@ -157,6 +167,24 @@ def test_an_adapter_that_does_not_fit_is_refused(
     damage(folder)
     with pytest.raises(UsageError, match=words):
         merge_adapter(read_checkpoint(tiny_checkpoint), folder)
+
+
+@pytest.mark.parametrize("kind", [True, False, "gaussian", "eva", "orthogonal"])
+def test_beginnings_that_leave_the_base_as_it_is_are_read(tmp_path: Path, tiny_checkpoint: Path, kind: Any) -> None:
+    folder = adapter(tmp_path / "adapter", tiny_checkpoint, init_lora_weights=kind)
+    assert merge_adapter(read_checkpoint(tiny_checkpoint), folder).computed.keys() == {f"{m}.weight" for m in MODULES}
+
+
+def test_an_adapter_in_the_cache_of_the_hub_is_read(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    folder = adapter(tmp_path / "adapter", tiny_checkpoint)
+    hub = tmp_path / "models--org--lora"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "snapshots" / "0123abcd").mkdir(parents=True)
+    for i, file in enumerate(sorted(folder.iterdir())):
+        file.rename(hub / "blobs" / str(i))
+        (hub / "snapshots" / "0123abcd" / file.name).symlink_to(f"../../blobs/{i}")
+    read = merge_adapter(read_checkpoint(tiny_checkpoint), hub / "snapshots" / "0123abcd")
+    assert read.computed.keys() == {f"{module}.weight" for module in MODULES}
 
 
 def test_an_adapter_of_packed_weights_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:

@@ -27,6 +27,8 @@ def entry(value: Any) -> tuple[int, bytes]:
         return 7, struct.pack("<?", value)
     if isinstance(value, float):
         return FLOAT32, struct.pack("<f", value)
+    if isinstance(value, list) and value and type(value[0]) is int:
+        return ARRAY, struct.pack(f"<IQ{len(value)}i", INT32, len(value), *value)
     if isinstance(value, list):
         kind = entry(value[0])[0]
         return ARRAY, struct.pack("<IQ", kind, len(value)) + b"".join(entry(item)[1] for item in value)
@@ -100,7 +102,7 @@ def decoder(
         config: The model's config. Its model_type names the architecture.
         weights: The weights, by the names of transformers.
         tokens: The vocabulary.
-        **more: Further entries of the metadata.
+        **more: Further entries of the metadata; None takes one out.
     """
     kind_of_model = config["model_type"]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -137,7 +139,7 @@ def decoder(
         "tokenizer.ggml.add_bos_token": True,
         **more,
     }
-    return gguf({key: entry(value) for key, value in metadata.items()}, tensors), represented
+    return gguf({key: entry(value) for key, value in metadata.items() if value is not None}, tensors), represented
 
 
 def tiny_gguf(checkpoint: Path, file: Path, **more: Any) -> dict[str, NDArray[np.float32]]:

@@ -1,12 +1,10 @@
 """A GGUF file as a checkpoint: its tensors under transformers' names, and its metadata as Hugging Face files.
 
-The architectures are those of `gguf_architectures.py`. Tokenizers: byte-level BPE with a known splitting
-rule, and SentencePiece's BPE, both as transformers reads them.
+The architectures are those of `gguf_architectures.py`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.errors import UsageError
 from kvexport.export.model.cached import cache_folder, write_once
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight
@@ -31,6 +29,7 @@ from kvexport.export.model.gguf_architectures import (
 )
 from kvexport.export.model.gguf_linear_attention import PROJECTIONS, TENSORS, LinearHeads, linear_attention_of
 from kvexport.export.model.gguf_sources import SmallTensor, experts_of
+from kvexport.export.model.gguf_tokenizer import SPECIAL_IDS, end_ids, write_json, write_tokenizer
 from kvexport.export.model.tensors import Source
 from kvexport.tensor_files.casting import read_blocks
 from kvexport.tensor_files.entry import TensorEntry
@@ -43,12 +42,7 @@ _LLAMA3 = [
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     for factor in (8.0, 32.0)
 ]
-_SPECIAL_IDS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")  # of a text, and of a turn
-_SPECIAL = 3  # a token's type in GGUF that says so
-# Splittings of byte-level BPE that are GPT-2's, which transformers takes where a file names none.
-_AS_GPT2 = ("gpt-2", "default", None)
-_SET_APART = "smollm"  # digits set apart first
+_TEXTS_VERSION = 2  # of the files that `write_texts` writes, for the cache
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
@@ -171,7 +165,7 @@ def cached_texts(gguf: Gguf) -> Path:
         UsageError: The file's metadata is missing or has a wrong type.
         EnvironmentProblem: The cache cannot be written.
     """
-    folder = cache_folder("gguf") / gguf.digest[:32]
+    folder = cache_folder("gguf") / f"{gguf.digest[:32]}-{_TEXTS_VERSION}"
     what = f"the tokenizer of {gguf.file}"
     return write_once(folder, what, lambda staged, _: write_texts(gguf, staged), "some megabytes")
 
@@ -184,19 +178,19 @@ def write_texts(gguf: Gguf, folder: Path) -> None:
     """
     meta = gguf.metadata
     try:
-        _write_tokenizer(gguf, folder)
+        write_tokenizer(gguf, folder, meta[f"{_architecture(gguf)[0]}.context_length"])
         ids = {
             f"{name}_token_id": meta[f"tokenizer.ggml.{key}_token_id"]
-            for name, key in _SPECIAL_IDS.items()
+            for name, key in SPECIAL_IDS.items()
             if name != "unk" and f"tokenizer.ggml.{key}_token_id" in meta
         }
         config = {**_config(gguf), **ids}
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
         what = f"no {error.args[0]}" if isinstance(error, KeyError) else f"unusable metadata: {error}"
         raise UsageError(f"{gguf.file} has {what}", f"download {gguf.file.name} again") from error
-    ends = dict.fromkeys(meta[key] for key in _ENDS if key in meta)
-    _write_json(folder / "generation_config.json", {**ids, **({"eos_token_id": list(ends)} if len(ends) > 1 else {})})
-    _write_json(folder / "config.json", config)
+    ends = end_ids(meta)
+    write_json(folder / "generation_config.json", {**ids, **({"eos_token_id": ends} if ends else {})})
+    write_json(folder / "config.json", config)
 
 
 class _Metadata(dict[str, Any]):
@@ -250,7 +244,8 @@ def _inner_size(meta: Mapping[str, Any]) -> dict[str, int]:
 def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, Any]:
     """Return the scaling of a GGUF file's rotary frequencies as rope parameters of transformers; empty if none."""
     meta = gguf.metadata
-    named = meta.get(f"{kind}.rope.scaling.type", "none")
+    factor = meta.get(f"{kind}.rope.scaling.factor") or meta.get(f"{kind}.rope.scale_linear") or 1.0
+    named = meta.get(f"{kind}.rope.scaling.type", "linear")  # as in llama.cpp
     if _ROPE_FACTORS in gguf.tensors and size:
         entry = gguf.tensors[_ROPE_FACTORS]
         factors = np.frombuffer(b"".join(read_blocks(entry)), np.float32) if entry.dtype == "F32" else np.zeros(0)
@@ -264,12 +259,11 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
         )
     if named == "yarn" and kind == "gpt-oss":
         length = meta[f"{kind}.rope.scaling.original_context_length"]
-        factor = shortest(meta[f"{kind}.rope.scaling.factor"])
         more = {"original_max_position_embeddings": length, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-        return {"rope_type": "yarn", "factor": factor, **more}
-    if named == "linear":
-        return {"rope_type": "linear", "factor": shortest(meta[f"{kind}.rope.scaling.factor"])}
-    if named != "none":
+        return {"rope_type": "yarn", "factor": shortest(factor), **more}
+    if named == "linear" and factor != 1:
+        return {"rope_type": "linear", "factor": shortest(factor)}
+    if named not in ("linear", "none"):
         raise UsageError(
             f"{gguf.file} scales rotary frequencies by {str(named)[:40]!r}, expected linear or none",
             "set model.path to the checkpoint that the file was made of",
@@ -284,71 +278,3 @@ def _llama3_factors(base: float, size: int, parameters: Mapping[str, float]) -> 
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     share = np.clip((parameters["original_max_position_embeddings"] / lengths - low) / (high - low), 0, 1)
     return 1 / ((1 - share) / parameters["factor"] + share)
-
-
-def _write_tokenizer(gguf: Gguf, folder: Path) -> None:
-    meta = gguf.metadata
-    tokens, split = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.pre")
-    kind = meta["tokenizer.ggml.model"]
-    tokenizer = _digits_apart(meta) if (kind, split) == ("gpt2", _SET_APART) else _by_transformers(gguf, kind, split)
-    adds = meta.get("tokenizer.ggml.add_bos_token", kind == "llama")
-    if adds and (first := meta.get("tokenizer.ggml.bos_token_id")) is not None:
-        from tokenizers.processors import TemplateProcessing
-
-        bos = tokens[first]
-        tokenizer.post_processor = TemplateProcessing(f"{bos}:0 $A:0", f"{bos}:0 $A:0 $B:1", [(bos, first)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    special = {
-        f"{name}_token": tokens[meta[f"tokenizer.ggml.{key}_token_id"]]
-        for name, key in _SPECIAL_IDS.items()
-        if f"tokenizer.ggml.{key}_token_id" in meta
-    }
-    chat = {"chat_template": template} if (template := meta.get("tokenizer.chat_template")) else {}
-    length = meta[f"{_architecture(gguf)[0]}.context_length"]
-    rest = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": length,
-        "clean_up_tokenization_spaces": False,
-    }
-    _write_json(folder / "tokenizer_config.json", {**special, **chat, **rest})
-
-
-def _digits_apart(meta: Mapping[str, Any]) -> Any:
-    """Return a byte-level BPE tokenizer that splits off single digits first, as `pre: smollm` of llama.cpp does."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    tokens = meta["tokenizer.ggml.tokens"]
-    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    digits, byte_level = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    types = meta["tokenizer.ggml.token_type"]
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind == _SPECIAL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return tokenizer
-
-
-def _by_transformers(gguf: Gguf, kind: str, split: str | None) -> Any:
-    try:
-        from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"transformers cannot read tokenizers of GGUF files: {error}", "pip install --upgrade transformers"
-        ) from error
-    known = (*mapping.GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2)
-    if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in known):
-        raise UsageError(
-            f"{gguf.file} has a tokenizer {kind!r} that splits text as {split!r} does, which is not known here",
-            "set model.path to the checkpoint that the file was made of",
-        )
-    renames = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
-    settings = {
-        name: value for key, name in renames.items() if (value := gguf.metadata.get(f"tokenizer.{key}")) is not None
-    }
-    tokenizer, _ = mapping.convert_gguf_tokenizer(_architecture(gguf)[0], settings)
-    return tokenizer
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

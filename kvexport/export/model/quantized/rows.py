@@ -161,6 +161,7 @@ def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
     sparsity = config.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise refused("compressed-tensors with sparsity")
+    _refuse_rotations(config.get("transform_config"))
     arguments = [options for scheme in schemes if isinstance(options := scheme.get("weights"), Mapping)]
     widths = {options["num_bits"] for options in arguments if type(options.get("num_bits")) is int}
     sources: dict[str, Source] = {}
@@ -185,6 +186,16 @@ def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
     if any(scheme.get("input_activations") for scheme in schemes) and sources:
         notes.append(ACTIVATIONS)
     return {**sources, **floats}, used | more, notes
+
+
+def _refuse_rotations(transforms: Any) -> None:
+    """Raise UsageError for rotations of activations; those of weights are in the weights already."""
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        for step in group.get("apply") or [] if isinstance(group, Mapping) else []:
+            where = step.get("location") if isinstance(step, Mapping) else None
+            if not str(where).startswith("weight"):
+                raise refused(f"compressed-tensors whose transform_config rotates at run time ({name}: {where!r})")
 
 
 def _in_words(prefix: str, entry: TensorEntry, tensors: Tensors, widths: set[Any]) -> RowPacked:

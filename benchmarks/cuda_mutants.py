@@ -35,12 +35,17 @@ from tests.conformance.cuda_library import OTHER_LIBRARY, PtxCaller
 from tests.conformance.ptx_mutants import CALLS, faults
 
 RESULT = RESULTS / "cuda-mutants.json"
-ATTENTION, SMALL, RAGGED, MERGE, LINEAR, *_ = KERNELS
+ATTENTION, QUANTIZED, MERGE, LINEAR, *_ = KERNELS
 # The tests of every source, from the conformance suite too, without the test that compiles its own library.
 TESTS = {
-    ATTENTION: ("test_cuda_on_host.py", "test_prefill_on_host.py", "-k", "not outside_of_any_buffer"),
-    SMALL: ("test_cuda_quantized.py",),
-    RAGGED: ("test_cuda_ragged.py",),
+    ATTENTION: (
+        "test_cuda_on_host.py",
+        "test_prefill_on_host.py",
+        "test_cuda_heads.py",
+        "-k",
+        "not outside_of_any_buffer",
+    ),
+    QUANTIZED: ("test_cuda_quantized.py",),
     MERGE: (
         "test_cuda_on_host.py",
         "test_nearest_on_host.py",
@@ -71,24 +76,22 @@ class Mutant(NamedTuple):
     call: str = ""
 
 
-BLOCK, SPLIT, DECODE, SUMS, FLOAT, MMA, SCORES, FEW = (
+BLOCK, ARGUMENTS, DECODE, FLOAT, MMA, SCORES, FEW = (
     f"cuda/{name}.h"
     for name in (
         "core/block",
-        "attention/decode_split",
+        "attention/attention",
         "attention/decode",
-        "attention/decode_sums",
         "attention/prefill",
         "attention/prefill_mma",
         "attention/prefill_mma_scores",
-        "attention/decode_small",
+        "attention/decode_quantized",
     )
 )
 SELECT, POSITIONS, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
     f"cuda/merge/{name}.h" for name in ("select", "positions", "nearest", "nearest_mma", "sets", "place", "work")
 )
 LINEAR_MMA = "cuda/linear/linear_mma.h"
-HEADS, OWN_CALLS = "cuda/attention/heads.h", "cuda/attention/ragged_vote_attention.cu"
 FIRST_WAIT = "if (!args.weights_stay) block.wait_for_earlier();"
 # The last step that Linear takes early.
 FIRST_GROUPS = "r.next_groups.load(args, work.p, r.column, kInputs, work.range.from, t); });\n"
@@ -123,8 +126,8 @@ ORDERING = (
         BLOCK,
         "before = atomicAdd(counter, 1);",
         "before = (*counter)++;",
-        SMALL,
-        "DecodeSmall<8, 4, 128>",
+        QUANTIZED,
+        "DecodeQuantized<8, 4, 128>",
     ),
     Mutant(
         "copies are waited for by their own thread alone",
@@ -226,8 +229,8 @@ ORDERING = (
     Mutant(
         "kernels do not wait for earlier launches",
         BLOCK,
-        "block.wait_for_earlier();\n  Program::run",
-        "Program::run",
+        "block.wait_for_earlier();\n  Kernel::run",
+        "Kernel::run",
         LINEAR,
         "LinearMma<Half, 4, 1>",
     ),
@@ -260,32 +263,32 @@ ORDERING = (
 # Bugs that exist everywhere.
 MEANING = (
     Mutant(
-        "a head of its own takes the slots of the first sequence",
-        HEADS,
-        "slots(static_cast<size_t>(place.row) * place.cache.capacity)",
-        "slots(static_cast<size_t>(place.row * 0) * place.cache.capacity)",
-        RAGGED,
+        "every sequence takes the slots of the first",
+        ARGUMENTS,
+        "slots(static_cast<size_t>(part.batch) *",
+        "slots(static_cast<size_t>(part.batch * 0) *",
+        ATTENTION,
     ),
     Mutant(
         "a block finds the head before its own",
         "cuda/core/table.h",
         "if (block >= start[entry + step]) entry += step;",
         "if (block > start[entry + step]) entry += step;",
-        RAGGED,
+        ATTENTION,
     ),
     Mutant(
         "heads of the second table are named as those of the first",
-        OWN_CALLS,
-        "first + h, 1, 1};",
-        "h, 1, 1};",
-        RAGGED,
+        "cuda/attention/plan.h",
+        "= {first, equal ?",
+        "= {entries, equal ?",
+        ATTENTION,
     ),
     Mutant(
-        "a head's new tokens are those of the first head",
-        HEADS,
-        "(args.call.heads - cache.heads) + cache.head;",
-        "(args.call.heads - cache.heads);",
-        RAGGED,
+        "a head takes the slots of the first head of its entry",
+        ARGUMENTS,
+        "offset = heads.offset + number * capacity;",
+        "offset = heads.offset;",
+        ATTENTION,
     ),
     Mutant(
         "a head's targets have as many splits as the largest head's",
@@ -308,7 +311,7 @@ MEANING = (
         "position >= now - window",
         ATTENTION,
     ),
-    Mutant("sums of probabilities do not decay", SUMS, "[slot] * statistic.decay", "[slot]", ATTENTION),
+    Mutant("sums of probabilities do not decay", DECODE, "[slot] * statistic.decay", "[slot]", ATTENTION),
     Mutant(
         "averages count a group as one head",
         "cuda/attention/plan.h",
@@ -316,17 +319,17 @@ MEANING = (
         "- 0.0f;",
         ATTENTION,
     ),
-    Mutant("what an idle lane leaves is stale", SPLIT, "args.used[2 * head.index + 1] = 0;", "(void)0;", ATTENTION),
+    Mutant("what an idle lane leaves is stale", DECODE, "args.used[2 * head.index + 1] = 0;", "(void)0;", ATTENTION),
     Mutant(
         "a sink is left out of the sum",
-        SPLIT,
+        DECODE,
         "a.sink_logits && t % kWarp == 0 ? expf",
         "a.sink_logits && t % kWarp < 0 ? expf",
         ATTENTION,
     ),
     Mutant(
         "the last split is not combined",
-        SPLIT,
+        DECODE,
         "sum[j] = split + i < splits ? sum[j] +",
         "sum[j] = split + i < splits - 1 ? sum[j] +",
         ATTENTION,

@@ -35,7 +35,7 @@ def read_report(log: str) -> Report:
         entry = ENTRY.search(section)
         if entry is None:
             raise Missing(f"nvcc's report has an unknown form: {section[:200]}")
-        program = re.search(r"run_program<(.*)>\(", entry[1])
+        program = re.search(r"run_kernel<(.*)>\(", entry[1])
         name = (program[1] if program else entry[1]).replace("kv::cuda::", "").replace("(int)", "").strip()
         report[name] = {
             key: int(match[1]) if (match := number.search(section)) else 0 for key, number in NUMBERS.items()

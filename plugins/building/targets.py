@@ -8,7 +8,7 @@ from typing import NamedTuple
 CAPABILITIES = ("80", "86", "87", "89", "90", "100", "110", "120")  # compute capabilities of the kernels by default
 KERNELS = (
     "cuda/attention/vote_attention.cu",
-    "cuda/attention/vote_attention_small.cu",
+    "cuda/attention/vote_attention_quantized.cu",
     "cuda/merge/merge_cache.cu",
     "cuda/linear/linear.cu",
     "cuda/experts/experts.cu",

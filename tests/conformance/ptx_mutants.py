@@ -120,7 +120,7 @@ def experts(caller: PtxCaller, tokens: int) -> Arrays:
 CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "Decode<float, 4>": lambda caller: attend(caller, 3, dtype="float32"),
     "DecodeMma<Half, 128>": lambda caller: attend(caller, 5),
-    "DecodeSmall<8, 4, 128>": lambda caller: attend(caller, 2, "k8v4"),
+    "DecodeQuantized<8, 4, 128>": lambda caller: attend(caller, 2, "k8v4"),
     "PrefillMma<Half, 64>": lambda caller: attend(caller, 2, tokens=70),
     "Prefill<float, 1>": lambda caller: attend(caller, 1, tokens=40, dtype="float32"),
     "NearestMma<Half, true, 2>": lambda caller: merge(caller, "ballot"),

@@ -207,7 +207,7 @@ PROMPTS = {
     "float32": ["Append", "Prefill", "PrefillScores"],
     "float16": ["Append", "PrefillMma", "PrefillMmaScores"],
     "bfloat16": ["Append", "PrefillMma", "PrefillMmaScores"],
-    **{bits: ["AppendSmall", "Prefill", "PrefillScores"] for bits in BITS},
+    **{bits: ["AppendQuantized", "Prefill", "PrefillScores"] for bits in BITS},
 }
 
 
@@ -219,14 +219,14 @@ def test_prompts_and_quantized_caches_are_one_sequence_of_launches_for_each_tabl
     """The blocks are those of a call for each head, but for the splits of a decode step."""
     capacities = [64 + 40 * (h * 7 % heads) for h in range(heads)]
     attributes = VoteAttentionAttributes(0.3, 1.0, BOTH)
-    step = ["AppendSmall", "DecodeSmall", "DecodeSums"]
+    step = ["AppendQuantized", "DecodeQuantized", "DecodeSums"]
     for tokens, programs in ((17, PROMPTS[cache_type]), (1, step if cache_type in BITS else [])):
         if not programs:
             continue
         calls = [call_of(x, attributes, cache_type, 2, 4, 64, tokens) for x in (capacities, *([x] for x in capacities))]
         together, *apart = [launches_of(caller.library, call) for call in calls]
         assert [name for name, _ in together] == programs * -(-heads // TABLE)
-        for program in programs if tokens > 1 else ["AppendSmall", "DecodeSums"]:
+        for program in programs if tokens > 1 else ["AppendQuantized", "DecodeSums"]:
             blocks = sum(n for name, n in together if name == program)
             assert blocks == sum(n for launches in apart for name, n in launches if name == program), program
 
@@ -255,7 +255,7 @@ def test_splits_fill_the_device_and_are_no_more_than_those_of_equal_heads(
 
 def test_the_workspace_is_enough_for_any_device_and_its_counters_come_back_to_zero(caller: Caller) -> None:
     heads, fresh = heads_of(MANY, 2), Caller(caller.library, HostMemory())
-    fresh.ragged_vote_attention(heads, VoteAttentionAttributes(0.3, 1.0, BOTH))
+    fresh.vote_attention_of(heads, VoteAttentionAttributes(0.3, 1.0, BOTH))
     assert not fresh.workspace[:COUNTER_BYTES].any()
 
 

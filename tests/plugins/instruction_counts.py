@@ -42,8 +42,8 @@ DECODE = (
     *(("float16", group, "DecodeMma<kv::cuda::Half, 128>") for group in (1, 4, 8, 16)),
     ("float32", 4, "Decode<float, 4>"),
     ("float32", 8, "Decode<float, 8>"),
-    *(("int8", group, "DecodeSmall<8, 8, 128>") for group in (1, 4, 8)),
-    *(("int4", group, "DecodeSmall<4, 4, 128>") for group in (4, 8)),
+    *(("int8", group, "DecodeQuantized<8, 8, 128>") for group in (1, 4, 8)),
+    *(("int4", group, "DecodeQuantized<4, 4, 128>") for group in (4, 8)),
 )
 LOG_EMA = (Statistic("log_ema", 0.9),)
 COLUMNS, INPUTS = 384, (512, 1024)
@@ -54,15 +54,15 @@ BUDGET = sum(BUDGETS) // len(BUDGETS)
 PROMPT_BUDGETS = (128, 128, 128, 128, 256, 256, 384, 640)
 EQUAL = (BUDGET,) * len(BUDGETS)
 # The type of a cache, the tokens of a call, and its programs.
-QUANTIZED = ("Prefill<kv::cuda::Small, 1>", "PrefillScores<kv::cuda::Small>")
+QUANTIZED = ("Prefill<kv::cuda::Quantized, 1>", "PrefillScores<kv::cuda::Quantized>")
 CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("float16", 1, ("DecodeMma<kv::cuda::Half, 128>",)),
     ("float32", 1, ("Decode<float, 1>",)),
-    ("int8", 1, ("AppendSmall", "DecodeSmall<8, 8, 128>")),
-    ("int4", 1, ("AppendSmall", "DecodeSmall<4, 4, 128>")),
+    ("int8", 1, ("AppendQuantized", "DecodeQuantized<8, 8, 128>")),
+    ("int4", 1, ("AppendQuantized", "DecodeQuantized<4, 4, 128>")),
     ("float16", 48, tuple(f"{x}<kv::cuda::Half, 64>" for x in ("PrefillMma", "PrefillMmaScores"))),
     ("float32", 16, ("Append<float>", "Prefill<float, 1>", "PrefillScores<float>")),
-    ("int8", 16, ("AppendSmall", *QUANTIZED)),
+    ("int8", 16, ("AppendQuantized", *QUANTIZED)),
 )
 LATEST = max(*BUDGETS, *PROMPT_BUDGETS)
 EVICTED = 32

@@ -33,12 +33,12 @@ RECORDED = json.loads(resources.RECORD.read_text())
 # nvcc's own PTX for 8.6 gives this kernel 92 registers, and that for 9.0 gives it more.
 ASSEMBLED = {"PrefillScores<float>": [102, 0, 0, 0]}
 LOG = """
-ptxas info    : Compiling entry function '_ZN2kv4cuda11run_programINS0_6DecodeINS0_4HalfELi8EEEEEvNT_4ArgsE' for 'sm_90'
-ptxas info    : Function properties for _ZN2kv4cuda11run_programINS0_6DecodeINS0_4HalfELi8EEEEEvNT_4ArgsE
+ptxas info    : Compiling entry function '_ZN2kv4cuda10run_kernelINS0_6DecodeINS0_4HalfELi8EEEEEvNT_4ArgsE' for 'sm_90'
+ptxas info    : Function properties for _ZN2kv4cuda10run_kernelINS0_6DecodeINS0_4HalfELi8EEEEEvNT_4ArgsE
     24 bytes stack frame, 36 bytes spill stores, 72 bytes spill loads
 ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size, 16 bytes smem
-ptxas info    : Compiling entry function '_ZN2kv4cuda11run_programINS0_5PlaceEEEvNT_4ArgsE' for 'sm_90'
-ptxas info    : Function properties for _ZN2kv4cuda11run_programINS0_5PlaceEEEvNT_4ArgsE
+ptxas info    : Compiling entry function '_ZN2kv4cuda10run_kernelINS0_5PlaceEEEvNT_4ArgsE' for 'sm_90'
+ptxas info    : Function properties for _ZN2kv4cuda10run_kernelINS0_5PlaceEEEvNT_4ArgsE
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 72 registers, used 1 barriers
 """

@@ -59,7 +59,7 @@ ExecutionContextAllocationStrategy = IntEnum(
 def without_plugins(model: bytes) -> bytes:
     """Return an ONNX model whose plugin nodes have the inputs of ONNX nodes again.
 
-    Packed weights are of ONNX types instead of bytes, and the sink logits of a ragged node are in their place.
+    Packed weights are of ONNX types instead of bytes.
     """
     import onnx
     from onnx.helper import get_attribute_value
@@ -68,10 +68,6 @@ def without_plugins(model: bytes) -> bytes:
     tensors = {tensor.name: tensor for tensor in parsed.graph.initializer}
     for node in parsed.graph.node:
         values = {a.name: get_attribute_value(a) for a in node.attribute}
-        if node.op_type == "RaggedVoteAttention":
-            first, last = 5, 5 + 5 * values["caches"]
-            sinks = node.input[last] if len(node.input) > last else ""
-            node.input[:] = [*node.input[:first], sinks, *node.input[first:last]]
         if "bits" not in values:
             continue
         at = 1 + values["norm"] if node.op_type == "Linear" else 3

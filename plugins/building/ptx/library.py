@@ -37,7 +37,7 @@ SAMPLE = re.compile(
     r"|PrefillMma(Scores)?<Half, 64>|LinearCores<float, 8>"
     r"|LinearMma<(Half, 4|BFloat, 8), 1>|LinearMma<Half, 4, 4>|LinearRows<(Half|float)>"
     r"|Recurrence<128>|Route|Combine|ExpertsProduct<Packed<4, 32>, [18]>|ExpertsMma<Half, 4>"
-    r"|AppendSmall|DecodeSmall<\d, \d, 128>|Prefill<Small, 1>|PrefillScores<Small>"
+    r"|AppendQuantized|DecodeQuantized<\d, \d, 128>|Prefill<Quantized, 1>|PrefillScores<Quantized>"
 )
 
 
@@ -209,9 +209,9 @@ def _programs(ptx: Path) -> dict[str, tuple[read.Module, read.Kernel]]:
     names = subprocess.run([tool("c++filt")], input=mangled, capture_output=True, text=True, check=True).stdout
     programs = {}
     for kernel, name in zip(module.kernels, names.splitlines(), strict=True):
-        program = re.search(r"run_program<(.*)>\(", name)
+        program = re.search(r"run_kernel<(.*)>\(", name)
         if program is None:
-            raise Missing(f"the name of a kernel is not run_program<...>: {name}")
+            raise Missing(f"the name of a kernel is not run_kernel<...>: {name}")
         programs[program[1].strip()] = module, kernel
     return programs
 

@@ -1,24 +1,20 @@
-// VoteAttention for one token per sequence over 16-bit caches, on tensor cores. The program is that of decode.h, one
-// block of 128 threads per KV head and split, except for the two products:
+// The products of a decode step (decode.h) over 16-bit caches, on tensor cores:
 //
-//   for each block of 32 slots of the split           as in decode.h
-//     logit[16, 32] = query[16, D] x key[32, D]^T     rows: the group's heads, padded with zeros; 8 slots per warp
-//     row_max, row_sum, weight = running softmax      row_sum adds exact weights; then they get the cache's type
-//     output[16, Dv] += weight[16, 32] x value[32, Dv]   every fourth tile of 8 columns per warp
-//     log_ema[slot] = average of exp(logit[.., slot])
-//   store the split's output, row_max, row_sum; the last block of a head combines the splits and appends the token
+//   logit[16, 32] = query[16, D] x key[32, D]^T        rows: the group's heads, padded with zeros; 8 slots per warp
+//   output[16, Dv] += weight[16, 32] x value[32, Dv]   every fourth tile of 8 columns per warp
+//
+// row_sum adds exact weights; then they get the cache's type.
 #pragma once
 
 #include "../core/mma.h"
-#include "decode_split.h"
+#include "decode.h"
 
 namespace kv {
 namespace cuda {
 
 // kSize: elements of a row in registers, at least the cache's.
 template <class T, int kSize>
-struct DecodeMma {
-  using Args = Attention;
+struct DecodeMma : DecodeStep<DecodeMma<T, kSize>, T> {
   static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
   static constexpr int kRows = 16, kWarpHeads = kRows / kWarps;  // query heads; those of a warp, in the softmax
   static constexpr int kSteps = kSize / 16, kTiles = kSize / 8 / kWarps;
@@ -26,13 +22,11 @@ struct DecodeMma {
   // Strides of rows in shared memory that avoid bank conflicts.
   static constexpr int kLogitStride = kBlock + 8, kWeightStride = kBlock + 8;
 
-  struct Registers {
+  struct Registers : DecodeRegisters<kWarpHeads> {
     uint32_t query[kSteps][4], key[4], weight[2][4], value[4];
-    float score[2][4], product[kTiles][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads],
-        row_sum[kWarpHeads];
-    Fetch fetch;
-    SplitShares shares;
+    float score[2][4], product[kTiles][4];
   };
+  static KV_DEVICE int rows(int group) { return group; }
 
   struct Shared {
     float *logit, *factor, *bias;  // [heads, slots], [heads], [slots]
@@ -48,7 +42,7 @@ struct DecodeMma {
   // Bytes that reuse the memory of the stages at the end.
   static KV_HD constexpr size_t closing(int splits, int group) { return combine_size(splits, group); }
 
-  static KV_DEVICE Shared divide(char* shared) {
+  static KV_DEVICE Shared divide(char* shared, int) {
     Shared s;
     s.logit = reinterpret_cast<float*>(shared);
     s.factor = s.logit + kRows * kLogitStride;
@@ -59,46 +53,12 @@ struct DecodeMma {
     return s;
   }
 
-  static KV_DEVICE void run(Block<DecodeMma>& block, const Args& args) {
-    const KvVoteAttention& a = args.call;
-    const Part part(args, block.index());
-    const Head<T> head(args, part);
-    const int group = args.group();
-    const auto stored = head.stored();
-    const Shared s = divide(block.shared);
-    // Queries arrive while the block finds the used slots.
-    block.each_alone([&](int t, Registers& r) { start(r, head, group, t); });
-    const int used = used_slots(block, head.votes(), head.capacity, s.ends), now = head.first(stored);
-    if (head.length(stored, used) == 0) return store_idle(block, args, head, part.split, used);
-    const auto use = [&](const Stage<T>& stage, int from, int count) {
-      multiply_keys(block, a, stage);
-      block.each([&](int t, Registers& r) {
-        store_logits(r, a, s, group, t);
-        store_bias(a, stage, s.bias, used, now, from, count, t);
-        if (count < kBlock) clear_values(a, stage, count, t);
-      });
-      softmax_slots<T>(
-          block, args, head, s.bias, group, from, count,
-          [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
-          [&](Registers&, int g, int slot, float weight, float factor) {
-            assign(s.weight[g * kWeightStride + slot], weight);
-            if (slot == 0) s.factor[g] = factor;
-          });
-      multiply_values(block, stage, s, group);
-      block.each([&](int t, Registers&) {
-        update_averages(args, head, stage, s.bias, used, from, count, t,
-                        [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
-      });
-    };
-    stream_slots(block, args, head, s.stages, used, share_of(part.split, part.splits, used + 1, kBlock), use);
-    store_partial(block, args, part);
-    if (block.is_last(args.counters + head.index, part.splits))
-      combine_splits(block, args, part, head, reinterpret_cast<float*>(s.stages), used, now);
-  }
-
   // Loads queries into registers, as the product's rows. Rows beyond the group's heads are undefined after the softmax:
   // rows are never added to one another, and these are not stored.
-  static KV_DEVICE void start(Registers& r, const Head<T>& head, int group, int t) {
+  static KV_DEVICE void load_queries(Block<DecodeMma>& block, const Head<T>& head, const Shared&, int group) {
+    block.each_alone([&](int t, Registers& r) { load_query(r, head, group, t); });
+  }
+  static KV_DEVICE void load_query(Registers& r, const Head<T>& head, int group, int t) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -113,24 +73,23 @@ struct DecodeMma {
     for (int i = 0; i < kTiles; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) r.product[i][j] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWarpHeads; ++i) r.row_max[i] = kLowest, r.row_sum[i] = 0.0f;
   }
 
   // Multiplies the keys with the queries of all heads; eight slots per warp.
-  static KV_DEVICE void multiply_keys(Block<DecodeMma>& block, const KvVoteAttention& a, const Stage<T>& stage) {
+  static KV_DEVICE void multiply_keys(Block<DecodeMma>& block, const KvVoteAttention& a, const Stage<T>& stage,
+                                      const Shared&, int) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r.score[0][i] = r.score[1][i] = 0.0f;
     });
     if (a.key_size == kSize)
-      multiply_keys<true>(block, a.key_size, stage);
+      multiply_key_steps<true>(block, a.key_size, stage);
     else
-      multiply_keys<false>(block, a.key_size, stage);
+      multiply_key_steps<false>(block, a.key_size, stage);
   }
   // kWhole: rows have kSize elements.
   template <bool kWhole>
-  static KV_DEVICE void multiply_keys(Block<DecodeMma>& block, int size, const Stage<T>& stage) {
+  static KV_DEVICE void multiply_key_steps(Block<DecodeMma>& block, int size, const Stage<T>& stage) {
 #pragma unroll
     for (int j = 0; j < kSteps / 2; ++j) {
       if (!kWhole && 32 * j >= size) continue;
@@ -155,7 +114,8 @@ struct DecodeMma {
 
   // Within a phase: stores the logits of a warp's slots, without bias. A lane's first two sums are in rows 0 to 7, its
   // last two in rows 8 to 15, which a group of up to eight heads does not use.
-  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Shared& s, int group, int t) {
+  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<T>& stage, const Shared& s,
+                                     int group, int count, int t) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half == 1 && group <= kRows / 2) continue;
@@ -164,6 +124,16 @@ struct DecodeMma {
       store_pair(s.logit + at.row * kLogitStride + t / kWarp * 8 + at.column, (x[0] + y[0]) * a.scale,
                  (x[1] + y[1]) * a.scale, a.softcap);
     }
+    if (count < kBlock) clear_values(a, stage, count, t);
+  }
+  static KV_DEVICE float logit(const Shared& s, int g, int slot) { return s.logit[g * kLogitStride + slot]; }
+  static KV_DEVICE float sum_logit(const KvVoteAttention&, const Shared& s, int g, int slot) {
+    return logit(s, g, slot);
+  }
+  static KV_DEVICE void store_weight(Registers&, const Stage<T>&, const Shared& s, int g, int slot, int, float weight,
+                                     float factor) {
+    assign(s.weight[g * kWeightStride + slot], weight);
+    if (slot == 0) s.factor[g] = factor;
   }
 
   // Within a phase: zeroes values beyond the last slot. Their weight is zero, and undefined memory could be NaN.
@@ -175,7 +145,8 @@ struct DecodeMma {
   }
 
   // Adds weight * value to the products; every fourth tile of eight columns per warp, 16 slots per product.
-  static KV_DEVICE void multiply_values(Block<DecodeMma>& block, const Stage<T>& stage, const Shared& s, int group) {
+  static KV_DEVICE void multiply_values(Block<DecodeMma>& block, const KvVoteAttention&, const Stage<T>& stage,
+                                        const Shared& s, int group, int) {
 #pragma unroll
     for (int step = 0; step < 2; ++step)
       load_a(
@@ -218,15 +189,9 @@ struct DecodeMma {
     }
   }
 
-  // Stores the split's partial output and softmax in the workspace.
-  static KV_DEVICE void store_partial(Block<DecodeMma>& block, const Attention& args, const Part& part) {
+  static KV_DEVICE void store_output(Block<DecodeMma>& block, const Attention& args, const Shared&, size_t split) {
     const int group = args.group(), size = args.call.value_size;
-    const size_t at = static_cast<size_t>(part.start) + part.split;
-#pragma unroll
-    for (int i = 0; i < kWarpHeads; ++i)
-      if (i * kWarps < group) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
     block.each([&](int t, Registers& r) {
-      store_partial_softmax<kWarpHeads>(args, at, t, r);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -234,7 +199,7 @@ struct DecodeMma {
           const Element of = element_of_sum(t % kWarp, j);
           const int column = (i * kWarps + t / kWarp) * 8 + of.column;
           if (of.row < group && column < size)
-            args.partial_output[(at * group + of.row) * size + column] = r.product[i][j];
+            args.partial_output[(split * group + of.row) * size + column] = r.product[i][j];
         }
     });
   }

@@ -5,8 +5,7 @@
 #include <cmath>
 
 #include "../core/launch.h"
-#include "decode_split.h"
-#include "decode_sums.h"
+#include "decode.h"
 #include "prefill.h"
 
 namespace kv {
@@ -29,9 +28,10 @@ inline bool keeps_any(const KvVoteAttention& a) {
 // Returns why no kernel computes the call; nullptr if one does.
 inline const char* check(const KvVoteAttention& a) {
   if (const char* problem = check_cache(a)) return problem;
-  if (is_small(a.cache_type) ? a.query_type < KV_FLOAT32 || a.query_type > KV_BFLOAT16 : a.query_type != a.cache_type)
-    return is_small(a.cache_type) ? "the type of the query is neither float32, float16 nor bfloat16"
-                                  : "the query is of another type than the cache";
+  if (is_quantized(a.cache_type) ? a.query_type < KV_FLOAT32 || a.query_type > KV_BFLOAT16
+                                 : a.query_type != a.cache_type)
+    return is_quantized(a.cache_type) ? "the type of the query is neither float32, float16 nor bfloat16"
+                                      : "the query is of another type than the cache";
   if (a.tokens < 0) return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
   if (a.query_heads / a.heads > kMaxGroup) return "a KV head has more than 16 query heads";
@@ -56,7 +56,7 @@ inline size_t plan(const KvVoteAttention& a, const Device& device, void* workspa
   args->counters = space.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
   args->used = space.take<int>(2 * heads);
   const bool sums = keeps(a, KV_STATISTIC_PROBABILITY);
-  if (is_small(a.cache_type)) args->rotated = space.take<float>(query_heads * a.tokens * a.key_size);
+  if (is_quantized(a.cache_type)) args->rotated = space.take<float>(query_heads * a.tokens * a.key_size);
   if (a.tokens == 1) {
     args->row_softmax = space.take<float>(2 * query_heads);
     if (sums) args->logits = space.take<float>(static_cast<size_t>(a.batch) * a.slots * group);
@@ -70,19 +70,19 @@ inline size_t plan(const KvVoteAttention& a, const Device& device, void* workspa
 
 // Sets the stages of a decode step, and the numbers with which it averages logits; returns its bytes of shared memory,
 // 0 if the device has too few. splits: the most splits of a head.
-template <class T, class Program>
+template <class T, class Kernel>
 size_t prepare(Attention& args, int splits, const Device& device) {
   const KvVoteAttention& a = args.call;
-  const size_t fixed = Program::fixed(a.key_size), closing = Program::closing(splits, a.query_heads / a.heads),
+  const size_t fixed = Kernel::fixed(a.key_size), closing = Kernel::closing(splits, a.query_heads / a.heads),
                stage = Stage<T>::size(a);
   const auto shared_of = [&](int stages) { return fixed + (stages * stage > closing ? stages * stage : closing); };
   args.stages = kMostStages;
   while (args.stages > 0 && shared_of(args.stages) + kOfIsLast > device.shared_limit) --args.stages;
   if (args.stages == 0) return 0;
   // Two stages, if a multiprocessor then holds one more block, which copies more and computes meanwhile.
-  if (args.stages > 2 && blocks_held<Program>(shared_of(2), device) > blocks_held<Program>(shared_of(3), device))
+  if (args.stages > 2 && blocks_held<Kernel>(shared_of(2), device) > blocks_held<Kernel>(shared_of(3), device))
     args.stages = 2;
-  static_assert(Program::kBlocksPerMultiprocessor <= kMostPlaces, "the workspace holds as many splits");
+  static_assert(Kernel::kBlocksPerMultiprocessor <= kMostPlaces, "the workspace holds as many splits");
   for (int k = 0; k < a.statistics; ++k) {
     if (a.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
     args.log_share[k] = std::log1p(-a.statistic[k].decay) - std::log(static_cast<float>(a.query_heads / a.heads));
@@ -93,8 +93,8 @@ size_t prepare(Attention& args, int splits, const Device& device) {
 
 // ---- launches over the entries of a table ----
 
-// Launches a program. blocks_of(heads): the blocks of each head of an entry.
-template <class Program, class F>
+// Launches a kernel. blocks_of(heads): the blocks of each head of an entry.
+template <class Kernel, class F>
 const char* launch_table(Attention& args, int entries, F blocks_of, size_t shared, const Device& device,
                          Stream stream) {
   const auto blocks = [&](int i) {
@@ -106,7 +106,7 @@ const char* launch_table(Attention& args, int entries, F blocks_of, size_t share
     all += blocks(i);
   }
   if (all < kLaunchable) set_starts(args.start, entries, [&](int i) { return static_cast<int>(blocks(i)); });
-  return launch<Program>(args, all, shared, device, stream);
+  return launch<Kernel>(args, all, shared, device, stream);
 }
 
 // Moves the heads whose splits are largest to the front, since blocks begin in their order. A split has at most `each`
@@ -139,9 +139,9 @@ const char* each_table(const Attention& args, Use use) {
 
 // Runs a decode step: divides the heads into splits with the least estimated time, and launches. Splits do not depend
 // on the device's shared memory, so no bit of a result does.
-template <class T, class Program>
+template <class T, class Kernel>
 const char* decode(Attention& args, int entries, const Device& device, Stream stream) {
-  const size_t places = size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors;
+  const size_t places = size_t{Kernel::kBlocksPerMultiprocessor} * device.multiprocessors;
   int units[kTable], most = 1;
   for (int i = 0; i < entries; ++i) units[i] = units_of(args.heads[i].capacity, kBlock);
   const int each = largest_share(units, entries, static_cast<size_t>(args.call.batch) * args.heads[0].count, places);
@@ -150,9 +150,9 @@ const char* decode(Attention& args, int entries, const Device& device, Stream st
   };
   for (int i = 0; i < entries; ++i) most = max_of(most, splits_of(args.heads[i]));
   sort_heads(args, entries, kBlock, each);
-  const size_t shared = prepare<T, Program>(args, most, device);
+  const size_t shared = prepare<T, Kernel>(args, most, device);
   if (!shared) return kTooMuchShared;
-  if (const char* problem = launch_table<Program>(args, entries, splits_of, shared, device, stream)) return problem;
+  if (const char* problem = launch_table<Kernel>(args, entries, splits_of, shared, device, stream)) return problem;
   if (!keeps(args.call, KV_STATISTIC_PROBABILITY)) return nullptr;
   const auto blocks_of = [](const Attention::Heads& heads) { return units_of(heads.capacity, DecodeSums::kThreads); };
   return launch_table<DecodeSums>(args, entries, blocks_of, 0, device, stream);
@@ -179,8 +179,8 @@ const char* prefill_in_float(Attention& args, int entries, const Device& device,
                                      : prefill_in_float<T, 2>(args, entries, device, stream);
 }
 
-// Runs the launches over a quantized cache (vote_attention_small.cu).
-const char* run_small(Attention& args, int entries, const Device& device, Stream stream);
+// Runs the launches over a quantized cache (vote_attention_quantized.cu).
+const char* run_quantized(Attention& args, int entries, const Device& device, Stream stream);
 
 }  // namespace cuda
 }  // namespace kv

@@ -14,11 +14,11 @@
 //     write the slot's statistics
 //
 // This file has Append, and the other two for float32 caches and for quantized caches, whose rows are read as float32
-// and whose first launch is AppendSmall (small.h). 16-bit caches run on tensor cores (prefill_mma.h,
+// and whose first launch is AppendQuantized (quantized.h). 16-bit caches run on tensor cores (prefill_mma.h,
 // prefill_mma_scores.h).
 #pragma once
 
-#include "small.h"
+#include "quantized.h"
 
 namespace kv {
 namespace cuda {
@@ -181,7 +181,7 @@ struct Prefill {
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
-    if constexpr (kSmall<T>)
+    if constexpr (kQuantized<T>)
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
         rotate_rows<4 * kChunks>(block, a.value_size,

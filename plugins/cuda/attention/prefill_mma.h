@@ -50,24 +50,24 @@ struct Tokens {
 };
 
 // Rows of up to kSize elements in shared memory, padded with zeros to kSize elements and after the last row.
-template <class Program>
+template <class Kernel>
 struct Rows {
-  static constexpr int kVectors = Program::kSize / 8, kStride = (kVectors | 1) * 16;  // as shared_stride
+  static constexpr int kVectors = Kernel::kSize / 8, kStride = (kVectors | 1) * 16;  // as shared_stride
   char* base;
 
   // Within a phase: zeroes the columns that no copy writes.
   KV_DEVICE void clear_columns(int rows, int size, int t) const {
     const int rest = kVectors - size / 8;
-    for (int i = t; i < rows * rest; i += Program::kThreads)
+    for (int i = t; i < rows * rest; i += Kernel::kThreads)
       store_vector(base + i / rest * kStride + (size / 8 + i % rest) * 16, Vector{});
   }
   // Within a phase: copies rows [0, count) of `size` elements from the addresses from(row), and zeroes those up to
   // kRows. The loop is not unrolled: addresses computed ahead would take registers from the products.
   template <int kRows, class From>
-  KV_DEVICE void copy(Block<Program>& block, int count, int size, int t, From from) const {
+  KV_DEVICE void copy(Block<Kernel>& block, int count, int size, int t, From from) const {
     constexpr int kAcross = kVectors >= 32 ? 32 : kVectors >= 16 ? 16 : 8;  // threads of a row
 #pragma unroll 1
-    for (int row = t / kAcross; row < kRows; row += Program::kThreads / kAcross) {
+    for (int row = t / kAcross; row < kRows; row += Kernel::kThreads / kAcross) {
       const auto* source = from(row < count ? row : 0);
 #pragma unroll
       for (int i = 0; i < kVectors; i += kAcross) {

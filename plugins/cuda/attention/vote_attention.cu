@@ -4,8 +4,8 @@
 //   copy past to present, unless they share buffers     the launches update present in place
 //   one token:      Decode or DecodeMma; DecodeSums if a statistic is a sum of probabilities
 //   several tokens: Append, then Prefill and PrefillScores, or PrefillMma and PrefillMmaScores
-//   a quantized cache:  vote_attention_small.cu
-#include "decode.h"
+//   a quantized cache:  vote_attention_quantized.cu
+#include "decode_float.h"
 #include "decode_mma.h"
 #include "plan.h"
 #include "prefill_mma_scores.h"
@@ -72,7 +72,7 @@ const char* run_of(Attention& args, int entries, const Device& device, Stream st
 const char* run(const Attention& args, const Device& device, Stream stream) {
   return each_table(args, [&](Attention& table, int entries) {
     const int type = table.call.cache_type;
-    if (is_small(type)) return run_small(table, entries, device, stream);
+    if (is_quantized(type)) return run_quantized(table, entries, device, stream);
     if (type == KV_FLOAT32) return run_of<float>(table, entries, device, stream);
     return type == KV_FLOAT16 ? run_of<Half>(table, entries, device, stream)
                               : run_of<BFloat>(table, entries, device, stream);

@@ -1,4 +1,4 @@
-// How a kernel is written here: as a program of one block, in phases. A phase is a function of the thread's number and
+// How a kernel is written here: in phases, from the view of one block. A phase is a function of the thread's number and
 // registers. A barrier ends it: the next phase sees all writes of its threads. Code between phases is the same
 // for all threads. So one source runs on the device, where each thread executes the phase, and on the host, where a
 // loop over the threads does. The host tests indexing, masks, edges and orders without a GPU.
@@ -34,10 +34,10 @@ constexpr size_t kLaunchable = size_t(1) << 31;
 
 #ifdef __CUDACC__
 
-template <class Program>
+template <class Kernel>
 class Block {
  public:
-  using Registers = typename Program::Registers;
+  using Registers = typename Kernel::Registers;
   char* shared;
 
   __device__ explicit Block(char* shared) : shared(shared) {}
@@ -162,13 +162,13 @@ inline Host& host() {
   return instance;
 }
 
-template <class Program>
+template <class Kernel>
 class Block {
  public:
-  using Registers = typename Program::Registers;
+  using Registers = typename Kernel::Registers;
   char* shared;
 
-  Block(char* shared, int index) : shared(shared), index_(index), registers_(Program::kThreads) {
+  Block(char* shared, int index) : shared(shared), index_(index), registers_(Kernel::kThreads) {
     memset(static_cast<void*>(registers_.data()), 0xff, registers_.size() * sizeof(Registers));
   }
   int index() const { return index_; }
@@ -181,8 +181,8 @@ class Block {
   }
   template <class F>
   void each_alone(F phase) {
-    for (int i = 0; i < Program::kThreads; ++i) {
-      const int thread = host().place(i, Program::kThreads);
+    for (int i = 0; i < Kernel::kThreads; ++i) {
+      const int thread = host().place(i, Kernel::kThreads);
       phase(thread, registers_[thread]);
     }
   }
@@ -196,7 +196,7 @@ class Block {
   }
   template <class F, class Op>
   void warp_pairs(int apart, F of, Op op) {
-    for (int warp = 0; warp < Program::kThreads; warp += kWarp) {
+    for (int warp = 0; warp < Kernel::kThreads; warp += kWarp) {
       float old[kWarp];
       for (int lane = 0; lane < kWarp; ++lane) old[lane] = of(registers_[warp + lane]);
       for (int lane = 0; lane < kWarp; ++lane)
@@ -238,7 +238,7 @@ class Block {
   };
   template <int kLanes, class F, class Op>
   void butterfly(F of, Op op) {
-    for (int warp = 0; warp < Program::kThreads; warp += kWarp)
+    for (int warp = 0; warp < Kernel::kThreads; warp += kWarp)
       for (int step = kLanes / 2; step > 0; step /= 2) {
         float old[kWarp];
         for (int lane = 0; lane < kWarp; ++lane) old[lane] = of(registers_[warp + lane]);
@@ -254,26 +254,26 @@ class Block {
 
 #endif
 
-// ---- a block's program ----
+// ---- a block ----
 
-template <class Program, class = void>
+template <class Kernel, class = void>
 struct HasBefore : std::false_type {};
-template <class Program>
-struct HasBefore<Program, std::void_t<decltype(&Program::before)>> : std::true_type {};
+template <class Kernel>
+struct HasBefore<Kernel, std::void_t<decltype(&Kernel::before)>> : std::true_type {};
 
-// Runs a program as one block. The block allows the next launch to begin at once: that launch begins only after all
-// blocks of this one have started, so no block loses its place to it. A program's `before` (optional) reads memory that
+// Runs a kernel as one block. The block allows the next launch to begin at once: that launch begins only after all
+// blocks of this one have started, so no block loses its place to it. A kernel's `before` (optional) reads memory that
 // no launch writes; `run` begins after the end of all earlier launches. Every thread waits for these, so a launch ends
 // after the earlier ones, and a launch that waits for it has waited for them too.
-template <class Program>
-KV_DEVICE void run_block(Block<Program>& block, const typename Program::Args& args) {
+template <class Kernel>
+KV_DEVICE void run_block(Block<Kernel>& block, const typename Kernel::Args& args) {
   block.let_next_begin();
-  if constexpr (HasBefore<Program>::value) Program::before(block, args);
+  if constexpr (HasBefore<Kernel>::value) Kernel::before(block, args);
   block.wait_for_earlier();
-  Program::run(block, args);
+  Kernel::run(block, args);
 }
 
-// ---- shared by the programs ----
+// ---- shared by the kernels ----
 
 // Returns x. The compiler computes x here and keeps it, instead of computing it again in every round of a loop.
 KV_DEVICE int once(int x) {
@@ -331,12 +331,12 @@ KV_DEVICE Range share_of(int share, int shares, int items, int unit) {
 // Returns how many slots are used. Used slots are a prefix, so two rounds of reads by all threads find its end. Votes
 // that are no prefix have several ends; each round takes the first one, so all blocks get the same answer. ends: two
 // ints of shared memory.
-template <class Program>
-KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity, int* ends) {
-  const int stride = (capacity + Program::kThreads - 1) / Program::kThreads;
+template <class Kernel>
+KV_DEVICE int used_slots(Block<Kernel>& block, const float* votes, int capacity, int* ends) {
+  const int stride = (capacity + Kernel::kThreads - 1) / Kernel::kThreads;
   const float first = votes[0];
   // Both votes arrive in one round trip, since no branch is between them. With a branch around `lower` the compiler
-  // would keep so many numbers in registers that DecodeSmall spills.
+  // would keep so many numbers in registers that DecodeQuantized spills.
   const auto ends_at = [&](int i, int next) {
     const float here = votes[min_of(i, capacity - 1)], after = votes[min_of(next, capacity - 1)];
     return (i < capacity) & (here > 0.0f) & ((next >= capacity) | !(after > 0.0f));
@@ -350,7 +350,7 @@ KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity
   });
   const int start = first > 0.0f ? ends[0] : capacity;
   block.each([&](int t, auto&) {
-    for (int i = start + t; i < min_of(start + stride, capacity); i += Program::kThreads)
+    for (int i = start + t; i < min_of(start + stride, capacity); i += Kernel::kThreads)
       block.lower(&ends[1], ends_at(i, i + 1) ? i : capacity);
   });
   const int used = start < capacity ? ends[1] + 1 : 0;
@@ -360,25 +360,25 @@ KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity
 
 // Computes the exclusive prefix sums of `number` over the threads, in the register `scanned`; returns the sum of all.
 // sums: an int of shared memory per thread.
-template <class Program, class F>
-KV_DEVICE int scan(Block<Program>& block, int* sums, F number) {
+template <class Kernel, class F>
+KV_DEVICE int scan(Block<Kernel>& block, int* sums, F number) {
   block.each([&](int t, auto& r) { sums[t] = number(t, r); });
-  for (int step = 1; step < Program::kThreads; step *= 2) {
+  for (int step = 1; step < Kernel::kThreads; step *= 2) {
     block.each([&](int t, auto& r) { r.scanned = t >= step ? sums[t - step] : 0; });
     block.each([&](int t, auto& r) { sums[t] += r.scanned; });
   }
   block.each([&](int t, auto& r) { r.scanned = t > 0 ? sums[t - 1] : 0; });
-  const int all = sums[Program::kThreads - 1];
+  const int all = sums[Kernel::kThreads - 1];
   block.each([&](int, auto&) {});  // all threads have read `sums`, which may be written again
   return all;
 }
 
 // Returns the reduction of `number` by op over the threads, always in the same order. values: an element of shared
 // memory per thread.
-template <class Program, class T, class F, class Op>
-KV_DEVICE T reduce(Block<Program>& block, T* values, F number, Op op) {
+template <class Kernel, class T, class F, class Op>
+KV_DEVICE T reduce(Block<Kernel>& block, T* values, F number, Op op) {
   block.each([&](int t, auto& r) { values[t] = number(t, r); });
-  for (int half = Program::kThreads / 2; half > 0; half /= 2)
+  for (int half = Kernel::kThreads / 2; half > 0; half /= 2)
     block.each([&](int t, auto&) {
       if (t < half) values[t] = op(values[t], values[t + half]);
     });
@@ -387,8 +387,8 @@ KV_DEVICE T reduce(Block<Program>& block, T* values, F number, Op op) {
   return result;
 }
 
-template <class Program, class T, class F>
-KV_DEVICE T sum_of(Block<Program>& block, T* values, F number) {
+template <class Kernel, class T, class F>
+KV_DEVICE T sum_of(Block<Kernel>& block, T* values, F number) {
   return reduce(block, values, number, [](T a, T b) { return a + b; });
 }
 

@@ -1,9 +1,9 @@
-// Runs a program over a grid: on the device as a kernel, on the host block after block.
+// Runs a kernel over a grid: on the device as a kernel, on the host block after block.
 #pragma once
 
 #include <algorithm>
 
-#include "small.h"
+#include "quantized.h"
 #ifdef __CUDACC__
 #include <cstdlib>
 #else
@@ -77,30 +77,30 @@ inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
 // that computes it.
 inline Device largest_device() { return {0, 512, 0, false}; }
 
-template <class Program>
-__global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerMultiprocessor)
-    run_program(const __grid_constant__ typename Program::Args args) {
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerMultiprocessor)
+    run_kernel(const __grid_constant__ typename Kernel::Args args) {
   extern __shared__ __align__(16) char shared[];
-  Block<Program> block(shared);
+  Block<Kernel> block(shared);
   run_block(block, args);
 }
 
 // Allows a kernel as much shared memory as the device has for a block, if it needs more than the default. The limit is
 // an attribute of the kernel. It is equal for every call, since a call in another thread may set it between this line
 // and the launch.
-template <class Program>
+template <class Kernel>
 const char* allow(size_t shared, const Device& device) {
   const int limit = static_cast<int>(device.shared_limit - kOfIsLast);
   if (shared <= 48000) return nullptr;
   const char* problem =
-      text_of(cudaFuncSetAttribute(run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
+      text_of(cudaFuncSetAttribute(run_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
   if (problem) cudaGetLastError();  // clears the error, which the next check would report again
   return problem;
 }
 
 // Returns how many blocks with this shared memory a multiprocessor of the device holds: at least 1, and at most as
-// many as the program has registers for. A thread keeps some answers, since CUDA takes microseconds for one.
-template <class Program>
+// many as the kernel has registers for. A thread keeps some answers, since CUDA takes microseconds for one.
+template <class Kernel>
 int blocks_held(size_t shared, const Device& device) {
   struct Answer {
     size_t shared;
@@ -110,34 +110,34 @@ int blocks_held(size_t shared, const Device& device) {
   Answer& last = answers[shared / 16 % 8];
   if (last.held == 0 || last.device != device.number || last.shared != shared) {
     int held = 0;
-    if (allow<Program>(shared, device) ||
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&held, run_program<Program>, Program::kThreads, shared))
-      cudaGetLastError(), held = Program::kBlocksPerMultiprocessor;  // the launch reports what is wrong
-    last = {shared, held < 1 ? 1 : min_of(held, Program::kBlocksPerMultiprocessor), device.number};
+    if (allow<Kernel>(shared, device) ||
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&held, run_kernel<Kernel>, Kernel::kThreads, shared))
+      cudaGetLastError(), held = Kernel::kBlocksPerMultiprocessor;  // the launch reports what is wrong
+    last = {shared, held < 1 ? 1 : min_of(held, Kernel::kBlocksPerMultiprocessor), device.number};
   }
   return last.held;
 }
 
-template <class Program>
-const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device,
+template <class Kernel>
+const char* launch(const typename Kernel::Args& args, size_t blocks, size_t shared, const Device& device,
                    Stream stream) {
   if (blocks == 0) return nullptr;
   if (blocks >= kLaunchable) return kTooManyBlocks;
   if (shared + kOfIsLast > device.shared_limit) return kTooMuchShared;
   if (!device.runs) return nullptr;
-  if (const char* problem = allow<Program>(shared, device)) return problem;
+  if (const char* problem = allow<Kernel>(shared, device)) return problem;
   const unsigned count = static_cast<unsigned>(blocks);
 #if CUDART_VERSION >= 12030
   if (device.early) {
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-    const cudaLaunchConfig_t config{dim3(count), dim3(Program::kThreads), shared, stream, &early, 1};
-    cudaLaunchKernelEx(&config, run_program<Program>, args);
+    const cudaLaunchConfig_t config{dim3(count), dim3(Kernel::kThreads), shared, stream, &early, 1};
+    cudaLaunchKernelEx(&config, run_kernel<Kernel>, args);
     return text_of(cudaGetLastError());
   }
 #endif
-  run_program<Program><<<count, Program::kThreads, shared, stream>>>(args);
+  run_kernel<Kernel><<<count, Kernel::kThreads, shared, stream>>>(args);
   return text_of(cudaGetLastError());
 }
 
@@ -167,28 +167,28 @@ inline Device largest_device() { return {0, host().multiprocessors, host().share
 
 // Returns how many blocks a multiprocessor holds that has 1,024 bytes more than a block may use, and keeps 1,024 for
 // each block, as GPUs do.
-template <class Program>
+template <class Kernel>
 int blocks_held(size_t shared, const Device& device) {
   const size_t held = (device.shared_limit + 1024) / (shared + kOfIsLast + 1024);
-  return held < 1 ? 1 : min_of(static_cast<int>(held), Program::kBlocksPerMultiprocessor);
+  return held < 1 ? 1 : min_of(static_cast<int>(held), Kernel::kBlocksPerMultiprocessor);
 }
 
-// For tests: one line for every launch that was only checked, with its program and number of blocks.
+// For tests: one line for every launch that was only checked, with its kernel and number of blocks.
 inline std::string& checked() {
   static thread_local std::string lines;
   return lines;
 }
 
-template <class Program>
-const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device, Stream) {
+template <class Kernel>
+const char* launch(const typename Kernel::Args& args, size_t blocks, size_t shared, const Device& device, Stream) {
   if (blocks >= kLaunchable) return kTooManyBlocks;
   if (shared + kOfIsLast > device.shared_limit) return kTooMuchShared;
   if (!device.runs) {
-    checked() += std::string(typeid(Program).name()) + " " + std::to_string(blocks) + "\n";
+    checked() += std::string(typeid(Kernel).name()) + " " + std::to_string(blocks) + "\n";
     return nullptr;
   }
 #ifdef KV_PTX
-  return ptx::launch(typeid(Program).name(), &args, sizeof args, blocks, Program::kThreads, shared, host().order,
+  return ptx::launch(typeid(Kernel).name(), &args, sizeof args, blocks, Kernel::kThreads, shared, host().order,
                      host().late_copies);
 #endif
   for (size_t i = 0; i < blocks; ++i) {
@@ -196,7 +196,7 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
     void* memory = nullptr;
     if (posix_memalign(&memory, 16, shared > 0 ? shared : 1) != 0) return "out of memory";
     memset(memory, 0xff, shared);
-    Block<Program> block(static_cast<char*>(memory), host().place(static_cast<int>(i), static_cast<int>(blocks)));
+    Block<Kernel> block(static_cast<char*>(memory), host().place(static_cast<int>(i), static_cast<int>(blocks)));
     run_block(block, args);
     free(memory);
   }
@@ -270,7 +270,7 @@ const char* copy_state(const Arguments& a, Stream stream) {
   if (const char* problem = copy_tensor(to.votes, from.votes, each, stream)) return problem;
   if (const char* problem = copy_tensor(to.score, from.score, each * a.statistics, stream)) return problem;
   if (const char* problem = copy_tensor(to.position, from.position, each, stream)) return problem;
-  if (!is_small(a.cache_type)) return nullptr;
+  if (!is_quantized(a.cache_type)) return nullptr;
   if (const char* problem = copy_tensor(a.present_scales.key, a.past_scales.key, each, stream)) return problem;
   return copy_tensor(a.present_scales.value, a.past_scales.value, each, stream);
 }
@@ -278,7 +278,7 @@ const char* copy_state(const Arguments& a, Stream stream) {
 constexpr const char* kNoScales = "a quantized cache has no scales";
 template <class Arguments>
 bool has_scales(const Arguments& a) {
-  return !is_small(a.cache_type) ||
+  return !is_quantized(a.cache_type) ||
          (a.past_scales.key && a.past_scales.value && a.present_scales.key && a.present_scales.value);
 }
 
@@ -297,7 +297,7 @@ bool has_equal_heads(const Arguments& a) {
 template <class Arguments>
 const char* check_cache(const Arguments& a) {
   const int type = a.cache_type, key_size = a.key_size, value_size = a.value_size;
-  if (type != KV_FLOAT32 && type != KV_FLOAT16 && type != KV_BFLOAT16 && !is_small(type))
+  if (type != KV_FLOAT32 && type != KV_FLOAT16 && type != KV_BFLOAT16 && !is_quantized(type))
     return "the type of the cache is none of float32, float16, bfloat16, int8, int4 and k8v4";
   if (a.batch < 0 || a.heads < 1 || a.slots < 1 || key_size < 1 || value_size < 1)
     return "a dimension is zero or negative";
@@ -310,9 +310,9 @@ const char* check_cache(const Arguments& a) {
   }
   if (slots != a.slots) return "the KV heads have more or fewer slots than the state";
   if (key_size > 256 || value_size > 256) return "a head size is above 256";
-  if (is_small(type) && (key_size % 4 || value_size % 4))
+  if (is_quantized(type) && (key_size % 4 || value_size % 4))
     return "a head size of a quantized cache is not a multiple of 4";
-  const int lanes = is_small(type) ? 4 : 128 / element_bits(type);
+  const int lanes = is_quantized(type) ? 4 : 128 / element_bits(type);
   if (key_size % lanes || value_size % lanes) return "a row of keys or values is not a whole number of 16-byte vectors";
   if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
   return nullptr;

@@ -46,8 +46,8 @@ KV_DEVICE uint32_t packed(float low, float high) {
 }
 
 // Multiplies of(registers), a Product. kFirst: the sum starts at zero, whatever its registers contained.
-template <class T, bool kFirst = false, class Program, class F>
-KV_DEVICE void multiply(Block<Program>& block, F of) {
+template <class T, bool kFirst = false, class Kernel, class F>
+KV_DEVICE void multiply(Block<Kernel>& block, F of) {
 #ifdef __CUDACC__
   const Product x = of(block.registers());
   float from[4];
@@ -68,7 +68,7 @@ KV_DEVICE void multiply(Block<Program>& block, F of) {
         : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(from[0]), "f"(from[1]),
           "f"(from[2]), "f"(from[3]));
 #else
-  for (int warp = 0; warp < Program::kThreads / kWarp; ++warp) {
+  for (int warp = 0; warp < Kernel::kThreads / kWarp; ++warp) {
     float a[16][16], b[16][8];
     for (int lane = 0; lane < kWarp; ++lane) {
       const Product x = of(block.lanes(warp)[lane]);
@@ -93,8 +93,8 @@ KV_DEVICE void multiply(Block<Program>& block, F of) {
 // ldmatrix.x4: loads four matrices of 8 rows of 8 elements from shared memory. Lane 8 i + r gives the address of row r
 // of matrix i (16 bytes, aligned). Then to(registers)[i] of every lane contains elements 2 (lane % 4) and the next one
 // of matrix i's row lane / 4, or of its column lane / 4 if kTransposed.
-template <bool kTransposed, class Program, class Row, class To>
-KV_DEVICE void load_matrices(Block<Program>& block, Row row, To to) {
+template <bool kTransposed, class Kernel, class Row, class To>
+KV_DEVICE void load_matrices(Block<Kernel>& block, Row row, To to) {
 #ifdef __CUDACC__
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row(static_cast<int>(threadIdx.x))));
   uint32_t* x = to(block.registers());
@@ -109,7 +109,7 @@ KV_DEVICE void load_matrices(Block<Program>& block, Row row, To to) {
                  : "r"(from)
                  : "memory");
 #else
-  for (int warp = 0; warp < Program::kThreads / kWarp; ++warp) {
+  for (int warp = 0; warp < Kernel::kThreads / kWarp; ++warp) {
     uint16_t element[4][8][8];
     for (int lane = 0; lane < kWarp; ++lane) {
       const void* from = row(warp * kWarp + lane);
@@ -134,21 +134,21 @@ KV_DEVICE void load_matrices(Block<Program>& block, Row row, To to) {
 //
 // Loads an operand a, row by row.
 KV_DEVICE int offset_of_a(int t, int stride) { return t % 16 * stride + t % kWarp / 16 * 16; }
-template <class Program, class Corner, class To>
-KV_DEVICE void load_a(Block<Program>& block, int stride, Corner corner, To to) {
+template <class Kernel, class Corner, class To>
+KV_DEVICE void load_a(Block<Kernel>& block, int stride, Corner corner, To to) {
   load_matrices<false>(block, [&](int t) { return corner(t) + offset_of_a(t, stride); }, to);
 }
 // Loads two operands b; a row of memory is a column of b (keys). The first 8 rows go to registers 0 and 1, the others
 // to registers 2 and 3.
 KV_DEVICE int offset_of_b(int t, int stride) { return (t % kWarp / 16 * 8 + t % 8) * stride + t / 8 % 2 * 16; }
-template <class Program, class Corner, class To>
-KV_DEVICE void load_b(Block<Program>& block, int stride, Corner corner, To to) {
+template <class Kernel, class Corner, class To>
+KV_DEVICE void load_b(Block<Kernel>& block, int stride, Corner corner, To to) {
   load_matrices<false>(block, [&](int t) { return corner(t) + offset_of_b(t, stride); }, to);
 }
 // Loads two operands b; a row of memory is a row of b (values). The first 8 columns go to registers 0 and 1, the others
 // to registers 2 and 3.
-template <class Program, class Corner, class To>
-KV_DEVICE void load_b_rows(Block<Program>& block, int stride, Corner corner, To to) {
+template <class Kernel, class Corner, class To>
+KV_DEVICE void load_b_rows(Block<Kernel>& block, int stride, Corner corner, To to) {
   load_matrices<true>(block, [&](int t) { return corner(t) + t % 16 * stride + t % kWarp / 16 * 16; }, to);
 }
 

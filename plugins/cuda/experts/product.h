@@ -2,7 +2,7 @@
 // numbers of its weight.
 #pragma once
 
-#include "../core/small.h"
+#include "../core/quantized.h"
 #include "experts.h"
 
 namespace kv {

@@ -28,7 +28,7 @@ constexpr int kNearestPlaces = 2;  // the most blocks of Nearest that a multipro
 
 const char* check(const KvMergeCache& a) {
   if (const char* problem = check_cache(a)) return problem;
-  if (is_small(a.cache_type)) return "there is no kernel that merges a quantized cache";
+  if (is_quantized(a.cache_type)) return "there is no kernel that merges a quantized cache";
   const auto least = [&](const int* list) { return *std::min_element(list, list + a.heads); };
   if (least(a.budget) < 1 || a.sinks < 0 || least(a.recent) < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
@@ -152,7 +152,7 @@ size_t lay_out(const Device& device, void* workspace, MergeWork* merge) {
     m.merged_position = space.take<int>(heads * m.most_evicted);
     m.latest = space.take<int>(heads * m.most_evicted);
     m.merged = space.take<char>(heads * m.most_evicted * (a.key_size + a.value_size) * element_bits(a.cache_type) / 8);
-    m.merged_small = space.take<float>(heads * m.most_evicted * (1 + a.statistics));
+    m.merged_numbers = space.take<float>(heads * m.most_evicted * (1 + a.statistics));
     if (p.weigh == KV_WEIGH_HESSIAN) m.attended = space.take<float>(heads * (a.value_size + 1));
   }
   return space.size();

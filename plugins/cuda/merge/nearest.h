@@ -45,8 +45,8 @@ KV_DEVICE int target_at(const MergeHead& head, bool of_rest, int n) { return of_
 
 // Calls search(head, SearchTile) for this block's share of its head's work. The head is found again for every tile, so
 // that a search, which takes nearly all registers, keeps none of its numbers.
-template <class Program, class F>
-KV_DEVICE void each_tile(Block<Program>& block, const NearestArgs& args, F search) {
+template <class Kernel, class F>
+KV_DEVICE void each_tile(Block<Kernel>& block, const NearestArgs& args, F search) {
   const MergeWork& work = args.work;
   for (int turn = 0;; ++turn) {
     const int at = once(block.index()), entry = entry_of(args.start, at), blocks = work.entry[entry].blocks,
@@ -62,9 +62,9 @@ KV_DEVICE void each_tile(Block<Program>& block, const NearestArgs& args, F searc
     if (args.search == kOfRest) slots = 0, rest = x.rest;
     const int i = first % blocks + turn * blocks, split = i % splits;
     if (i >= tiles_of(rows, work.tile) * splits) return;
-    const Range share = share_of(split, splits, slots, Program::kSlots);
+    const Range share = share_of(split, splits, slots, Kernel::kSlots);
     // For the pool in the reverse order: splits with one block of slots less take one block of the rest more.
-    const Range more = share_of(of_pool ? splits - 1 - split : split, splits, rest, Program::kSlots);
+    const Range more = share_of(of_pool ? splits - 1 - split : split, splits, rest, Kernel::kSlots);
     search(
         head,
         SearchTile{

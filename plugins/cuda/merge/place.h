@@ -54,7 +54,7 @@ struct Order {
     block.each([&](int t, auto&) {
       if (t == 0) head.info().kept = kept, head.info().changed = changed;
     });
-    write_small(block, head, x, kept, changed);
+    write_numbers(block, head, x, kept, changed);
     if (work.steps && x.evicted > 0) list_places(block, head, x, kept, sums, entry);
   }
 
@@ -121,8 +121,8 @@ struct Order {
   }
 
   // Writes positions, votes and statistics of the rows that change, and zeros behind the kept rows.
-  static KV_DEVICE void write_small(Block<Order>& block, const MergeHead& head, const HeadInfo& x, int kept,
-                                    int changed) {
+  static KV_DEVICE void write_numbers(Block<Order>& block, const MergeHead& head, const HeadInfo& x, int kept,
+                                      int changed) {
     const MergeWork& work = head.work;
     const KvMergeCache& a = head.a;
     const int *rows = head.of(work.changed), *source = head.of(work.source), stride = 1 + a.statistics;
@@ -134,7 +134,7 @@ struct Order {
         const int row = rows[i], from = source[i];
         position[row] = from >= 0 ? position[from] : work.merged_position[first_set + ~from];
         for (int k = -1; k < a.statistics; ++k)
-          column(k)[row] = from >= 0 ? column(k)[from] : work.merged_small[(first_set + ~from) * stride + 1 + k];
+          column(k)[row] = from >= 0 ? column(k)[from] : work.merged_numbers[(first_set + ~from) * stride + 1 + k];
       }
     });
     const int end = work.in_place ? x.in_all : head.own.capacity;

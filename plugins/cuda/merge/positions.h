@@ -24,10 +24,10 @@ struct PositionBits {
 //     place[slot] = bits before its own
 //   if slots share a position, which no cache has, there are fewer bits than slots: compare every slot with all others;
 //     in a tie the lower slot comes first
-template <class Program>
-KV_DEVICE void write_order(Block<Program>& block, const PositionBits& s, const int32_t* position, int count, int passed,
+template <class Kernel>
+KV_DEVICE void write_order(Block<Kernel>& block, const PositionBits& s, const int32_t* position, int count, int passed,
                            int lowest, int highest, int* order) {
-  constexpr int kThreads = Program::kThreads, kWords = PositionBits::kWords, kEach = kWords / kThreads;
+  constexpr int kThreads = Kernel::kThreads, kWords = PositionBits::kWords, kEach = kWords / kThreads;
   constexpr uint32_t kWindow = 32 * kWords, kNowhere = ~0u;
   const auto from_lowest = [&](int i) { return static_cast<uint32_t>(position[i]) - static_cast<uint32_t>(lowest); };
   const auto each_in_window = [&](uint32_t from, auto use) {

@@ -51,9 +51,9 @@ KV_DEVICE uint32_t ordered(float x) {
 
 // Marks as kChosen the `count` slots of lowest keep score among those of [from, to) that are marked `among`, of which
 // there are at least as many. Ties go to the lowest slots.
-template <class Program>
-KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from, int to, int among, int count) {
-  constexpr int kThreads = Program::kThreads;
+template <class Kernel>
+KV_DEVICE void choose_lowest(Block<Kernel>& block, const Selection& s, int from, int to, int among, int count) {
+  constexpr int kThreads = Kernel::kThreads;
   if (count <= 0) return;
   uint32_t prefix = 0, mask = 0;
   int left = count;  // to choose among the slots that share the prefix
@@ -92,9 +92,9 @@ KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from
 }
 
 // Lists the slots of [0, used) that are marked kChosen, in their order; returns their number.
-template <class Program>
-KV_DEVICE int list_chosen(Block<Program>& block, const Selection& s, int used, int* list) {
-  const int each = (used + Program::kThreads - 1) / Program::kThreads;
+template <class Kernel>
+KV_DEVICE int list_chosen(Block<Kernel>& block, const Selection& s, int used, int* list) {
+  const int each = (used + Kernel::kThreads - 1) / Kernel::kThreads;
   block.each([&](int t, auto& r) {
     r.count = 0;
     for (int i = t * each; i < min_of((t + 1) * each, used); ++i) r.count += s.mark[i] == kChosen;
@@ -110,22 +110,22 @@ KV_DEVICE int list_chosen(Block<Program>& block, const Selection& s, int used, i
 
 // Chooses which slots of a head, all marked kFirst or kLater, are evicted, and which can receive. Fills `rows`, `mark`
 // and HeadInfo::evicted.
-template <class Program>
-KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Selection& s) {
+template <class Kernel>
+KV_DEVICE void choose(Block<Kernel>& block, const MergeHead& head, const Selection& s) {
   const KvMergePolicy& p = head.a.policy;
   const HeadInfo x = head.info();
   const int begin = x.unprotected, end = x.unprotected + x.unprotected_count,
             chosen = min_of(x.over, x.unprotected_count);
   block.each([&](int t, auto& r) {
     r.count = 0;
-    for (int i = begin + t; i < end; i += Program::kThreads) r.count += s.mark[i] == kFirst;
+    for (int i = begin + t; i < end; i += Kernel::kThreads) r.count += s.mark[i] == kFirst;
   });
   const int first = min_of(sum_of(block, s.sums, [](int, auto& r) { return r.count; }), chosen);
   choose_lowest(block, s, begin, end, kFirst, first);
   choose_lowest(block, s, begin, end, kLater, chosen - first);
   // If more slots have to be evicted than are unprotected, the earliest protected ones follow.
   block.each([&](int t, auto&) {
-    for (int i = t; i < x.used; i += Program::kThreads) {
+    for (int i = t; i < x.used; i += Kernel::kThreads) {
       const int among_protected = i < begin ? i : i - x.unprotected_count;
       if ((i < begin || i >= end) && among_protected < x.over - chosen) s.mark[i] = kChosen;
     }
@@ -133,7 +133,7 @@ KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Select
   const int evicted = list_chosen(block, s, x.used, head.rows());
   block.each([&](int t, auto&) {
     if (t == 0) head.info().evicted = evicted;
-    for (int i = t; i < x.used; i += Program::kThreads) {
+    for (int i = t; i < x.used; i += Kernel::kThreads) {
       const bool is_evicted = s.mark[i] == kChosen;
       const bool receives =
           !is_evicted && ((i >= begin && i < end) || (head.a.recent_receives && head.position(i) >= head.a.sinks));
@@ -144,12 +144,12 @@ KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Select
 }
 
 // Reduces the targets of a running mean to the residual share: slots that have merged before, then the lowest.
-template <class Program>
-KV_DEVICE void residual_targets(Block<Program>& block, const MergeHead& head, const Selection& s, const HeadInfo& x) {
+template <class Kernel>
+KV_DEVICE void residual_targets(Block<Kernel>& block, const MergeHead& head, const Selection& s, const HeadInfo& x) {
   uint8_t* mark = head.of(head.work.mark);
   block.each([&](int t, auto& r) {
     r.count = 0;
-    for (int i = t; i < x.used; i += Program::kThreads) {
+    for (int i = t; i < x.used; i += Kernel::kThreads) {
       r.count += mark[i] == kCanReceive;
       s.mark[i] = mark[i] == kCanReceive ? kFirst : kLater;
       s.keep_score[i] = head.votes(i) > 1.0f ? -1e38f : head.of(head.work.importance)[i];
@@ -160,7 +160,7 @@ KV_DEVICE void residual_targets(Block<Program>& block, const MergeHead& head, co
   choose_lowest(block, s, 0, x.used, kFirst,
                 max_of(static_cast<int>(floorf(head.a.policy.residual * static_cast<float>(count))), 1));
   block.each([&](int t, auto&) {
-    for (int i = t; i < x.used; i += Program::kThreads)
+    for (int i = t; i < x.used; i += Kernel::kThreads)
       if (mark[i] == kCanReceive && s.mark[i] != kChosen) mark[i] = 0;
   });
 }

@@ -203,9 +203,9 @@ struct MergeRows {
     }
     *s.factor = factor;
     const size_t number = static_cast<size_t>(head.index) * head.work.most_evicted + set;
-    float* small = head.work.merged_small + number * (1 + a.statistics);
-    small[0] = fminf(votes, p.votes_max);
-    for (int k = 0; k < a.statistics; ++k) small[1 + k] = merged_score(head, x, s, count, k, latest);
+    float* numbers = head.work.merged_numbers + number * (1 + a.statistics);
+    numbers[0] = fminf(votes, p.votes_max);
+    for (int k = 0; k < a.statistics; ++k) numbers[1 + k] = merged_score(head, x, s, count, k, latest);
     head.work.latest[number] = latest, head.work.merged_position[number] = head.position(latest);
   }
 

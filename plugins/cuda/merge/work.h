@@ -87,18 +87,18 @@ struct MergeWork {
   int* rest;          // the slots that are not upper ones
   int* upper;         // the nearest upper slot of a slot of the pool, -1 without; nullptr if it is not used
   float* upper_nearness;
-  int* target;           // [most_evicted] the target of every evicted slot, -1 without
-  int* before;           // [most_evicted] how many evicted slots before it have the same target
-  int* set;              // a target's merge set, the number of its first evicted slot; kNone for other slots
-  float* attended;       // [Dv + 1] the attention output, and the sum of its probabilities
-  void* merged;          // [most_evicted, D + Dv] the key and value of every set, in the cache's type
-  float* merged_small;   // [most_evicted, 1 + K] its votes and statistics
-  int* merged_position;  // [most_evicted] its position
-  int* latest;           // [most_evicted] its latest member
-  int* changed;          // the rows that are written
-  int* source;           // the source of each of these rows: a row of the cache, or ~set
-  int* row;              // the row of every place's slot, if keys are rotated by places; otherwise nullptr
-  int* steps;            // by how many places that slot has moved
+  int* target;            // [most_evicted] the target of every evicted slot, -1 without
+  int* before;            // [most_evicted] how many evicted slots before it have the same target
+  int* set;               // a target's merge set, the number of its first evicted slot; kNone for other slots
+  float* attended;        // [Dv + 1] the attention output, and the sum of its probabilities
+  void* merged;           // [most_evicted, D + Dv] the key and value of every set, in the cache's type
+  float* merged_numbers;  // [most_evicted, 1 + K] its votes and statistics
+  int* merged_position;   // [most_evicted] its position
+  int* latest;            // [most_evicted] its latest member
+  int* changed;           // the rows that are written
+  int* source;            // the source of each of these rows: a row of the cache, or ~set
+  int* row;               // the row of every place's slot, if keys are rotated by places; otherwise nullptr
+  int* steps;             // by how many places that slot has moved
 };
 
 static_assert(sizeof(MergeWork) <= 3900, "the arguments of a kernel are at most 4096 bytes");

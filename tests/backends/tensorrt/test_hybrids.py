@@ -16,7 +16,7 @@ import kvexport
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends import gpu_limits
 from kvexport.backends.tensorrt.graphs import for_tensorrt, plugin_refusal
-from kvexport.backends.tensorrt.plugin import OPERATORS, RAGGED_OPERATORS, STATEFUL
+from kvexport.backends.tensorrt.plugin import OPERATORS, STATEFUL
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.export.build import build, read_model
@@ -28,8 +28,7 @@ from tests.support.tensorrt_artifacts import engines
 from tests.support.tensorrt_walk import attribute, graphs, problems
 
 CACHE = {"method": "keepkv", "budget": 24, "sinks": 2, "recent": 4, "merge_every": 8}
-# No weight is packed, and KV heads share their caches.
-PLUGINS = [name for name in OPERATORS if name not in ("Linear", *RAGGED_OPERATORS)]
+PLUGINS = [name for name in OPERATORS if name != "Linear"]  # no weight is packed
 
 
 @pytest.fixture(scope="module")

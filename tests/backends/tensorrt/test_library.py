@@ -119,9 +119,8 @@ def test_the_real_registry_takes_the_library_and_makes_plugins(library: Path) ->
     assert answer["found"] == dict.fromkeys(FIELDS, True) and not answer["elsewhere"]
     for op, fields in FIELDS.items():
         assert set(fields) <= set(answer["fields"][op])
-    for op in ("VoteAttention", "RaggedVoteAttention"):
-        optional = {"reference_queries", "value_prefix", "alias_state"}
-        assert set(FIELDS[op]) | optional == set(answer["fields"][op])
+    optional = {"capacity", "reference_queries", "value_prefix", "alias_state"}
+    assert set(FIELDS["VoteAttention"]) | optional == set(answer["fields"]["VoteAttention"])
     for op in ("Experts", "Linear"):
         assert set(FIELDS[op]) == set(answer["fields"][op])
     assert answer["made"] == dict.fromkeys(FIELDS, 64)

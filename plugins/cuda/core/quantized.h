@@ -15,7 +15,7 @@ namespace kv {
 namespace cuda {
 
 // The type of a cache in int8, int4 or k8v4, over which kernels compute in float32.
-struct Small {};
+struct Quantized {};
 
 // The type that kernels compute with.
 template <class T>
@@ -23,19 +23,19 @@ struct WideOf {
   using Type = T;
 };
 template <>
-struct WideOf<Small> {
+struct WideOf<Quantized> {
   using Type = float;
 };
 template <class T>
 using Wide = typename WideOf<T>::Type;
 template <class T>
-constexpr bool kSmall = std::is_same<T, Small>::value;
+constexpr bool kQuantized = std::is_same<T, Quantized>::value;
 
-KV_HD bool is_small(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
+KV_HD bool is_quantized(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
 // Bits of an element of a full-size type, and of keys and values of any cache type.
 KV_HD int element_bits(int type) { return type == KV_FLOAT32 ? 32 : 16; }
-KV_HD int key_bits(int type) { return !is_small(type) ? element_bits(type) : type == KV_INT4 ? 4 : 8; }
-KV_HD int value_bits(int type) { return !is_small(type) ? element_bits(type) : type == KV_INT8 ? 8 : 4; }
+KV_HD int key_bits(int type) { return !is_quantized(type) ? element_bits(type) : type == KV_INT4 ? 4 : 8; }
+KV_HD int value_bits(int type) { return !is_quantized(type) ? element_bits(type) : type == KV_INT8 ? 8 : 4; }
 
 // ---- numbers ----
 
@@ -149,8 +149,8 @@ KV_DEVICE void add_pairs(Registers& r, F element) {
 
 // Multiplies every warp's row by the Hadamard matrix of `size`, a multiple of four. element(registers, i) is the i-th
 // of a lane's kCount elements.
-template <int kCount, class Program, class F>
-KV_DEVICE void rotate_rows(Block<Program>& block, int size, F element) {
+template <int kCount, class Kernel, class F>
+KV_DEVICE void rotate_rows(Block<Kernel>& block, int size, F element) {
   const int span = size & -size;
   block.each_alone([&](int, auto& r) {
     add_pairs<1, kCount>(r, element);
@@ -176,8 +176,8 @@ KV_DEVICE void rotate_rows(Block<Program>& block, int size, F element) {
 }
 
 // Quantizes every warp's row(registers): numbers replace the elements, and the scale is set.
-template <class Program, class F>
-KV_DEVICE void quantize_rows(Block<Program>& block, F row) {
+template <class Kernel, class F>
+KV_DEVICE void quantize_rows(Block<Kernel>& block, F row) {
   block.each_alone([&](int, auto& r) {
     Row& x = row(r);
     x.largest = x.has_nan = 0.0f;

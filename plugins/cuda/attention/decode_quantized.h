@@ -1,23 +1,65 @@
-// VoteAttention for one token per sequence over a quantized cache, on tensor cores, for groups of any size. The program
-// is that of decode_mma.h. Rows are copied as stored bytes and become 16-bit floats in registers, just before a
-// product. Numbers of 8 bits are exact as 16-bit floats, and so are the products' terms: the other factor, a float32
-// number, is the sum of two 16-bit numbers, which keeps 22 of its 24 bits.
+// The products of a decode step (decode.h) over quantized caches, on tensor cores, for groups of any size. Rows are
+// copied as stored bytes and become 16-bit floats in registers, just before a product. Numbers of 8 bits are exact as
+// 16-bit floats, and so are the products' terms: the other factor, a float32 number, is the sum of two 16-bit numbers,
+// which keeps 22 of its 24 bits.
 //
 //   (high + low) = query times a power of two, in 16 bits each
-//   for each block of 32 slots of the split            as in decode.h
-//     logit[16, 32] = key_scale (high + low)[16, D] x key[32, D]^T
-//     row_max, row_sum, weight = running softmax
-//     (high + low) = weight value_scale / unit        unit: a power of two, at least the largest value_scale so far
-//     output[16, Dv] += (high + low)[16, 32] x value[32, Dv]
-//     log_ema[slot] = average of exp(logit[.., slot])
-//   store the split's output, row_max, row_sum; the last block of a head combines the splits, and rotates its output
+//   logit[16, 32] = key_scale (high + low)[16, D] x key[32, D]^T
+//   (high + low) = weight value_scale / unit           unit: a power of two, at least the largest value_scale so far
+//   output[16, Dv] += (high + low)[16, 32] x value[32, Dv]
+//
+// An earlier launch has rotated the queries and appended the token; the output is rotated back.
 #pragma once
 
 #include "../core/mma.h"
-#include "decode_small_stage.h"
+#include "decode.h"
+#include "quantized.h"
 
 namespace kv {
 namespace cuda {
+
+// A block of slots in shared memory: rows as stored bytes, and numbers of every slot (votes, position, scores, and the
+// scales of its key and value).
+template <>
+struct Stage<Quantized> : Slots {
+  int statistics;
+
+  // The bytes from row to row in shared memory: an odd number of vectors, as shared_stride.
+  static KV_HD int stride(int bytes) { return vector_stride((bytes + 15) / 16); }
+  static KV_HD int key_stride_of(const KvVoteAttention& a) { return stride(a.key_size * key_bits(a.cache_type) / 8); }
+  static KV_HD int value_stride_of(const KvVoteAttention& a) {
+    return stride(a.value_size * value_bits(a.cache_type) / 8);
+  }
+  static KV_HD int kinds(const KvVoteAttention& a) { return 4 + a.statistics; }
+  static KV_HD size_t size(const KvVoteAttention& a) {
+    return kBlock * (key_stride_of(a) + value_stride_of(a) + kinds(a) * sizeof(float));
+  }
+  KV_DEVICE Stage(char* stages, int at, const KvVoteAttention& a)
+      : Slots{stages, at, key_stride_of(a), value_stride_of(a)}, statistics(a.statistics) {}
+  KV_DEVICE char* key(int slot) const { return key_row(slot); }
+  KV_DEVICE char* value(int slot) const { return value_row(slot); }
+  KV_DEVICE float* key_scale() const { return score(statistics); }
+  KV_DEVICE float* value_scale() const { return score(statistics + 1); }
+};
+
+KV_DEVICE const float* first_number(const Head<Quantized>& head, int kind) {
+  const int scale = kind - 2 - head.a.statistics;
+  if (scale >= 0) return scale == 0 ? head.key_scale() : head.value_scale();
+  return first_number(static_cast<const Head<float>&>(head), kind);
+}
+
+// Within a phase: copies `count` contiguous rows of `bytes` bytes, in the largest units that divide a row. to: the
+// first row in shared memory; place: the offset of thread t's first vector there; from: that vector in the cache.
+template <class Kernel>
+KV_DEVICE void copy_bytes(Block<Kernel>& block, char* to, int place, int stride, const char* from, int bytes, int count,
+                          int t) {
+  if (bytes % 16 == 0)
+    copy_most<kBlock, 8, 4>(block, to + place, from, bytes / 16, count, t);
+  else if (bytes % 4 == 0)
+    copy_units<4>(block, to, stride, from - t * 16, bytes / 4, count, t);
+  else
+    copy_units<2>(block, to, stride, from - t * 16, bytes / 2, count, t);
+}
 
 // Returns the lowest power of two that is at least x, a positive number.
 KV_DEVICE float power_above(float x) { return bits_as<float>((bits_as<uint32_t>(x) + 0x7fffff) & 0xff800000); }
@@ -31,8 +73,8 @@ KV_DEVICE void split_pair(float first, float second, uint32_t* high, uint32_t* l
 
 // kKeyBits, kValueBits: bits of a number. kSize: elements of a row in registers, at least the cache's.
 template <int kKeyBits, int kValueBits, int kSize>
-struct DecodeSmall {
-  using Args = Attention;
+struct DecodeQuantized : DecodeStep<DecodeQuantized<kKeyBits, kValueBits, kSize>, Quantized> {
+  using Step = DecodeStep<DecodeQuantized<kKeyBits, kValueBits, kSize>, Quantized>;
   static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
   static constexpr int kRows = 16, kWarpHeads = kRows / kWarps, kSteps = kSize / 16;
   // A chunk is the 16 bytes that ldmatrix reads of a row. Per chunk: its columns; for keys the steps of 16 columns, one
@@ -44,16 +86,14 @@ struct DecodeSmall {
   static constexpr int kLogitStride = kBlock + 8, kWeightStride = kBlock + 8;
   static constexpr float kRoom = 16384.0f;  // the largest number that is split; 16-bit floats reach four times as much
 
-  struct Registers {
+  struct Registers : DecodeRegisters<kWarpHeads> {
     uint32_t query[2][kSteps][4], bytes[4], weight[2][2][4], b[kTiles][4];
-    float score[2][4], product[kChunks][kTiles][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads],
-        row_sum[kWarpHeads];
+    float score[2][4], product[kChunks][kTiles][4];
     float largest[2], factor[2];           // of the two queries whose elements this lane has
     float scale_max, unit, raise, shrink;  // of the values' scales: see update_unit
-    Fetch fetch;
-    SplitShares shares;
-    Row row;  // of the output
+    Row row;                               // of the output
   };
+  static KV_DEVICE int rows(int group) { return group; }
 
   struct Shared {
     float *logit, *factor, *bias;  // [heads, slots], [heads], [slots]
@@ -67,7 +107,7 @@ struct DecodeSmall {
   }
   static KV_HD constexpr size_t closing(int splits, int group) { return combine_size(splits, group); }
 
-  static KV_DEVICE Shared divide(char* shared) {
+  static KV_DEVICE Shared divide(char* shared, int) {
     Shared s;
     s.logit = reinterpret_cast<float*>(shared);
     s.factor = s.logit + kRows * kLogitStride;
@@ -79,47 +119,19 @@ struct DecodeSmall {
     return s;
   }
 
-  static KV_DEVICE void run(Block<DecodeSmall>& block, const Args& args) {
-    const KvVoteAttention& a = args.call;
-    const Part part(args, block.index());
-    const Head<Small> head(args, part);
-    const int group = args.group();
-    const auto stored = head.stored();
-    const Shared s = divide(block.shared);
-    const int used = used_slots(block, head.votes(), head.capacity, s.ends), now = head.first(stored);
-    if (head.length(stored, used) == 0) return store_idle(block, args, head, part.split, used);
-    start(block, head, group);
-    const auto use = [&](const Stage<Small>& stage, int from, int count) {
-      multiply_keys(block, a, stage);
-      block.each([&](int t, Registers& r) {
-        store_logits(r, a, stage, s, group, t);
-        store_bias(a, stage, s.bias, used, now, from, count, t);
-      });
-      update_unit(block, stage, count);
-      softmax_slots<Small>(
-          block, args, head, s.bias, group, from, count,
-          [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
-          [&](Registers& r, int g, int slot, float weight, float factor) {
-            const float scaled = slot < count ? weight * stage.value_scale()[slot] * r.raise : 0.0f;
-            Half& high = s.weight[0][g * kWeightStride + slot];
-            assign(high, scaled);
-            assign(s.weight[1][g * kWeightStride + slot], scaled - to_float(high));
-            if (slot == 0) s.factor[g] = factor * r.shrink;
-          });
-      multiply_values(block, a, stage, s, group);
-      block.each([&](int t, Registers&) {
-        update_averages(args, head, stage, s.bias, used, from, count, t,
-                        [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
-      });
-    };
-    stream_slots(block, args, head, s.stages, used, share_of(part.split, part.splits, used + 1, kBlock), use);
-    store_partial(block, args, part);
-    if (block.is_last(args.counters + head.index, part.splits))
-      combine(block, args, part, head, reinterpret_cast<float*>(s.stages), used);
+  // Within a phase: copies the rows of a block of slots, the new token's too.
+  static KV_DEVICE void copy_keys_and_values(Block<DecodeQuantized>& block, const Head<Quantized>& head,
+                                             const Stage<Quantized>& stage, const Registers& r, int, int, int count,
+                                             int t) {
+    const int values = kBlock * stage.key_stride;
+    copy_bytes(block, stage.key(0), r.next.key_to, stage.key_stride, r.next.key, head.key_bytes(), count, t);
+    copy_bytes(block, stage.value(0), r.next.value_to - values, stage.value_stride, r.next.value, head.value_bytes(),
+               count, t);
   }
 
   // Loads queries into registers, as the product's rows, with columns in the order of widen_keys.
-  static KV_DEVICE void start(Block<DecodeSmall>& block, const Head<Small>& head, int group) {
+  static KV_DEVICE void load_queries(Block<DecodeQuantized>& block, const Head<Quantized>& head, const Shared&,
+                                     int group) {
     const int size = head.a.key_size;
     const float* queries = head.query(0, 0);  // contiguous rows, since there is one token
     const auto element = [&](int t, int step, int i, int which) {
@@ -153,8 +165,6 @@ struct DecodeSmall {
       }
 #pragma unroll
       for (int i = 0; i < kChunks * kTiles * 4; ++i) r.product[i / 4 / kTiles][i / 4 % kTiles][i % 4] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kWarpHeads; ++i) r.row_max[i] = kLowest, r.row_sum[i] = 0.0f;
       r.unit = 7.888609e-31f;  // 2^-100, below the smallest scale that is not 0
     });
   }
@@ -169,7 +179,8 @@ struct DecodeSmall {
   }
 
   // Multiplies the keys with the queries of all heads; eight slots per warp.
-  static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage) {
+  static KV_DEVICE void multiply_keys(Block<DecodeQuantized>& block, const KvVoteAttention& a,
+                                      const Stage<Quantized>& stage, const Shared&, int count) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r.score[0][i] = r.score[1][i] = 0.0f;
@@ -197,12 +208,13 @@ struct DecodeSmall {
         }
       }
     }
+    update_unit(block, stage, count);
   }
 
   // Within a phase: stores the logits of a warp's slots, without bias. A group of up to eight heads only uses a lane's
   // first two sums.
-  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Small>& stage, const Shared& s,
-                                     int group, int t) {
+  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Quantized>& stage,
+                                     const Shared& s, int group, int, int t) {
     const int slot = t / kWarp * 8 + element_of_sum(t % kWarp, 0).column;
     const float first = stage.key_scale()[slot], second = stage.key_scale()[slot + 1];
 #pragma unroll
@@ -214,9 +226,22 @@ struct DecodeSmall {
     }
   }
 
+  static KV_DEVICE float logit(const Shared& s, int g, int slot) { return s.logit[g * kLogitStride + slot]; }
+  static KV_DEVICE float sum_logit(const KvVoteAttention&, const Shared& s, int g, int slot) {
+    return logit(s, g, slot);
+  }
+  static KV_DEVICE void store_weight(Registers& r, const Stage<Quantized>& stage, const Shared& s, int g, int slot,
+                                     int count, float weight, float factor) {
+    const float scaled = slot < count ? weight * stage.value_scale()[slot] * r.raise : 0.0f;
+    Half& high = s.weight[0][g * kWeightStride + slot];
+    assign(high, scaled);
+    assign(s.weight[1][g * kWeightStride + slot], scaled - to_float(high));
+    if (slot == 0) s.factor[g] = factor * r.shrink;
+  }
+
   // Updates unit, a power of two that is at least every value_scale so far; raise, the factor from unit to kRoom; and
   // shrink, the factor from the old unit to the new one, which earlier products take.
-  static KV_DEVICE void update_unit(Block<DecodeSmall>& block, const Stage<Small>& stage, int count) {
+  static KV_DEVICE void update_unit(Block<DecodeQuantized>& block, const Stage<Quantized>& stage, int count) {
     block.each_alone(
         [&](int t, Registers& r) { r.scale_max = t % kWarp < count ? stage.value_scale()[t % kWarp] : 0.0f; });
     block.warp_max([](Registers& r) -> float& { return r.scale_max; });
@@ -250,8 +275,8 @@ struct DecodeSmall {
   }
 
   // Adds weight * value to the products; every fourth chunk of a row per warp, 16 slots per product.
-  static KV_DEVICE void multiply_values(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage,
-                                        const Shared& s, int group) {
+  static KV_DEVICE void multiply_values(Block<DecodeQuantized>& block, const KvVoteAttention& a,
+                                        const Stage<Quantized>& stage, const Shared& s, int group, int) {
     const int chunks = (a.value_size + kValueColumns - 1) / kValueColumns;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -286,32 +311,25 @@ struct DecodeSmall {
     }
   }
 
-  // Stores the split's partial output and softmax in the workspace.
-  static KV_DEVICE void store_partial(Block<DecodeSmall>& block, const Attention& args, const Part& part) {
+  static KV_DEVICE void store_output(Block<DecodeQuantized>& block, const Attention& args, const Shared&,
+                                     size_t split) {
     const int group = args.group(), size = args.call.value_size;
-    const size_t at = static_cast<size_t>(part.start) + part.split;
-#pragma unroll
-    for (int i = 0; i < kWarpHeads; ++i)
-      if (i * kWarps < group) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
     block.each([&](int t, Registers& r) {
-      store_partial_softmax<kWarpHeads>(args, at, t, r);
 #pragma unroll
       for (int i = 0; i < kChunks * kTiles * 4; ++i) {
         const Element of = element_of_sum(t % kWarp, i % 4);
         const int chunk = i / 4 / kTiles, tile = i / 4 % kTiles, column = column_of_sum(t, chunk, tile, of.column);
         if (of.row < group && column < size)
-          args.partial_output[(at * group + of.row) * size + column] =
+          args.partial_output[(split * group + of.row) * size + column] =
               r.product[chunk][tile][i % 4] * (r.unit * (1.0f / kRoom));
       }
     });
   }
 
-  // The last block of a head runs this like combine_splits, and rotates the output; a row of the output per warp. The
-  // new token already has its slot.
-  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Attention& args, const Part& part,
-                                const Head<Small>& head, float* share, int used) {
-    const int group = args.group(), size = args.call.value_size, splits = part.splits;
-    combine_softmax(block, args, part, head, share);
+  // By the last block of a head: rotates the output and writes it, a row per warp. The new token already has its slot.
+  static KV_DEVICE void write_output(Block<DecodeQuantized>& block, const Attention& args, const Part& part,
+                                     const Head<Quantized>& head, const float* share, int used, int) {
+    const int group = args.group(), size = args.call.value_size;
     const float* const output = args.partial_output + static_cast<size_t>(part.start) * group * size;
     for (int first = 0; first < group; first += kWarps) {
       block.each_alone([&](int t, Registers& r) {
@@ -321,8 +339,8 @@ struct DecodeSmall {
           const int column = column_of(t % kWarp, i);
           float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
           if (g < group && column < size)
-            add_outputs<4>(output + g * size + column, static_cast<size_t>(group) * size, share + g, group, splits,
-                           sum);
+            Step::template add_outputs<4>(output + g * size + column, static_cast<size_t>(group) * size, share + g,
+                                          group, part.splits, sum);
           for (int j = 0; j < 4; ++j) r.row.element[i + j] = sum[j];
         }
       });

@@ -1,12 +1,12 @@
-// VoteAttention over a quantized cache: a KV head, and the launch before those of decode_small.h and prefill.h.
+// VoteAttention over a quantized cache: a KV head, and the launch before those of decode_quantized.h and prefill.h.
 //
-//   AppendSmall, a block per KV head and 8 new tokens, one row per warp at a time
+//   AppendQuantized, a block per KV head and 8 new tokens, one row per warp at a time
 //     key, value = quantize(rotate(row)) into the tokens' slots, with their scales and positions
 //     query = rotate(row) into the workspace, for every query head of the group
 //   then decode or prefill with rotated queries, which rotate their output back
 #pragma once
 
-#include "../core/small.h"
+#include "../core/quantized.h"
 #include "attention.h"
 
 namespace kv {
@@ -15,7 +15,7 @@ namespace cuda {
 // A KV head of a quantized cache. Its queries are the rotated ones of the workspace; its new tokens already have their
 // slots.
 template <>
-struct Head<Small> : Head<float> {
+struct Head<Quantized> : Head<float> {
   int bytes_of_key, bytes_of_value;
 
   KV_DEVICE Head(const Attention& args, const Part& part)
@@ -46,7 +46,7 @@ struct Head<Small> : Head<float> {
 };
 
 // The first launch. `call.query` are the unrotated queries.
-struct AppendSmall {
+struct AppendQuantized {
   using Args = Attention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kTokens = 8, kWarps = kThreads / kWarp;
   struct Registers {
@@ -54,10 +54,10 @@ struct AppendSmall {
   };
   static KV_HD int blocks_per_head(int tokens) { return (tokens + kTokens - 1) / kTokens; }
 
-  static KV_DEVICE void run(Block<AppendSmall>& block, const Attention& args) {
+  static KV_DEVICE void run(Block<AppendQuantized>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const Part part(args, block.index());
-    const Head<Small> head(args, part);
+    const Head<Quantized> head(args, part);
     const int chunk = part.split;
     const int used = used_slots(block, head.votes(), head.capacity, reinterpret_cast<int*>(block.shared)),
               n = head.length(used);
@@ -114,7 +114,7 @@ struct AppendSmall {
   }
 
   // Returns the index of the first element of a new token's key or value.
-  static KV_DEVICE size_t new_row(const Head<Small>& head, int token, int size) {
+  static KV_DEVICE size_t new_row(const Head<Quantized>& head, int token, int size) {
     return (static_cast<size_t>(head.index) * head.a.tokens + token) * size;
   }
 

@@ -58,7 +58,7 @@ def scale_meaning(model: onnx.ModelProto, op: str, attribute_name: str, factor: 
         for attribute in node.attribute:
             if node.op_type == op and attribute.name == attribute_name:
                 attribute.f *= factor
-    function = next(f for f in model.functions if f.name == op)
+    function = next(f for f in model.functions if f.name.startswith(f"Heads{op}_"))
     for node in function.node:
         for attribute in node.attribute:
             if node.op_type == "Constant" and attribute.t.data_type == onnx.TensorProto.FLOAT:

@@ -43,8 +43,8 @@ def one_layer(artifact: Path) -> Iterator[Path]:
 
 def test_the_compared_layers_equal_the_artifacts(artifact: Path, one_layer: Path) -> None:
     whole, held = load_manifest(artifact), load_manifest(one_layer)
-    assert len({layer.budget for layer in whole.cache.caches}) == 4
-    assert held.cache.caches == whole.cache.caches[:2]
+    assert len({*whole.cache.heads("budget")}) == 4
+    assert held.cache.caches == whole.cache.caches[:1]
     assert held.model.layers == 1
     assert held.limits == whole.limits
     weights = sum(entry.bytes for name, entry in held.files.items() if "weights" in name)

@@ -46,7 +46,7 @@ def with_measured_budgets(
         from kvexport.export.build import read_model
 
         measured = changed(settings)
-        read_model(measured.recipe, weights=False)  # some recipes have no place for caches of single heads
+        read_model(measured.recipe, weights=False)  # some recipes cannot have budgets of single heads
         return measured
     except (UsageError, EnvironmentProblem) as error:
         if calibrate:

@@ -328,9 +328,9 @@ class _Body:
                 before, after = self.shapes[x.name]
                 plain = all(size == 1 for size in before)  # then no element moves
                 shape = [0, self.heads, *before, -1, *after] if plain else [0, *before, self.heads, -1, *after]
-                wanted = self.numbers(f"{name}.shape", shape)
+                shape_name = self.numbers(f"{name}.shape", shape)
                 for i, part in enumerate(parts):
-                    view = self.add("Reshape", [part, wanted], [f"{name}.view.{i}"])
+                    view = self.add("Reshape", [part, shape_name], [f"{name}.view.{i}"])
                     if not plain:
                         order = [0, axis, *range(1, axis), *range(axis + 1, len(shape))]
                         view = self.add("Transpose", [view], [f"{name}.heads.{i}"], perm=order)

@@ -104,7 +104,7 @@ def binding_links(objects: list[Path], architecture: str, library: Path) -> str:
     ).stdout
     exported = {line.split()[-1].partition("@")[0] for line in listed.splitlines()}
     questions = {"kvexport_isa", "kvexport_schema", "kvexport_device_problem"}
-    questions |= {"kvexport_attention_problem", "kvexport_merge_problem", "kvexport_recurrence_problem"}
+    questions |= {"kvexport_attention_problem", "kvexport_merge_problem"}
     assert exported == {"RegisterCustomOps", *questions}
     dynamic = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
     assert not [name for name in re.findall(r"NEEDED.*\[(.+)\]", dynamic) if re.search("onnx|cuda|nv", name)]

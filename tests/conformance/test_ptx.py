@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from plugins.building import make, resources
-from plugins.building.ptx import instructions, library, read, translate, trips
+from plugins.building.ptx import instructions, read, translate, trips
 from tests.conformance.cuda_library import CudaPtx, PtxCaller
 from tests.conformance.ptx_mutants import CALLS, MULTIPROCESSORS, found, without, writes_early
 from tests.plugins import instruction_counts

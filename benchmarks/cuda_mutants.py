@@ -35,7 +35,7 @@ from tests.conformance.cuda_library import OTHER_LIBRARY, PtxCaller
 from tests.conformance.ptx_mutants import CALLS, faults
 
 RESULT = RESULTS / "cuda-mutants.json"
-ATTENTION, QUANTIZED, MERGE, LINEAR, *_ = KERNELS
+ATTENTION, QUANTIZED, MERGE = KERNELS
 # The tests of every source, from the conformance suite too, without the test that compiles its own library.
 TESTS = {
     ATTENTION: (
@@ -91,10 +91,6 @@ BLOCK, ARGUMENTS, DECODE, FLOAT, MMA, SCORES, FEW = (
 SELECT, POSITIONS, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
     f"cuda/merge/{name}.h" for name in ("select", "positions", "nearest", "nearest_mma", "sets", "place", "work")
 )
-LINEAR_MMA = "cuda/linear/linear_mma.h"
-FIRST_WAIT = "if (!args.weights_stay) block.wait_for_earlier();"
-# The last step that Linear takes early.
-FIRST_GROUPS = "r.next_groups.load(args, work.p, r.column, kInputs, work.range.from, t); });\n"
 # Bugs that exist only on a GPU.
 ORDERING = (
     Mutant(
@@ -231,33 +227,8 @@ ORDERING = (
         BLOCK,
         "block.wait_for_earlier();\n  Kernel::run",
         "Kernel::run",
-        LINEAR,
-        "LinearMma<Half, 4, 1>",
-    ),
-    Mutant(
-        "weights that may change are read before earlier launches have ended",
-        LINEAR_MMA,
-        FIRST_WAIT,
-        "",
-        LINEAR,
-        "LinearMma<Half, 4, 1>",
-    ),
-    Mutant(
-        "a norm reads its rows before earlier launches have ended",
-        LINEAR_MMA,
-        FIRST_GROUPS,
-        FIRST_GROUPS + "factors(block, args, work.s, 0, 1);\n",
-        LINEAR,
-        "LinearMma<Half, 4, 1>",
-    ),
-    Mutant(
-        "a partial sum is cleared before earlier launches have ended",
-        LINEAR_MMA,
-        FIRST_WAIT,
-        "block.each_alone([&](int t, Registers&) { if (t + block.index() == 0) args.partial[0] = 0.0f; });\n"
-        + FIRST_WAIT,
-        LINEAR,
-        "LinearMma<Half, 4, 1>",
+        MERGE,
+        "Order",
     ),
 )
 # Bugs that exist everywhere.

@@ -183,8 +183,13 @@ class Backend(ABC):
         """
         return {}
 
-    def experts_problem(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return why a recipe's artifact cannot have a mixture of experts, and the setting that avoids it, or None."""
+    def operator_problem(self, recipe: Recipe, operator: str) -> tuple[str, str] | None:
+        """Return why the backend cannot run an operator, and the setting that avoids it; None if it can.
+
+        Args:
+            recipe: The recipe.
+            operator: Experts or LinearAttention, which are outside the cache.
+        """
         return None
 
     def positive_scales(self, recipe: Recipe) -> bool:

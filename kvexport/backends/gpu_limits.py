@@ -1,7 +1,4 @@
-"""The limits of the CUDA kernels of MergeCache and LinearAttention, known without a GPU and a compiled library.
-
-Those of MergeCache depend on the kind of GPU.
-"""
+"""The limits of MergeCache's CUDA kernels, which depend on the kind of GPU, known without one."""
 
 from __future__ import annotations
 
@@ -29,18 +26,6 @@ RESERVED = 16  # bytes of a block's shared memory that every kernel uses (plugin
 # rows, in all and per evicted slot (plugins/cuda/merge/sets.h).
 SELECTION, PER_SLOT = 2064, 5
 MERGED, PER_EVICTED = 536, 8
-
-
-MOST_KEYS = 256  # numbers of a key of LinearAttention (plugins/cuda/recurrence/linear_attention.cu)
-
-
-def recurrence_problem(cache: CachePlan) -> str:
-    """Return why LinearAttention's CUDA kernels do not take the recurrent states of a plan; "" if they do."""
-    for layer in cache.states:
-        for name, (_, *sizes) in layer.shapes(1).items():
-            if name.startswith("recurrent_state") and sizes[1] > MOST_KEYS:
-                return f"layer {layer.layer} has keys of {sizes[1]} numbers, and the kernels take {MOST_KEYS}"
-    return ""
 
 
 def most_slots(shared: int) -> int:

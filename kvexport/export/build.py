@@ -62,7 +62,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
         config = load_config(str(source), recipe)
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.rotary_length)
         backend = backends.get(recipe.backend.name)
-        if (problem := backend.experts_problem(recipe)) and any(expert_modules(model)):
+        if (problem := backend.operator_problem(recipe, "Experts")) and any(expert_modules(model)):
             raise UsageError(*problem)
         if recipe.adapters.count and not backend.runs_adapters:
             able = " or ".join(b.name for b in backends.all_backends() if b.runs_adapters)
@@ -74,7 +74,14 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
         geometry = layout.geometry
         if recipe.cache.positions == "cache" or recipe.cache.build_method().rotary:
             geometry = read_rotary(model, mode, geometry, cache_positions=recipe.cache.positions == "cache")
-    return ModelShape(checkpoint, model, mode, geometry, plan_cache(recipe, geometry, *layout[1:]))
+    plan = plan_cache(recipe, geometry, *layout[1:])
+    if (problem := backend.operator_problem(recipe, "LinearAttention")) and _has_recurrences(plan):
+        raise UsageError(*problem)
+    return ModelShape(checkpoint, model, mode, geometry, plan)
+
+
+def _has_recurrences(plan: CachePlan) -> bool:
+    return any(name.startswith("recurrent_state") for layer in plan.states for name in layer.shapes(1))
 
 
 def build(

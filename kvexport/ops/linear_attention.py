@@ -8,10 +8,10 @@ The state S [dk, dv] of a head starts at zero, and every token t computes
     out = scale q_t S
 
 Tokens beyond the length of a sequence are padding: they change no state, and their outputs are 0. Consecutive heads
-may share a query and a key. `linear_attention` defines the operator in PyTorch, and plugins/cpu/recurrence/ and
-plugins/cuda/recurrence/ implement it. Without a native kernel, the ONNX functions of `linear_attention_functions` run.
+may share a query and a key. `linear_attention` defines the operator in PyTorch, and plugins/cpu/recurrence/
+implements it. Without a native kernel, the ONNX functions of `linear_attention_functions` run.
 The first of them calls LinearAttention of ONNX opset 27, which supports neither padding nor shared keys. ONNX Runtime's
-CPU provider has a kernel for that operator; the second function defines it for other runtimes.
+CPU and CUDA providers have a kernel for that operator; the second function defines it for other runtimes.
 """
 
 from __future__ import annotations

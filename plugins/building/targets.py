@@ -10,9 +10,6 @@ KERNELS = (
     "cuda/attention/vote_attention.cu",
     "cuda/attention/vote_attention_quantized.cu",
     "cuda/merge/merge_cache.cu",
-    "cuda/linear/linear.cu",
-    "cuda/experts/experts.cu",
-    "cuda/recurrence/linear_attention.cu",
 )
 # The files that the kernels, and each of their bindings, include (patterns below plugins/).
 KERNEL_FILES = ("abi/*.h", "math/*.h", "cuda/**/*.h", "cuda/**/*.cu", "building/*.py")

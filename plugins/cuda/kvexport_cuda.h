@@ -2,13 +2,12 @@
 // pointers to device memory, a stream, and a workspace.
 //
 // Calls only enqueue work and allocate nothing, so they can be captured in a CUDA graph. The same input gives the same
-// bits: the division of work depends only on the call's sizes, the number of multiprocessors and, in Linear, the blocks
-// that one of them holds, and partial results are combined in a fixed order. Every function returns nullptr, or a
-// static string that says why the call cannot be computed, or CUDA's error message.
+// bits: the division of work depends only on the call's sizes and the number of multiprocessors, and partial results
+// are combined in a fixed order. Every function returns nullptr, or a static string that says why the call cannot be
+// computed, or CUDA's error message.
 #pragma once
 
 #include "../abi/kvexport.h"
-#include "../abi/linear_attention.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -26,11 +25,10 @@ typedef struct KvCuda {
 } KvCuda;
 
 // When the launches of a call begin. KV_CUDA_IN_ORDER: after the end of the launch before them on the stream.
-// KV_CUDA_EARLY: while that launch ends; they wait for its end before they read or write memory. KV_CUDA_EARLY_WEIGHTS:
-// likewise, except that a Linear reads its weights, scales, zero points and minima before that end; it requires weights
-// that no work on the device writes. On a device below compute capability 9.0, with a driver before CUDA 12.3, or with
-// KVEXPORT_CUDA_EARLY=0 in the environment all launches begin in order.
-enum { KV_CUDA_IN_ORDER, KV_CUDA_EARLY, KV_CUDA_EARLY_WEIGHTS };
+// KV_CUDA_EARLY: while that launch ends; they wait for its end before they read or write memory. On a device below
+// compute capability 9.0, with a driver before CUDA 12.3, or with KVEXPORT_CUDA_EARLY=0 in the environment all launches
+// begin in order.
+enum { KV_CUDA_IN_ORDER, KV_CUDA_EARLY };
 
 enum { KV_CUDA_COUNTER_BYTES = 1 << 18, KV_CUDA_MAX_HEADS = 1 << 16 };
 
@@ -38,15 +36,11 @@ enum { KV_CUDA_COUNTER_BYTES = 1 << 18, KV_CUDA_MAX_HEADS = 1 << 16 };
 // They read only the sizes and attributes of the call.
 const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* call, size_t* bytes);
 const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes);
-const char* kv_cuda_linear_workspace(const KvLinear* call, size_t* bytes);
-const char* kv_cuda_experts_workspace(const KvExperts* call, size_t* bytes);
 
 // Return why this device or the kernels have no room for calls of these sizes, before any call runs; nullptr if they
 // have room, or if there is no device. They read only the sizes and attributes of the call.
 const char* kv_cuda_vote_attention_problem(const KvVoteAttention* call);
 const char* kv_cuda_merge_cache_problem(const KvMergeCache* call);
-const char* kv_cuda_linear_problem(const KvLinear* call);
-const char* kv_cuda_linear_attention_problem(const KvLinearAttention* call);
 
 // All pointers of a call are device pointers, `inverse_frequencies` too; the lists `capacity`, `budget` and `recent`
 // are in the memory of the host. Rows of keys and values are whole 16-byte vectors, at most 256 elements, and their
@@ -54,16 +48,6 @@ const char* kv_cuda_linear_attention_problem(const KvLinearAttention* call);
 // capacity, one budget and as many recent positions as for one head, and otherwise as many for each 32 heads.
 const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where);
 const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
-
-// Tensors of a Linear need no alignment; tensors aligned to 16 bytes are read faster.
-const char* kv_cuda_linear(const KvLinear* call, const KvCuda* where);
-
-// Packed weights are at rest, and their tables on the device. Tensors need no alignment; weights whose rows and groups
-// are whole 16-byte vectors are read faster.
-const char* kv_cuda_experts(const KvExperts* call, const KvCuda* where);
-
-// Needs no workspace. Tensors need no alignment; rows of whole 16-byte vectors are read faster.
-const char* kv_cuda_linear_attention(const KvLinearAttention* call, const KvCuda* where);
 
 // Returns "device", or "host" if the kernels were compiled for tests on the host (core/block.h).
 const char* kv_cuda_target(void);

@@ -40,35 +40,6 @@ inline Items vote_attention() {
           whole("sliding_window", {0})};
 }
 
-// Returns the fields of experts of floats, or with packed weights.
-inline Items experts(size_t which) {
-  Items items = {word("activation", "silu"), whole("gate", {1}),     real("slope", {1.702f}),
-                 real("limit", {7}),         real("up_offset", {1}), whole("bias", {1})};
-  if (which % 3 == 0) return items;
-  const bool table = which % 3 == 1;
-  for (const Item& item : {whole("packed", {table ? 5 : 1, 2}), whole("group", {32, 16}), whole("float_input", {0}),
-                           whole("bits", {4, 8}), whole("signed", {0, 1})})
-    items.push_back(item);
-  return items;
-}
-
-// Returns the fields of two products, of floats or with packed weights.
-inline Items linear(size_t which) {
-  Items items = {
-      whole("input_heads", {0}), whole("norm", {1}),       real("epsilon", {1e-5f}), whole("output_heads", {2, 0}),
-      whole("bias", {1, 0}),     whole("rotated", {0, 0}), whole("gate", {0}),       whole("residual", {0})};
-  if (which % 2 == 0) return items;
-  for (const Item& item : {whole("packed", {2, 1}), whole("group", {32, 64}), whole("float_input", {0}),
-                           whole("bits", {4, 8}), whole("signed", {0, 1})})
-    items.push_back(item);
-  return items;
-}
-
-inline Items linear_attention(size_t which) {
-  static const char* const rules[] = {"linear", "gated", "delta", "gated_delta"};
-  return {whole("heads", {4}), whole("key_heads", {2}), word("update_rule", rules[which % 4]), real("scale", {0.5f})};
-}
-
 // Returns the fields of a merge policy that drops by position, with these changes.
 inline Items merge_cache(const Items& changes) {
   Items items = {whole("capacity", {96, 32}),   whole("budget", {64, 20}),

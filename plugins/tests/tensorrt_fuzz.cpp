@@ -175,17 +175,6 @@ const std::vector<Tested> kTested = {
      {{2, 4, 3, 8}, {2, 2, 3, 8}, {2, 2, 3, 8}, {2, 3}, {2, 1}, kKey, kKey, kSlots, {2, 2, 128}, kSlots, {4}},
      1},
     {"MergeCache", merge_cache, 5, {kKey, kKey, kSlots, {2, 1, 128}, kSlots}, 0},
-    {"Experts",
-     experts,
-     1,
-     {{6, 64}, {6, 2}, {6, 2}, {4, 64, 32}, {4, 64, 2}, {16}, {4, 64}, {4, 64, 32}, {4, 64, 2}, {512}, {4, 64}},
-     4},
-    {"Linear", linear, 2, {{2, 3, 64}, {64}, {32, 32}, {32, 2}, {32}, {32}, {24, 64}, {24, 1}}, 3},
-    {"LinearAttention",
-     linear_attention,
-     2,
-     {{2, 3, 16}, {2, 3, 16}, {2, 3, 24}, {2, 4, 8, 6}, {2, 1}, {2, 3, 4}, {2, 3, 4}},
-     2},
 };
 
 // Gives the plugin tensors of nearly the right shapes; any answer is allowed.

@@ -52,44 +52,7 @@ Scales, SCALE_NAMES = STRUCTURES["KvScales"], tuple(tensor.name for tensor in SC
 VoteAttention, MergeCache = STRUCTURES["KvVoteAttention"], STRUCTURES["KvMergeCache"]
 
 
-def _structure(name: str, **fields: Any) -> Any:
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
-# plugins/abi/linear.h
-POINTER, INT, INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-LinearWeight = _structure(
-    "KvWeight", data=POINTER, bits=INT, is_signed=INT, group=INT64, scale_type=INT, scale=POINTER, zero=POINTER,
-    minimum_type=INT, minimum=POINTER, table=POINTER,
-)  # fmt: skip
-LinearProduct = _structure(
-    "KvProduct", outputs=INT64, heads=INT64, rotated=INT, weight=LinearWeight, bias=POINTER, output=POINTER
-)
-Linear = _structure(
-    "KvLinear", type=INT, float_input=INT, batch=INT64, tokens=INT64, inputs=INT64, input_heads=INT64, input=POINTER,
-    norm=POINTER, epsilon=ctypes.c_float, count=INT, products=LinearProduct * 3, gate=LinearWeight, residual=POINTER,
-    planes=INT64, cosine=POINTER, sine=POINTER,
-)  # fmt: skip
-
-# plugins/abi/experts.h
-Experts = _structure(
-    "KvExperts", type=INT, weights_type=INT, float_input=INT, activation=INT, gate=INT, slope=ctypes.c_float,
-    limit=ctypes.c_float, up_offset=ctypes.c_float, tokens=INT64, hidden=INT64, inner=INT64, experts=INT64,
-    chosen=INT64, input=POINTER, indices=POINTER, weights=POINTER, first=LinearWeight, first_bias=POINTER,
-    down=LinearWeight, down_bias=POINTER, output=POINTER,
-)  # fmt: skip
-
-# plugins/abi/linear_attention.h
-LinearAttention = _structure(
-    "KvLinearAttention", batch=INT64, tokens=INT64, heads=INT, key_heads=INT, key_size=INT, value_size=INT,
-    by_channel=INT, scale=ctypes.c_float, query=POINTER, key=POINTER, value=POINTER, decay=POINTER, beta=POINTER,
-    length=POINTER, past=POINTER, present=POINTER, output=POINTER,
-)  # fmt: skip
-OPERATORS = {
-    "vote_attention": VoteAttention, "merge_cache": MergeCache, "linear": Linear, "experts": Experts,
-    "linear_attention": LinearAttention,
-}  # fmt: skip
-WITHOUT_WORKSPACE = ("linear_attention",)
+OPERATORS = {"vote_attention": VoteAttention, "merge_cache": MergeCache}
 
 
 class Where(ctypes.Structure):
@@ -102,7 +65,7 @@ class Where(ctypes.Structure):
     ]
 
 
-IN_ORDER, EARLY, EARLY_WEIGHTS = range(3)  # when launches begin, as in plugins/cuda/kvexport_cuda.h
+IN_ORDER, EARLY = range(2)  # when launches begin, as in plugins/cuda/kvexport_cuda.h
 
 
 def cache_type_of(key: np.ndarray, value: np.ndarray) -> str:
@@ -122,10 +85,9 @@ def load(path: Path) -> ctypes.CDLL:
     for operator, call in OPERATORS.items():
         function = getattr(library, f"kv_cuda_{operator}")
         function.restype, function.argtypes = ctypes.c_char_p, [ctypes.POINTER(call), ctypes.POINTER(Where)]
-        if operator not in WITHOUT_WORKSPACE:
-            workspace = getattr(library, f"kv_cuda_{operator}_workspace")
-            workspace.restype = ctypes.c_char_p
-            workspace.argtypes = [ctypes.POINTER(call), ctypes.POINTER(ctypes.c_size_t)]
+        workspace = getattr(library, f"kv_cuda_{operator}_workspace")
+        workspace.restype = ctypes.c_char_p
+        workspace.argtypes = [ctypes.POINTER(call), ctypes.POINTER(ctypes.c_size_t)]
     return library
 
 
@@ -204,8 +166,7 @@ class Caller(OfHeads):
     def prepared(self, operator: str, *call: Any) -> Callable[[], None]:
         """Return a function that enqueues the call and raises RuntimeError if the library refuses it."""
         needed = ctypes.c_size_t()
-        if operator not in WITHOUT_WORKSPACE:
-            self._check(getattr(self.library, f"kv_cuda_{operator}_workspace")(*call, ctypes.byref(needed)))
+        self._check(getattr(self.library, f"kv_cuda_{operator}_workspace")(*call, ctypes.byref(needed)))
         if needed.value > self.size:
             self.workspace, self.size = self.memory.bytes(needed.value, COUNTER_BYTES), needed.value
         where = Where(self.memory.stream, self.memory.address(self.workspace), self.size, None, self.begin)
@@ -417,35 +378,16 @@ class CudaPtx(CudaOnHost):
         return _ptx_caller()
 
 
-def weight_bytes(call: Any) -> list[tuple[int, int]]:
-    """Return the addresses and sizes in bytes of the weights, scales, zero points and minima of a Linear."""
-    ranges, plain = [], 16 if call.type else 32
-    weights = [(call.products[i].outputs, call.products[i].weight) for i in range(call.count)]
-    for outputs, weight in (*weights, (call.products[0].outputs, call.gate)):
-        count = outputs * call.inputs
-        ranges.append((weight.data, count * (weight.bits or plain) // 8))
-        if weight.bits:
-            groups = count // weight.group
-            ranges += [
-                (weight.scale, groups * (2 if weight.scale_type else 4)),
-                (weight.zero, groups * weight.bits // 8),
-            ]
-            ranges.append((weight.minimum, groups * (2 if weight.minimum_type else 4)))
-    return [(begin, size) for begin, size in ranges if begin]
-
-
 class PtxCaller(Caller):
     """A caller that fails on every fault that the PTX runner reports.
 
     Faults are races, missing fences, copies without a wait, and accesses before earlier launches have ended.
     """
 
-    begin = EARLY_WEIGHTS
+    begin = EARLY
 
     def __init__(self, path: Path) -> None:
         super().__init__(load(path), HostMemory())
-        self.library.kv_ptx_constant.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self.library.kv_ptx_constant.restype = None
         self.library.kv_ptx_reports.restype = ctypes.c_char_p
         self.library.kv_ptx_instructions.restype = ctypes.c_uint64
         self.library.kv_ptx_instructions.argtypes = [ctypes.c_char_p, ctypes.c_int]
@@ -473,9 +415,6 @@ class PtxCaller(Caller):
         return numbers[: count.value]
 
     def _run(self, operator: str, *call: Any) -> None:
-        self.library.kv_ptx_constant(None, 0)
-        for begin, size in weight_bytes(call[0]) if operator == "linear" and self.begin == EARLY_WEIGHTS else ():
-            self.library.kv_ptx_constant(begin, size)
         try:
             super()._run(operator, *call)
         except RuntimeError as error:

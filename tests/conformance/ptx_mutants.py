@@ -13,19 +13,12 @@ import numpy as np
 
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Rotary, Statistic
-from kvexport.ops.experts import ExpertsForm
-from kvexport.ops.linear import Form
 from kvexport.ops.merge_cache import MergeCacheAttributes
-from kvexport.ops.packed import PackedFormat
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make
 from plugins.building.ptx import library
-from tests.conformance.cuda_experts import ExpertsCase
-from tests.conformance.cuda_library import EARLY, EARLY_WEIGHTS, PtxCaller
-from tests.conformance.cuda_linear import case
-from tests.conformance.cuda_recurrence import Recurrence, recurrence
+from tests.conformance.cuda_library import PtxCaller
 from tests.conformance.quantized import small
-from tests.conformance.test_experts import draw, packed
 
 Arrays = dict[str, np.ndarray]
 KINDS = {
@@ -95,28 +88,6 @@ def merge(caller: PtxCaller, method: str, *, slots: int = 200, in_order: bool = 
     return caller.merge_cache(x, MergeCacheAttributes(method_object, slots - 40, 4, 60, 0, rotary))
 
 
-def linear(caller: PtxCaller) -> Arrays:
-    """Multiply rows, after a norm, by int4 weights of three chunks.
-
-    The weights are first treated as tensors that earlier launches may write, and then as constants.
-    """
-    packing, held, results = PackedFormat(4, True, 32), caller.begin, {}
-    one = case(Form(norm=1, packed=(1,), group=(32,)), "float16", (1, 3), 768, 64, (packing,))
-    try:
-        for name, caller.begin in (("changing", EARLY), ("staying", EARLY_WEIGHTS)):
-            (results[name],) = one.run(caller)
-    finally:
-        caller.begin = held
-    return results
-
-
-def experts(caller: PtxCaller, tokens: int) -> Arrays:
-    """Run tokens through int4 experts, two of three for each."""
-    form = ExpertsForm(bias=1)
-    taken, values, weights = packed(form, draw(form, tokens, 3, 2, hidden=64, inner=32), ("int4", 1, "float16", 32, 32))
-    return {"output": ExpertsCase(taken, values, "float16", weights).run(caller)}
-
-
 CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "Decode<float, 4>": lambda caller: attend(caller, 3, dtype="float32"),
     "DecodeMma<Half, 128>": lambda caller: attend(caller, 5),
@@ -129,13 +100,6 @@ CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "Order": lambda caller: merge(caller, "ballot"),
     "Place": lambda caller: merge(caller, "ballot", slots=300, in_order=False),
     "Rank": lambda caller: merge(caller, "h2o"),
-    "LinearMma<Half, 4, 1>": linear,
-    "ExpertsProduct<Packed<4, 32>, 1>": lambda caller: experts(caller, 1),
-    "ExpertsProduct<Packed<4, 32>, 8>": lambda caller: experts(caller, 5),
-    "ExpertsMma<Half, 4>": lambda caller: experts(caller, 7),
-    "Route": lambda caller: experts(caller, 5),
-    "Combine": lambda caller: experts(caller, 5),
-    "Recurrence<128>": lambda caller: recurrence("gated_delta", Recurrence((11, 0), 2, 1, 100, 36)).run(caller),
 }
 
 

@@ -1,6 +1,6 @@
 """The kernels of Experts, its ONNX function and PyTorch compute the same as the oracle.
 
-The kernels run in ONNX Runtime's CPU provider: that of the CPU, and that of CUDA compiled for the host.
+The kernels run in ONNX Runtime's CPU provider.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from kvexport.backends.onnxruntime.operators import library
 from kvexport.ops.experts import WEIGHTS, ExpertsForm, experts, experts_function
 from kvexport.ops.linear import PACKED
 from kvexport.schema.operators import EXPERTS_ACTIVATIONS, EXPERTS_ATTRIBUTES
-from plugins.building import make
 from tests.conformance import oracle_experts as oracle
 
 TYPES = {
@@ -50,13 +49,6 @@ PACKINGS = [
 # (tokens, experts, chosen): a step, a few lanes, a prompt whose experts get rows of tiles and of blocks, one expert
 ROUTES = [(1, 6, 2), (5, 6, 3), (61, 4, 2), (150, 3, 2), (7, 1, 1), (0, 4, 2)]
 Arrays = dict[str, np.ndarray[Any, Any]]
-CUDA = pytest.param(
-    "cuda on the host",
-    marks=pytest.mark.skipif(
-        not make.is_current("onnxruntime-cuda-host"),
-        reason="not reached: the binding is not compiled for the host (make cuda-host)",
-    ),
-)
 
 
 def draw(form: ExpertsForm, tokens: int, count: int, top_k: int, *, hidden: int = 192, inner: int = 96) -> Arrays:
@@ -140,13 +132,11 @@ def model_of(form: ExpertsForm, tensors: Arrays, weights: list[TensorProto], dty
     return helper.make_model(graph, opset_imports=opsets, functions=[experts_function(form)], ir_version=11)
 
 
-def run(
-    model: onnx.ModelProto, tensors: Arrays, dtype: str, *, native: bool, cuda: bool = False, threads: int = 2
-) -> np.ndarray[Any, Any]:
-    """Run a model by native operators, of the CPU or of CUDA on the host, or by the ONNX function."""
+def run(model: onnx.ModelProto, tensors: Arrays, dtype: str, *, native: bool, threads: int = 2) -> np.ndarray[Any, Any]:
+    """Run a model by the native operators, or by the ONNX function."""
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, threads
-    path = make.host_output("onnxruntime-cuda-host") if cuda else library() if native else None
+    path = library() if native else None
     if native and path is None:
         pytest.skip("not reached: the native operators are not built (make native)")
     if path is not None:
@@ -175,7 +165,7 @@ def difference(
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.overload)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("runs", ["native", CUDA, "function", "pytorch"])
+@pytest.mark.parametrize("runs", ["native", "function", "pytorch"])
 def test_experts_of_floats_are_the_oracles(form: ExpertsForm, dtype: str, runs: str) -> None:
     for tokens, count, top_k in ROUTES:
         tensors = in_type(draw(form, tokens, count, top_k), dtype)
@@ -184,8 +174,7 @@ def test_experts_of_floats_are_the_oracles(form: ExpertsForm, dtype: str, runs: 
             named = {name: x if x.dtype == torch.int64 else x.to(getattr(torch, dtype)) for name, x in floats.items()}
             actual = experts(**{"first_bias": None, "down_bias": None, **named}, form=form).numpy()  # type: ignore[arg-type]
         else:
-            on_cuda = runs == "cuda on the host"
-            actual = run(model_of(form, tensors, [], dtype), tensors, dtype, native=runs == "native", cuda=on_cuda)
+            actual = run(model_of(form, tensors, [], dtype), tensors, dtype, native=runs == "native")
         assert difference(actual, form, tensors) < (5e-3 if dtype == "float16" else 3e-6), (tokens, count, top_k)
 
 
@@ -197,15 +186,13 @@ def test_forms_that_compute_differently_have_functions_of_different_names() -> N
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4], FORMS[6]], ids=lambda form: form.overload)
-@pytest.mark.parametrize("runs", ["native", "native, float input", CUDA, "function"])
+@pytest.mark.parametrize("runs", ["native", "native, float input", "function"])
 def test_packed_experts_are_the_oracles(packing: Any, form: ExpertsForm, runs: str) -> None:
     for tokens, count, top_k in ROUTES:
         taken, tensors, weights = packed(form, in_type(draw(form, tokens, count, top_k), "float32"), packing)
-        # With unrounded inputs, the kernels of CUDA use no tensor cores; test_experts_on_host.py tests those.
-        taken = replace(taken, float_input=int(runs in ("native, float input", "cuda on the host")))
+        taken = replace(taken, float_input=int(runs == "native, float input"))
         model = model_of(taken, tensors, weights, "float32")
-        on_cuda = runs == "cuda on the host"
-        actual = run(model, tensors, "float32", native=runs.startswith("native"), cuda=on_cuda)
+        actual = run(model, tensors, "float32", native=runs.startswith("native"))
         # Rows whose numbers are all above 0 lose digits in the sums with minima.
         allowed = 3e-4 if runs == "native" else 1e-4 if "minimum" in PACKED[packing[1]] else 5e-6
         first, down = (next((block for block in (32, 16, 8) if group % block == 0), 0) for group in packing[3:])
@@ -257,7 +244,6 @@ def test_the_schema_has_the_forms_attributes() -> None:
         assert not attribute.problem(form.attributes[attribute.name])
 
 
-@pytest.mark.parametrize("runs", ["native", CUDA])
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -270,7 +256,7 @@ def test_the_schema_has_the_forms_attributes() -> None:
         ({"group": [96, 32]}, r"Experts: a weight \[4, 192, 192\] in groups of 96 does not fit"),
     ],
 )
-def test_a_malformed_node_is_refused(change: dict[str, Any], problem: str, runs: str) -> None:
+def test_a_malformed_node_is_refused(change: dict[str, Any], problem: str) -> None:
     taken, tensors, weights = packed(FORMS[0], in_type(draw(FORMS[0], 1, 4, 2), "float32"), PACKINGS[0])
     model = model_of(taken, tensors, weights, "float32")
     for attribute in list(model.graph.node[0].attribute):
@@ -279,4 +265,4 @@ def test_a_malformed_node_is_refused(change: dict[str, Any], problem: str, runs:
     model.graph.node[0].attribute.extend(helper.make_attribute(name, value) for name, value in change.items())
     del model.functions[:]  # otherwise the functions' shapes would be refused first
     with pytest.raises(Exception, match=problem):
-        run(model, tensors, "float32", native=runs == "native", cuda=runs != "native")
+        run(model, tensors, "float32", native=True)

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from plugins.building import make, resources
-from plugins.building.ptx import instructions, library, read, translate, trips
-from tests.conformance import cuda_library
+from plugins.building.ptx import instructions, read, translate, trips
 from tests.conformance.cuda_library import CudaPtx, PtxCaller
-from tests.conformance.ptx_mutants import CALLS, MULTIPROCESSORS, found, linear, without, writes_early
+from tests.conformance.ptx_mutants import CALLS, MULTIPROCESSORS, found, without, writes_early
 from tests.plugins import instruction_counts
 
 needs_library = pytest.mark.skipif(CudaPtx().available() is not None, reason=f"not reached: {CudaPtx().available()}")
@@ -78,18 +77,6 @@ def test_kernels_that_begin_before_earlier_ones_have_ended_are_detected(
     alter: Callable[[str], str], report: str, tmp_path: Path
 ) -> None:
     assert report in found("Order", alter, tmp_path / "mutant.so")
-
-
-@needs_library
-def test_linear_reads_weights_before_earlier_launches_have_ended_where_they_stay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    caller = PtxCaller(make.build("cuda-ptx"))
-    results = linear(caller)
-    assert results["changing"].tobytes() == results["staying"].tobytes()
-    monkeypatch.setattr(cuda_library, "weight_bytes", lambda _: [])
-    with pytest.raises(AssertionError, match="reads global bytes before it has waited"):
-        linear(caller)
 
 
 @needs_library
@@ -169,21 +156,6 @@ def test_copies_cost_a_trip_where_they_are_waited_for() -> None:
         (kernel,) = read.module(LOOP.replace("BODY", f"ld.global.u32 %r2, [%rd1]; {body}")).kernels
         parts = trips.stretches(kernel)
         assert trips.along(parts, range(len(parts.all))) == expected
-
-
-@needs_library
-def test_no_loop_over_inputs_loads_less_than_4_bytes_in_a_round_trip() -> None:
-    """No loop over inputs loads fewer than 4 bytes per round trip, in Linear's tensor core kernels and its norm.
-
-    LinearCores is exempt, because it dequantizes weights one by one.
-    """
-    narrow = {
-        f"{name}, {loop.label}: {loop.bytes} bytes in {loop.trips} round trips"
-        for name, kernel in library.compiled().items()
-        for loop in trips.loops(trips.stretches(kernel))
-        if loop.is_narrow and name.startswith(("LinearMma", "LinearRows"))
-    }
-    assert not narrow
 
 
 @needs_library

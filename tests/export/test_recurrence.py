@@ -18,14 +18,12 @@ import torch
 from onnx import helper
 from transformers import JambaConfig
 
-from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.operators import library
-from kvexport.cache import LayerStates
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.options import EngineOptions
 from kvexport.engine.request import Request
-from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
+from kvexport.errors import SnapshotError, UsageError
 from kvexport.export.build import build, read_model
 from kvexport.language.settings import GenerationSettings
 from kvexport.ops.linear_attention import (
@@ -38,16 +36,8 @@ from kvexport.ops.linear_attention import (
 )
 from kvexport.recipe.fields import Recipe
 from kvexport.state.snapshot import Snapshot
-from plugins.building import make
 from tests.support import models
 from tests.support.hybrids import CONFIGS, SIZES
-from tests.support.on_device import onto_device
-
-CUDA_ON_HOST = make.host_output("onnxruntime-cuda-host")
-needs_cuda_on_host = pytest.mark.skipif(
-    not make.is_current("onnxruntime-cuda-host"),
-    reason="not reached: the binding is not compiled for the host (make cuda-host)",
-)
 
 
 def recipe_of(checkpoint: Path, budget: float | int = 1.0, method: str = "full", **sections: Any) -> Recipe:
@@ -171,31 +161,6 @@ def test_periodic_decoding_of_a_recurrent_state_is_refused_by_name(hybrid: tuple
         read_model(recipe)
 
 
-@needs_cuda_on_host
-def test_the_cuda_kernels_on_the_host_advance_the_states(
-    hybrid: tuple[Engine, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(native.VARIABLE, str(CUDA_ON_HOST))
-    engine = onto_device(load(hybrid[0].path), graphs=True)
-    ids = models.random_ids(6, 50, 30)
-    right = models.hugging_face_logits(hybrid[1], ids)
-    for actual, logits in zip(models.given_tokens_logits(engine, ids, (25, 20)), right, strict=True):
-        assert np.abs(actual - logits).max() <= 1e-4 * np.abs(logits).max()
-
-
-@needs_cuda_on_host
-def test_a_state_without_a_cuda_kernel_is_refused_by_name(hybrid: tuple[Engine, Path]) -> None:
-    plan = hybrid[0].manifest.cache
-    native.require_recurrences(CUDA_ON_HOST, plan)
-    tensors = tuple(
-        replace(tensor, dims=("B", 4, 300, 8)) if tensor.name == "recurrent_state" else tensor
-        for tensor in plan.states[1].state
-    )
-    wide = replace(plan, states=(plan.states[0], LayerStates(plan.states[1].layer, tensors)))
-    with pytest.raises(EnvironmentProblem, match=r"layer 2 .* a head has keys of more than 256 numbers"):
-        native.require_recurrences(CUDA_ON_HOST, wide)
-
-
 def test_another_recurrence_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", JambaConfig(**SIZES, num_experts=2))
     with pytest.raises(UsageError, match="computes its recurrent state in code of its own"):
@@ -204,7 +169,7 @@ def test_another_recurrence_is_refused_by_name(tmp_path: Path) -> None:
 
 RULES = ("linear", "gated", "delta", "gated_delta")
 # The kernels; the ONNX function over ONNX Runtime's kernel; only functions.
-KINDS = ("native", pytest.param("cuda on the host", marks=needs_cuda_on_host), "onnxruntime", "function")
+KINDS = ("native", "onnxruntime", "function")
 
 
 def _numbers(rule: str, sizes: dict[str, int], by_channel: bool, generator: torch.Generator) -> dict[str, Any]:
@@ -231,8 +196,8 @@ def _session(rule: UpdateRule, sizes: dict[str, int], inputs: dict[str, Any], ki
     functions = linear_attention_functions(rule)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    if kind in ("native", "cuda on the host"):
-        options.register_custom_ops_library(str(library() if kind == "native" else CUDA_ON_HOST))
+    if kind == "native":
+        options.register_custom_ops_library(str(library()))
     if kind == "function":  # a domain for which ONNX Runtime has no kernel
         functions[1].domain = "another.domain"
         functions[0].opset_import[1].domain = "another.domain"

@@ -1,4 +1,4 @@
-"""Count the instructions of a warp in the CUDA kernels, per slot, pair of slots, or weight of each lane.
+"""Count the instructions of a warp in the CUDA kernels, per slot or pair of slots.
 
     python -m tests.plugins.instruction_counts    rewrites plugins/cuda/instructions.json
 
@@ -20,20 +20,13 @@ import numpy as np
 
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
-from kvexport.ops.experts import ExpertsForm
-from kvexport.ops.linear import Form
 from kvexport.ops.merge_cache import MergeCacheAttributes
-from kvexport.ops.packed import PackedFormat
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make, resources
 from plugins.building.ptx import library, trips
 from plugins.building.ptx.read import Kernel
-from tests.conformance.cuda_experts import ExpertsCase
 from tests.conformance.cuda_library import PtxCaller
-from tests.conformance.cuda_linear import case
-from tests.conformance.cuda_recurrence import Recurrence, recurrence
 from tests.conformance.quantized import BITS, small
-from tests.conformance.test_experts import draw, packed
 from tests.support.paths import ROOT
 
 RECORD = ROOT / "plugins" / "cuda" / "instructions.json"
@@ -46,8 +39,6 @@ DECODE = (
     *(("int4", group, "DecodeQuantized<4, 4, 128>") for group in (4, 8)),
 )
 LOG_EMA = (Statistic("log_ema", 0.9),)
-COLUMNS, INPUTS = 384, (512, 1024)
-EXPERT_INPUTS, OUTPUTS = 2048, (128, 256)  # inputs of the first product, and its outputs
 BUDGETS = (64, 96, 128, 192, 256, 320, 416, 576)  # slots of KV heads
 BUDGET = sum(BUDGETS) // len(BUDGETS)
 # Whole tiles: the tensor cores of a prompt compute a tile of up to 128 slots even if most of it is empty.
@@ -70,14 +61,6 @@ MERGES = {"h2o": ("Rank", "Order", "Place")}
 MERGES["keepkv"] = (*MERGES["h2o"], "NearestMma<kv::cuda::Half, false, 2>", "Choose", "FormSets")
 MERGES["keepkv"] += ("MergeRows<kv::cuda::Half>",)
 MERGES["ballot"] = (*MERGES["keepkv"], "NearestMma<kv::cuda::Half, true, 2>")
-STATE = 128 * 32  # numbers of a block's share of a head's state
-LINEAR = (
-    ("int4", "float16", PackedFormat(4, True, 32), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
-    ("int4", "float16", PackedFormat(4, True, 32), 8, "LinearMma<kv::cuda::Half, 4, 1>"),
-    ("int4", "float16", PackedFormat(4, True, 32), 32, "LinearMma<kv::cuda::Half, 4, 4>"),
-    ("int4, groups of 128", "float16", PackedFormat(4, True, 128), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
-    ("float32", "float32", None, 1, "LinearCores<float, 8>"),
-)
 
 
 def measured(caller: PtxCaller) -> dict[str, float]:
@@ -102,24 +85,6 @@ def measured(caller: PtxCaller) -> dict[str, float]:
         figures[name] = _difference(
             caller, program, lambda slots, m=method, d=dtype: _merge(caller, m, slots, EVICTED, d), over
         )
-    for kind, dtype, packing, rows, program in LINEAR:
-        figures[f"linear, {kind}, rows {rows}, per weight"] = _difference(
-            caller,
-            program,
-            lambda inputs, d=dtype, p=packing, r=rows: _linear(caller, d, p, r, inputs),
-            COLUMNS * (INPUTS[1] - INPUTS[0]) // WARP,
-            INPUTS,
-        )
-    figures["experts, int4, rows 1, per weight"] = _difference(
-        caller,
-        "ExpertsProduct<kv::cuda::Packed<4, 32>, 1>",
-        lambda outputs: _experts(caller, outputs),
-        2 * EXPERT_INPUTS * (OUTPUTS[1] - OUTPUTS[0]) // WARP,
-        OUTPUTS,
-    )
-    figures["linear attention, per token and number of the state"] = _difference(
-        caller, "Recurrence<128>", lambda tokens: _recurrence(caller, tokens), STATE * 8 // WARP, (8, 16)
-    )
     figures["key and value moved, per evicted slot"] = _difference(
         caller, "Place", lambda count: _merge(caller, "h2o", SLOTS[0], count, "float16"), 32, (32, 64)
     )
@@ -129,19 +94,6 @@ def measured(caller: PtxCaller) -> dict[str, float]:
 def measured_trips(caller: PtxCaller) -> dict[str, int]:
     """Return the dependent memory accesses of the first thread of the last block, for each recorded kernel call."""
     kernels, figures = library.compiled(), {}
-    for name, program, run in (
-        *(
-            (f"linear, int4, norm of {inputs} inputs, rows {rows}", "LinearMma<Half, 4, 1>", (rows, inputs))
-            for rows, inputs in ((1, 4096), (2, 4096), (8, 576))
-        ),
-        ("norm of 4096 inputs, rows 8", "LinearRows<Half>", (8, 4096)),
-    ):
-        _linear(caller, "float16", PackedFormat(4, True, 32), run[0], run[1], Form(norm=1, packed=(1,), group=(32,)))
-        figures[name] = _trips(caller, kernels, program)
-    for rows, program in ((8, "LinearMma<Half, 4, 1>"), (32, "LinearMma<Half, 4, 4>")):
-        form = Form(residual=1, packed=(1,), group=(32,))
-        _linear(caller, "float16", PackedFormat(4, True, 32), rows, 256, form)
-        figures[f"linear, int4, residual, 256 inputs, rows {rows}"] = _trips(caller, kernels, program)
     caller.set_order(0, late=False, multiprocessors=16)  # so many splits
     _decode(caller, "float16", 4, SLOTS[1])
     figures["decode, float16, group 4, 16 splits"] = _trips(caller, kernels, "DecodeMma<Half, 128>")
@@ -217,18 +169,6 @@ def _attend_heads(caller: PtxCaller, dtype: str, capacities: Sequence[int], toke
     caller.vote_attention_of(heads, VoteAttentionAttributes(size**-0.5, 1.0, LOG_EMA))
 
 
-def _experts(caller: PtxCaller, inner: int) -> None:
-    """Run a token through one expert without a gate, whose weights are int4."""
-    form = ExpertsForm(gate=0)
-    tensors = draw(form, 1, 1, 1, hidden=EXPERT_INPUTS, inner=inner)
-    taken, values, weights = packed(form, tensors, ("int4", 1, "float16", 32, 32))
-    ExpertsCase(taken, values, "float16", weights).run(caller)
-
-
-def _recurrence(caller: PtxCaller, tokens: int) -> None:
-    recurrence("gated_delta", Recurrence((tokens,), 1, 1, 128, 32)).run(caller)
-
-
 def _trips(caller: PtxCaller, kernels: dict[str, Kernel], program: str) -> int:
     namespaced = program.replace("<", "<kv::cuda::") if "<Half" in program else program
     return trips.along(trips.stretches(kernels[program]), caller.stretches(f"kv::cuda::{namespaced}"))
@@ -271,13 +211,6 @@ def _merge(caller: PtxCaller, method: str, slots: int, evicted: int, dtype: str)
     # The order is random, as merges leave slots. The highest position is fixed, so that positions have as many digits.
     state["position"] = np.random.default_rng(3).permutation(slots).astype(np.int32)[None, None] * (4095 // slots)
     caller.merge_cache(state, MergeCacheAttributes(method_object, slots - evicted, 4, 64))
-
-
-def _linear(
-    caller: PtxCaller, dtype: str, packing: PackedFormat | None, rows: int, inputs: int, form: Form | None = None
-) -> None:
-    form = form or (Form(packed=(1,), group=(packing.group,)) if packing else Form())
-    case(form, dtype, (1, rows), inputs, COLUMNS, (packing,) if packing else ()).run(caller)
 
 
 def record(library: Path) -> None:

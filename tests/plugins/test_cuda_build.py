@@ -61,8 +61,8 @@ def test_every_supported_architecture_is_recorded_and_none_spills() -> None:
 def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_path: Path) -> None:
     """Kernels compile within their recorded resources.
 
-    They are compiled again only after a change of their sources. `make test-kernels` has compiled them for one capability,
-    because other tests run their PTX on the host (tests/conformance/test_ptx.py). By default the same PTX is assembled
+    They are compiled again only after a change of their sources. `make test-kernels` has compiled them for one
+    capability, because other tests run their PTX on the host (tests/conformance/test_ptx.py). By default the same PTX is assembled
     for the other one.
     """
     if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
@@ -104,7 +104,7 @@ def binding_links(objects: list[Path], architecture: str, library: Path) -> str:
     ).stdout
     exported = {line.split()[-1].partition("@")[0] for line in listed.splitlines()}
     questions = {"kvexport_isa", "kvexport_schema", "kvexport_device_problem"}
-    questions |= {"kvexport_attention_problem", "kvexport_merge_problem", "kvexport_recurrence_problem"}
+    questions |= {"kvexport_attention_problem", "kvexport_merge_problem"}
     assert exported == {"RegisterCustomOps", *questions}
     dynamic = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
     assert not [name for name in re.findall(r"NEEDED.*\[(.+)\]", dynamic) if re.search("onnx|cuda|nv", name)]

@@ -56,36 +56,6 @@ ExecutionContextAllocationStrategy = IntEnum(
 )
 
 
-def without_plugins(model: bytes) -> bytes:
-    """Return an ONNX model whose plugin nodes have the inputs of ONNX nodes again.
-
-    Packed weights are of ONNX types instead of bytes.
-    """
-    import onnx
-    from onnx.helper import get_attribute_value
-
-    parsed = onnx.load_model_from_string(model)
-    tensors = {tensor.name: tensor for tensor in parsed.graph.initializer}
-    for node in parsed.graph.node:
-        values = {a.name: get_attribute_value(a) for a in node.attribute}
-        if "bits" not in values:
-            continue
-        at = 1 + values["norm"] if node.op_type == "Linear" else 3
-        for i, (kind, bits, signed) in enumerate(zip(values["packed"], values["bits"], values["signed"], strict=True)):
-            parts = [tensors[name] for name in node.input[at : at + (0, 1, 2, 2, 2, 2)[kind] + 1]] if kind else []
-            for part in [parts[0], *parts[2:3]] if kind == 2 else parts[:1]:
-                assert part.data_type == onnx.TensorProto.INT8
-                part.data_type = getattr(onnx.TensorProto, f"{'' if signed else 'U'}INT{bits}")
-                part.dims[-1] = part.dims[-1] * 8 // bits
-            if kind == 2:
-                parts[2].dims[:] = parts[1].dims
-            biases = values["bias"] if node.op_type == "Linear" else [values["bias"]] * 2
-            at += max(len(parts), 1) + (biases[i] if i < len(biases) else 0)
-        for name in ("bits", "signed"):
-            node.attribute.remove(next(a for a in node.attribute if a.name == name))
-    return bytes(parsed.SerializeToString())
-
-
 class Runtime:
     __slots__ = ("_logger", "engine_host_code_allowed")
     opened: list[bytes] = []  # noqa: RUF012
@@ -119,9 +89,7 @@ class ICudaEngine:
         options.intra_op_num_threads = 1
         if library() is not None:
             options.register_custom_ops_library(str(library()))
-        self._session = ort.InferenceSession(
-            without_plugins(plan[8 + size :]), options, providers=["CPUExecutionProvider"]
-        )
+        self._session = ort.InferenceSession(plan[8 + size :], options, providers=["CPUExecutionProvider"])
         self._inputs, self._outputs = (
             [x.name for x in tensors] for tensors in (self._session.get_inputs(), self._session.get_outputs())
         )

@@ -15,8 +15,6 @@ import onnx
 
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
-from kvexport.ops.experts import ExpertsForm
-from kvexport.ops.linear import Form
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -99,17 +97,8 @@ ATTENTION = parsed(
     )
 )
 MERGE = parsed(merge_cache_node_attributes([MergeCacheAttributes(all_methods()["h2o"](), 64, 2, 8)] * 2))
-EXPERTS = parsed(ExpertsForm("silu", limit=7.0, bias=1, packed=(5, 2), group=(32, 16)).attributes) | parsed(
-    {"bits": [4, 8], "signed": [0, 0]}
-)
-PROJECTIONS = Form(
-    norm=1, epsilon=1e-5, output_heads=(4, 2, 0), bias=(1, 0, 0), rotated=(1, 0, 0), packed=(2, 1, 0), group=(32, 64, 0)
-)
-PRODUCTS = parsed(PROJECTIONS.attributes) | parsed({"bits": [4, 8, 0], "signed": [0, 1, 0]})
-LINEAR_ATTENTION = parsed({"heads": 4, "key_heads": 2, "update_rule": "gated_delta", "scale": 0.5})
 FIELDS = {
-    "VoteAttention": ATTENTION, "MergeCache": MERGE, "Experts": EXPERTS, "Linear": PRODUCTS,
-    "LinearAttention": LINEAR_ATTENTION,
+    "VoteAttention": ATTENTION, "MergeCache": MERGE,
 }  # fmt: skip
 """The fields of one plugin of each operator."""
 

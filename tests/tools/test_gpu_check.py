@@ -26,7 +26,7 @@ def check(*arguments: str, program: str = "tools.gpu_check") -> subprocess.Compl
 @pytest.mark.parametrize("flags", [[], ["--stand-in"]], ids=["pydantic", "without-pydantic"])
 def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> None:
     parts = (
-        "build,repeat,memcheck,bandwidth,decode,linear,prefill,merge"
+        "build,repeat,memcheck,bandwidth,decode,prefill,merge"
         if flags
         else "build,conformance,merge,model,transformers"
     )

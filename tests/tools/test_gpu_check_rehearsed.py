@@ -17,7 +17,7 @@ from plugins.building import make, resources
 from tests.conformance.cuda_library import HOST, Caller, DeviceMemory, load
 from tests.support.fake_gpu import Clock, fake_gpu
 from tools.gpu_check import __main__ as gpu_check
-from tools.gpu_check import goals, launches, linear, model, parts, prebuilt, proof
+from tools.gpu_check import goals, launches, model, parts, prebuilt, proof
 from tools.gpu_check.target import Target
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
@@ -45,7 +45,6 @@ def test_every_measurement_runs_to_its_goals(clock: Clock) -> None:
             "decode": parts.decode,
             "merge": parts.merge,
             "prefill": parts.prefill,
-            "linear": linear.linear,
             "launches": launches.launches,
             "model": model.model,
             "repeat": proof.repeat,

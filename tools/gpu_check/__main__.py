@@ -40,7 +40,6 @@ PARTS = {
     "repeat": 20,
     "bandwidth": 15,
     "decode": 50,
-    "linear": 30,
     "merge": 30,
     "model": 55,
     "launches": 20,
@@ -56,7 +55,7 @@ FURTHER_PARTS = {
     "tensorrt": 240,
 }
 EVERY_PART = PARTS | FURTHER_PARTS
-MODULES = ("parts", "proof", "model", "transformers", "onnxruntime", "tensorrt", "launches", "linear")
+MODULES = ("parts", "proof", "model", "transformers", "onnxruntime", "tensorrt", "launches")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 MISMATCH = 4
 FIGURES = "figures: "

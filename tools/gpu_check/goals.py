@@ -20,7 +20,6 @@ def goals(parts: dict[str, Any]) -> list[Row]:
     figures = {name: part.get("figures", {}) for name, part in parts.items()}
     rows = [*_decode(figures.get("decode", {}).get("rows", [])), *_prefill(figures.get("prefill", {}).get("rows", []))]
     rows += _model(figures.get("model", {}), figures.get("transformers", {}))
-    rows += _linear(figures.get("linear", {}).get("rows", []))
     rows += _launches(figures.get("launches", {}).get("rows", []))
     rows.append(_goal("Runs of the same bits", figures.get("repeat", {}).get("runs"), least=1000))
     proof = figures.get("conformance", {})
@@ -81,24 +80,12 @@ def _prefill(rows: list[Row]) -> list[Row]:
     ]
 
 
-def _linear(rows: list[Row]) -> list[Row]:
-    one = [row for row in rows if row["rows"] == 1]
-    compared = []
-    for kind, least in {"int4": 0.6, "int8": 0.7, "float16": 0.7}.items():
-        share = _of([row for row in one if row["weights"] == kind], min, lambda row: row["share of bandwidth"])
-        compared.append(_goal(f"Linear of one row, {kind}: share of the copy bandwidth", share, least=least))
-    return compared
-
-
 def _launches(rows: list[Row]) -> list[Row]:
     compared = []
-    for model, weights in {"SmolLM2-135M": "float16", "Llama-2-7B": "int4"}.items():
-        early = [row for row in rows if row["model"] == model and row["begin"] == "early, weights first"]
-        floor = _of(early, max, lambda row: row["over the floor"])
+    for model in ("SmolLM2-135M", "Llama-2-7B"):
+        early = [row for row in rows if row["model"] == model and row["begin"] == "early"]
         order = _of(early, max, lambda row: row["over in order"])
-        what = f"The layers of a step, {model} in {weights}"
-        compared.append(_goal(f"{what}: over the time of their bytes", floor, most=1.2))
-        compared.append(_goal(f"{what}: early launches over those in order", order, most=1))
+        compared.append(_goal(f"The attention of a step, {model}: early launches over those in order", order, most=1))
     return compared
 
 

@@ -20,7 +20,7 @@ def page(report: dict[str, Any]) -> str:
         Table("Goals", list(goals[0]), [list(row.values()) for row in goals], highlight=missed),
         Table("Parts", ["part", "status", "seconds", "why"], rows, highlight=failed),
     ]
-    names = ("decode", "linear", "launches", "prefill", "merge")
+    names = ("decode", "launches", "prefill", "merge")
     tables = [(name.capitalize(), name, "rows") for name in names]
     tables += [("A step of Llama-2-7B's shape", "model", "rows"), ("The same, by method", "model", "methods")]
     tables += [("With as many sequences as fit", part, "largest batch") for part in ("model", "transformers")]

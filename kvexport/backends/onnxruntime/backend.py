@@ -97,8 +97,6 @@ class OnnxRuntime(Backend):
         if library:
             native.require_runnable(library, device)
         runs = native.implementations(manifest, device)
-        if library and runs["VoteAttention"].native:
-            native.require_recurrences(library, manifest.cache)
         adapters = options.adapters or load_adapters(manifest, {})
         model = LoadedModel(
             path / graphs.decoder,

@@ -1,7 +1,7 @@
 """The shared libraries of native operators (kernels) for ONNX Runtime, one for its CPU provider and one for CUDA.
 
-The operators are VoteAttention, MergeCache, Linear, Experts and LinearAttention. Without a library, or for a method or
-layer that it does not support, ONNX Runtime runs the ONNX functions of the graph.
+The operators are VoteAttention and MergeCache, and on the CPU Linear, Experts and LinearAttention. Without a library,
+or for a method or layer that it does not support, ONNX Runtime runs the ONNX functions of the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from kvexport.schema.operators import schema_digest
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
-    from kvexport.cache import CachePlan
     from kvexport.methods.base import Method
 
 NAMES = {"cpu": "libkvexport_onnxruntime.so", "cuda": "libkvexport_onnxruntime_cuda.so"}
@@ -115,27 +114,6 @@ def require_runnable(path: Path, device: str) -> None:
     problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""
     if problem:
         raise EnvironmentProblem(f"{path.name} cannot be used: {problem}", f"{how_to_build(device)}, or {VARIABLE}=off")
-
-
-def require_recurrences(path: Path, plan: CachePlan) -> None:
-    """Check that a native operator library computes the linear attention of every layer that has a recurrent state.
-
-    A library without such limits does not export the function that checks them.
-
-    Raises:
-        EnvironmentProblem: If it cannot compute one of them.
-    """
-    if not plan.states or not _has(path, "kvexport_recurrence_problem"):
-        return
-    problem_of = loaded(path).kvexport_recurrence_problem
-    problem_of.restype = ctypes.c_char_p
-    for layer in plan.states:
-        for name, shape in layer.shapes(1).items():
-            if name.startswith("recurrent_state") and (problem := problem_of(*shape[1:])):
-                raise EnvironmentProblem(
-                    f"layer {layer.layer} has no native kernel for its recurrent state: {problem.decode()}",
-                    f"use the device cpu, or {VARIABLE}=off, which is slower",
-                )
 
 
 def why_function(path: Path | None, op: str, method: Method, device: str = "cpu") -> str | None:

@@ -77,61 +77,43 @@ class TensorRT(Backend):
                 f"cache.dtype is {recipe.cache.dtype}, which the backend tensorrt does not support",
                 "--set cache.dtype=model",
             )
-        builder = EngineBuilder(section.of(recipe).tensorrt)
-        if recipe.weights.bits is not None:
-            builder.require_packed()
-        return builder.add_engines
+        return EngineBuilder(section.of(recipe).tensorrt).add_engines
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return how rounded weights run, the memory of a build on a Jetson, and GPUs without possible engines."""
+        """Return the memory of a build on a Jetson, and GPUs without possible engines."""
         from kvexport.backends.gpu_limits import merge_problem
         from kvexport.backends.tensorrt.engines import MOST_SORTED
         from kvexport.backends.tensorrt.environment import build_memory
 
         rows = {"build of the engines on a Jetson": build_memory(weight_bytes, packed=recipe.weights.bits == 4)}
-        if recipe.weights.bits is not None:
-            dequantized = "dequantized by TensorRT, which may multiply them from 16 bits"
-            by_plugin = "read packed by kvexport's plugin, which the machine that builds the engines needs"
-            rows["rounded weights"] = dequantized if self.positive_scales(recipe) else by_plugin
         slots = max((max(layer.capacity) for layer in cache.caches if layer.merges), default=0)
         if slots > MOST_SORTED and (problem := merge_problem(cache, recipe.cache.build_method())):
             rows["engines for some GPUs"] = f"none can be built: {problem}, and TensorRT sorts {MOST_SORTED}"
         return rows
 
-    def experts_problem(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return why TensorRT cannot run experts: the recipe leaves the plugin out, and there is no function for them.
+    def operator_problem(self, recipe: Recipe, operator: str) -> tuple[str, str] | None:
+        """Return why TensorRT cannot run experts or recurrent states, and the backend that does; None for others."""
+        from kvexport.backends.tensorrt.graphs import REFUSED, refused_operator
 
-        Whether there is a plugin for the machine that runs the engines is only known when it builds them.
-        """
-        from kvexport.backends.tensorrt import section
-
-        if section.of(recipe).tensorrt.plugin != "never":
-            return None
-        return plugin.experts_problem("backend.tensorrt.plugin is never"), "--set backend.tensorrt.plugin=auto"
+        return refused_operator(operator) if operator in REFUSED else None
 
     def positive_scales(self, recipe: Recipe) -> bool:
-        """Return whether TensorRT dequantizes the weights itself, because the recipe leaves the plugin out."""
-        from kvexport.backends.tensorrt import section
-
-        return section.of(recipe).tensorrt.plugin == "never"
+        """Return True: TensorRT dequantizes weights with positive scales alone."""
+        return True
 
     def packing_problem(
         self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
     ) -> tuple[str, str] | None:
-        """Return why TensorRT cannot run a packed (quantized) weight and the setting that avoids it; None if it can.
-
-        Whether there is a plugin for the machine that runs the engines is only known when it builds them.
-        """
-        from kvexport.backends.tensorrt import section
+        """Return why TensorRT cannot run a packed (quantized) weight and the setting that avoids it; None if it can."""
         from kvexport.backends.tensorrt.weights import BLOCKS, PICKED, TABLE, problem
 
         if picked:
             return PICKED, "--set weights.head=float"
-        if section.of(recipe).tensorrt.plugin != "never":
-            return (TABLE, "weights in floats") if has_table else None
-        why = problem(dtype, group, has_offset=has_offset or has_table)
+        if has_table:
+            return TABLE, "weights in floats"
+        why = problem(dtype, group, has_offset=has_offset)
         rounding = f"--set weights.bits=4 --set weights.group={BLOCKS[-1]} --set weights.symmetric=true"
-        return (why, f"--set backend.tensorrt.plugin=auto, or {rounding}") if why else None
+        return (why, rounding) if why else None
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
         """Open an artifact's TensorRT engines, ready to run."""

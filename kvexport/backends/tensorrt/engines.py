@@ -19,19 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from kvexport.artifact.manifest import Limits, Manifest
-from kvexport.backends.gpu_limits import merge_problem, recurrence_problem
+from kvexport.backends.gpu_limits import merge_problem
 from kvexport.backends.tensorrt.cuda import Cuda
 from kvexport.backends.tensorrt.environment import Gpu, import_tensorrt, require_build_memory, require_gpu
-from kvexport.backends.tensorrt.graphs import for_tensorrt, operators_of, plugin_refusal
+from kvexport.backends.tensorrt.graphs import REFUSED, for_tensorrt, operators_of, plugin_refusal, refused_operator
 from kvexport.backends.tensorrt.log import STEPS, make_log, make_monitor
-from kvexport.backends.tensorrt.packed import EXPERTS, LINEAR
-from kvexport.backends.tensorrt.plugin import BUILD, experts_problem, library, refusal, register, why_no_library
 from kvexport.backends.tensorrt.plugin import VERSION as PLUGIN_VERSION
+from kvexport.backends.tensorrt.plugin import library, refusal, register, why_no_library
 from kvexport.backends.tensorrt.record import NAME, EngineRecord
 from kvexport.backends.tensorrt.section import TensorRTSection
 from kvexport.backends.tensorrt.weights import require_taken
 from kvexport.cache import CachePlan
-from kvexport.errors import EnvironmentProblem, KvexportError
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 from kvexport.terminal import Progress
 
 LOG = "tensorrt.log"
@@ -119,7 +118,6 @@ class EngineBuilder:
         Raises:
             UsageError: If TensorRT does not support a packed weight.
             EnvironmentProblem: If plugins are required and do not support a node, or the memory is too small.
-                Experts always need the plugin.
             KvexportError: If TensorRT cannot build an engine, with TensorRT's message.
         """
         state, vocabulary = manifest.cache, manifest.model.vocabulary
@@ -162,44 +160,24 @@ class EngineBuilder:
         """
         import onnx
 
-        wide = recurrence_problem(manifest.cache)
-
-        def why_not(node: onnx.NodeProto) -> str | None:
-            return self._refusal(node) or (wide if node.op_type == "LinearAttention" else None)
-
         converted = []
         for kind, graph in manifest.graphs.files():
             parsed = onnx.load(folder / graph, load_external_data=False)
-            model, reasons = for_tensorrt(parsed, why_not, alias_state=self.options.alias_state)
+            model, reasons = for_tensorrt(parsed, self._refusal, alias_state=self.options.alias_state)
             if self.options.plugin == "always" and any(reasons.values()):
                 raise EnvironmentProblem(
                     next(filter(None, reasons.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"
                 )
-            if why := reasons.get(EXPERTS):
-                raise EnvironmentProblem(experts_problem(why), BUILD)
-            require_taken(model, folder, (why, self._to_get_the_plugin()) if (why := reasons.get(LINEAR)) else None)
+            for node in parsed.graph.node:
+                if node.op_type in REFUSED:
+                    raise UsageError(*refused_operator(node.op_type))
+            require_taken(model, folder)
             if why := reasons.get("MergeCache"):
                 capability = self.gpu.compute_capability
                 limit = merge_problem(manifest.cache, manifest.recipe.cache.build_method(), capability)
                 require_sortable(manifest.cache, limit or why)
             converted.append((kind, graph, model, reasons))
         return converted
-
-    def _to_get_the_plugin(self) -> str:
-        return "--set backend.tensorrt.plugin=auto" if self.options.plugin == "never" else BUILD
-
-    def require_packed(self) -> None:
-        """Check that there is a plugin library, before a build packs the weights that its recipe rounds.
-
-        Raises:
-            EnvironmentProblem: If there is none.
-        """
-        if self.options.plugin == "auto" and self.plugin is None:
-            raise EnvironmentProblem(
-                f"the recipe packs weights, which TensorRT runs by kvexport's plugin: {why_no_library()[0]}",
-                f"{BUILD}; or --set backend.tensorrt.plugin=never, where TensorRT dequantizes int4 in groups of 64 or "
-                "128",
-            )
 
     def _build(
         self,

@@ -2,8 +2,8 @@
 
 The parser distinguishes functions only by name, so the first of several overloads would replace all others. It also
 fixes every shape before it knows a value. The conversion therefore removes the functions of nodes that a plugin
-supports, and inlines all other functions. Linear nodes without packed weights are inlined, because TensorRT fuses
-matrix products of floats with their neighbours itself.
+supports, and inlines all other functions. Linear nodes are inlined, because TensorRT fuses matrix products with the
+nodes that dequantize their weights, and with their neighbours, itself.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kvexport.backends.tensorrt.packed import EXPERTS, LINEAR, add_byte_fields, as_bytes, is_packed
-from kvexport.backends.tensorrt.plugin import CACHE_OPERATORS, NAMESPACE, OPERATORS, STATEFUL
+from kvexport.backends.tensorrt.plugin import CACHE_OPERATORS, NAMESPACE, OPERATORS
 from kvexport.backends.tensorrt.weights import with_typed_weights
 from kvexport.errors import KvexportError
 
 if TYPE_CHECKING:
     import onnx
 
-# The name of a field of the plugins in STATEFUL (plugins/bindings/tensorrt/tensors.h).
+# The name of a field of every plugin (plugins/bindings/tensorrt/tensors.h).
 ALIAS_STATE = "alias_state"
 # The beginning of the name of the function of equal KV heads that MergeCache's functions call, and values in it: the
 # evicted rows, and their largest number, which is capacity - budget.
 HEADS_MERGE = "HeadsMergeCache_"
 EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
+# Operators that TensorRT cannot run: it has no scatter that adds, and would run a recurrence token by token.
+ONNX_RUNTIME = "--backend onnxruntime --device cuda"
+REFUSED = {"Experts": "a mixture of experts", "LinearAttention": "layers with recurrent states"}
 
 
 def for_tensorrt(
@@ -35,7 +37,7 @@ def for_tensorrt(
     Args:
         model: The ONNX graph.
         refusal: A function that returns why the plugin does not support a node, or None if it does. Either all nodes of
-            an operator become plugins or none; of Linear, all nodes with packed weights or none.
+            an operator become plugins or none.
         alias_state: Whether plugins declare that past and present of a state tensor are one buffer. TensorRT then
             requires its preview feature ALIASED_PLUGIN_IO_10_03.
 
@@ -47,8 +49,7 @@ def for_tensorrt(
 
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    tensors = {tensor.name: tensor for tensor in copy.graph.initializer}
-    plugins = {i: _plugin_node(node, tensors) for i, node in enumerate(copy.graph.node) if _is_own(node)}
+    plugins = {i: _plugin_node(node) for i, node in enumerate(copy.graph.node) if _is_own(node)}
     whys: dict[str, str] = {}
     for node in plugins.values():
         whys[node.op_type] = whys.get(node.op_type) or refusal(node) or ""
@@ -61,12 +62,9 @@ def for_tensorrt(
     for i, node in plugins.items():
         if whys[node.op_type]:
             continue
-        if node.op_type in STATEFUL:
-            node.attribute.append(onnx.helper.make_attribute(ALIAS_STATE, int(alias_state)))
-        else:
-            as_bytes(node, tensors)
+        node.attribute.append(onnx.helper.make_attribute(ALIAS_STATE, int(alias_state)))
         copy.graph.node[i].CopyFrom(node)
-    # A node keeps its overload until now: another Linear node may have the function without an overload.
+    # A node keeps its overload until now: another node may have the function without an overload.
     seen = inliner.inline_local_functions(copy)
     for node in seen.graph.node:
         if node.domain == NAMESPACE:
@@ -75,25 +73,16 @@ def for_tensorrt(
 
 
 def _is_own(node: onnx.NodeProto) -> bool:
-    if node.domain != NAMESPACE or node.op_type not in OPERATORS:
-        return False
-    return node.op_type != LINEAR or is_packed(node)
+    return node.domain == NAMESPACE and node.op_type in OPERATORS
 
 
-def _plugin_node(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> onnx.NodeProto:
-    """Return a node as the plugin of its operator would run it.
-
-    Args:
-        node: The node.
-        tensors: The graph's initializers by their names.
-    """
+def _plugin_node(node: onnx.NodeProto) -> onnx.NodeProto:
+    """Return a node as the plugin of its operator would run it."""
     import onnx
 
     plugin = onnx.NodeProto()
     plugin.CopyFrom(node)
     plugin.input[:] = [name for name in node.input if name]  # only the last input, the sink logits, may be left out
-    if node.op_type in (LINEAR, EXPERTS):
-        add_byte_fields(plugin, tensors)
     return plugin
 
 
@@ -134,12 +123,15 @@ def plugin_refusal(reason: str) -> Callable[[onnx.NodeProto], str]:
     return lambda _: reason
 
 
+def refused_operator(op_type: str) -> tuple[str, str]:
+    """Return the text of the error that TensorRT cannot run an operator of REFUSED, and the backend that can."""
+    return f"the model has {REFUSED[op_type]}, which TensorRT does not run", ONNX_RUNTIME
+
+
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:
     """Return by operator how TensorRT runs it, for the manifest.
 
-    MergeCache is None if the artifact merges nothing. Experts, LinearAttention and Linear with packed weights are left
-    out if it has no such node.
+    MergeCache is None if the artifact merges nothing.
     """
-    named = [name for name in OPERATORS if name in {*CACHE_OPERATORS, *whys}]
-    result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in named}
+    result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in CACHE_OPERATORS}
     return result if has_merge else {**result, "MergeCache": None}

@@ -27,11 +27,8 @@ def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
     """
     plugins = {operator for operator, how in manifest.operators.items() if how == "plugin"}
     cache = {past for past, _, layer, _ in manifest.cache.state_names() if not isinstance(layer, LayerStates)}
-    recurrent = {past for past, *_, kind in manifest.cache.state_names() if kind.startswith("recurrent_state")}
-    decoder = [*cache] if "VoteAttention" in plugins else []
-    decoder += [*recurrent] if "LinearAttention" in plugins else []
     return {
-        "decoder": frozenset(decoder),
+        "decoder": frozenset(cache if "VoteAttention" in plugins else ()),
         "merge": frozenset(cache if "MergeCache" in plugins else ()),
     }
 

@@ -1,8 +1,6 @@
 """The shared library of the TensorRT plugins of kvexport's operators.
 
 Without the library, or for a node that it does not support, an engine is built from the ONNX function of the node.
-TensorRT cannot run the function of Experts, because TensorRT has no scatter that adds. Linear is a
-plugin where its weights are packed; otherwise it is matrix products of floats, which TensorRT fuses itself.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ from kvexport.schema.state import STATE_NAMES
 NAME = "libkvexport_tensorrt.so"
 VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
 CACHE_OPERATORS = ("VoteAttention", "MergeCache")
-OPERATORS = (*CACHE_OPERATORS, "Experts", "Linear", "LinearAttention")
-STATEFUL = (*CACHE_OPERATORS, "LinearAttention")
-"""The operators that write a present state, which may be the memory of the past one."""
+OPERATORS = CACHE_OPERATORS
 VERSION = "1"
 NAMESPACE = "kvexport"
 BUILD = (
@@ -56,18 +52,6 @@ def what_building_lacks() -> str | None:
     command = [sys.executable, str(root / "plugins" / "build.py"), "tensorrt", "--check"]
     message = subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip()
     return message.partition(" was not built: ")[2] or None
-
-
-def experts_problem(why: str) -> str:
-    """Return the text of an error that TensorRT cannot run a mixture of experts.
-
-    Args:
-        why: Why the plugin does not run them.
-    """
-    return (
-        "the model has a mixture of experts, which TensorRT runs by kvexport's plugin alone (it has no scatter that "
-        f"adds), and not here: {why}"
-    )
 
 
 def register(trt: Any) -> Path | None:

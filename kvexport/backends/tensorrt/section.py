@@ -18,7 +18,7 @@ class TensorRTSection(RecipeSection):
     plugin: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Use of plugins for kvexport's operators. auto: if the library exists; always; never, when engines "
-        "contain the functions of the ONNX graph. Mixtures of experts and most packed weights need the plugin.",
+        "contain the functions of the ONNX graph.",
     )
     version_compatible: bool = Field(
         False, description="Whether plans also run on later versions of TensorRT, and on the lean runtime."

@@ -1,9 +1,8 @@
-"""The packed weights that TensorRT supports, with kvexport's plugin Linear and without it.
+"""The packed weights that TensorRT dequantizes in a matrix product.
 
-With the plugin these are all weights of matrix products except those with a table of numbers. Without it they are
-signed 4-bit numbers in blocks of 64 or 128 inputs with scales above 0: TensorRT's IDequantizeLayer supports no blocks
-of INT8, no zero points other than 0, and only positive scales (NvInfer.h of 11.1). The block sizes come from TensorRT's
-documentation of quantization schemes. TensorRT's parser has no BitShift, which a packed embedding needs.
+They are signed 4-bit numbers in blocks of 64 or 128 inputs with scales above 0: TensorRT's IDequantizeLayer supports no
+blocks of INT8, no zero points other than 0, and only positive scales (NvInfer.h of 11.1). The block sizes come from
+TensorRT's documentation of quantization schemes. TensorRT's parser has no BitShift, which a packed embedding needs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvexport.backends.tensorrt.plugin import NAMESPACE
-from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
 
 BLOCKS = (64, 128)
 PICKED = "TensorRT does not pick rows of packed weights"
-TABLE = "kvexport's plugin for TensorRT takes no packed weights with a table of numbers"
+TABLE = "TensorRT takes no packed weights with a table of numbers"
 
 
 def problem(dtype: str, group: int, *, has_offset: bool) -> str:
-    """Return why TensorRT cannot dequantize the packed weight of a matrix product without a plugin; "" if it can.
+    """Return why TensorRT cannot dequantize the packed weight of a matrix product; "" if it can.
 
     Args:
         dtype: int4, uint4, int8 or uint8.
@@ -40,17 +39,15 @@ def problem(dtype: str, group: int, *, has_offset: bool) -> str:
     return ""
 
 
-def require_taken(model: onnx.ModelProto, folder: Path, without_plugin: tuple[str, str] | None = None) -> None:
-    """Check that TensorRT can run every packed (quantized) weight of an ONNX graph that no plugin reads.
+def require_taken(model: onnx.ModelProto, folder: Path) -> None:
+    """Check that TensorRT can run every packed (quantized) weight of an ONNX graph.
 
     Args:
         model: The ONNX graph as TensorRT's parser reads it.
         folder: The folder of its external data.
-        without_plugin: Why the plugin does not run Linear, and the fix; None if it does, or if no weight needs it.
 
     Raises:
         UsageError: If TensorRT does not support one of them.
-        EnvironmentProblem: If the plugin would support it.
     """
     import onnx
 
@@ -63,8 +60,7 @@ def require_taken(model: onnx.ModelProto, folder: Path, without_plugin: tuple[st
         for name in node.input[:1]
         if node.domain != NAMESPACE and name in tensors and tensors[name].data_type in packed
     ]
-    # Reasons that no plugin changes come first.
-    for node, weight in sorted(readers, key=lambda reader: reader[0].op_type == "DequantizeLinear"):
+    for node, weight in readers:
         dtype = onnx.TensorProto.DataType.Name(tensors[weight].data_type).lower()
         in_groups = node.op_type == "DequantizeLinear"
         if in_groups:
@@ -78,10 +74,6 @@ def require_taken(model: onnx.ModelProto, folder: Path, without_plugin: tuple[st
         if not why:
             continue
         text = f"{weight} has {dtype} numbers{f' in groups of {group}' if in_groups else ''}: {why}"
-        if in_groups and without_plugin is not None:
-            raise EnvironmentProblem(
-                f"{text}, and kvexport's plugin does not run Linear: {without_plugin[0]}", without_plugin[1]
-            )
         raise UsageError(
             text, "kvexport build --recipe NAME --backend tensorrt, without --from, which keeps such weights in floats"
         )

@@ -71,66 +71,6 @@ struct MergeCacheKernel : kv::MergeCacheNode {
   }
 };
 
-struct LinearKernel : kv::LinearNode {
-  static constexpr const char* kProvider = kv::kDeviceProvider;
-  kv::Streams streams;
-
-  LinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : LinearNode(Ort::ConstKernelInfo(info), cache.type, {true, nullptr}),
-        streams(std::make_shared<kv::Memory>(info)) {
-    kv::require(!gate || !is_rotated(), "Linear: a product that has a gate is not rotated");
-  }
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
-    return kv::status_of([&] {
-      const Ort::KernelContext context(raw);
-      const KvLinear call = this->call(context);
-      size_t bytes = 0;
-      kv::require_success("Linear", kv_cuda_linear_workspace(&call, &bytes));
-      streams.run(context, bytes, [&](KvCuda where) {
-        if (weights_stay()) where.begin = KV_CUDA_EARLY_WEIGHTS;
-        kv::require_success("Linear", kv_cuda_linear(&call, &where));
-      });
-    });
-  }
-};
-
-struct ExpertsKernel : kv::ExpertsNode {
-  static constexpr const char* kProvider = kv::kDeviceProvider;
-  kv::Streams streams;
-
-  ExpertsKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : ExpertsNode(Ort::ConstKernelInfo(info), cache.type, {true, nullptr, true}),
-        streams(std::make_shared<kv::Memory>(info)) {}
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
-    return kv::status_of([&] {
-      const Ort::KernelContext context(raw);
-      const KvExperts call = this->call(context);
-      size_t bytes = 0;
-      kv::require_success("Experts", kv_cuda_experts_workspace(&call, &bytes));
-      streams.run(context, bytes,
-                  [&](const KvCuda& where) { kv::require_success("Experts", kv_cuda_experts(&call, &where)); });
-    });
-  }
-};
-
-struct LinearAttentionKernel : kv::LinearAttentionNode {
-  static constexpr const char* kProvider = kv::kDeviceProvider;
-
-  LinearAttentionKernel(const OrtKernelInfo* info, const kv::CacheType&)
-      : LinearAttentionNode(Ort::ConstKernelInfo(info)) {}
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
-    return kv::status_of([&] {
-      const Ort::KernelContext context(raw);
-      const KvLinearAttention call = this->call(context);
-      const KvCuda where{context.GetGPUComputeStream(), nullptr, 0, nullptr, KV_CUDA_EARLY};
-      kv::require_success("LinearAttention", kv_cuda_linear_attention(&call, &where));
-    });
-  }
-};
-
 }  // namespace
 
 #define KV_EXPORT extern "C" __attribute__((visibility("default")))
@@ -151,14 +91,13 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
                                          {KV_K8V4, i8, u8, KV_FLOAT32, f32},
                                          {KV_K8V4, i8, u8, KV_FLOAT16, f16},
                                          {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}};
-  return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>, kv::ExpertsOp<ExpertsKernel>,
-                                kv::LinearAttentionOp<LinearAttentionKernel>>(options, base, types);
+  return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>>(
+      options, base, types);
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
 // devices that the kernels are compiled for, why they cannot run on this machine, and why no kernel computes
-// VoteAttention, MergeCache or LinearAttention of a layer of these sizes ("" if they can, and if there is a kernel).
+// VoteAttention or MergeCache of a layer of these sizes ("" if they can, and if there is a kernel).
 // capacity, budget: a number for each KV head.
 KV_EXPORT const char* kvexport_schema() { return kv::kSchema; }
 KV_EXPORT const char* kvexport_isa() {
@@ -193,13 +132,5 @@ KV_EXPORT const char* kvexport_merge_problem(int type, int heads, const int* cap
   call.policy.merge = KV_MERGE_ZIP, call.policy.order = KV_ORDER_LEAST_ERROR;
   call.policy.measure = KV_MEASURE_DISTANCE, call.policy.votes_max = 1.0f;
   const char* problem = kv_cuda_merge_cache_problem(&call);
-  return problem ? problem : "";
-}
-
-KV_EXPORT const char* kvexport_recurrence_problem(int heads, int key_size, int value_size) {
-  KvLinearAttention call{};
-  call.batch = call.tokens = 1, call.heads = heads, call.key_heads = 1;
-  call.key_size = key_size, call.value_size = value_size;
-  const char* problem = kv_cuda_linear_attention_problem(&call);
   return problem ? problem : "";
 }

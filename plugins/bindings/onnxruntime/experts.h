@@ -10,7 +10,7 @@ struct ExpertsNode : ExpertsAttributes {
   int type, weights_type = KV_FLOAT32;
   Weight first, down;
 
-  ExpertsNode(const Ort::ConstKernelInfo& info, int type, const Keeping& keeping)
+  ExpertsNode(const Ort::ConstKernelInfo& info, int type, const PanelFunctions& panels)
       : ExpertsAttributes(read_experts(Attributes(info, "Experts"))), type(type) {
     const Attributes node(info, "Experts");
     const size_t expected = 5 + 2 * bias + inputs_after(packed[0]) + inputs_after(packed[1]);
@@ -30,7 +30,7 @@ struct ExpertsNode : ExpertsAttributes {
     };
     const auto read = [&](size_t next, size_t i) {
       if (!packed[i]) plain(next);
-      Weight weight(info, next, node, packed[i], group[i], keeping, i == 0 ? 1 + gate : 1);
+      Weight weight(info, next, node, packed[i], group[i], panels, i == 0 ? 1 + gate : 1);
       if (bias) plain(next + weight.count());
       return weight;
     };

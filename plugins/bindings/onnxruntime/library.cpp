@@ -73,7 +73,7 @@ constexpr kv::PanelFunctions kPanels{kv_cpu_why_no_panels, kv_cpu_panels_bytes, 
 struct LinearKernel : kv::LinearNode {
   static constexpr const char* kProvider = nullptr;
   LinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : LinearNode(Ort::ConstKernelInfo(info), cache.type, {false, &kPanels}) {}
+      : LinearNode(Ort::ConstKernelInfo(info), cache.type, kPanels) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
@@ -87,7 +87,7 @@ struct LinearKernel : kv::LinearNode {
 struct AdaptedLinearKernel : kv::LinearNode {
   static constexpr const char* kProvider = nullptr;
   AdaptedLinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : LinearNode(Ort::ConstKernelInfo(info), cache.type, {false, &kPanels}, true) {}
+      : LinearNode(Ort::ConstKernelInfo(info), cache.type, kPanels, true) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
@@ -102,7 +102,7 @@ struct AdaptedLinearKernel : kv::LinearNode {
 struct ExpertsKernel : kv::ExpertsNode {
   static constexpr const char* kProvider = nullptr;
   ExpertsKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : ExpertsNode(Ort::ConstKernelInfo(info), cache.type, {false, &kPanels}) {}
+      : ExpertsNode(Ort::ConstKernelInfo(info), cache.type, kPanels) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {

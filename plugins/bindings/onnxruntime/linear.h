@@ -17,7 +17,7 @@ struct LinearNode : LinearAttributes {
   std::vector<size_t> adapter_inputs;  // for each weight, the input `first`, which `second` follows; 0 without adapters
   size_t last_inputs = 0;              // the first of the inputs residual, cosine and sine
 
-  LinearNode(const Ort::ConstKernelInfo& info, int type, const Keeping& keeping, bool takes_adapters = false)
+  LinearNode(const Ort::ConstKernelInfo& info, int type, const PanelFunctions& panels, bool takes_adapters = false)
       : LinearAttributes(read_linear(Attributes(info, takes_adapters ? "AdaptedLinear" : "Linear"))), type(type) {
     const Attributes node(info, takes_adapters ? "AdaptedLinear" : "Linear");
     const size_t count = products();
@@ -40,7 +40,7 @@ struct LinearNode : LinearAttributes {
     };
     const auto weight = [&](size_t next, size_t i) {
       if (!packed[i]) plain(next);
-      return Weight(info, next, node, packed[i], group[i], keeping);
+      return Weight(info, next, node, packed[i], group[i], panels);
     };
     if (norm) plain(1);
     size_t next = 1 + norm;
@@ -78,13 +78,6 @@ struct LinearNode : LinearAttributes {
     return type == KV_FLOAT32   ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
            : type == KV_FLOAT16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
                                 : ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
-  }
-
-  // Returns whether no run changes a weight.
-  bool weights_stay() const {
-    for (const Weight& one : weights)
-      if (!one.stays()) return false;
-    return !gate || gate_weight.stays();
   }
 
   void check_shapes(const Shape& input, const Shape& weight, int heads) const {

@@ -34,14 +34,6 @@ struct PanelFunctions {
   void (*repack)(const KvWeight* weight, int64_t outputs, int64_t inputs, void* panels);
 };
 
-// How a provider stores weights. panels: nullptr if it reads packed weights in the layout of artifacts. device_tables:
-// whether its kernels read the table of a weight, which is in the device's memory.
-struct Keeping {
-  bool on_device;
-  const PanelFunctions* panels;
-  bool device_tables = false;
-};
-
 // A tensor that every step reads. If no run changes it and it is in the process's memory, it is copied, when the
 // session is created, to memory that is read fastest.
 struct Streamed {
@@ -49,17 +41,14 @@ struct Streamed {
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   Shape shape;  // empty if it is only known in a run
   std::shared_ptr<const void> copy;
-  bool stays = false;                 // an initializer, which no run changes
   const void* initializer = nullptr;  // data in the process's memory, only while the session is created
   size_t bytes = 0;                   // bytes of the initializer
 
   Streamed() = default;
-  Streamed(const Ort::ConstKernelInfo& info, size_t input, bool on_device)
-      : input(input), type(declared_type(info, input)) {
+  Streamed(const Ort::ConstKernelInfo& info, size_t input) : input(input), type(declared_type(info, input)) {
     int constant = 0;
     const Ort::ConstValue value = info.GetTensorConstantInput(input, &constant);
-    stays = constant != 0;
-    if (!stays || on_device) return;
+    if (!constant) return;
     const Ort::TensorTypeAndShapeInfo value_info = value.GetTensorTypeAndShapeInfo();
     shape = value_info.GetShape();
     initializer = value.GetTensorRawData(), bytes = bytes_of(type, value_info.GetElementCount());
@@ -85,35 +74,30 @@ struct Weight {
   std::string op;
   Streamed integers, scale, offset;
   std::array<int8_t, 16> table{};      // the numbers at the indices of a weight with a table
-  bool table_on_device = false;        // then `offset` is the table
   std::shared_ptr<const void> panels;  // integers, scale and offset of a packed weight that is read in panels
 
   Weight() = default;
   Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group,
-         const Keeping& keeping, int parts = 0)
-      : packed(packed), group(group), parts(parts), op(node.op()), integers(info, input, keeping.on_device) {
-    node.require(!has_table() || keeping.panels || keeping.device_tables,
-                 "input " + std::to_string(input) +
-                     " is a weight with a table of numbers, which only the kernels of "
-                     "the CPU read");
-    read_parts(info, input, node, keeping.on_device);
-    if (packed && keeping.panels) repack(*keeping.panels);
+         const PanelFunctions& panel_functions, int parts = 0)
+      : packed(packed), group(group), parts(parts), op(node.op()), integers(info, input) {
+    read_parts(info, input, node);
+    if (packed) repack(panel_functions);
     for (Streamed* part : {&integers, &scale, &offset})
       if (!panels) part->keep();
   }
 
-  void read_parts(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, bool on_device) {
+  void read_parts(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node) {
     if (!packed) return;
     node.require(bits() != 0, "input " + std::to_string(input) + " is a packed weight, and of no type of 4 or 8 bits");
     node.require(bits() == 8 || group % 2 == 0, "a group of 4-bit weights is odd: " + std::to_string(group));
-    scale = Streamed(info, input + 1, on_device);
+    scale = Streamed(info, input + 1);
     if (packed == kExponents)
       node.require(scale.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8,
                    "input " + std::to_string(input + 1) + " is an exponent, and not uint8");
     else
       require_float(node, scale);
-    if (has_table()) return read_table(info, input, node, on_device);
-    if (packed != kScaled) offset = Streamed(info, input + 2, on_device);
+    if (has_table()) return read_table(info, input, node);
+    if (packed != kScaled) offset = Streamed(info, input + 2);
     if (packed == kWithMinimum) require_float(node, offset);
     if (packed == kWithZero)
       node.require(offset.type == integers.type,
@@ -123,7 +107,7 @@ struct Weight {
       if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
   }
 
-  void read_table(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, bool on_device) {
+  void read_table(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node) {
     const std::string name = "input " + std::to_string(input + 2) + ", the table of a weight, ";
     node.require(integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4,
                  "input " + std::to_string(input) + " is a weight with a table, and not uint4");
@@ -134,11 +118,7 @@ struct Weight {
     node.require(
         shape.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 && shape.GetElementCount() == table.size(),
         name + "has not 16 numbers of int8");
-    table_on_device = on_device;
-    if (on_device)
-      offset = Streamed(info, input + 2, on_device);
-    else
-      memcpy(table.data(), value.GetTensorRawData(), table.size());
+    memcpy(table.data(), value.GetTensorRawData(), table.size());
     const Shape weight = declared_shape(info, input), groups = declared_shape(info, input + 1);
     if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
   }
@@ -169,9 +149,6 @@ struct Weight {
     panels = memory;
   }
 
-  bool stays() const {
-    return integers.stays && (packed == kNotPacked || scale.stays) && (!has_offset() || offset.stays);
-  }
   bool has_offset() const { return packed == kWithZero || packed == kWithMinimum; }
   bool has_table() const { return kv::has_table(packed); }
   size_t count() const { return 1 + inputs_after(packed); }
@@ -201,7 +178,7 @@ struct Weight {
     }
     require_groups(shape, scale.shape_in(context));
     if (has_offset()) require_groups(shape, offset.shape_in(context));
-    const void* const third = has_offset() || table_on_device ? offset.data(context) : nullptr;
+    const void* const third = has_offset() ? offset.data(context) : nullptr;
     return view(integers.data(context), scale.data(context), third);
   }
 
@@ -213,7 +190,7 @@ struct Weight {
     call.is_signed =
         integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4 || integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
     call.scale_type = packed == kExponents ? KV_EXPONENTS : kernel_type(scale), call.scale = scales;
-    if (has_table()) call.table = table_on_device ? static_cast<const int8_t*>(offsets) : table.data();
+    if (has_table()) call.table = table.data();
     if (packed == kWithZero) call.zero = offsets;
     if (packed == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = offsets;
     return call;

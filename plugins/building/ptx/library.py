@@ -34,9 +34,7 @@ DAY = 86400.0
 SAMPLE = re.compile(
     r"Rank|Choose|FormSets|Order|Place|DecodeSums|(Append|Attended|MergeRows|PrefillScores|Turn)<(float|Half)>"
     r"|Nearest<float, \w+>|NearestMma<Half, \w+, \d>|Decode<float, [148]>|DecodeMma<Half, 128>|Prefill<float, 1>"
-    r"|PrefillMma(Scores)?<Half, 64>|LinearCores<float, 8>"
-    r"|LinearMma<(Half, 4|BFloat, 8), 1>|LinearMma<Half, 4, 4>|LinearRows<(Half|float)>"
-    r"|Recurrence<128>|Route|Combine|ExpertsProduct<Packed<4, 32>, [18]>|ExpertsMma<Half, 4>"
+    r"|PrefillMma(Scores)?<Half, 64>"
     r"|AppendQuantized|DecodeQuantized<\d, \d, 128>|Prefill<Quantized, 1>|PrefillScores<Quantized>"
 )
 

@@ -50,7 +50,6 @@ struct Memory {
   uint64_t recent_page[64];
   Cell* recent[64] = {};
   Range shared, own;
-  std::vector<Range> constant;  // memory that no launch writes
   bool late_copies = false;
   uint32_t phase = 0, block_began = 0, launch_began = 0;
   size_t acquired = 0;  // how many acquisitions count for the whole block
@@ -87,17 +86,10 @@ void aligned(uint64_t at, int bytes, int site) {
   if (at % bytes) report(site, "%d bytes at an address that is no multiple of that", bytes);
 }
 
-bool is_constant(uint64_t at, int bytes) {
-  for (const Range& range : memory().constant)
-    if (range.contains(at) && range.contains(at + bytes - 1)) return true;
-  return false;
-}
-
 // Reports an access to global memory before the wait for earlier launches.
 enum Access { kReads, kWrites };
 void after_earlier(uint64_t at, int bytes, int site, Access access) {
   if (thread().waited || is_shared(at) || memory().own.contains(at)) return;
-  if (access == kReads && is_constant(at, bytes)) return;
   report(site, "%s global bytes before it has waited for earlier launches", access == kReads ? "reads" : "writes");
 }
 
@@ -290,11 +282,3 @@ void copy_wait(int pending) {
 
 }  // namespace ptx
 }  // namespace kv
-
-// For tests: declares more bytes that no launch writes; with 0 bytes it forgets all of them.
-extern "C" void kv_ptx_constant(const void* begin, size_t bytes) {
-  std::vector<kv::ptx::Range>& known = kv::ptx::memory().constant;
-  const uint64_t at = reinterpret_cast<uint64_t>(begin);
-  if (bytes == 0) return known.clear();
-  known.push_back({at, at + bytes});
-}

@@ -103,53 +103,6 @@ def test_malformed_nodes_are_refused_as_on_the_cpu_and_in_place_has_the_same_bit
 
 
 @needs_binding
-def test_linear_computes_and_refuses_as_on_the_cpu(on_the_binding: None) -> None:
-    from tests.ops import test_linear as plain
-    from tests.ops import test_linear_packed as packed
-
-    for steps in packed.STEPS:
-        for dtype in ("float16", "float32"):
-            packed.test_packed_weights_take_every_step(steps, dtype, True, False)
-    plain.test_no_rows_give_no_rows()
-    plain.test_tensors_that_do_not_fit_are_refused_by_the_run()
-    plain.test_products_of_one_input_that_do_not_fit_are_refused_by_the_run()
-    packed.test_numbers_that_are_not_finite_stay_in_their_row()
-    turned = plain.Form(gate=1, output_heads=(2,), rotated=(1,))
-    with pytest.raises(Exception, match="a product that has a gate is not rotated"):
-        plain.session(plain.model_of(turned, "float32", ["B", "T", 8], [4, 8], False), True)
-
-
-@needs_binding
-def test_launches_begin_early_and_read_weights_that_stay_first(on_the_binding: None) -> None:
-    """A launch reads a weight before earlier launches end only if the weight is an initializer, which stays constant.
-
-    An input of the run may have been written by the launch before.
-    """
-    from tests.conformance.cuda_library import EARLY, EARLY_WEIGHTS, HOST
-    from tests.conformance.cuda_library import load as library
-    from tests.ops import test_linear as plain
-    from tests.ops import test_linear_packed as packed
-
-    def began(onnx_model: onnx.ModelProto, **feed: np.ndarray[Any, Any]) -> int:
-        plain.session(onnx_model, True).run(None, feed)
-        return int(library(HOST).kv_host_began())
-
-    x, weight = np.ones((1, 2, 32), np.float16), np.ones((8, 32), np.float16)
-    onnx_model = plain.model_of(plain.Form(), "float16", ["B", "T", 32], [8, 32], False)
-    assert began(onnx_model, input=x, weight0=weight) == EARLY
-    onnx_model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight0"))
-    del onnx_model.graph.input[1]
-    assert began(onnx_model, input=x) == EARLY_WEIGHTS
-    packing = packed.FORMATS[0]
-    tensors, _ = packed.packed_weight(np.random.default_rng(0), packing, "weight0", 8, 32)
-    onnx_model = packed.model_of(packed.form_of(packing), "float16", {"input": ["B", "T", 32]}, tensors)
-    assert began(onnx_model, input=x) == EARLY_WEIGHTS
-    scale = onnx_model.graph.initializer.pop()
-    onnx_model.graph.input.append(onnx.helper.make_tensor_value_info(scale.name, scale.data_type, scale.dims))
-    assert began(onnx_model, input=x, **{scale.name: onnx.numpy_helper.to_array(scale)}) == EARLY
-
-
-@needs_binding
 def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
     from kvexport.methods.slots import Statistic
     from kvexport.ops.vote_attention import VoteAttentionAttributes

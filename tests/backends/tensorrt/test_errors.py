@@ -154,7 +154,7 @@ def test_a_jetson_with_less_memory_than_an_engine_and_its_plan_is_refused(
         ("no library at all", "TensorRT refused it"),
         (
             "plugins\nVoteAttention 1\nMergeCache 1\n",
-            "it has no Experts",
+            "it has no MergeCache",
         ),
         (
             "plugins\nVoteAttention 2\nMergeCache 2\n",

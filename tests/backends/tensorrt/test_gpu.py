@@ -14,19 +14,13 @@ import numpy as np
 import pytest
 
 from kvexport.methods.slots import Statistic
-from kvexport.ops.linear_attention import UpdateRule
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make
 from tests.backends.tensorrt.test_head_plugins import MERGED, hold_attention_of_heads, hold_merges_of_heads
-from tests.backends.tensorrt.test_model_plugins import ROUTES, SIZES, experts_through, recurrence_through
 from tests.backends.tensorrt.test_plugins import hold_attention, hold_merges
 from tests.conformance.cases import PROFILES, MergeProfile, Profile
 from tests.conformance.cuda_library import DEVICE, Cuda, DeviceMemory, HostMemory, load, vote_attention_call
 from tests.conformance.cuda_library import Caller as DirectCaller
-from tests.conformance.cuda_recurrence import RULES, recurrence
-from tests.conformance.test_experts import FORMS, PACKINGS, difference
-from tests.conformance.test_experts_on_host import TOLERANCE, of_packed
-from tests.conformance.test_recurrence_on_host import check
 from tests.support.tensorrt_harness import FIELDS, Caller, Harness, what_is_missing
 
 QUERY_HEADS, HEADS, SIZE = 32, 8, 128
@@ -74,21 +68,6 @@ def test_attention_of_heads_on_a_gpu(callers: tuple[Caller, DirectCaller], profi
 @pytest.mark.parametrize("profile", MERGED, ids=lambda profile: profile.name)
 def test_merges_of_heads_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: MergeProfile, in_place: bool) -> None:
     hold_merges_of_heads(*callers, profile, in_place)
-
-
-def test_experts_on_a_gpu(callers: tuple[Caller, DirectCaller]) -> None:
-    for packing in PACKINGS:
-        for route in ROUTES:
-            one = of_packed(FORMS[6], packing, "float16", *route)
-            assert difference(experts_through(callers[0], one), one.form, one.tensors) < TOLERANCE["float16"]
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("rule", RULES)
-def test_linear_attention_on_a_gpu(callers: tuple[Caller, DirectCaller], rule: UpdateRule, in_place: bool) -> None:
-    for sizes in SIZES:
-        one = recurrence(rule, sizes)
-        check(one, recurrence_through(callers[0], one, in_place=in_place))
 
 
 def test_both_calls_that_are_timed_do_the_same() -> None:

@@ -1,6 +1,6 @@
-"""A hybrid decoder with experts (Qwen3-Next) on TensorRT, on fakes of TensorRT and CUDA.
+"""Decoders with layers that keep another state than a KV cache, on TensorRT, on fakes of TensorRT and CUDA.
 
-It has every operator that has a plugin except products with packed weights, and convolutions, which no plugin computes.
+TensorRT runs convolutions, which no plugin computes. Experts and recurrent states are refused by name.
 """
 
 from __future__ import annotations
@@ -14,74 +14,45 @@ from typer.testing import CliRunner
 
 import kvexport
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends import gpu_limits
-from kvexport.backends.tensorrt.graphs import for_tensorrt, plugin_refusal
-from kvexport.backends.tensorrt.plugin import OPERATORS, STATEFUL
+from kvexport.backends.tensorrt.graphs import for_tensorrt
 from kvexport.commands.app import app
-from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.errors import UsageError
 from kvexport.export.build import build, read_model
 from kvexport.validate.runner import validate_artifact
 from tests.backends.tensorrt.test_build import Runner
 from tests.support import fake_tensorrt, models
 from tests.support.hybrids import CONFIGS
 from tests.support.tensorrt_artifacts import engines
-from tests.support.tensorrt_walk import attribute, graphs, problems
+from tests.support.tensorrt_walk import graphs, problems
 
 CACHE = {"method": "keepkv", "budget": 24, "sinks": 2, "recent": 4, "merge_every": 8}
-PLUGINS = [name for name in OPERATORS if name != "Linear"]  # no weight is packed
+PLUGINS = {"VoteAttention": "plugin", "MergeCache": "plugin"}
+REFUSED = [("qwen3_next", "a mixture of experts"), ("qwen3_5_text", "layers with recurrent states")]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_checkpoint(tmp_path_factory.mktemp("hybrid") / "checkpoint", CONFIGS["qwen3_next"]())
-
-
-@pytest.fixture(scope="module")
-def hybrid(checkpoint: Path) -> Path:
+def recipe_of(folder: Path, kind: str) -> Any:
+    checkpoint = models.save_checkpoint(folder / "checkpoint", CONFIGS[kind]())
     export = {"logits": "all", "prefill_chunk": 8}
-    recipe = models.make_recipe(checkpoint, cache=CACHE, export=export, limits={"max_length": 160})
-    return build(recipe, checkpoint.parent / "artifact")
+    return models.make_recipe(checkpoint, cache=CACHE, export=export, limits={"max_length": 160})
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    return build(recipe_of(folder, "lfm2"), folder / "artifact")
 
 
 def test_every_node_is_one_that_tensorrt_takes(hybrid: Path) -> None:
-    """A hybrid's graphs for TensorRT have only operators that TensorRT supports, and nodes of kvexport's plugins.
-
-    Without plugins, TensorRT could run LinearAttention's function (a Scan), but not the function of Experts.
-    """
-    for kind, model in graphs(hybrid).items():
+    for model in graphs(hybrid).values():
         seen, whys = for_tensorrt(model, lambda _: None)
         assert not list(problems(seen)) and not seen.functions
-        own = [node for node in seen.graph.node if node.domain == "kvexport"]
-        assert {node.op_type for node in own} == whys.keys() and set(whys.values()) <= {""}
-        for node in own:
-            assert (attribute(node, "alias_state") is not None) == (node.op_type in STATEFUL)
-            assert "" not in node.input
-        written, _ = for_tensorrt(model, plugin_refusal("off"))
-        reasons = list(problems(written))
-        assert all("ScatterND" in reason and "reduction" in reason for reason in reasons)
-        assert bool(reasons) == (kind == "decoder")
+        assert {node.op_type for node in seen.graph.node if node.domain == "kvexport"} == whys.keys()
 
 
-def test_a_recurrent_state_goes_through_one_plugin_from_input_to_output(hybrid: Path) -> None:
-    """Therefore its present may have the address of its past; that of a convolution is copied."""
-    seen, _ = for_tensorrt(graphs(hybrid)["decoder"], lambda _: None)
-    states = [value.name for value in seen.graph.input if value.name.endswith("recurrent_state")]
-    for past in states:
-        (reader,) = [node for node in seen.graph.node if past in node.input]
-        assert reader.op_type == "LinearAttention" and past == reader.input[3]
-        assert reader.output[1] == past.replace("past_key_values", "present")
-    assert len(states) == 2
-
-
-@pytest.mark.parametrize("function", ["", "LinearAttention"])
-def test_engines_compute_what_onnx_runtime_does(
-    hybrid: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    """Ragged prompts, steps, an idle lane and merges, where the plugin takes LinearAttention and where it does not."""
-    monkeypatch.setattr(fake_tensorrt.IPluginCreatorV3One, "refused", function)
+def test_engines_compute_what_onnx_runtime_does(hybrid: Path, tmp_path: Path, plugins: Path) -> None:
+    """Ragged prompts, steps, an idle lane and merges."""
     artifact = engines(hybrid, tmp_path / "a")
-    operators = {name: "function" if name == function else "plugin" for name in PLUGINS}
-    assert load_manifest(artifact).operators == operators
+    assert load_manifest(artifact).operators == PLUGINS
     states = [kvexport.load(path).new_state(3) for path in (artifact, hybrid)]
     ids = np.random.default_rng(0).integers(0, 100, (3, 8))
     calls = [(ids, [8, 3, 0]), (ids[:, :1], [1, 0, 1]), *[(ids, [8, 8, 8])] * 2, (ids[:, :1], [1, 1, 1])]
@@ -95,17 +66,7 @@ def test_engines_compute_what_onnx_runtime_does(
     for name, array in expected_state.items():
         np.testing.assert_allclose(actual_state[name], array, atol=1e-4, err_msg=name)
     # The present tensors that have memory of their own, from which they are copied after a call.
-    kept = {name.rsplit(".", 1)[1] for name, _ in states[0].names if name in states[0].spare._layout}
-    assert kept == {"conv_state", *(["recurrent_state"] if function else [])}
-
-
-def test_a_state_that_the_kernels_do_not_take_is_updated_by_the_function(
-    hybrid: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_limits, "MOST_KEYS", 15)
-    manifest = load_manifest(engines(hybrid, tmp_path / "a"))
-    why = "layer 0 has keys of 16 numbers, and the kernels take 15"
-    assert manifest.engines["tensorrt"]["functions"] == {"LinearAttention": why}
+    assert {name.rsplit(".", 1)[1] for name, _ in states[0].names if name in states[0].spare._layout} == {"conv_state"}
 
 
 def test_a_lane_is_saved_and_restored(hybrid: Path, tmp_path: Path, plugins: Path) -> None:
@@ -113,7 +74,7 @@ def test_a_lane_is_saved_and_restored(hybrid: Path, tmp_path: Path, plugins: Pat
     ids = np.random.default_rng(1).integers(0, 100, (2, 8))
     state.decode(ids, np.array([[8], [5]]))
     saved = state.read(0)
-    assert {name.rsplit(".", 1)[1] for name in saved} >= {"conv_state", "recurrent_state", "key"}
+    assert {name.rsplit(".", 1)[1] for name in saved} >= {"conv_state", "key"}
     state.write(1, saved, 8)
     logits = state.decode(ids[[0, 0], :1], np.array([[1], [1]]))
     assert np.array_equal(logits[0], logits[1])
@@ -127,33 +88,22 @@ def test_engines_are_validated_as_sessions_are(
     monkeypatch.setattr(trt, "TrtRunner", Runner)
     result = validate_artifact(engines(hybrid, tmp_path / "a"), length=30, batch=1)
     assert result.passed, result.problem
-    assert result.operators == dict.fromkeys(PLUGINS, "plugin")
+    assert result.operators == PLUGINS
 
 
-def test_experts_without_the_plugin_are_refused_by_name(hybrid: Path, tmp_path: Path, gpu: Any) -> None:
-    with pytest.raises(EnvironmentProblem, match="switched off by KVEXPORT_TENSORRT_PLUGIN") as refused:
-        engines(hybrid, tmp_path / "a")
-    assert "mixture of experts, which TensorRT runs by kvexport's plugin alone" in refused.value.problem
-    assert "plugins/build.py tensorrt" in refused.value.fix
+@pytest.mark.parametrize(("kind", "what"), REFUSED)
+def test_what_tensorrt_does_not_run_is_refused_before_a_weight_is_read(kind: str, what: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, kind)
+    with pytest.raises(UsageError, match=f"the model has {what}, which TensorRT does not run") as refused:
+        read_model(type(recipe).model_validate(recipe.model_dump() | {"backend": {"name": "tensorrt"}}))
+    assert refused.value.fix == "--backend onnxruntime --device cuda"
+
+
+@pytest.mark.parametrize(("kind", "what"), REFUSED)
+def test_an_artifact_of_them_is_refused(kind: str, what: str, tmp_path: Path, plugins: Path) -> None:
+    artifact = build(recipe_of(tmp_path, kind), tmp_path / "artifact")
+    command = ["build", "--from", str(artifact), "--backend", "tensorrt", "--out", str(tmp_path / "a")]
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == UsageError.exit_code and "which TensorRT does not run" in ran.stderr
+    assert "--backend onnxruntime --device cuda" in ran.stderr
     assert not (tmp_path / "a").exists() and not fake_tensorrt.IBuilderConfig.seen
-
-
-def test_experts_that_the_plugin_does_not_take_are_refused_by_name(
-    hybrid: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fake_tensorrt.IPluginCreatorV3One, "refused", "Experts")
-    ran = CliRunner().invoke(
-        app, ["build", "--from", str(hybrid), "--backend", "tensorrt", "--out", str(tmp_path / "a")]
-    )
-    assert ran.exit_code == EnvironmentProblem.exit_code
-    assert "mixture of experts" in ran.stderr and "the plugin does not take node" in ran.stderr
-
-
-def test_a_recipe_that_leaves_the_plugin_out_is_refused_before_a_weight_is_read(checkpoint: Path) -> None:
-    recipe = models.make_recipe(checkpoint, cache=CACHE, limits={"max_length": 160})
-    fields = recipe.model_dump() | {"backend": {"name": "tensorrt", "tensorrt": {"plugin": "never"}}}
-    with pytest.raises(UsageError, match=r"backend\.tensorrt\.plugin is never") as refused:
-        read_model(type(recipe).model_validate(fields))
-    assert refused.value.fix == "--set backend.tensorrt.plugin=auto"
-    fields["backend"]["tensorrt"]["plugin"] = "auto"
-    assert read_model(type(recipe).model_validate(fields)).plan.states

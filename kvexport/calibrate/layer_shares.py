@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import LayerCache
+from kvexport.cache import LayerCache, resized
 from kvexport.cache_planning import plan_cache
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
@@ -195,18 +195,19 @@ def _merge(lanes: Lanes, lane: int, i: int, layer: LayerCache, method: Method) -
     import torch
 
     from kvexport.export.graph.graphs import merge_attributes
-    from kvexport.ops.merge_cache import merge_cache
+    from kvexport.ops.layer_state import layer_merge_cache
 
     state = lanes.read(lane, [tensor.past(i) for tensor in layer.state])
-    if state[layer.state[2].past(i)].shape[-1] <= layer.budget:
+    used = (len(state[layer.state[2].past(i)]) // layer.kv_heads,) * layer.kv_heads
+    if used[0] <= layer.budget[0]:
         return
     before = [torch.from_numpy(state[tensor.past(i)])[None] for tensor in layer.state]
     with torch.inference_mode():
-        merged = merge_cache(*before, attributes=merge_attributes(layer, method))
+        merged = layer_merge_cache(*before, attributes=merge_attributes(layer, method))
     kept = {}
     for tensor, x in zip(layer.state, merged, strict=True):
-        axis = tensor.slot_axis
-        kept[tensor.past(i)] = (x if axis is None else x.narrow(axis, 0, layer.budget))[0].contiguous().numpy()
+        axis, array = tensor.slot_axis, x.numpy()
+        kept[tensor.past(i)] = (array if axis is None else resized(array, axis, used, layer.budget))[0]
     lanes.write(lane, kept)
 
 

@@ -38,7 +38,7 @@ def test_a_layers_loss_is_that_of_an_engine_in_which_it_alone_is_compressed(tmp_
     sample = Sample(ids, len(ids), counted, {})
     whole = engine_of(tmp_path / "whole", f"cache.budget={LENGTH}")
     alone = engine_of(tmp_path / "alone", f"cache.budget={(LENGTH + 24) // 2}", "cache.allocation.whole=[0]")
-    assert [layer.budget for layer in alone.plan.caches] == [LENGTH, 24]
+    assert [layer.budget[0] for layer in alone.plan.caches] == [LENGTH, 24]
     progress: list[int] = []
     losses = text_losses(whole, ids, counted, alone.plan.caches, progress.append)
     kept, compressed = (log_softmax(counted_logits(engine, [sample])[0]) for engine in (whole, alone))

@@ -62,8 +62,8 @@ def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_
     """Kernels compile within their recorded resources.
 
     They are compiled again only after a change of their sources. `make test-kernels` has compiled them for one
-    capability, because other tests run their PTX on the host (tests/conformance/test_ptx.py). By default the same PTX is assembled
-    for the other one.
+    capability, because other tests run their PTX on the host (tests/conformance/test_ptx.py). By default the same PTX
+    is assembled for the other one.
     """
     if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
         pytest.skip("not reached: there is no nvcc on this machine")

@@ -52,14 +52,14 @@ def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Pat
     assert list(merge._pools.values()) == [1000000]
     assert [(feature.name, on) for feature, on in merge._previews.items()] == [("ALIASED_PLUGIN_IO_10_03", True)]
     shapes = profiles_in(artifact / "merge.plan")
-    assert [p["past_key_values.1.votes"] for p in shapes] == [[[1, 2, 48], [1, 2, 48], [4, 2, 48]]]
+    assert [p["past_key_values.1.votes"] for p in shapes] == [[[1, 96], [1, 96], [4, 96]]]
     decode, prefill, single = profiles_in(artifact / "decoder.plan")
     assert single["input_ids"] == [[1, 1]] * 3
     assert decode["input_ids"] == [[1, 1], [4, 1], [4, 1]]
     assert prefill["input_ids"] == [[1, 1], [4, 16], [4, 16]]
     assert profiles_in(artifact / "top_logits.plan") == [{"logits": [[1, 1, 64], [4, 1, 64], [4, 1, 64]]}]
     assert decode["past_length"] == prefill["query_length"] == [[1, 1], [4, 1], [4, 1]]
-    assert decode["past_key_values.0.key"] == [[1, 2, 48, 8], [4, 2, 48, 8], [4, 2, 48, 8]]
+    assert decode["past_key_values.0.key"] == [[1, 96, 8], [4, 96, 8], [4, 96, 8]]
 
 
 @pytest.mark.parametrize("alias_state", [False, True])
@@ -140,9 +140,9 @@ def test_the_plugin_gets_the_fields_that_the_parser_would_pass(
     fields = fake_tensorrt.IPluginCreatorV3One.fields  # the fields of the last layer's merge
     assert fields.keys() == {
         attribute.name for attribute in MERGE_CACHE.attributes if "rotary" not in attribute.name
-    } - {"inverse_frequencies", "cache_positions", "value_prefix", *(attribute.name for attribute in FIT)}
+    } - {"capacity", "inverse_frequencies", "cache_positions", "value_prefix", *(attribute.name for attribute in FIT)}
     assert fields["merge"] == ("CHAR", list(b"zip"))
-    assert fields["budget"] == ("INT32", [32])
+    assert fields["budget"] == ("INT32", [32, 32])
     assert fields["threshold"][0] == "FLOAT32"
     assert not {"plugin_version", "plugin_namespace"} & fields.keys()
 

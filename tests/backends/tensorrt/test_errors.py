@@ -153,7 +153,7 @@ def test_a_jetson_with_less_memory_than_an_engine_and_its_plan_is_refused(
         (None, "is no file"),
         ("no library at all", "TensorRT refused it"),
         (
-            "plugins\nVoteAttention 1\nMergeCache 1\n",
+            "plugins\nVoteAttention 1\n",
             "it has no MergeCache",
         ),
         (

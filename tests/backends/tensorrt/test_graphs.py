@@ -18,6 +18,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.graphs import (
     ALIAS_STATE,
     EVICTED,
+    HEADS_MERGE,
     MOST_EVICTED,
     for_tensorrt,
     plugin_refusal,
@@ -98,7 +99,7 @@ def test_the_graph_given_is_left_as_it_was(tiny_artifact: Path) -> None:
 
 
 def test_static_rows_read_no_votes(tiny_artifact: Path) -> None:
-    function = next(f for f in graphs(tiny_artifact)["merge"].functions if f.name == "MergeCache")
+    function = next(f for f in graphs(tiny_artifact)["merge"].functions if f.name.startswith(HEADS_MERGE))
     fixed = with_static_rows(function)
     (evicted,) = [node for node in fixed.node if EVICTED in node.output]
     assert list(evicted.input) == [MOST_EVICTED]
@@ -123,10 +124,10 @@ def test_static_rows_mean_the_same(tiny_artifact: Path, used: int) -> None:
     feed = {}
     for name, _, layer, kind in state.state_names():
         shape = layer.shapes(2)[kind]
-        held = np.zeros((2, 1, layer.capacity), dtype=bool)
-        held[0, :, :used], held[1, :, : used // 2] = True, True
+        place = np.concatenate([np.arange(slots) for slots in layer.capacity])
+        held = place < np.array([[used], [used // 2]])
         if kind == "position":
-            array = np.broadcast_to(np.arange(layer.capacity), shape) * held
+            array = np.broadcast_to(place, shape) * held
         elif kind == "votes":
             array = rng.uniform(0.5, 3.0, shape) * held
         else:
@@ -140,7 +141,7 @@ def test_static_rows_mean_the_same(tiny_artifact: Path, used: int) -> None:
         used_slots = one[f"{name.rsplit('.', 1)[0]}.votes"] > 0
         assert used_slots.sum() == 2 * (min(used, 32) + used // 2)
         if name.endswith(".score"):
-            used_slots = np.broadcast_to(used_slots[:, :, None], array.shape)
+            used_slots = np.broadcast_to(used_slots[:, None], array.shape)
         assert np.array_equal(array[used_slots], other[name][used_slots]), name
         if name.endswith(".votes"):
             assert np.array_equal(array, other[name])

@@ -195,11 +195,14 @@ def _cut(
 ) -> dict[str, NDArray[Any]]:
     """Return a layer's KV-cache tensors with only the first slots (sinks) and the latest ones."""
     results: dict[str, NDArray[Any]] = {}
+    heads = plan.caches[layer].kv_heads  # of one capacity, because the layer evicts nothing
     for tensor in plan.caches[layer].state:
-        array = state[tensor.past(layer)]
-        axis = 2 if tensor.name == "score" else 1  # the state has no batch dimension here
-        slots = array.shape[axis]
-        results[tensor.past(layer)] = array.take([*range(sinks), *range(max(sinks, slots - late), slots)], axis)
+        array, axis = state[tensor.past(layer)], tensor.slot_axis
+        if axis is not None:
+            slots = array.shape[axis - 1] // heads  # the state has no batch dimension here
+            kept = np.array([*range(sinks), *range(max(sinks, slots - late), slots)])
+            array = array.take((slots * np.arange(heads)[:, None] + kept).ravel(), axis - 1)
+        results[tensor.past(layer)] = array
     return results
 
 

@@ -32,11 +32,11 @@ GROUPS, FLOATS, ROUNDING, DOT, PACKED, AMX = (
 )
 LINEAR, PRODUCTS = "cpu/linear/linear.cpp", "cpu/linear/panel_products.cpp"
 LOW_RANK = "cpu/linear/low_rank.h"
-SMALL, ROWS, ATTENTION, DECODE, PREFILL, MERGE = (
+QUANTIZED, ROWS, ATTENTION, DECODE, PREFILL, MERGE = (
     f"cpu/{name}"
     for name in (
-        "core/small.h",
-        "attention/small.h",
+        "core/quantized.h",
+        "attention/quantized.h",
         "attention/attention.h",
         "attention/decode.h",
         "attention/prefill.h",
@@ -156,21 +156,23 @@ MUTANTS = (
     ),
     Mutant("new tokens have the scales of the first head", ATTENTION, "new_scales.key + index * t,", "new_scales.key,"),
     Mutant("new rows are not rotated", ROWS, "hadamard(wide, size);", ""),
-    Mutant("the output is not rotated back", ROWS, "hadamard(from, a.value_size);", ""),
+    Mutant("the output is not rotated back", ROWS, "hadamard(from, call.value_size);", ""),
     Mutant(
         "numbers are cut off, not rounded",
-        SMALL,
+        QUANTIZED,
         "static_cast<int>(x + 12582912.0f - 12582912.0f)",
         "static_cast<int>(x)",
     ),
     Mutant(
         "keys have the values' scales, decode",
         DECODE,
-        "this->scales_of(x, x.key_scale, from",
-        "this->scales_of(x, x.value_scale, from",
+        "this->scales_of(head, head.key_scale, from",
+        "this->scales_of(head, head.value_scale, from",
     ),
     Mutant("values have the keys' scales, prefill", PREFILL, "value_scale[c], dv,", "key_scale[c], dv,"),
-    Mutant("a slot that moves leaves its scale behind", MERGE, "x.out_key_scale, from, to", "x.out_key_scale, to, to"),
+    Mutant(
+        "a slot that moves leaves its scale behind", MERGE, "head.out_key_scale, from, to", "head.out_key_scale, to, to"
+    ),
 )
 
 

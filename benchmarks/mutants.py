@@ -75,35 +75,35 @@ class Mutant(NamedTuple):
     isa: str = ISA
 
 
-DECODE, DECODE_SCORES, PREFILL, PREFILL_SCORES, ATTENTION = (
-    f"cpu/attention/{name}.h" for name in ("decode", "decode_scores", "prefill", "prefill_scores", "attention")
-)
+DECODE, PREFILL, ATTENTION = (f"cpu/attention/{name}.h" for name in ("decode", "prefill", "attention"))
 SELECT, MERGE, FIT = (f"cpu/merge/{name}" for name in ("select.h", "merge_cache.cpp", "fit.h"))
 MATH, EPILOGUE = "math/merge.h", "cpu/linear/epilogue.h"
 MUTANTS = (
-    Mutant("window off by one, decode", ATTENTION, "<= now - a.sliding_window", "< now - a.sliding_window", "window"),
+    Mutant(
+        "window off by one, decode", ATTENTION, "<= now - call.sliding_window", "< now - call.sliding_window", "window"
+    ),
     Mutant(
         "window off by one, prefill",
         PREFILL,
-        "rows.now[r] - a.sliding_window :",
-        "rows.now[r] - a.sliding_window - 1 :",
+        "rows.now[r] - call.sliding_window :",
+        "rows.now[r] - call.sliding_window - 1 :",
         "window",
     ),
     Mutant("lost vote", MATH, "votes += member_votes;", "votes += 1.0f;", "ballot"),
-    Mutant("votes not read in prefill", PREFILL, "x.past_votes[slot] : 1.0f", "1.0f : 1.0f", "keepkv"),
+    Mutant("votes not read in prefill", PREFILL, "head.past_votes[slot] : 1.0f", "1.0f : 1.0f", "keepkv"),
     Mutant(
         "wrong group of query heads",
         DECODE,
-        "a.query_heads + x.h * group + g % group;",
-        "a.query_heads + g % group * a.heads + x.h;",
+        "call.query_heads + head.h * group + g % group;",
+        "call.query_heads + g % group * call.heads + head.h;",
         "keepkv",
     ),
-    Mutant("stale score", DECODE_SCORES, "load(past + c) * decay + received", "load(past + c) * decay", "h2o"),
+    Mutant("stale score", DECODE, "load(past + c) * decay + received", "load(past + c) * decay", "h2o"),
     Mutant(
         "wrong position",
         ATTENTION,
-        "static_cast<int32_t>(x.first + i)",
-        "static_cast<int32_t>(x.first + i + 1)",
+        "static_cast<int32_t>(head.first + i)",
+        "static_cast<int32_t>(head.first + i + 1)",
         "keepkv",
     ),
     Mutant("missing bias", EPILOGUE, "if (p.bias) add_row(", "if (false) add_row(", "bias"),
@@ -116,19 +116,25 @@ MUTANTS = (
         "keep_score[i] == keep_score[j] && i > j",
         "snapkv",
     ),
-    Mutant("wrong scale", DECODE, "* a.scale", "* a.scale * 1.001f", "keepkv"),
-    Mutant("threshold", MERGE, "[i] > p.threshold)", "[i] > p.threshold - 0.02f)", "keepkv"),
+    Mutant("wrong scale", DECODE, "* call.scale", "* call.scale * 1.001f", "keepkv"),
+    Mutant("threshold", MERGE, "[i] > policy.threshold)", "[i] > policy.threshold - 0.02f)", "keepkv"),
     Mutant(
         "sinks off by one",
         SELECT,
-        "is_unprotected[i] = position[i] >= a.sinks",
-        "is_unprotected[i] = position[i] > a.sinks",
+        "is_unprotected[i] = position[i] >= call.sinks",
+        "is_unprotected[i] = position[i] > call.sinks",
         "h2o",
     ),
-    Mutant("recent off by one", SELECT, "position[i] <= x.now - x.recent;", "position[i] < x.now - x.recent;", "h2o"),
+    Mutant(
+        "recent off by one",
+        SELECT,
+        "position[i] <= head.now - head.recent;",
+        "position[i] < head.now - head.recent;",
+        "h2o",
+    ),
     Mutant("fractional votes", MATH, "weighted_logit += w * l;", "weighted_logit += l;", "keepkv"),
     Mutant("age off by one", MATH, "static_cast<unsigned>(position) + 1u", "static_cast<unsigned>(position)", "keepkv"),
-    Mutant("average does not decay", PREFILL_SCORES, "past[c] + log_decay", "past[c]", "keepkv"),
+    Mutant("average does not decay", PREFILL, "past[c] + log_decay", "past[c]", "keepkv"),
     Mutant("gate", EPILOGUE, "exp(-x)", "exp(-1.0001f * x)", "keepkv"),
     Mutant("epsilon", "cpu/linear/rows.h", "static_cast<float>(size) + epsilon", "static_cast<float>(size)", "keepkv"),
     Mutant(
@@ -139,13 +145,13 @@ MUTANTS = (
         "ballot",
     ),
     Mutant("a product loses an input", "cpu/core/tile.h", "i < last; ++i", "i < last - 1; ++i", "keepkv"),
-    Mutant("pooled neighbours", SELECT, "reach = p.pooled / 2", "reach = p.pooled / 2 + 1", "snapkv"),
+    Mutant("pooled neighbours", SELECT, "reach = policy.pooled / 2", "reach = policy.pooled / 2 + 1", "snapkv"),
     Mutant("keys turned the wrong way", MERGE, "place++ - before", "before - place++", "places"),
     Mutant(
         "a fit reads targets with the votes before their merge",
         FIT,
         "bias_of(votes[i]);\n      for",
-        "bias_of(w.votes.get()[i]);\n      for",
+        "bias_of(work.votes.get()[i]);\n      for",
         "fitted",
     ),
     Mutant(

@@ -16,7 +16,7 @@ namespace {
 
 template <class Q, class K, class V>
 struct QuantizedAttention {
-  const KvVoteAttention& a;
+  const KvVoteAttention& call;
   KvVoteAttention rotated;  // the arguments of Decode or Prefill
   KvScales new_scales;
 
@@ -26,33 +26,33 @@ struct QuantizedAttention {
     Scratch<char> numbers;
   };
 
-  QuantizedAttention(const KvVoteAttention& call, Rows& rows) : a(call), rotated(call) {
-    const size_t queries = static_cast<size_t>(a.batch) * a.query_heads * a.tokens,
-                 tokens = static_cast<size_t>(a.batch) * a.heads * a.tokens;
-    const size_t keys = bytes_of<K>(tokens * a.key_size);
-    char* numbers = rows.numbers.reserve(keys + bytes_of<V>(tokens * a.value_size));
+  QuantizedAttention(const KvVoteAttention& call, Rows& rows) : call(call), rotated(call) {
+    const size_t queries = static_cast<size_t>(call.batch) * call.query_heads * call.tokens,
+                 tokens = static_cast<size_t>(call.batch) * call.heads * call.tokens;
+    const size_t keys = bytes_of<K>(tokens * call.key_size);
+    char* numbers = rows.numbers.reserve(keys + bytes_of<V>(tokens * call.value_size));
     float* scales = rows.scales.reserve(2 * tokens);
     new_scales = {scales, scales + tokens};
-    rotated.query = rows.query.reserve(queries * a.key_size);
-    rotated.output = rows.output.reserve(queries * a.value_size);
+    rotated.query = rows.query.reserve(queries * call.key_size);
+    rotated.output = rows.output.reserve(queries * call.value_size);
     rotated.key = numbers, rotated.value = numbers + keys;
   }
 
   void rotate_inputs(size_t index) const {
-    const int group = a.query_heads / a.heads, b = static_cast<int>(index / a.heads);
-    const int64_t length = a.query_length[b];
-    const int n = static_cast<int>(length < 0 ? 0 : length > a.tokens ? a.tokens : length);
+    const int group = call.query_heads / call.heads, b = static_cast<int>(index / call.heads);
+    const int64_t length = call.query_length[b];
+    const int n = static_cast<int>(length < 0 ? 0 : length > call.tokens ? call.tokens : length);
     for (int g = 0; g < group; ++g)
       for (int t = 0; t < n; ++t) {
-        const size_t row = (index * group + g) * a.tokens + t;
-        float* const to = static_cast<float*>(const_cast<void*>(rotated.query)) + row * a.key_size;
-        widen(static_cast<const Q*>(a.query) + row * a.key_size, to, a.key_size);
-        hadamard(to, a.key_size);
+        const size_t row = (index * group + g) * call.tokens + t;
+        float* const to = static_cast<float*>(const_cast<void*>(rotated.query)) + row * call.key_size;
+        widen(static_cast<const Q*>(call.query) + row * call.key_size, to, call.key_size);
+        hadamard(to, call.key_size);
       }
     for (int t = 0; t < n; ++t) {
-      const size_t row = index * a.tokens + t;
-      quantize_row<K>(a.key, rotated.key, row, a.key_size, new_scales.key);
-      quantize_row<V>(a.value, rotated.value, row, a.value_size, new_scales.value);
+      const size_t row = index * call.tokens + t;
+      quantize_row<K>(call.key, rotated.key, row, call.key_size, new_scales.key);
+      quantize_row<V>(call.value, rotated.value, row, call.value_size, new_scales.value);
     }
   }
 
@@ -66,20 +66,20 @@ struct QuantizedAttention {
   }
 
   void rotate_output(size_t index) const {
-    const size_t rows = static_cast<size_t>(a.query_heads / a.heads) * a.tokens;
+    const size_t rows = static_cast<size_t>(call.query_heads / call.heads) * call.tokens;
     for (size_t row = index * rows; row < (index + 1) * rows; ++row) {
-      float* const from = static_cast<float*>(rotated.output) + row * a.value_size;
-      hadamard(from, a.value_size);
-      narrow(from, static_cast<Q*>(a.output) + row * a.value_size, a.value_size);
+      float* const from = static_cast<float*>(rotated.output) + row * call.value_size;
+      hadamard(from, call.value_size);
+      narrow(from, static_cast<Q*>(call.output) + row * call.value_size, call.value_size);
     }
   }
 
   template <void (QuantizedAttention::*Task)(size_t) const>
   void each(KvRunner runner) {
     constexpr size_t kFew = 1 << 15;  // numbers that take less time than waking a thread
-    const size_t count = static_cast<size_t>(a.batch) * a.heads;
+    const size_t count = static_cast<size_t>(call.batch) * call.heads;
     const auto task = [](void* self, size_t i) { (static_cast<QuantizedAttention*>(self)->*Task)(i); };
-    if (static_cast<size_t>(a.batch) * a.query_heads * a.tokens * a.key_size > kFew)
+    if (static_cast<size_t>(call.batch) * call.query_heads * call.tokens * call.key_size > kFew)
       runner.parallel_for(runner.context, count, task, this);
     else
       for (size_t i = 0; i < count; ++i) task(this, i);
@@ -88,10 +88,10 @@ struct QuantizedAttention {
 
 // Runs Kernel (Decode or Prefill) over a quantized cache.
 template <template <class, class> class Kernel, class Q, class K, class V>
-void run_quantized(const KvVoteAttention& a, int splits, KvRunner runner) {
+void run_quantized(const KvVoteAttention& call, int splits, KvRunner runner) {
   using Rotation = QuantizedAttention<Q, K, V>;
   static thread_local typename Rotation::Rows rows;
-  Rotation rotation(a, rows);
+  Rotation rotation(call, rows);
   rotation.template each<&Rotation::rotate_inputs>(runner);
   Kernel<K, V> kernel(rotation.rotated, splits);
   kernel.new_scales = rotation.new_scales;

@@ -12,8 +12,8 @@
 //   write_fit: every free slot, one that is kept and can receive, becomes a merge set of its own with an unchanged key
 //
 // Arrays [R, slots] are stored in blocks of kBlock slots, so that tile_products can read the rows of a block: element
-// (r, i) is at of(r, i). Rows are padded to whole tiles, slots to whole blocks, with zeros. Letters: those of
-// nearest.h, f the memory of a fit (in keep_ring a rotary plane), r a reference query, i a slot, b a block.
+// (r, i) is at of(r, i). Rows are padded to whole tiles, slots to whole blocks, with zeros. Indices:
+// those of nearest.h; f: the memory of a fit (in keep_ring a rotary plane), r a reference query, i a slot, b a block.
 #pragma once
 
 #include "select.h"
@@ -43,7 +43,7 @@ static inline int blocks_of(int count) { return (count + kBlock - 1) / kBlock; }
 template <class K, class V>
 struct Fit : Select<K, V> {
   using Base = Select<K, V>;
-  using Base::a, Base::p, Base::key_row, Base::value_row, Base::score_of;
+  using Base::call, Base::policy, Base::key_row, Base::value_row, Base::score_of;
   using typename Base::Head;
   using typename Base::Row;
   const KvFit* fit;    // nullptr: no fit
@@ -72,8 +72,8 @@ struct Fit : Select<K, V> {
   }
 
   // Fills f.logits, f.before and the reference queries that have seen at least one position.
-  void read(const Head& x, const Work& w, size_t index, FitWork& f) const {
-    const int d = a.key_size, n = x.used;
+  void read(const Head& head, const Work& work, size_t index, FitWork& f) const {
+    const int d = call.key_size, n = head.used;
     const size_t all = index * ring->rows;
     f.rows = 0;
     int32_t* seen = f.seen.reserve(ring->rows);
@@ -82,14 +82,14 @@ struct Fit : Select<K, V> {
       if (ring->past.seen[all + r] <= 0) continue;  // no query yet in this row of the ring
       float* to = query + static_cast<size_t>(f.rows) * d;
       memcpy(to, ring->past.query + (all + r) * d, d * sizeof(float));
-      if (kQuantized<K> && !a.rotary_planes) hadamard(to, d);  // as widen_all leaves the keys
+      if (kQuantized<K> && !call.rotary_planes) hadamard(to, d);  // as widen_all leaves the keys
       seen[f.rows++] = ring->past.seen[all + r];
     }
     f.padded = (f.rows + kTileRows - 1) / kTileRows * kTileRows;
     f.blocks = blocks_of(n);
     memset(query + static_cast<size_t>(f.rows) * d, 0, static_cast<size_t>(f.padded - f.rows) * d * sizeof(float));
     int32_t* position = f.position.reserve(f.slots(), INT32_MAX);
-    memcpy(position, w.position.get(), n * sizeof(int32_t));
+    memcpy(position, work.position.get(), n * sizeof(int32_t));
     float *logits = f.logits.reserve(f.size()), *packed = f.packed.reserve(static_cast<size_t>(kBlock) * d);
     for (int b = 0; b < f.blocks; ++b) {
       for (int i = 0; i < kBlock; i += W) {
@@ -97,8 +97,8 @@ struct Fit : Select<K, V> {
         float* wide = f.wide.reserve(static_cast<size_t>(W) * d);
         for (int j = 0; j < rows; ++j) {
           const int slot = b * kBlock + i + j;
-          if (slot + W < n) fetch(key_row(x, w, slot + W), d);
-          widen(key_row(x, w, slot), wide + j * d, d);
+          if (slot + W < n) fetch(key_row(head, work, slot + W), d);
+          widen(key_row(head, work, slot), wide + j * d, d);
         }
         memset(wide + rows * d, 0, static_cast<size_t>(W - rows) * d * sizeof(float));
         pack_columns(wide, d, splat(1.0f), packed + i);
@@ -108,7 +108,7 @@ struct Fit : Select<K, V> {
     }
     float *bias = f.bias.reserve(f.slots(), kHidden), *before = f.before.reserve(f.size());
     for (int i = 0; i < n; i += W) {
-      const vf vote_bias = fit->read_exponent != 0.0f ? fit->read_exponent * log(load(w.votes.get() + i)) : vf{};
+      const vf vote_bias = fit->read_exponent != 0.0f ? fit->read_exponent * log(load(work.votes.get() + i)) : vf{};
       store(bias + i, select(lane_numbers() + i < n, vote_bias, splat(kHidden)));
     }
     float* whole = f.whole.reserve(f.padded);
@@ -142,7 +142,7 @@ struct Fit : Select<K, V> {
 
   // importance = sum over queries of the squared probabilities. Probabilities below 1e-6 count as 0, so that a number
   // that underflows in only one backend decides nothing.
-  void weigh_by_queries(const Head& x, Work& w, FitWork& f) const {
+  void weigh_by_queries(const Head& head, Work& work, FitWork& f) const {
     float* squares = f.goal.reserve(f.slots());
     for (int i = 0; i < f.slots(); i += W) {
       vf sums{};
@@ -152,44 +152,46 @@ struct Fit : Select<K, V> {
       }
       store(squares + i, sums);
     }
-    memcpy(w.importance.get(), squares, x.used * sizeof(float));
+    memcpy(work.importance.get(), squares, head.used * sizeof(float));
   }
 
-  // Fits votes and values, and appends a set for every free slot to w.rows and w.scores after the sets of the merge.
-  void fit_slots(Head& x, Work& w, FitWork& f) const {
-    float *free = f.free.reserve(f.slots(), 0.0f), *votes = f.votes.reserve(2 * x.used);
+  // Fits votes and values, and appends a set for every free slot to work.rows and work.scores after the sets of the
+  // merge.
+  void fit_slots(Head& head, Work& work, FitWork& f) const {
+    float *free = f.free.reserve(f.slots(), 0.0f), *votes = f.votes.reserve(2 * head.used);
     char* has_free = f.has_free.reserve(f.blocks, 0);
-    if (p.merge == KV_MERGE_DROP) w.row_of_target.reserve(x.used, -1);
-    for (int i = 0; i < x.used; ++i) {
-      const bool receives = a.recent_receives ? w.position.get()[i] >= a.sinks : w.is_unprotected.get()[i] != 0;
-      if (receives && !w.is_evicted.get()[i]) free[i] = 1.0f, has_free[i / kBlock] = 1;
-      votes[i] = w.votes.get()[i];
+    if (policy.merge == KV_MERGE_DROP) work.row_of_target.reserve(head.used, -1);
+    for (int i = 0; i < head.used; ++i) {
+      const bool receives =
+          call.recent_receives ? work.position.get()[i] >= call.sinks : work.is_unprotected.get()[i] != 0;
+      if (receives && !work.is_evicted.get()[i]) free[i] = 1.0f, has_free[i / kBlock] = 1;
+      votes[i] = work.votes.get()[i];
     }
-    const float* shares = x.merged ? share_merged(x, w, f, votes) : f.before.get();
-    const float* unfitted = votes + x.used;
-    memcpy(votes + x.used, votes, x.used * sizeof(float));
-    if (fit->fit == KV_FIT_VOTES_AND_VALUES) fit_votes(x, w, f, shares, votes);
-    read_again(x, w, f, shares, unfitted, votes);
-    write_fit(x, w, f, votes, fit_values(x, w, f));
+    const float* shares = head.merged ? share_merged(head, work, f, votes) : f.before.get();
+    const float* unfitted = votes + head.used;
+    memcpy(votes + head.used, votes, head.used * sizeof(float));
+    if (fit->fit == KV_FIT_VOTES_AND_VALUES) fit_votes(head, work, f, shares, votes);
+    read_again(head, work, f, shares, unfitted, votes);
+    write_fit(head, work, f, votes, fit_values(head, work, f));
   }
 
   // Returns the share of each query's mass over all slots that a slot receives after the merge: f.before, except for
   // targets, whose logits, positions and votes are new.
-  const float* share_merged(const Head& x, const Work& w, FitWork& f, float* votes) const {
+  const float* share_merged(const Head& head, const Work& work, FitWork& f, float* votes) const {
     static thread_local Scratch<float> scratch;
-    const int d = a.key_size, each = a.statistics + 2;
+    const int d = call.key_size, each = call.statistics + 2;
     float *shares = f.shares.reserve(f.size()), *key = scratch.reserve(d);
     std::copy_n(f.before.get(), f.size(), shares);
-    for (int i = 0; i < x.used; ++i) {
-      const int row = w.row_of_target.get()[i];
+    for (int i = 0; i < head.used; ++i) {
+      const int row = work.row_of_target.get()[i];
       if (row < 0) continue;
-      const float* rest = w.scores.get() + static_cast<size_t>(row) * each;
+      const float* rest = work.scores.get() + static_cast<size_t>(row) * each;
       int latest;
       memcpy(&latest, &rest[1], sizeof latest);
       votes[i] = rest[0];
-      f.position.get()[i] = w.position.get()[latest];
-      memcpy(key, w.rows.get() + static_cast<size_t>(row) * (d + a.value_size), d * sizeof(float));
-      if (kQuantized<K> && a.rotary_planes) hadamard(key, d);  // undoes the one in `merge`
+      f.position.get()[i] = work.position.get()[latest];
+      memcpy(key, work.rows.get() + static_cast<size_t>(row) * (d + call.value_size), d * sizeof(float));
+      if (kQuantized<K> && call.rotary_planes) hadamard(key, d);  // undoes the one in `merge`
       const float bias = bias_of(votes[i]);
       for (int r = 0; r < f.rows; ++r) {
         const float logit = dot(key, f.query.get() + static_cast<size_t>(r) * d, d);
@@ -206,12 +208,12 @@ struct Fit : Select<K, V> {
   // after. A slot's probability changes in proportion to votes^alpha; if the kept slots' mass for a query falls below
   // 1e-6 or above 1e6, its softmax is computed again. shares: the kept slots' shares of the mass with the votes
   // `unfitted`. votes: the new votes.
-  void read_again(const Head& x, const Work& w, FitWork& f, const float* shares, const float* unfitted,
+  void read_again(const Head& head, const Work& work, FitWork& f, const float* shares, const float* unfitted,
                   const float* votes) const {
     float *lost = f.before.get(), *after = f.after.reserve(f.size()), *ratio = f.factor.reserve(f.slots(), 0.0f);
     const float* free = f.free.get();
-    for (int i = 0; i < x.used; ++i)
-      if (!w.is_evicted.get()[i])
+    for (int i = 0; i < head.used; ++i)
+      if (!work.is_evicted.get()[i])
         ratio[i] =
             fit->read_exponent == 1.0f ? votes[i] / unfitted[i] : std::pow(votes[i] / unfitted[i], fit->read_exponent);
     for (int r = 0; r < f.padded; ++r) {
@@ -223,7 +225,7 @@ struct Fit : Select<K, V> {
       }
       const float mass = sum(sums);
       float factor = 1.0f / mass;
-      if (!(mass > 1e-6f && mass < 1e6f)) softmax(f, r, bias_after(x, w, f, votes), after), factor = 1.0f;
+      if (!(mass > 1e-6f && mass < 1e6f)) softmax(f, r, bias_after(head, work, f, votes), after), factor = 1.0f;
       for (int i = 0; i < f.slots(); i += W) {
         const vf read = load(after + f.of(r, i)) * factor;
         store(lost + f.of(r, i), load(lost + f.of(r, i)) - read);
@@ -233,21 +235,21 @@ struct Fit : Select<K, V> {
   }
 
   // Returns the biases of the kept slots with their new votes; kHidden for evicted slots.
-  const float* bias_after(const Head& x, const Work& w, const FitWork& f, const float* votes) const {
+  const float* bias_after(const Head& head, const Work& work, const FitWork& f, const float* votes) const {
     float* bias = f.bias.get();
-    for (int i = 0; i < x.used; ++i) bias[i] = w.is_evicted.get()[i] ? kHidden : bias_of(votes[i]);
+    for (int i = 0; i < head.used; ++i) bias[i] = work.is_evicted.get()[i] ? kHidden : bias_of(votes[i]);
     return bias;
   }
 
   // Fits factors of the free slots' votes by multiplicative updates factor = factor (P^T 1) / (P^T P factor) (Lee and
   // Seung 2001). P is `shares`, the slots' shares of each query's mass.
-  void fit_votes(const Head& x, const Work& w, FitWork& f, const float* shares, float* votes) const {
+  void fit_votes(const Head& head, const Work& work, FitWork& f, const float* shares, float* votes) const {
     const float *read = f.before.get(), *free = f.free.get(), least = std::exp(-fit->bias_max),
                 most = std::exp(fit->bias_max);
     float *goals = f.goal.reserve(f.slots()), *factor = f.factor.reserve(2 * f.slots()), *current = factor + f.slots(),
           *mass = f.mass.reserve(2 * f.rows + 1), *current_mass = mass + f.rows;
     for (int i = 0; i < f.slots(); ++i)  // here 1 for a slot whose mass the free slots shall receive
-      current[i] = i < x.used && (free[i] != 0.0f || w.is_evicted.get()[i]) ? 1.0f : 0.0f, factor[i] = 1.0f;
+      current[i] = i < head.used && (free[i] != 0.0f || work.is_evicted.get()[i]) ? 1.0f : 0.0f, factor[i] = 1.0f;
     over_slots(f, read, current, mass, false);
     over_rows(f, shares, mass, goals);
     for (int step = 0; step < fit->vote_steps; ++step) {
@@ -262,14 +264,14 @@ struct Fit : Select<K, V> {
     }
     // The votes of the free slots do not exceed those that they and the evicted slots had.
     float votes_before = 0.0f, votes_after = 0.0f;
-    for (int i = 0; i < x.used; ++i) {
-      if (free[i] != 0.0f || w.is_evicted.get()[i]) votes_before += w.votes.get()[i];
+    for (int i = 0; i < head.used; ++i) {
+      if (free[i] != 0.0f || work.is_evicted.get()[i]) votes_before += work.votes.get()[i];
       if (free[i] == 0.0f) continue;
       votes[i] = std::min(std::max(votes[i] * factor[i], least), most);
       votes_after += votes[i];
     }
     const float share = std::min(votes_before / max_of(votes_after, 1e-30f), 1.0f);
-    for (int i = 0; i < x.used; ++i)
+    for (int i = 0; i < head.used; ++i)
       if (free[i] != 0.0f) votes[i] *= share;
   }
 
@@ -298,8 +300,8 @@ struct Fit : Select<K, V> {
   }
 
   // Writes the change of the values [slots, padded Dv] to f.change. Returns its factor, which enforces change_max.
-  float fit_values(const Head& x, const Work& w, FitWork& f) const {
-    const int dv = a.value_size, wide = blocks_of(dv), high = blocks_of(f.rows);
+  float fit_values(const Head& head, const Work& work, FitWork& f) const {
+    const int dv = call.value_size, wide = blocks_of(dv), high = blocks_of(f.rows);
     const float *lost = f.before.get(), *design = f.after.get();
     float squares = 0.0f;
     // Y - X V [wide][padded, kBlock], X X^T [high][padded, kBlock], and X^T [blocks][high][kBlock, kBlock].
@@ -314,11 +316,12 @@ struct Fit : Select<K, V> {
       float *values = f.packed.reserve(2 * wide * block, 0.0f), *differences = values + wide * block,
             *row = f.wide.reserve(dv);
       bool is_merged = false;
-      for (int i = 0; i < kBlock && b * kBlock + i < x.used; ++i) {
-        if (b * kBlock + i + W < x.used) fetch(value_row(x, w, b * kBlock + i + W), dv);
-        widen(value_row(x, w, b * kBlock + i), row, dv);
-        const int set = x.merged ? w.row_of_target.get()[b * kBlock + i] : -1;
-        const float* merged = w.rows.get() + static_cast<size_t>(max_of(set, 0)) * (a.key_size + dv) + a.key_size;
+      for (int i = 0; i < kBlock && b * kBlock + i < head.used; ++i) {
+        if (b * kBlock + i + W < head.used) fetch(value_row(head, work, b * kBlock + i + W), dv);
+        widen(value_row(head, work, b * kBlock + i), row, dv);
+        const int set = head.merged ? work.row_of_target.get()[b * kBlock + i] : -1;
+        const float* merged =
+            work.rows.get() + static_cast<size_t>(max_of(set, 0)) * (call.key_size + dv) + call.key_size;
         const float* now = set < 0 ? row : merged;
         if (free[b * kBlock + i] != 0.0f) squares += dot(now, now, dv);
         is_merged |= set >= 0;
@@ -417,23 +420,23 @@ struct Fit : Select<K, V> {
   }
 
   // Writes the fitted votes and values of every free slot to its set; a free slot that is no target gets a new set.
-  void write_fit(Head& x, Work& w, const FitWork& f, const float* votes, float share) const {
-    const int d = a.key_size, dv = a.value_size, each = a.statistics + 2, wide = blocks_of(dv);
+  void write_fit(Head& head, Work& work, const FitWork& f, const float* votes, float share) const {
+    const int d = call.key_size, dv = call.value_size, each = call.statistics + 2, wide = blocks_of(dv);
     const size_t block = static_cast<size_t>(kBlock) * kBlock;
-    int* row_of = w.row_of_target.get();
-    float *rows = w.rows.reserve(static_cast<size_t>(x.used) * (d + dv)),
-          *scores = w.scores.reserve(static_cast<size_t>(x.used) * each);
-    for (int i = 0; i < x.used; ++i) {
+    int* row_of = work.row_of_target.get();
+    float *rows = work.rows.reserve(static_cast<size_t>(head.used) * (d + dv)),
+          *scores = work.scores.reserve(static_cast<size_t>(head.used) * each);
+    for (int i = 0; i < head.used; ++i) {
       if (f.free.get()[i] == 0.0f) continue;
       const bool is_new = row_of[i] < 0;
-      if (is_new) row_of[i] = x.sets++;
+      if (is_new) row_of[i] = head.sets++;
       float *value = rows + static_cast<size_t>(row_of[i]) * (d + dv) + d,
             *rest = scores + static_cast<size_t>(row_of[i]) * each;
       rest[0] = votes[i];
       if (is_new) {
-        widen(value_row(x, w, i), value, dv);
+        widen(value_row(head, work, i), value, dv);
         memcpy(&rest[1], &i, sizeof i);
-        for (int k = 0; k < a.statistics; ++k) rest[2 + k] = score_of(x, w, k, i);
+        for (int k = 0; k < call.statistics; ++k) rest[2 + k] = score_of(head, work, k, i);
       }
       const float* change = f.change.get() + (i / kBlock) * wide * block + (i % kBlock) * kBlock;
       for (int c = 0; c < wide; ++c)
@@ -444,16 +447,16 @@ struct Fit : Select<K, V> {
 
   // Writes the present ring. If keys are rotated by places, the queries are rotated back by as many places as slots
   // were evicted, as the recent keys are.
-  void keep_ring(const Head& x, size_t index) const {
-    const int d = a.key_size, planes = a.cache_positions ? a.rotary_planes : 0;
+  void keep_ring(const Head& head, size_t index) const {
+    const int d = call.key_size, planes = call.cache_positions ? call.rotary_planes : 0;
     const size_t first = index * ring->rows, count = static_cast<size_t>(ring->rows) * d;
     const float* from = ring->past.query + first * d;
     float* to = ring->present.query + first * d;
     if (to != from) memcpy(to, from, count * sizeof(float));
     if (ring->present.seen != ring->past.seen)
       memcpy(ring->present.seen + first, ring->past.seen + first, ring->rows * sizeof(int32_t));
-    for (int f = 0; f < planes && x.evicted; ++f) {
-      const float angle = static_cast<float>(-x.evicted) * a.inverse_frequencies[f], cosine = std::cos(angle),
+    for (int f = 0; f < planes && head.evicted; ++f) {
+      const float angle = static_cast<float>(-head.evicted) * call.inverse_frequencies[f], cosine = std::cos(angle),
                   sine = std::sin(angle);
       for (int r = 0; r < ring->rows; ++r)
         turn(cosine, sine, &to[static_cast<size_t>(r) * d + this->first_of(f)],

@@ -42,7 +42,7 @@ from kvexport.engine.options import EngineOptions  # noqa: E402
 from kvexport.engine.request import FINISHED, Request  # noqa: E402
 from kvexport.export.build import build  # noqa: E402
 from kvexport.language.settings import GenerationSettings  # noqa: E402
-from kvexport.state.session_store import SessionStore  # noqa: E402
+from kvexport.state.sessions import SessionStore  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.hybrids import CONFIGS  # noqa: E402
 
@@ -158,7 +158,7 @@ def session(model: Model) -> dict[str, int]:
         engine.step()
     store = model.sessions()
     store.put("half", engine.preempt(number))
-    store.flush()
+    store.close()
     second = Request((), start=model.sessions().get("half"), processors=[model.noise])
     return model.compare(run(model.engine(), second))
 

@@ -94,7 +94,7 @@ class Chat:
 
     def _request(self) -> Request:
         from kvexport.engine.request import Request
-        from kvexport.state.session_store import next_turn
+        from kvexport.state.sessions import next_turn
 
         ids = None
         if self.snapshot is not None:

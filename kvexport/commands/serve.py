@@ -111,9 +111,7 @@ def serve(
     ] = "1GiB",
     session_folder: Annotated[
         Path | None,
-        session_option(
-            metavar="DIR", help="Write sessions to this folder when their memory is full, and when the server ends."
-        ),
+        session_option(metavar="DIR", help="Write every turn of a session to this folder before it is answered."),
     ] = None,
     session_disk: Annotated[
         str, session_option(metavar="BYTES", help="Limit the session folder to this size.")
@@ -121,7 +119,7 @@ def serve(
     session_shared: Annotated[
         bool,
         session_option(
-            "--session-shared", help="Write every turn to the session folder at once, because other servers use it too."
+            "--session-shared", help="Share the session folder with other servers, which have this option too."
         ),
     ] = False,
     threads: Annotated[

@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvexport.engine.engine import Engine
 from kvexport.serve.chat import chat_completions
@@ -26,6 +27,7 @@ from kvexport.serve.page import page
 from kvexport.serve.responses import create_response, delete_response, get_response
 from kvexport.serve.service import Service
 from kvexport.serve.session_routes import delete_session, get_session, put_session
+from kvexport.serve.sessions import ENDS
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.stats import measure, slots, stats
 from kvexport.serve.streams import ClientGone
@@ -59,7 +61,7 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
             yield
         finally:
             await service.worker.close()
-            await service.sessions.flush()
+            service.sessions.close()
             if service.tracing is not None:
                 service.tracing.close()
 
@@ -87,12 +89,24 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
     ]
     app = Starlette(
         routes=[Route(path, functools.partial(_answer, service, handler), methods=[m]) for m, path, handler in routes],
-        middleware=[Middleware(Guard, settings=service.settings), *_cors(service.settings)],
+        middleware=[Middleware(_Ends), Middleware(Guard, settings=service.settings), *_cors(service.settings)],
         exception_handlers={HTTPException: _no_route, Exception: _failed},
         lifespan=life,
     )
     app.state.service = service
     return app
+
+
+class _Ends:
+    """ASGI middleware whose exit stack in the scope ends after the response, however the response ends."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with AsyncExitStack() as ends:
+            scope[ENDS] = ends
+            await self.app(scope, receive, send)
 
 
 def _cors(settings: ServeSettings) -> list[Middleware]:

@@ -17,7 +17,7 @@ from kvexport.serve.deltas import Answer, Delta
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, refuse
 from kvexport.serve.service import Service
-from kvexport.serve.sessions import session_name
+from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import DONE, error_event, event
 from kvexport.serve.worker import Update
 
@@ -51,10 +51,10 @@ class ChatBody(Sampling):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
         variables = template_variables(self.chat_template_kwargs, self.add_generation_prompt)
-        session = session_name(request, self.session_id, self.n or 1)
+        turn = turn_of(request, self.session_id, self.n or 1)
         messages = template_messages(self.messages)
         parallel = self.parallel_tool_calls is not False
-        return Conversation(messages, self.tools or [], self.tool_choice, parallel, variables, self.form(), session)
+        return Conversation(messages, self.tools or [], self.tool_choice, parallel, variables, self.form(), turn)
 
 
 async def chat_completions(service: Service, request: Request) -> Response:

@@ -17,7 +17,7 @@ from kvexport.serve.conversation import Prepared
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, TokenIds, refuse
 from kvexport.serve.service import Service
-from kvexport.serve.sessions import Start, session_name
+from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import DONE, error_event, event
 from kvexport.serve.worker import Update
 
@@ -62,16 +62,15 @@ async def completions(service: Service, request: Request) -> Response:
     texts = TokenTexts(service.engine.tokenizer)
     prompts, answers, form = body.prompts(), body.n or 1, body.form()
     service.check_choices(answers * len(prompts))
-    session = session_name(request, body.session_id, answers * len(prompts))
-    # The prompt does not bring what stood before it, so a lost state ends the request.
-    start = Start() if session is None else await service.sessions.start(session, required=True)
-    prepared, echoes = Prepared([], session, start), []
+    turn = turn_of(request, body.session_id, answers * len(prompts))
+    if turn is not None:  # the prompt does not bring what stood before it, so a lost state ends the request
+        await service.sessions.begin(turn, required=True)
+    prepared, echoes = Prepared([], turn), []
     for prompt in prompts:
-        ids = await service.prompts.encode(prompt, special=start.snapshot is None)
+        ids = await service.prompts.encode(prompt, special=turn is None or turn.snapshot is None)
         one = await service.follow(
             ids,
-            start,
-            session,
+            turn,
             body,
             body.max_tokens,
             _TOKENS,

@@ -15,7 +15,7 @@ from kvexport.serve.answers import text_of as text_of_tokens
 from kvexport.serve.answers import usage_of
 from kvexport.serve.deltas import Answer, PlainReader
 from kvexport.serve.errors import ApiError
-from kvexport.serve.sessions import RESTARTED, Start
+from kvexport.serve.sessions import RESTARTED, Turn
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Conversation:
         parallel: Whether an answer may have several tool calls.
         variables: Variables of the chat template.
         form: The grammar of the answer; None for free text.
-        session: The name of the session that stores the state.
+        turn: The turn of a session, which stores the state; None without one.
         adapter: The LoRA adapter that answers; None for the model without one.
     """
 
@@ -39,7 +39,7 @@ class Conversation:
     parallel: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
     form: Grammar | None = None
-    session: str | None = None
+    turn: Turn | None = None
     adapter: str | None = None
 
 
@@ -49,16 +49,14 @@ class Prepared:
 
     Attributes:
         requests: One request for each answer.
-        session: The name of the session that stores the state; only with a single request.
-        start: The state that the request begins from.
+        turn: The turn of a session, which stores the state; only with a single request.
         tools: The tools that the answer may call.
         calls: The format of the model's tool calls.
         reasoning: Whether the prompt ends within reasoning; None for a model without reasoning.
     """
 
     requests: Sequence[Request]
-    session: str | None = None
-    start: Start = field(default_factory=Start)
+    turn: Turn | None = None
     tools: Sequence[Tool] = ()
     calls: CallForm | None = None
     reasoning: bool | None = None
@@ -66,7 +64,7 @@ class Prepared:
     @property
     def headers(self) -> dict[str, str]:
         """The HTTP headers of the response: if a session's state was lost, one header tells why."""
-        return {RESTARTED: self.start.lost} if self.start.lost else {}
+        return {RESTARTED: self.turn.lost} if self.turn is not None and self.turn.lost else {}
 
     def answers(self) -> list[Answer]:
         """Return an empty answer for each engine request, to be filled while tokens arrive."""

@@ -20,7 +20,7 @@ from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import MOST_STOPS, Body, Sampling, StopString
 from kvexport.serve.forms import response_form
 from kvexport.serve.service import Service
-from kvexport.serve.sessions import session_name
+from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import error_event, event
 from kvexport.serve.worker import Update
 
@@ -100,7 +100,7 @@ async def messages(service: Service, request: Request) -> Response:
     model = service.check_model(body.model)
     conversation = body.conversation()
     conversation.variables = body.template_variables(service)
-    conversation.session = session_name(request, body.session_id)
+    conversation.turn = turn_of(request, body.session_id)
     conversation.adapter = service.adapter(body.model)
     conversation.form = response_form((body.output_config or {}).get("format"), "output_config.format")
     prepared = await service.requests_for(conversation, body.sampling(), body.max_tokens)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvexport.engine.engine import Engine
 from kvexport.serve.errors import ApiError
-from kvexport.state.session_store import next_turn
+from kvexport.state.sessions import next_turn
 from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Sampling, refuse
 from kvexport.serve.forms import response_form
 from kvexport.serve.service import Service
-from kvexport.serve.sessions import session_name
+from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import event
 from kvexport.serve.worker import Update
 
@@ -71,7 +71,7 @@ async def create_response(service: Service, request: Request) -> Response:
     body = await service.read(request, ResponsesBody)
     model = service.check_model(body.model)
     conversation, messages = body.to_conversation(service)
-    conversation.session, conversation.adapter = session_name(request, None), service.adapter(body.model)
+    conversation.turn, conversation.adapter = turn_of(request, None), service.adapter(body.model)
     conversation.form = response_form((body.text or {}).get("format"), "text.format")
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p)
     prepared = await service.requests_for(conversation, sampling, body.max_output_tokens)

@@ -30,7 +30,7 @@ from kvexport.serve.fields import B, Sampling, parse
 from kvexport.serve.metrics import Metrics
 from kvexport.serve.prompts import LARGE_TEXT, Prompts, give_back_memory
 from kvexport.serve.response_store import ResponseStore
-from kvexport.serve.sessions import Sessions, Start
+from kvexport.serve.sessions import Sessions, Turn
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import KEEP_ALIVE, EventStream, unless_gone
 from kvexport.serve.worker import Job, Update, Worker
@@ -150,10 +150,10 @@ class Service:
         return await anyio.to_thread.run_sync(work, limiter=self._encoders)
 
     def requests(
-        self, ids: Any, settings: Sequence[GenerationSettings], priority: int = 0, adapter: str | None = None
+        self, ids: Any, settings: Sequence[GenerationSettings], priority: int, adapter: str | None, seconds: float
     ) -> list[EngineRequest]:
         """Return one engine request for each of `settings`, all for the same prompt, which is read once."""
-        deadline = time.monotonic() + self.settings.timeout
+        deadline = time.monotonic() + seconds
         first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline, adapter=adapter)
         return [first, *(first.fork(other) for other in settings[1:])]
 
@@ -176,16 +176,17 @@ class Service:
         callable_, must = choose(tools, conversation.tool_choice)
         calls = form_of(self.engine.chat_template) if callable_ else None
         shown = tools if callable_ else None
-        start = Start() if conversation.session is None else await self.sessions.start(conversation.session)
-        new = None
-        loaded = self.engine.adapters.get(conversation.adapter)
-        if (known := start.snapshot) is not None and known.adapter == (None if loaded is None else loaded.digest):
-            new = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
-        if new is None:
-            start = replace(start, snapshot=None)
-        ids = (
-            await self.prompts.encode_chat(conversation.messages, shown, conversation.variables) if new is None else new
-        )
+        ids: Sequence[int] | NDArray[Any] | None = None
+        turn = conversation.turn
+        if turn is not None:
+            await self.sessions.begin(turn)
+            loaded = self.engine.adapters.get(conversation.adapter)
+            if (known := turn.snapshot) is not None and known.adapter == (None if loaded is None else loaded.digest):
+                ids = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
+            if ids is None:
+                turn.snapshot = None
+        if ids is None:
+            ids = await self.prompts.encode_chat(conversation.messages, shown, conversation.variables)
         tokenizer = self.engine.tokenizer
         if calls is not None and tokenizer is not None:
             settings["shown_ids"] = calls.shown_ids(tokenizer) or None
@@ -198,8 +199,7 @@ class Service:
         default = self.engine.generation_config.get("max_new_tokens")
         prepared = await self.follow(
             ids,
-            start,
-            conversation.session,
+            turn,
             sampling,
             tokens,
             default,
@@ -207,13 +207,12 @@ class Service:
             adapter=conversation.adapter,
             **settings,
         )
-        return Prepared(prepared.requests, conversation.session, start, callable_, calls, reasoning)
+        return Prepared(prepared.requests, turn, callable_, calls, reasoning)
 
     async def follow(
         self,
         ids: Sequence[int] | NDArray[Any],
-        start: Start,
-        session: str | None,
+        turn: Turn | None,
         sampling: Sampling,
         tokens: int | None,
         default: int | None,
@@ -226,8 +225,7 @@ class Service:
 
         Args:
             ids: The new token ids [n].
-            start: The state before them.
-            session: The name of the session that stores the state after the answer.
+            turn: The turn of a session, which stores the state after the answer; None without one.
             sampling: The fields that all APIs share.
             tokens: The largest number of tokens of an answer; None takes `default`.
             default: The largest number of tokens if the request has no limit; None allows as many as fit.
@@ -237,19 +235,24 @@ class Service:
         """
         self.check_choices(sampling.n or 1)
         loaded = self.engine.adapters.get(adapter)
-        if start.snapshot is not None and start.snapshot.adapter != (None if loaded is None else loaded.digest):
-            message = f"session {session} was begun with another adapter than the model {adapter or self.model}"
+        snapshot = None if turn is None else turn.snapshot
+        if turn and snapshot and snapshot.adapter != (None if loaded is None else loaded.digest):
+            message = f"session {turn.name} was begun with another adapter than the model {adapter or self.model}"
             raise ApiError(409, message, code="session_of_another_adapter", param="model")
-        length = len(ids) + (0 if start.snapshot is None else len(start.snapshot.ids))
+        length = len(ids) + (0 if snapshot is None else len(snapshot.ids))
         self.prompts.check_length(length)
         longest = self.longest(length, tokens, default)
         generation = sampling.settings(self.engine, longest, grammar=form, **settings)
         if form is not None:  # compiled here, so that the engine's steps do not wait for it
             await self.beside(lambda: self.engine.grammars.start(form, generation[0].eos_token_ids))
-        requests = self.requests(ids, generation, sampling.priority or 0, adapter)
-        if session is not None:
-            requests[0].start, requests[0].keep = start.snapshot, True
-        return Prepared(requests, session, start)
+        requests = self.requests(ids, generation, sampling.priority or 0, adapter, self._seconds(turn))
+        if turn is not None:
+            requests[0].start, requests[0].keep = snapshot, True
+        return Prepared(requests, turn)
+
+    def _seconds(self, turn: Turn | None) -> float:
+        """Return the seconds that a request may still take, after it has waited for earlier turns of its session."""
+        return max(0.0, self.settings.timeout - (0.0 if turn is None else turn.waited))
 
     def check_choices(self, answers: int) -> None:
         """Check that an HTTP request asks for no more answers than the server allows.
@@ -266,15 +269,16 @@ class Service:
         room = self.engine.max_length - prompt_tokens
         return min(x for x in (limit or default or room, room, self.settings.max_tokens) if x is not None)
 
-    async def submit(self, requests: Sequence[EngineRequest], *, streams: bool) -> Job:
+    async def submit(self, prepared: Prepared, *, streams: bool) -> Job:
         """Queue engine requests until they get lanes of the batch. Call `end` on the returned job afterwards.
 
         Raises:
             ApiError: The queue is full, or the server is shutting down.
         """
-        job = Job(requests, streams=streams, buffer=self.settings.buffer)
+        job = Job(prepared.requests, streams=streams, buffer=self.settings.buffer)
         job.parent = None if self.tracing is None else self.tracing.parent()
-        job.timer = asyncio.get_running_loop().call_later(self.settings.timeout, self._expire, job)
+        seconds = self._seconds(prepared.turn)
+        job.timer = asyncio.get_running_loop().call_later(seconds, self._expire, job)
         try:
             await self.worker.submit(job)
         except BaseException:
@@ -301,7 +305,7 @@ class Service:
         """
 
         async def work() -> None:
-            job = await self.submit(prepared.requests, streams=False)
+            job = await self.submit(prepared, streams=False)
             try:
                 async for update in job.updates(self.settings.keep_alive):
                     if update is not None and update.error is not None:
@@ -313,12 +317,12 @@ class Service:
         await unless_gone(request.receive, work())
 
     async def _keep(self, prepared: Prepared) -> None:
-        if prepared.session is not None and (snapshot := prepared.requests[0].snapshot) is not None:
-            await self.sessions.keep(prepared.session, snapshot, prepared.start)
+        if prepared.turn is not None and (snapshot := prepared.requests[0].snapshot) is not None:
+            await self.sessions.keep(prepared.turn, snapshot)
 
     async def stream(self, prepared: Prepared, rendering: Rendering) -> Response:
         """Return an HTTP response that streams the answers as server-sent events while they are generated."""
-        job = await self.submit(prepared.requests, streams=True)
+        job = await self.submit(prepared, streams=True)
         events = self._events(job, prepared, rendering)
         return EventStream(events, self.settings.stall, on_end=lambda: self.end(job), headers=prepared.headers)
 

@@ -9,7 +9,7 @@ from kvexport.errors import EnvironmentProblem, SnapshotError
 from kvexport.serve.bodies import read_bytes
 from kvexport.serve.errors import ApiError, overloaded
 from kvexport.serve.service import Service
-from kvexport.serve.sessions import session_name
+from kvexport.serve.sessions import check_session_name
 
 
 async def get_session(service: Service, request: Request) -> Response:
@@ -47,7 +47,9 @@ async def delete_session(service: Service, request: Request) -> Response:
 
 
 def _path_name(request: Request) -> str:
-    return session_name(request, request.path_params["name"]) or ""
+    name: str = request.path_params["name"]
+    check_session_name(name)
+    return name
 
 
 def _none(name: str) -> ApiError:

@@ -1,23 +1,29 @@
-"""The server's sessions: conversations whose KV cache is stored between HTTP requests (docs/tasks/sessions.md)."""
+"""The server's sessions: conversations whose KV cache is stored between HTTP requests (docs/tasks/sessions.md).
+
+The turns of a session run one after the other: a turn holds the lock of its session from before it reads the state
+until its HTTP response has been sent.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
-import anyio.to_thread
 from starlette.requests import Request
 
-from kvexport.errors import EnvironmentProblem, KvexportError, SnapshotError, UsageError
+from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.serve.errors import ApiError, overloaded
 from kvexport.serve.settings import ServeSettings
-from kvexport.state.session_files import NAME, SessionConflict, SessionLost
-from kvexport.state.session_store import ANY, SessionStore
-from kvexport.state.shared_sessions import SharedSessions
+from kvexport.serve.streams import unless_gone
+from kvexport.state.sessions import ANY, NAME, SessionConflict, SessionLost, SessionStore
 from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -25,23 +31,42 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 HEADER = "x-session-id"
+ENDS = "kvexport.ends"  # of the ASGI scope: an exit stack that ends after the response has been sent
 RESTARTED = "X-Session-Restarted"  # a header of answers that read a conversation again because its state was lost
+_LOOK_SECONDS = 0.02  # between two tries to get the lock of a session in which another server runs a turn
 log = logging.getLogger("kvexport.serve")
 
 
-@dataclass(frozen=True)
-class Start:
-    """The stored state that a new turn of a session (conversation) begins from.
+@dataclass(eq=False)
+class Turn:
+    """One turn of a session (conversation): an HTTP request that names the session.
 
     Attributes:
-        snapshot: The state; None for a new session or a lost state.
+        name: The session.
+        request: The HTTP request.
+        snapshot: The stored state that the turn begins from; None for a new session or a lost state.
         mark: The mark that identifies the state in the folder, which `Sessions.keep` compares.
         lost: "evicted" or "damaged" for a state that was stored but cannot be used, otherwise "".
+        waited: Seconds that the turn waited for earlier turns.
+        superseded: "deleted" or "replaced" if a client did that to the session while the turn ran, otherwise "".
     """
 
+    name: str
+    request: Request
     snapshot: Snapshot | None = None
     mark: bytes | None = ANY
     lost: str = ""
+    waited: float = 0.0
+    superseded: str = ""
+
+
+@dataclass
+class _Line:
+    """The turns of one session: the one that runs, and those that wait for the lock."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    turns: int = 0
+    running: Turn | None = None
 
 
 class Sessions:
@@ -55,104 +80,189 @@ class Sessions:
     """
 
     def __init__(self, manifest: Manifest, settings: ServeSettings) -> None:
-        self.store = _store(manifest, settings)
+        folder = None if settings.session_folder is None else Path(settings.session_folder)
+        if settings.session_shared and folder is None:
+            raise UsageError("sessions cannot be shared without a folder", "--session-folder DIR")
+        memory, disk = settings.session_memory, settings.session_disk
+        self.store = SessionStore(manifest, memory=memory, folder=folder, disk=disk, shared=settings.session_shared)
         self.memory_bytes, self.disk_bytes = 0, self.store.disk_bytes  # after the last use
-        self._manifest = manifest
-        self._one = anyio.CapacityLimiter(1)
+        self._manifest, self._settings = manifest, settings
+        # One thread runs all work in the order of its arrival, even the work whose client has gone meanwhile: the state
+        # of a turn is never written after the next turn has begun.
+        self._thread = ThreadPoolExecutor(1, "sessions")
+        self._lines: dict[str, _Line] = {}
+        self._waiting = 0
 
-    async def start(self, name: str, *, required: bool = False) -> Start:
-        """Return the stored state that the next turn of a session begins from. A lost state is logged.
+    async def begin(self, turn: Turn, *, required: bool = False) -> None:
+        """Wait for the earlier turns of a session, and read the stored state that a turn begins from.
+
+        The turn has the lock of its session until the response to its request has been sent. A lost state is logged.
 
         Args:
-            name: The session.
+            turn: The turn, whose state is set.
             required: Whether a lost state is an error. A completion cannot continue without the state. A chat request
                 can, because it contains the whole conversation.
 
         Raises:
-            ApiError: A required state is lost (410), or cannot be read now (503).
+            ApiError: A required state is lost (410), or cannot be read now (503), or too many turns wait (503).
+            ClientGone: The client went away while the turn waited.
         """
+        ends: contextlib.AsyncExitStack = turn.request.scope[ENDS]
+        began = time.monotonic()
+        lock = self._locked(turn.name, turn)
+        await unless_gone(turn.request.receive, lock.__aenter__())
+        ends.push_async_exit(lock.__aexit__)
+        turn.waited = time.monotonic() - began
 
-        def work() -> Start:
-            mark = self.store.mark(name)
-            return Start(self.store.get(name), mark)
+        def work() -> None:
+            turn.superseded = ""
+            turn.mark = self.store.mark(turn.name)
+            turn.snapshot = self.store.get(turn.name)
 
         try:
-            return await self._in_turn(work)
+            await self._in_thread(work)
         except (SnapshotError, EnvironmentProblem) as error:
             log.warning("%s", error.problem)
             if not required:
-                return Start(lost="evicted" if isinstance(error, SessionLost) else "damaged")
-            if isinstance(error, EnvironmentProblem):
-                raise overloaded(error.problem, 5) from error
-            message = f"{error.problem}. DELETE /v1/sessions/{name} begins it again"
-            raise ApiError(410, message, code="session_lost", param="session_id") from error
+                turn.lost = "evicted" if isinstance(error, SessionLost) else "damaged"
+                return
+            raise _unusable(turn.name, error) from error
 
     async def get(self, name: str) -> Snapshot | None:
-        """Return the stored state (snapshot) of a session; None for a new name. Errors are those of `start`."""
-        return (await self.start(name, required=True)).snapshot
+        """Return the stored state (snapshot) of a session; None for a new name. Errors are those of `begin`."""
+        try:
+            return await self._in_thread(lambda: self.store.get(name))
+        except (SnapshotError, EnvironmentProblem) as error:
+            log.warning("%s", error.problem)
+            raise _unusable(name, error) from error
 
-    async def keep(self, name: str, snapshot: Snapshot, start: Start) -> None:
+    async def keep(self, turn: Turn, snapshot: Snapshot) -> None:
         """Store the state (KV cache and tokens) of a session after a turn of its conversation.
 
-        Args:
-            name: The session.
-            snapshot: Its state after the turn.
-            start: The state that the turn began from.
-
         Raises:
-            ApiError: The state cannot be stored (507), or another turn has changed the session (409). The session then
-                has the state before the turn.
+            ApiError: The state cannot be stored (507), or the session was changed or deleted meanwhile (409). The
+                session then has the state before the turn, or the later one.
         """
+
+        def work() -> None:
+            if turn.superseded:
+                message = f"session {turn.name} was {turn.superseded} while this turn ran: send the turn again"
+                raise ApiError(409, message, code="session_conflict")
+            self.store.put(turn.name, snapshot, turn.mark)
+
         try:
-            await self._in_turn(lambda: self.store.put(name, snapshot, start.mark))
+            await self._in_thread(work)
         except SessionConflict as error:
             raise ApiError(409, f"{error.problem}: {error.fix}", code="session_conflict") from error
         except EnvironmentProblem as error:
             log.warning("%s", error.problem)
-            message = f"the turn was answered, but session {name} could not be kept: {error.problem}"
+            message = f"the turn was answered, but session {turn.name} could not be kept: {error.problem}"
             raise ApiError(507, message, code="session_not_kept") from error
 
     async def delete(self, name: str) -> bool:
-        """Delete a stored session, and return whether there was one."""
-        return await self._in_turn(lambda: self.store.delete(name))
+        """Delete a stored session, and return whether there was one. A turn that runs is not kept.
+
+        Raises:
+            ApiError: Another server runs the first turn of the session for longer than a request may take (503).
+        """
+
+        def work() -> bool:
+            known = self.store.delete(name)
+            return self._supersede(name, "deleted") or known
+
+        # The first turn of a session began from no state. If another server runs it, that server could not tell that
+        # the session was deleted meanwhile, so its turn is waited for.
+        line = self._lines.get(name)
+        if (line is None or line.running is None) and await self._in_thread(lambda: self.store.mark(name)) is None:
+            async with self._locked(name, None):
+                return await self._in_thread(work)
+        return await self._in_thread(work)
 
     async def take(self, name: str, data: bytes) -> None:
-        """Store a session whose bytes came from another server.
+        """Store a session whose bytes came from another server. A turn that runs is not kept.
 
         Raises:
             SnapshotError: The bytes are damaged, or of another artifact.
             EnvironmentProblem: The session cannot be stored.
         """
-        await self._in_turn(lambda: self.store.put(name, Snapshot.from_bytes(data, self._manifest)))
 
-    async def flush(self) -> None:
-        """Write all sessions in memory to the session folder, if there is one. A failure is logged."""
-        try:
-            await self._in_turn(self.store.flush)
-        except KvexportError as error:
-            log.error("%s", error.problem)
-        except MemoryError:
-            log.error("the sessions in memory could not be written to their folder: not enough memory")
+        def work() -> None:
+            self.store.put(name, Snapshot.from_bytes(data, self._manifest))
+            self._supersede(name, "replaced")
 
-    async def _in_turn(self, work: Callable[[], T]) -> T:
+        await self._in_thread(work)
+
+    def close(self) -> None:
+        """Finish the work on files, and let other servers use the folder."""
+        self._thread.shutdown()
+        self.store.close()
+
+    def _supersede(self, name: str, how: str) -> bool:
+        line = self._lines.get(name)
+        if line is None or line.running is None:
+            return False
+        line.running.superseded = how
+        return True
+
+    @contextlib.asynccontextmanager
+    async def _locked(self, name: str, turn: Turn | None) -> AsyncIterator[None]:
+        """Hold the lock of a session for a turn of it, here and among the servers of a shared folder."""
+        line = self._lines.setdefault(name, _Line())
+        line.turns += 1
         try:
-            return await anyio.to_thread.run_sync(work, limiter=self._one)
+            async with self._in_line(line), self._other_servers(name):
+                line.running = turn
+                try:
+                    yield
+                finally:
+                    line.running = None
         finally:
-            self.memory_bytes, self.disk_bytes = self.store.memory_bytes, self.store.disk_bytes
+            line.turns -= 1
+            if not line.turns:
+                del self._lines[name]
+
+    @contextlib.asynccontextmanager
+    async def _in_line(self, line: _Line) -> AsyncIterator[None]:
+        if line.lock.locked() and self._waiting >= self._settings.queue:
+            raise overloaded(f"{self._waiting} turns of sessions wait for earlier ones, and no more than that may")
+        self._waiting += 1
+        try:
+            with anyio.fail_after(self._settings.timeout):
+                await line.lock.acquire()
+        except TimeoutError:
+            raise overloaded(f"earlier turns took longer than {self._settings.timeout:g} seconds", 5) from None
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            line.lock.release()
+
+    @contextlib.asynccontextmanager
+    async def _other_servers(self, name: str) -> AsyncIterator[None]:
+        """Hold the lock of a session among the servers of a shared folder."""
+        end = time.monotonic() + self._settings.timeout
+        while not self.store.begin_turn(name):
+            if time.monotonic() > end:
+                raise overloaded(f"another server runs turns of session {name} for too long", 5)
+            await asyncio.sleep(_LOOK_SECONDS)
+        try:
+            yield
+        finally:
+            self.store.end_turn(name)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        def counted() -> T:
+            try:
+                return work()
+            finally:
+                self.memory_bytes, self.disk_bytes = self.store.memory_bytes, self.store.disk_bytes
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, counted)
 
 
-def _store(manifest: Manifest, settings: ServeSettings) -> SessionStore | SharedSessions:
-    memory, disk = settings.session_memory, settings.session_disk
-    folder = None if settings.session_folder is None else Path(settings.session_folder)
-    if not settings.session_shared:
-        return SessionStore(manifest, memory=memory, folder=folder, disk=disk)
-    if folder is None:
-        raise UsageError("sessions cannot be shared without a folder", "--session-folder DIR")
-    return SharedSessions(manifest, memory=memory, folder=folder, disk=disk)
-
-
-def session_name(request: Request, body_name: str | None, answers: int = 1) -> str | None:
-    """Return the name of the session that an HTTP request belongs to, from its body or its header.
+def turn_of(request: Request, body_name: str | None, answers: int = 1) -> Turn | None:
+    """Return the turn that an HTTP request is, by the name of its session in the body or the header; None without one.
 
     Args:
         request: The request with its headers.
@@ -165,9 +275,21 @@ def session_name(request: Request, body_name: str | None, answers: int = 1) -> s
     name = body_name if body_name is not None else request.headers.get(HEADER)
     if name is None:
         return None
+    check_session_name(name)
+    if answers > 1:
+        raise ApiError(400, "n: a session goes on with one answer", param="n")
+    return Turn(name, request)
+
+
+def check_session_name(name: str) -> None:
+    """Raise an ApiError if no session can have the name."""
     if not NAME.fullmatch(name):
         message = "session_id: 1 to 64 letters, digits, - and _, the first a letter or a digit"
         raise ApiError(400, message, param="session_id")
-    if answers > 1:
-        raise ApiError(400, "n: a session goes on with one answer", param="n")
-    return name
+
+
+def _unusable(name: str, error: SnapshotError | EnvironmentProblem) -> ApiError:
+    if isinstance(error, EnvironmentProblem):
+        return overloaded(error.problem, 5)
+    message = f"{error.problem}. DELETE /v1/sessions/{name} begins it again"
+    return ApiError(410, message, code="session_lost", param="session_id")

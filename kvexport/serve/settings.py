@@ -37,10 +37,10 @@ class ServeSettings:
         buffer: The largest number of tokens of a stream that its client has not received yet; the server disconnects a
             client that falls further behind.
         prefix_memory: Bytes for saved states of prompt prefixes; 0 saves none.
-        session_memory: Bytes for sessions in memory; further sessions go to `session_folder`, if there is one.
-        session_folder: The folder for sessions.
+        session_memory: Bytes for sessions in memory.
+        session_folder: The folder to which every turn of a session is written.
         session_disk: Bytes of all files in that folder.
-        session_shared: Whether other servers of the artifact also use the folder. If so, every turn is written at once.
+        session_shared: Whether other servers of the artifact also use the folder.
         latency_budget: Seconds that a call which reads several prompts may take while other requests wait; None sets no
             bound. See `EngineOptions.latency_budget`.
     """

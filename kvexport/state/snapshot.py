@@ -314,8 +314,8 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
                 raise damaged(
                     f"{name} is {array.dtype} {list(array.shape)}, the artifact has {dtypes[tensor.name]} {shape}"
                 )
-            if array.dtype.kind == "f" and np.isnan(array).any():
-                raise damaged(f"{name} holds NaN, from which every token of the answer would be wrong")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise damaged(f"{name} holds NaN or infinity, from which every token of the answer would be wrong")
         if not (np.isfinite(votes) & (votes >= 0)).all():
             raise damaged(f"past_key_values.{i}.votes holds numbers that are no votes")
         for head, part in enumerate(slots_of(layer.first_slots(most))):
@@ -328,7 +328,7 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
 
 
 def _check_states(snapshot: Snapshot, plan: CachePlan) -> None:
-    """Check that the recurrent states of a snapshot have the sizes of the artifact's, and hold no NaN."""
+    """Check that the recurrent states of a snapshot have the sizes of the artifact's and finite numbers."""
     for layer in plan.states:
         shapes, dtypes = layer.shapes(1), layer.dtypes()
         for tensor in layer.state:
@@ -338,8 +338,8 @@ def _check_states(snapshot: Snapshot, plan: CachePlan) -> None:
                 raise damaged(
                     f"{name} is {array.dtype} {list(array.shape)}, the artifact has {dtypes[tensor.name]} {shape}"
                 )
-            if array.dtype.kind == "f" and np.isnan(array).any():
-                raise damaged(f"{name} holds NaN, from which every token of the answer would be wrong")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise damaged(f"{name} holds NaN or infinity, from which every token of the answer would be wrong")
 
 
 def _extent(array: NDArray[Any]) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvexport
+from tests.conformance.layout import of_heads
 from tests.support.on_device import onto_device
 from tests.support.tensorrt_artifacts import engines
 
@@ -40,9 +41,14 @@ def lane_bytes(state: Any, lane: int) -> dict[str, bytes]:
     return {name: array[lane].tobytes() for name, array in state.get_state().items()}
 
 
+def by_head(name: str, array: np.ndarray) -> np.ndarray:
+    """Return a tensor of one lane as [KV heads, slots, ...]; a score as [KV heads, K, slots]."""
+    return of_heads(name.rpartition(".")[2], array[None], 2)[0]
+
+
 def used_values(state: Any, lane: int) -> dict[str, Any]:
     """Return every state tensor of a lane, with zeros in slots without votes, which a device need not clear."""
-    tensors = {name: array[lane] for name, array in state.get_state().items()}
+    tensors = {name: by_head(name, array[lane]) for name, array in state.get_state().items()}
     for name, array in tensors.items():
         used = tensors[name.rpartition(".")[0] + ".votes"] > 0  # [KV heads, slots]
         kind = name.rpartition(".")[2]
@@ -130,8 +136,9 @@ def test_a_lane_continues_unchanged_after_it_is_read_written_and_copied(engine: 
     before = [lane_bytes(state, lane) for lane in range(LANES)]
     taken = state.read(0)
     for name, array in used_values(state, 0).items():
-        slots = [slice(n) for n in taken[name].shape]
-        assert np.array_equal(taken[name], array[tuple(slots)]) and not np.delete(array, slots[1], 1).any()
+        held = by_head(name, taken[name])
+        slots = [slice(n) for n in held.shape]
+        assert np.array_equal(held, array[tuple(slots)]) and not np.delete(array, slots[1], 1).any()
     assert [lane_bytes(state, lane) for lane in range(LANES)] == before, "reading changes nothing"
     other.write(1, taken, 48)
     other.write(0, state.read(1), 9)

@@ -21,11 +21,8 @@ from kvexport.errors import EnvironmentProblem, UsageError, lacks_memory
 from kvexport.export import build as building
 from kvexport.export import stages, texts
 from kvexport.recipe.load import load_recipe
-from kvexport.serve.settings import ServeSettings
 from kvexport.state.mapped_file import mapped
-from kvexport.state.session_files import SUFFIX
-from kvexport.state.session_store import SessionStore
-from kvexport.state.shared_sessions import SharedSessions
+from kvexport.state.sessions import SUFFIX, SessionStore
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH
 from tests.support.command_line import ENVIRONMENT, ROOT, failure
 from tests.support.http_server import running
@@ -73,25 +70,28 @@ def test_a_calibration_without_room_for_temporary_files(
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_sessions_in_a_folder_that_cannot_be_written(engine: Engine, read_only: Path, shared: bool) -> None:
-    settings = ServeSettings(session_folder=str(read_only), session_shared=shared)
-    store = SharedSessions if shared else SessionStore
     with pytest.raises(EnvironmentProblem, match=r"the folder of sessions .* cannot be used: Permission denied"):
-        store(engine.manifest, memory=settings.session_memory, folder=read_only, disk=1 << 30)
+        SessionStore(engine.manifest, memory=0, folder=read_only, disk=1 << 30, shared=shared)
 
 
-def test_a_folder_of_sessions_that_becomes_read_only_is_an_error_of_each_turn(engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_folder_of_sessions_that_becomes_read_only_is_an_error_of_each_turn(
+    engine: Engine, tmp_path: Path, shared: bool
+) -> None:
     """If the folder of sessions becomes read-only, each turn gets an error.
 
     The state before the turn stays, and the session continues when the folder can be written again.
     """
     turn = {"prompt": "ab", "session_id": "s", "max_tokens": 3}
-    with permissions_hold(), running(engine, session_folder=str(tmp_path), session_shared=True) as server:
+    with permissions_hold(), running(engine, session_folder=str(tmp_path), session_shared=shared) as server:
         assert server.ask(COMPLETE, turn)[0] == 200
         before = (tmp_path / f"s{SUFFIX}").read_bytes()
         tmp_path.chmod(0o555)
         status, _, body = server.ask(COMPLETE, turn)
         assert (status, body["error"]["code"]) == (507, "session_not_kept")
         assert (tmp_path / f"s{SUFFIX}").read_bytes() == before
+        status, _, body = server.ask("/v1/sessions/s", method="DELETE")
+        assert (status, body["error"]["code"]) == (503, "overloaded")
         tmp_path.chmod(0o755)
         answer = server.ask(COMPLETE, turn)
         assert answer[0] == 200 and answer[2]["usage"]["prompt_tokens"] == 2 + 3 + 2
@@ -160,8 +160,7 @@ import numpy as np
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem
-from kvexport.state.session_store import SessionStore
-from kvexport.state.shared_sessions import SharedSessions
+from kvexport.state.sessions import SessionStore
 
 engine, disk = load(sys.argv[1], threads=1), Path(sys.argv[2])
 
@@ -173,7 +172,7 @@ def turn(start):
     return request.snapshot
 
 kept, failed = {}, 0
-store = SharedSessions(engine.manifest, memory=0, folder=disk / "shared", disk=1 << 40)
+store = SessionStore(engine.manifest, memory=0, folder=disk / "kept", disk=1 << 40)
 for i in range(400):
     name = f"s{i % 100}"
     state = turn(kept.get(name))
@@ -183,9 +182,10 @@ for i in range(400):
     except EnvironmentProblem as error:
         assert "No space left on device" in error.problem, error
         failed += 1
-again = SharedSessions(engine.manifest, memory=0, folder=disk / "shared", disk=1 << 40)
+store.close()
+again = SessionStore(engine.manifest, memory=0, folder=disk / "kept", disk=1 << 40)
 assert all(again.get(name).to_bytes() == state.to_bytes() for name, state in kept.items())
-assert not list((disk / "shared").glob(".*.session.*"))
+assert not list((disk / "kept").glob(".*.session.*"))
 print(len(kept), failed)
 """
 

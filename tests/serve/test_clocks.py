@@ -18,7 +18,7 @@ import pytest
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem
-from kvexport.state.shared_sessions import SharedSessions
+from kvexport.state.sessions import SessionStore
 from tests.support.http_server import Running, running
 from tests.support.paths import ROOT
 
@@ -34,7 +34,7 @@ DATES = {
     "kvexport/serve/responses.py": "created_at, of an answer",
     "kvexport/serve/stats.py": "the date of the figures",
     "kvexport/serve/tracing.py": "the dates of spans, whose lengths are of another clock",
-    "kvexport/state/shared_sessions.py": "the age of half-written files of processes that were killed",
+    "kvexport/state/sessions.py": "the age of half-written files of processes that were killed",
 }
 WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}
 
@@ -105,7 +105,7 @@ def test_a_file_that_is_taken_for_an_old_one_after_a_jump_is_an_error_that_the_c
     while engine.busy:
         engine.step()
     assert request.snapshot is not None
-    store = SharedSessions(engine.manifest, memory=1 << 30, folder=tmp_path, disk=1 << 30)
+    store = SessionStore(engine.manifest, memory=1 << 30, folder=tmp_path, disk=1 << 30, shared=True)
     store.put("a", request.snapshot)
     before, real = (tmp_path / "a.session").read_bytes(), os.fsync
 
@@ -114,7 +114,7 @@ def test_a_file_that_is_taken_for_an_old_one_after_a_jump_is_an_error_that_the_c
         with monkeypatch.context() as patch:
             later = time.time() + YEARS
             patch.setattr(time, "time", lambda: later)
-            SharedSessions(engine.manifest, memory=0, folder=tmp_path, disk=1 << 30)
+            SessionStore(engine.manifest, memory=0, folder=tmp_path, disk=1 << 30, shared=True)
 
     monkeypatch.setattr(os, "fsync", jump)
     with pytest.raises(EnvironmentProblem, match="the session a is not kept"):

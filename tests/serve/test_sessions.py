@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
+import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +18,11 @@ import pytest
 import kvexport
 from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem
-from kvexport.state.session_store import SessionStore
-from kvexport.state.shared_sessions import SharedSessions
-from tests.support.http_server import Running, prompt, running
+from kvexport.serve.sessions import Sessions
+from kvexport.serve.settings import ServeSettings
+from kvexport.state.sessions import SessionStore
+from tests.support.artifacts import PYTHON_PATH
+from tests.support.http_server import Running, prompt, running, wait_until
 from tests.support.streams import RawClient
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -158,11 +165,14 @@ def test_a_session_that_was_evicted_is_no_new_session(engine: Engine, tmp_path: 
         assert server.ask(COMPLETE, {"prompt": "c", "session_id": "new", "max_tokens": 2})[0] == 200
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_turn_whose_session_is_not_kept_is_not_acknowledged(engine: Engine, tmp_path: Path, streams: bool) -> None:
+def test_a_turn_whose_session_is_not_kept_is_not_acknowledged(
+    engine: Engine, tmp_path: Path, streams: bool, shared: bool
+) -> None:
     """If the folder is full, the turn gets an error, and the session stays as it was: the turn can be sent again."""
     request = {"prompt": "ab", "session_id": "s", "max_tokens": 3, "stream": streams}
-    folder = {"session_folder": str(tmp_path), "session_shared": True}
+    folder = {"session_folder": str(tmp_path), "session_shared": shared}
     with running(engine, **folder) as server:
         assert server.ask(COMPLETE, request)[0] == 200
         before = (tmp_path / "s.session").read_bytes()
@@ -183,7 +193,7 @@ def test_a_turn_of_a_server_that_was_stopped_overwrites_no_later_turn(engine: En
         assert server.ask(COMPLETE, {**body, "max_tokens": 2})[0] == 200
         slow = RawClient(server.url, COMPLETE, {**body, "stream": True})
         slow.read_until(b"data:")
-        other = SharedSessions(engine.manifest, memory=0, folder=tmp_path, disk=1 << 30)
+        other = SessionStore(engine.manifest, memory=0, folder=tmp_path, disk=1 << 30, shared=True)
         later = other.get("s")
         assert later is not None
         other.put("s", replace(later, settings=None))
@@ -216,3 +226,129 @@ def test_names_that_cannot_be_are_refused(server: Running, change: dict[str, Any
     status, _, body = server.ask(CHAT, {"messages": ASKED, **change})
     assert (status, body["error"]["param"]) == (400, param)
     assert server.ask("/v1/sessions/.hidden")[0] == 400
+
+
+def history(server: Running, session: str) -> str:
+    """Return the text of all tokens of a stored session."""
+    snapshot = server.service.sessions.store.get(session)
+    return "" if snapshot is None else server.service.engine.tokenizer.decode(snapshot.ids.tolist())
+
+
+@pytest.mark.parametrize("mode", ["memory", "folder", "shared"])
+def test_turns_of_one_session_at_once_run_one_after_the_other(engine: Engine, tmp_path: Path, mode: str) -> None:
+    """Every turn that was acknowledged is in the state, once, and its answer follows it."""
+    folder = {} if mode == "memory" else {"session_folder": str(tmp_path), "session_shared": mode == "shared"}
+    words = [f"turn {i} of {chr(97 + i % 26)}." for i in range(32)]
+    with running(engine, **folder) as server, ThreadPoolExecutor(16) as clients:
+
+        def ask(word: str) -> Any:
+            return server.ask(COMPLETE, {"prompt": word, "session_id": "s", "max_tokens": 2, "stream": word[5] == "7"})
+
+        answers = list(clients.map(ask, words))
+        assert [status for status, *_ in answers] == [200] * len(words)
+        text = history(server, "s")
+        assert [text.count(word) for word in words] == [1] * len(words)
+        for word, (_, headers, body) in zip(words, answers, strict=True):
+            if headers["content-type"].startswith("application/json"):
+                assert word + body["choices"][0]["text"] in text
+        wait_until(lambda: not server.service.sessions._lines)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("method", "how"), [("DELETE", "deleted"), ("PUT", "replaced")])
+@pytest.mark.parametrize("mode", ["memory", "folder", "shared"])
+def test_a_stream_brings_no_session_back_that_was_changed_meanwhile(
+    engine: Engine, tmp_path: Path, mode: str, method: str, how: str, first: bool
+) -> None:
+    folder = {} if mode == "memory" else {"session_folder": str(tmp_path), "session_shared": mode == "shared"}
+    with running(engine, **folder) as server:
+        for name in ("other",) if first else ("other", "s"):
+            assert server.ask(COMPLETE, {"prompt": "ab", "session_id": name, "max_tokens": 2})[0] == 200
+        with urllib.request.urlopen(f"{server.url}/v1/sessions/other") as answer:
+            other = answer.read()
+        slow = RawClient(server.url, COMPLETE, {"prompt": "cd", "session_id": "s", "max_tokens": 300, "stream": True})
+        slow.read_until(b"data:")
+        status, _, body = server.ask("/v1/sessions/s", other if method == "PUT" else None, method)
+        assert status == 200 and (method == "PUT" or body["deleted"])
+        end = slow.read_until(b"[DONE]")
+        assert b"session_conflict" in end and how.encode() in end
+        slow.close()
+        if method == "DELETE":
+            assert server.ask("/v1/sessions/s")[0] == 404
+        assert history(server, "s") == (history(server, "other") if method == "PUT" else "")
+        assert server.ask(COMPLETE, {"prompt": "ef", "session_id": "s", "max_tokens": 2})[0] == 200
+
+
+OTHER_SERVER = """
+import sys
+from pathlib import Path
+from kvexport.artifact.reading import load_manifest
+from kvexport.state.sessions import SessionStore
+
+kept = SessionStore(load_manifest(Path(sys.argv[1])), memory=0, folder=Path(sys.argv[2]), disk=1 << 30, shared=True)
+print(kept.begin_turn("s"), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_turn_and_a_deletion_wait_for_the_turn_of_another_server(
+    engine: Engine, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", OTHER_SERVER, str(tiny_artifact), str(tmp_path)]
+    turn = {"prompt": "ab", "session_id": "s", "max_tokens": 2}
+    with (
+        running(engine, session_folder=str(tmp_path), session_shared=True) as server,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=PYTHON_PATH) as other,
+        ThreadPoolExecutor(2) as clients,
+    ):
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        waiting = clients.submit(server.ask, COMPLETE, turn)
+        deletion = clients.submit(server.ask, "/v1/sessions/s", None, "DELETE")
+        time.sleep(0.3)
+        assert not waiting.done() and not deletion.done()
+        assert server.ask(COMPLETE, {**turn, "session_id": "t"})[0] == 200
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert waiting.result(60)[0] == 200 and deletion.result(60)[0] in (200, 404)
+
+
+def test_turns_that_wait_are_bounded_in_number_and_time(engine: Engine) -> None:
+    turn = {"prompt": "ab", "session_id": "s", "max_tokens": 2}
+    with running(engine, queue=1, timeout=1.0) as server, ThreadPoolExecutor(2) as clients:
+        line = server.service.sessions._lines
+        slow = RawClient(server.url, COMPLETE, {**turn, "max_tokens": 400, "stream": True})
+        slow.read_until(b"data:")
+        held = threading.Thread(target=server.on_engine, args=(lambda: time.sleep(3.0),))
+        held.start()
+        waiting = clients.submit(server.ask, COMPLETE, turn)
+        wait_until(lambda: "s" in line and line["s"].turns == 2)
+        status, headers, body = server.ask(COMPLETE, turn)
+        assert (status, headers["retry-after"]) == (503, "1") and "wait for earlier ones" in body["error"]["message"]
+        assert waiting.result(60)[0] in (200, 503)
+        held.join()
+        slow.close()
+        wait_until(lambda: not line)
+        assert server.ask(COMPLETE, {**turn, "session_id": "t"})[0] == 200
+
+
+def test_a_client_that_goes_away_leaves_the_line(engine: Engine) -> None:
+    turn = {"prompt": "ab", "session_id": "s", "max_tokens": 2}
+    with running(engine) as server:
+        line = server.service.sessions._lines
+        slow = RawClient(server.url, COMPLETE, {**turn, "max_tokens": 400, "stream": True})
+        slow.read_until(b"data:")
+        gone = RawClient(server.url, COMPLETE, turn)
+        wait_until(lambda: "s" in line and line["s"].turns == 2)
+        gone.close()
+        wait_until(lambda: "s" not in line or line["s"].turns == 1)
+        slow.close()
+        wait_until(lambda: not line)
+        assert server.ask(COMPLETE, turn)[0] == 200
+
+
+def test_a_second_server_of_a_folder_is_refused(engine: Engine, tmp_path: Path) -> None:
+    with running(engine, session_folder=str(tmp_path)):
+        for shared in (False, True):
+            with pytest.raises(EnvironmentProblem, match="another server uses the folder of sessions"):
+                Sessions(engine.manifest, ServeSettings(session_folder=str(tmp_path), session_shared=shared))

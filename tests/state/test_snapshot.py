@@ -162,11 +162,21 @@ def test_forks_of_a_request_that_leaves_are_answered(tiny_artifact: Path, engine
 # Snapshots from which no request can continue.
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["key", "value", "score"])
+def test_a_snapshot_of_infinite_numbers_is_refused(
+    engine: Engine, snapshot: Snapshot, number: float, kind: str
+) -> None:
+    name = next(name for name in snapshot.state if name.endswith(f".{kind}"))
+    array = snapshot.state[name].copy()
+    array.flat[3] = number
+    with pytest.raises(SnapshotError, match=rf"past_key_values\.\d\.{kind} holds NaN or infinity"):
+        through_bytes(engine, dataclasses.replace(snapshot, state={**snapshot.state, name: array}))
+
+
 def test_a_snapshot_of_nan_fails_alone_and_leaves_a_clean_lane(engine: Engine, snapshot: Snapshot) -> None:
     bad = {name: np.full_like(array, np.nan) for name, array in snapshot.state.items() if name.endswith(".value")}
     poisoned = dataclasses.replace(snapshot, state={**snapshot.state, **bad})
-    with pytest.raises(SnapshotError, match=r"past_key_values\.\d\.value holds NaN"):
-        through_bytes(engine, poisoned)
     settings = engine.settings(max_new_tokens=9)
     expected = answer(engine, Request(LONG, settings))
     beside, failing = Request(LONG, settings), Request([1, 2], settings, start=poisoned, keep=True)

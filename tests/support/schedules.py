@@ -16,7 +16,7 @@ from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request, State
 from kvexport.errors import DeadlineError, UsageError
 from kvexport.language.token import Token
-from kvexport.state.session_store import SessionStore
+from kvexport.state.sessions import SessionStore
 from kvexport.state.snapshot import Snapshot
 
 CHUNK, VOCABULARY = 16, 64  # the chunk and the vocabulary of the tiny artifact

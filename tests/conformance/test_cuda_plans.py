@@ -76,13 +76,13 @@ def test_a_decode_step_keeps_the_multiprocessors_busy(caller: Caller, name: str,
     for layer in layers:
         for batch in (1, 8, 32):
             heads, size = batch * layer.kv_heads, layer.key_size
-            shape = (batch, layer.kv_heads, layer.capacity, size)
+            shape = (batch, layer.kv_heads, max(layer.capacity), size)
             call = vote_attention_call(attributes, "float16", (batch, query_heads, 1, size), shape, size)
             blocks = blocks_of(caller.library, device, "vote_attention", call)
             count = blocks["DecodeMma"]
             splits, rest = divmod(count, heads)
             assert rest == 0 and count <= max(heads, 24 * many)
-            for slots in (layer.budget + 1, layer.budget + recipe.cache.merge_every):
+            for slots in (max(layer.budget) + 1, max(layer.budget) + recipe.cache.merge_every):
                 share = [caller.library.kv_host_share(i, splits, slots, SLOTS) for i in range(splits)]
                 assert sum(share) == slots and sum(x % SLOTS != 0 for x in share) <= 1, "no whole blocks of slots"
                 # The device assigns blocks to the multiprocessors in turn.
@@ -107,11 +107,12 @@ def test_blocks_of_a_merge_fill_the_device_and_no_more(caller: Caller, name: str
     for layer in layers:
         for batch in (1, 8, 32):
             heads = batch * layer.kv_heads
-            shape = (batch, layer.kv_heads, layer.capacity, layer.key_size)
-            attributes = MergeCacheAttributes(method, layer.budget, layer.sinks, layer.recent)
+            capacity = max(layer.capacity)
+            shape = (batch, layer.kv_heads, capacity, layer.key_size)
+            attributes = MergeCacheAttributes(method, max(layer.budget), layer.sinks, max(layer.recent))
             call = merge_cache_call(attributes, "float16", shape, layer.value_size, len(method.statistics))
             blocks = blocks_of(caller.library, device, "merge_cache", call)
-            assert min(heads * (layer.capacity // 128), many) * 0.9 <= blocks["NearestMma"] <= max(heads, 24 * many)
+            assert min(heads * (capacity // 128), many) * 0.9 <= blocks["NearestMma"] <= max(heads, 24 * many)
             assert min(32 * heads, many) * 0.9 <= blocks["MergeRows"] <= max(heads, 16 * many)
 
 
@@ -138,7 +139,7 @@ def test_the_limits_of_a_merge_are_those_of_the_kernels(caller: Caller, shared: 
             attributes = MergeCacheAttributes(policy, budget, 4, 32)
             call = merge_cache_call(attributes, "float16", (1, 2, capacity, 128), 128, len(policy.statistics))
             assert (ask(ctypes.byref(call)) is None) == runs, (capacity, budget)
-            layer = replace(layers_of("llama2-7b-keepkv")[2][0], capacity=capacity, budget=budget)
+            layer = replace(layers_of("llama2-7b-keepkv")[2][0], capacity=(capacity,) * 2, budget=(budget,) * 2)
             capability = next(name for name, size in gpu_limits.SHARED.items() if size == shared)
             problem = gpu_limits.merge_problem(CachePlan((layer,)), policy, capability)
             assert (problem == "") == runs, problem

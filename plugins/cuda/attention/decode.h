@@ -251,11 +251,11 @@ struct DecodeStep {
         if (g < heads) {
           const float biased = Kernel::sum_logit(args.call, s, g, slot) + bias;
           r.logit[i] = bias <= kLogZero ? bias : biased;  // beyond the last slot the logit is undefined
-          if (args.logits && g < args.group() && slot < count) head.logits(args, g)[from + slot] = r.logit[i];
         }
         r.block_max[i] = r.logit[i];
       }
     });
+    if (args.logits) store_biased(block, args, head, from, count);
 #pragma unroll
     for (int i = 0; i < kWarpHeads; ++i) {
       if (i * kWarps >= heads) break;
@@ -272,6 +272,19 @@ struct DecodeStep {
         r.row_sum[i] = r.row_sum[i] * factor + weight;
         r.row_max[i] = row_max;
         Kernel::store_weight(r, stage, s, g, slot, count, weight, factor);
+      }
+    });
+  }
+
+  // Stores the biased logits for DecodeSums. It is no part of the loop above: there each head would take the branch.
+  static KV_DEVICE void store_biased(Block<Kernel>& block, const Attention& args, const Head<T>& head, int from,
+                                     int count) {
+    block.each_alone([&](int t, auto& r) {
+      const int slot = t % kWarp;
+#pragma unroll
+      for (int i = 0; i < Kernel::kWarpHeads; ++i) {
+        const int g = t / kWarp + i * kWarps;
+        if (g < args.group() && slot < count) head.logits(args, g)[from + slot] = r.logit[i];
       }
     });
   }

@@ -190,7 +190,7 @@ const char* launch(const typename Kernel::Args& args, size_t blocks, size_t shar
 #ifdef KV_PTX
   return ptx::launch(typeid(Kernel).name(), &args, sizeof args, blocks, Kernel::kThreads, shared, host().order,
                      host().late_copies);
-#endif
+#else
   for (size_t i = 0; i < blocks; ++i) {
     // Exactly the bytes of the launch, filled with rubbish for every block.
     void* memory = nullptr;
@@ -201,6 +201,7 @@ const char* launch(const typename Kernel::Args& args, size_t blocks, size_t shar
     free(memory);
   }
   return nullptr;
+#endif
 }
 
 inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream) {

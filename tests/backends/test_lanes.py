@@ -159,7 +159,7 @@ def test_single_tensors_of_a_lane_are_read_and_written(engine: Any) -> None:
     before = [lane_bytes(state, lane) for lane in range(3)]
     name = "past_key_values.1.score"
     taken = state.read(1, [name])
-    assert set(taken) == {name} and taken[name].shape[-1] == 4, "used slots"
+    assert set(taken) == {name} and taken[name].shape[-1] == 2 * 4, "the used slots of both KV heads"
     state.write(1, {name: taken[name] + 1})
     assert [lane_bytes(state, lane) for lane in (0, 2)] == [before[0], before[2]]
     after = lane_bytes(state, 1)

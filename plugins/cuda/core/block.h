@@ -289,18 +289,6 @@ KV_DEVICE const char* once(const char* x) {
   return x;
 }
 
-// Returns the address of element i of an array in global memory, in one instruction. bytes: those of an element.
-KV_DEVICE const char* element_of(const char* array, uint32_t i, uint32_t bytes) {
-#ifdef __CUDACC__
-  const char* address;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(i), "r"(bytes), "l"(array));
-  __builtin_assume(__isGlobal(address));  // loads need not find out
-  return address;
-#else
-  return array + static_cast<uint64_t>(i) * bytes;
-#endif
-}
-
 KV_HD constexpr int min_of(int a, int b) { return a < b ? a : b; }
 KV_DEVICE uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 KV_HD constexpr int max_of(int a, int b) { return a > b ? a : b; }

@@ -218,30 +218,6 @@ inline const char* copy_rows(void* to, size_t to_apart, const void* from, size_t
 
 #endif
 
-// ---- how many shares, one block each, divide the work of a head ----
-
-// Returns the most that shares_of can return on a device that runs `places` blocks at a time. It rises with `places`.
-inline int most_shares(size_t heads, int units, size_t places) {
-  const size_t filling = heads > 0 ? 8 * places / heads : 1, most = filling < kMostShares ? filling : kMostShares,
-               whole_units = units < 1 ? 1 : static_cast<size_t>(units);
-  const size_t shares = most < whole_units ? most : whole_units;
-  return shares < 1 ? 1 : static_cast<int>(shares);
-}
-
-// Returns the number of shares with the least estimated time; a tie goes to the fewest. The estimate: blocks run in
-// waves of `places`; a wave takes the units of work of the largest share, and half a unit for a block's fixed work;
-// combining takes 1/32 unit for each share.
-inline int shares_of(size_t heads, int units, size_t places) {
-  int best = 1;
-  size_t least = SIZE_MAX;
-  for (int shares = 1, most = most_shares(heads, units, places); shares <= most; ++shares) {
-    const size_t waves = (heads * shares + places - 1) / places, largest = (units + shares - 1) / shares;
-    const size_t time = waves * (2 * largest + 1) * 16 + shares;
-    if (time < least) least = time, best = shares;
-  }
-  return best;
-}
-
 // Divides a workspace into arrays, one after the other; only counts bytes if base is nullptr.
 class Workspace {
  public:

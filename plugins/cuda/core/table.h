@@ -41,9 +41,8 @@ struct Shares {
 inline size_t most_shares_of_all(size_t heads, size_t places) { return 8 * places > heads ? 8 * places : heads; }
 
 // Returns the estimated time when a share has at most `each` units, and blocks begin with the largest shares. A share
-// takes its units of work, and half a unit for its fixed work (shares_of). The time is at least that of all work
-// divided among the places, and, because block n of the order is on a place with n / places larger ones, that many
-// times its own. For heads of one size that is the estimate of shares_of.
+// takes its units of work, and half a unit for its fixed work. The time is at least that of all work divided among the
+// places, and, because block n of the order is on a place with n / places larger ones, that many times its own.
 inline size_t time_of_shares(const int (&units)[kTable], int entries, size_t heads, int each, size_t places) {
   size_t blocks_of[kTable], time_of[kTable], work = 0, blocks = 0, longest = 0;
   for (int i = 0; i < entries; ++i) {

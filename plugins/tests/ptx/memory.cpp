@@ -88,7 +88,7 @@ void aligned(uint64_t at, int bytes, int site) {
 
 // Reports an access to global memory before the wait for earlier launches.
 enum Access { kReads, kWrites };
-void after_earlier(uint64_t at, int bytes, int site, Access access) {
+void after_earlier(uint64_t at, int site, Access access) {
   if (thread().waited || is_shared(at) || memory().own.contains(at)) return;
   report(site, "%s global bytes before it has waited for earlier launches", access == kReads ? "reads" : "writes");
 }
@@ -189,7 +189,7 @@ void wait_for_earlier(int site) { thread().waited = true, thread().site = site; 
 
 void read(uint64_t at, int bytes, int site) {
   aligned(at, bytes, site);
-  after_earlier(at, bytes, site, kReads);
+  after_earlier(at, site, kReads);
   if (memory().own.contains(at)) return;
   const Thread& t = thread();
   each_cell(at, bytes, [&](Cell& cell) { return check_read(cell, at, site, t); });
@@ -198,7 +198,7 @@ void read(uint64_t at, int bytes, int site) {
 
 void write(uint64_t at, const void* row, int bytes, int site) {
   aligned(at, bytes, site);
-  after_earlier(at, bytes, site, kWrites);
+  after_earlier(at, site, kWrites);
   if (!memory().own.contains(at)) {
     Thread& t = thread();
     const bool same = memcmp(reinterpret_cast<const void*>(at), row, bytes) == 0;
@@ -215,7 +215,7 @@ void note_atomic(uint64_t at, int bytes, int site) {
   Memory& m = memory();
   const Thread& t = thread();
   aligned(at, bytes, site);
-  after_earlier(at, bytes, site, kWrites);
+  after_earlier(at, site, kWrites);
   each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, true, false, t); });
   each_cell(at, bytes, [&](Cell& cell) { return note_write(cell, site, true, t), false; });
   if (is_shared(at)) return;
@@ -242,7 +242,7 @@ void fence() {
 
 void copy_async(uint64_t to, uint64_t from, int bytes, int site) {
   aligned(to | from, bytes, site);
-  after_earlier(from, bytes, site, kReads);
+  after_earlier(from, site, kReads);
   Thread& t = thread();
   each_cell(from, bytes, [&](Cell& cell) { return check_read(cell, from, site, t); });
   each_cell(from, bytes, [&](Cell& cell) { return note_read(cell, site, t), false; });

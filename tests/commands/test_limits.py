@@ -102,7 +102,6 @@ def test_a_folder_of_sessions_that_becomes_read_only_is_an_error_of_each_turn(
 
 PHASES: dict[str, tuple[Any, str]] = {
     "tokenizer": (texts, "copy_texts"),
-    "importance": (stages, "save_importance"),
     "weights": (stages, "write_weights"),
     "graphs": (stages, "write_graphs"),
     "manifest": (building, "write_manifest"),

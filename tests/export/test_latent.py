@@ -123,7 +123,7 @@ def test_triton_keeps_no_states_of_size_0(merging: Path, tmp_path: Path) -> None
 
 def test_layers_have_budgets_of_their_own(checkpoint: Path) -> None:
     recipe = recipe_of(checkpoint, 32, "keepkv").model_dump()
-    recipe["cache"]["allocation"] = {"kind": "listed", "shares": [1.0, 3.0]}
+    recipe["cache"]["allocation"] = {"kind": "listed", "shares": [[1.0], [3.0]]}
     plan = read_model(type(recipe_of(checkpoint, 32, "keepkv")).model_validate(recipe)).plan
     assert [layer.budget for layer in plan.caches] == [16, 48]
 

@@ -70,7 +70,7 @@ def test_every_shipped_recipe_loads_and_bases_are_marked() -> None:
 def test_a_recipe_of_measured_budgets_is_ballots_in_the_same_slots(name: str) -> None:
     listed = load_recipe(name).recipe
     slots, shares = allocate(listed, LISTED[name]), listed.cache.allocation.shares
-    each = [share for row in shares for share in (row if isinstance(row, list) else [row])]
+    each = [share for row in shares for share in row]
     assert listed.cache.method == "ballot"
     assert len(shares) == LISTED[name] and len(slots) == len(each)
     assert sum(slots) == listed.budget * len(slots)

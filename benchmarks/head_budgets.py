@@ -256,7 +256,7 @@ def shares_of(kind: str, slots: int, cost: NDArray[np.float64]) -> list[Any]:
     counted = cost if kind == "heads" else cost.mean(1, keepdims=True)
     curves = curves_of(counted.reshape(-1, len(GRID)), GRID, LEAST, LENGTH)
     shares = (cheapest(curves, slots, LEAST) / slots).round(2).reshape(counted.shape[:2])
-    return (shares if kind == "heads" else shares[:, 0]).tolist()
+    return shares.repeat(cost.shape[1] // shares.shape[1], 1).tolist()
 
 
 def budgets_of(variant: str, slots: int, cost: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -237,9 +237,6 @@ def test_the_library_links_no_onnxruntime_and_exports_only_its_functions() -> No
         "kvexport_huge_pages",
         "kvexport_small_cache",
         "kvexport_why_no_panels",
-        "kvexport_ranks_bytes",
-        "kvexport_ranks_fail",
-        "kvexport_ranks_join",
     }
 
 

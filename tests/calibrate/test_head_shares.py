@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvexport.allocation import allocate
 from kvexport.calibrate.allotment import cheapest, curves_of, robust_budgets, shrunk
+from kvexport.calibrate.facts import fact_passages
 from kvexport.calibrate.head_shares import asked_and_answered, calibrate_heads, share_of_text
 from kvexport.calibrate.measured import budgets_of
 from kvexport.commands.app import app
@@ -65,12 +66,11 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_checkpoint: Path, tmp_
         calibrate_heads("tiny-base", [*SIZES, f"model.path={tmp_path}"])
 
 
-def test_a_text_that_is_too_short_is_refused_with_a_fix(tiny_recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("a bird. ")
-    arguments = ["calibrate", "--recipe", str(tiny_recipe), "--tasks", "recall", *set_options(SIZES)]
-    ran = CliRunner().invoke(app, [*arguments, "--text", str(tmp_path / "short.txt")])
-    assert ran.exit_code == 2 and "--text FILE with more text" in ran.stderr
-    ran = CliRunner().invoke(app, [*arguments, "--text", str(tmp_path / "none")])
+def test_a_text_that_is_too_short_or_missing_is_refused_with_a_fix(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the text to insert facts into gives passages of") as caught:
+        fact_passages(tiny_checkpoint, "a bird. ", 1000, 1, 0)
+    assert "--text FILE with more text" in caught.value.fix
+    ran = CliRunner().invoke(app, ["calibrate", "--recipe", "tiny-base", "--text", str(tmp_path / "none")])
     assert ran.exit_code == 2 and "cannot be read as text" in ran.stderr
 
 

@@ -78,7 +78,7 @@ def test_replicas_are_engines_of_the_artifact_behind_a_router_of_sessions(ray: F
     assert settings.session_folder == str(Path("kept").absolute()) and settings.session_shared
     replica = ray.replica(*ray.bound)
     replica.check_health()
-    assert replica.__serve_build_asgi_app__().state.service.engine.max_lanes == 3
+    assert replica.__serve_build_asgi_app__().state.service.engine.max_batch == 3
 
 
 def test_replicas_are_as_many_as_the_load_needs(ray: FakeRay, tiny_artifact: Path) -> None:

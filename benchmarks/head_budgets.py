@@ -5,7 +5,7 @@
     python benchmarks/head_budgets.py compare [--slots 51,128,256] [--variants uniform,shipped,layers,heads,prompt]
         [--texts 0,1] [--judged]
 
-`costs` measures the loss that evictions of every head cause, as `kvexport calibrate --of heads` does, on other texts
+`costs` measures the loss that evictions of every head cause, as `kvexport calibrate` does, on other texts
 and in caches of GRID slots. With --recall it is the loss of the answers to six questions about a text.
 
 `shares` prints shares of the budget that follow from these costs: `heads` from texts, `facts` from texts and answers.
@@ -39,9 +39,9 @@ from torch import Tensor
 from kvexport.allocation import allocate
 from kvexport.cache import LayerGeometry
 from kvexport.calibrate.allotment import cheapest, curves_of
+from kvexport.calibrate.facts import fact_passages
 from kvexport.calibrate.head_costs import HeadCosts
 from kvexport.calibrate.head_shares import asked_and_answered
-from kvexport.calibrate.recall_layers import fact_passages
 from kvexport.evaluate.corpus import library_sources, manual
 from kvexport.evaluate.language import Ids, Text
 from kvexport.evaluate.tasks import TASKS, Sample
@@ -256,7 +256,7 @@ def shares_of(kind: str, slots: int, cost: NDArray[np.float64]) -> list[Any]:
     counted = cost if kind == "heads" else cost.mean(1, keepdims=True)
     curves = curves_of(counted.reshape(-1, len(GRID)), GRID, LEAST, LENGTH)
     shares = (cheapest(curves, slots, LEAST) / slots).round(2).reshape(counted.shape[:2])
-    return (shares if kind == "heads" else shares[:, 0]).tolist()
+    return shares.repeat(cost.shape[1] // shares.shape[1], 1).tolist()
 
 
 def budgets_of(variant: str, slots: int, cost: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -8,7 +8,6 @@ its own. Cases:
 - `gptq` and `gptq, act-order`: a GPTQ checkpoint of 4 bits in groups of 128 (7B: 3.9 GB) whose packed weights are kept,
   with columns in their own order or with act-order
 - `rounded`: a float16 checkpoint (7B: 13.5 GB), rounded to 4 bits in groups of 32 by the build
-- `importance`, `awq`: the same with calibration, for which the float model reads 2,048 tokens first
 
 Peak memory is the kernel's figure for the finished process, mapped files included. The checkpoints are removed unless
 --keep is given. Rows of other shapes and cases stay in the result.
@@ -32,8 +31,7 @@ from export import measured
 
 GROUP = 128
 SHARD_BYTES = 1 << 30
-CASES = ("gptq", "gptq, act-order", "rounded", "importance", "awq")
-FLOATS = ("rounded", "importance", "awq")
+CASES = ("gptq", "gptq, act-order", "rounded")
 
 
 def make_gptq(shape: str, folder: Path, act_order: bool) -> None:
@@ -90,19 +88,15 @@ def make_gptq(shape: str, folder: Path, act_order: bool) -> None:
 
 def made(case: str, shape: str, folder: Path) -> str:
     """Write the checkpoint of a case in a process of its own, which keeps this process small; return its recipe."""
-    code = f"import sys, pathlib, quantized_memory as q; q.{'make_checkpoint' if case in FLOATS else 'make_gptq'}"
-    last = "'float16'" if case in FLOATS else str("act-order" in case)
+    rounded = case == "rounded"
+    code = f"import sys, pathlib, quantized_memory as q; q.{'make_checkpoint' if case == 'rounded' else 'make_gptq'}"
+    last = "'float16'" if rounded else str("act-order" in case)
     subprocess.run(
         [sys.executable, "-c", f"{code}(sys.argv[1], pathlib.Path(sys.argv[2]), {last})", shape, str(folder)],
         check=True,
         cwd=Path(__file__).parent,
     )
-    method = "rtn"
-    if case in ("importance", "awq"):
-        text = folder.with_suffix(".txt")
-        text.write_text(" ".join(f"w{i}" for i in np.random.default_rng(0).integers(3, 20000, 4096)))
-        method = f"{case}, calibration: {text}"
-    weights = f"weights: {{bits: 4, group: 32, head: 8, method: {method}}}\n" if case in FLOATS else ""
+    weights = "weights: {bits: 4, group: 32, head: 8}\n" if rounded else ""
     return f"model: {{path: {folder}, dtype: float16}}\ncache: {{method: keepkv, budget: 512}}\n{weights}"
 
 

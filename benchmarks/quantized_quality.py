@@ -3,12 +3,10 @@
     python benchmarks/quantized_quality.py [--texts N] [--length TOKENS] [--of library|manual] [--sides SIDE ...]
                                            [--noise SHARE] [--float-input] [--work DIR]
 
-Some sides have weights rounded by the build (`weights.bits`), with the least errors of the weights or, for
-`importance`, of the products on the package's text, with AWQ's scales or without. Others have llama.cpp's types: the
-same weights quantized by `gguf.quantize` and read by kvexport. All run on the same engine. It rounds the inputs of
-packed products, except on the side `float inputs`. `float input` in a row is the same artifact without rounded inputs.
-Texts are source of Python's library or prose of its manual; neither is used for calibration. Rows of other sides in the
-result stay if texts and length are the same.
+Some sides have weights rounded by the build (`weights.bits`). Others have llama.cpp's types: the same weights quantized
+by `gguf.quantize` and read by kvexport. All run on the same engine. It rounds the inputs of packed products, except on
+the side `float inputs`. `float input` in a row is the same artifact without rounded inputs. Texts are source of
+Python's library or prose of its manual. Rows of other sides in the result stay if texts and length are the same.
 
 SmolLM2-135M-Instruct's weights once had 4 bits (Q4_1, groups of 32), which favours every type with a minimum or a zero
 point for such groups. `--noise 0.1` removes this advantage by normal noise of a tenth of each row's deviation.
@@ -42,22 +40,14 @@ from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.fields import Recipe
 
 FOUR = {"bits": 4, "group": 32}
-IMPORTANCE, AWQ = {"method": "importance"}, {"method": "awq"}
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("rounded", {"bits": 8}),
     "int8, head float": ("rounded", {"bits": 8, "head": "float"}),
-    "int8, importance": ("rounded", {"bits": 8, **IMPORTANCE}),
     "int8, float inputs": ("rounded", {"bits": 8, "inputs": "float"}),
     "int4, groups of 32, head of 8": ("rounded", FOUR),
     "int4, groups of 32, all": ("rounded", {**FOUR, "head": "same"}),
     "int4, groups of 32, zero points": ("rounded", {**FOUR, "symmetric": False}),
     "int4, groups of 64, head of 8": ("rounded", {**FOUR, "group": 64}),
-    "int4, groups of 32, head of 8, importance": ("rounded", {**FOUR, **IMPORTANCE}),
-    "int4, groups of 32, all, importance": ("rounded", {**FOUR, **IMPORTANCE, "head": "same"}),
-    "int4, groups of 32, zero points, importance": ("rounded", {**FOUR, **IMPORTANCE, "symmetric": False}),
-    "int4, groups of 64, head of 8, importance": ("rounded", {**FOUR, **IMPORTANCE, "group": 64}),
-    "int4, groups of 32, head of 8, awq": ("rounded", {**FOUR, **AWQ}),
-    "int4, groups of 64, head of 8, awq": ("rounded", {**FOUR, **AWQ, "group": 64}),
     "q8_0": ("gguf", {"rest": "Q8_0", "head": "Q8_0"}),
     "q4_0, head of q8_0": ("gguf", {"rest": "Q4_0", "head": "Q8_0"}),
     "q4_0, all": ("gguf", {"rest": "Q4_0", "head": "Q4_0"}),

@@ -1,4 +1,4 @@
-"""Replicas of `kvexport deploy ray` that are killed under load: the answers of clients, and the return of sessions.
+"""Replicas of `docker/ray_serve.py` that are killed under load: the answers of clients, and the return of sessions.
 
     python benchmarks/ray_kill.py ARTIFACT [--replicas 2] [--clients 8] [--kills 3] [--every 20] [--save]
 
@@ -191,7 +191,8 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "kvexport", "deploy", "ray", str(options.artifact), "--port", str(port)]
+        script = Path(__file__).parent.parent / "docker" / "ray_serve.py"
+        command = [sys.executable, str(script), str(options.artifact), "--port", str(port)]
         command += ["--replicas", str(options.replicas), "--session-folder", folder]
         start = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

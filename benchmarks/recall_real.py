@@ -1,6 +1,5 @@
 """Recall of SmolLM2: facts that stand in a long text and are asked for at its end, by method and budget.
 
-    python benchmarks/recall_real.py layers --length 1000       # the layers that recall depends on, on another text
     python benchmarks/recall_real.py text --passages 8          # KL of text with whole layers and without
     python benchmarks/recall_real.py [--tasks codes,people,code,turns] [--methods h2o,...] [--parts 3,4,8]
         [--length 2000] [--passages 9] [--known]
@@ -28,7 +27,6 @@ import numpy as np
 from common import RESULTS, head, save
 
 import kvexport
-from kvexport.calibrate.recall_layers import calibrate
 from kvexport.evaluate import recall
 from kvexport.evaluate.corpus import library_sources, manual
 from kvexport.evaluate.files import digest_of
@@ -36,13 +34,11 @@ from kvexport.evaluate.result import Options
 from kvexport.evaluate.runner import evaluate
 from kvexport.evaluate.statistics import Estimate, mean, share
 from kvexport.recipe.load import load_recipe
-from kvexport.report.text import render_text
-from kvexport.terminal import show
 
 NAME = "recall-smollm2"
 RECALL = "smollm2-135m-recall"
 QUESTIONS = 6
-# The whole layers. The command `layers` measured them, on another text and other facts.
+# The whole layers, measured on another text and other facts.
 WHOLE = (7, 8, 17, 18, 23)
 PUBLISHED = ("streaming", "h2o", "snapkv", "keepkv", "keydiff")
 ALL = ("full", *PUBLISHED, "ballot", "streaming+whole", "h2o+whole", "snapkv+whole", "keepkv+whole", "ballot+whole")
@@ -261,13 +257,6 @@ def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
                 )
 
 
-def measure_layers(options: argparse.Namespace, _: Path, results: Results) -> None:
-    """Measure the cost of compressing each layer in answers, as `kvexport calibrate` does."""
-    calibration = calibrate(RECALL, options.set, length=options.length, passages=options.passages, progress=show)
-    save(results.name, {**results.read(), "layers": {"provenance": head(), **calibration.to_json()}})
-    print(render_text(calibration.sections()))
-
-
 def measure_text(options: argparse.Namespace, folder: Path, results: Results) -> None:
     """Measure the KL of Python's manual to the full cache at equal bytes, over the second half of 1,024-token texts."""
     labels = [f"{m}{whole}" for m in ("h2o", "keepkv") for whole in ("", f":cache.allocation.whole={list(WHOLE)}")]
@@ -287,7 +276,7 @@ def measure_text(options: argparse.Namespace, folder: Path, results: Results) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="ask", choices=["ask", "layers", "text"])
+    parser.add_argument("what", nargs="?", default="ask", choices=["ask", "text"])
     parser.add_argument("--tasks", default="codes,people,code,turns")
     parser.add_argument("--methods", default=",".join(ALL))
     parser.add_argument("--parts", default="3,4,8")
@@ -305,7 +294,7 @@ def main() -> None:
         options.work.mkdir(parents=True, exist_ok=True)
     keydiff.register()
     with tempfile.TemporaryDirectory() as folder:
-        modes = {"ask": ask, "layers": measure_layers, "text": measure_text}
+        modes = {"ask": ask, "text": measure_text}
         modes[options.what](options, options.work or Path(folder), Results(options.name))
 
 

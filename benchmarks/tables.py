@@ -283,16 +283,6 @@ def packed_quality() -> str:
     return table(("weights", "MB", "KL, nats (standard error)", "same likeliest token"), *lines)
 
 
-def awq() -> str:
-    """Return the table of AWQ's scales beside importance."""
-    names = {"rtn": "`rtn`", "importance": "`importance`", "awq": "`rtn`, AWQ's scales everywhere"}
-    names |= {"awq, importance": "`importance`, AWQ's scales everywhere"}
-    names |= {"awq of norms, importance": "`importance`, AWQ's scales where inputs come of a norm (`awq`)"}
-    rows = load("awq")["rows"]
-    lines = [(names[x], f"{r['kl']:.3f}", ", ".join(f"{kl:.3f}" for kl in r["kl_of_texts"])) for x, r in rows.items()]
-    return table(("rounding", "KL, nats", "of each text"), *lines)
-
-
 def quantized_cache() -> str:
     """Return the table of the KL that few bits for keys and values cost, with merging and without."""
     lines = []
@@ -310,7 +300,7 @@ def tables() -> dict[str, str]:
     for question in ("unknown", "known"):
         texts[f"recall {question}"] = recall(2000, known=question == "known")
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed quality": packed_quality()}
-    texts |= {"quantized cache": quantized_cache(), "awq": awq()}
+    texts |= {"quantized cache": quantized_cache()}
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
     texts |= {f"newer {part}": newer_methods(part) for part in ("streamed", "once")}
     texts |= {"calibration cost": calibration_cost(), "calibration texts": calibration_texts()}

@@ -33,7 +33,7 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
     kind, d = allocation.kind or method.allocation, allocation.minimum
     if kind == "listed" and len(allocation.shares) != layers:
         raise UsageError(
-            f"cache.allocation.shares has {len(allocation.shares)} numbers, the model has {layers} layers",
+            f"cache.allocation.shares has {len(allocation.shares)} lists, the model has {layers} layers",
             "one for each layer, or --set cache.allocation.kind=uniform",
         )
     layer_numbers = [i for i, row in enumerate(head_shares(recipe)) for _ in row] or list(range(layers))
@@ -68,7 +68,7 @@ def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[flo
         not lie between the sums of these bounds. Numbers of whole layers have no effect.
     """
     allocation = recipe.cache.allocation
-    shares = [share for row in allocation.shares for share in (row if isinstance(row, list) else [row])]
+    shares = [share for row in allocation.shares for share in row]
     others = [share for layer, share in zip(layer_numbers, shares, strict=True) if layer not in allocation.whole]
     most, least = recipe.limits.max_length, least_slots(recipe)
     if not len(others) * least < left < len(others) * most:
@@ -118,4 +118,4 @@ def head_shares(recipe: Recipe) -> list[list[float]]:
     """
     allocation, method = recipe.cache.allocation, recipe.cache.build_method()
     listed = method.compresses and (allocation.kind or method.allocation) == "listed"
-    return [row for row in allocation.shares if isinstance(row, list)] if listed else []
+    return allocation.shares if listed else []

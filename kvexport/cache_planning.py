@@ -235,7 +235,7 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
     if head_shares(recipe):
         raise UsageError(
             f"cache.allocation.shares gives KV heads budgets of their own, which is not supported where {why}",
-            "--set cache.allocation.kind=uniform, or shares of layers",
+            "--set cache.allocation.kind=uniform",
         )
     _require_not_periodic(recipe, why)
     if recipe.speculate.draft == "cache":
@@ -325,5 +325,5 @@ def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
             raise UsageError(
                 f"cache.allocation.shares has {len(row)} numbers for the KV heads of layer {i}, which has "
                 f"{layer.kv_heads}",
-                "one for each KV head, or one number for the layer, in all layers alike",
+                "a number for each KV head, in every layer",
             )

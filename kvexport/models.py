@@ -398,7 +398,7 @@ def refuse_calibration_of_recipes(calibrate: bool | None) -> None:
     if calibrate:
         raise UsageError(
             "a recipe has the budgets that it lists, so that its build measures none",
-            "kvexport calibrate --of heads --recipe NAME, whose result the recipe can list",
+            "kvexport calibrate --recipe NAME, whose result the recipe can list",
         )
 
 

@@ -21,7 +21,6 @@ VERBS = {
     "chat": "run",
     "inspect": "run",
     "recipes": "run",
-    "deploy": "run",
     "serve": "serve",
     "build": "export",
     "plan": "export",

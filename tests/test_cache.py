@@ -41,19 +41,19 @@ def test_a_methods_own_allocation_applies_unless_the_recipe_sets_one() -> None:
 
 
 def test_listed_layers_share_the_budget_in_their_ratios() -> None:
-    assert budgets(4, kind="listed", shares=[1, 2, 4, 1]) == [50, 100, 200, 50]
-    assert budgets(4, kind="listed", shares=[0.5, 1, 2, 0.5]) == [50, 100, 200, 50]
-    assert budgets(4, kind="uniform", shares=[1, 2, 4, 1]) == [100] * 4
-    assert sum(budgets(7, kind="listed", shares=[1, 9, 2, 3, 7, 1, 1])) == 700
+    assert budgets(4, kind="listed", shares=[[1], [2], [4], [1]]) == [50, 100, 200, 50]
+    assert budgets(4, kind="listed", shares=[[0.5], [1], [2], [0.5]]) == [50, 100, 200, 50]
+    assert budgets(4, kind="uniform", shares=[[1], [2], [4], [1]]) == [100] * 4
+    assert sum(budgets(7, kind="listed", shares=[[1], [9], [2], [3], [7], [1], [1]])) == 700
 
 
 def test_slots_beyond_a_layers_capacity_go_to_the_other_layers() -> None:
     recipe: dict[str, Any] = {"model": {"path": "-"}, "limits": {"max_length": 200}}
     cache: dict[str, Any] = {"method": "h2o", "budget": 100, "sinks": 4, "recent": 0.5}
-    cache["allocation"] = {"kind": "listed", "shares": [1000, 2, 1, 0.001]}
+    cache["allocation"] = {"kind": "listed", "shares": [[1000], [2], [1], [0.001]]}
     loaded = Recipe.model_validate({**recipe, "cache": cache})
     assert allocate(loaded, 4) == [200, 125, 63, 12]
-    plan_cache(loaded, [LayerGeometry(2, 2, 8, 8)] * 4)  # every layer has room for its sinks and recent slots
+    plan_cache(loaded, [LayerGeometry(2, 1, 8, 8)] * 4)  # every layer has room for its sinks and recent slots
     cache["allocation"]["whole"] = [1]
     assert allocate(Recipe.model_validate({**recipe, "cache": cache}), 4) == [176, 200, 12, 12]
     # Nothing is left to share: all layers get the same.
@@ -61,10 +61,10 @@ def test_slots_beyond_a_layers_capacity_go_to_the_other_layers() -> None:
 
 
 def test_shares_of_another_number_of_layers_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"shares has 3 numbers, the model has 4 layers") as caught:
-        budgets(4, kind="listed", shares=[1, 2, 4])
+    with pytest.raises(UsageError, match=r"shares has 3 lists, the model has 4 layers") as caught:
+        budgets(4, kind="listed", shares=[[1], [2], [4]])
     assert "--set cache.allocation.kind=uniform" in caught.value.fix
-    with pytest.raises(UsageError, match="shares has 0 numbers"):
+    with pytest.raises(UsageError, match="shares has 0 lists"):
         budgets(4, kind="listed")
 
 
@@ -98,7 +98,7 @@ def test_shares_of_other_heads_or_for_positions_in_the_cache_are_refused() -> No
     geometry = [LayerGeometry(8, 2, 16, 16)] * 2
     with pytest.raises(UsageError, match="has 3 numbers for the KV heads of layer 1, which has 2") as caught:
         plan_of(geometry, kind="listed", shares=[[1, 3], [2, 2, 1]])
-    assert "one for each KV head" in caught.value.fix
+    assert "a number for each KV head" in caught.value.fix
     recipe: dict[str, Any] = {"model": {"path": "-"}}
     recipe["cache"] = {"method": "h2o", "budget": 100, "allocation": {"kind": "listed", "shares": [[1, 3], [2, 2]]}}
     with pytest.raises(UsageError, match="KV heads have budgets of 50 to 150 slots: a new token"):
@@ -170,8 +170,8 @@ def test_slots_that_cannot_be_counted_are_refused(section: tuple[str, str]) -> N
 )
 def test_refusals_name_the_layer_or_the_head_that_has_the_cache(settings: dict[str, Any], problem: str) -> None:
     geometry = [LayerGeometry(8, 2, 16, 16)] * 2
-    for shares, name in (([1, 1], "layer 1"), ([[1, 1], [1, 1]], "KV head 0 of layer 1")):
-        allocation = {"kind": "listed", "shares": shares, "whole": [0]}
+    heads = {"kind": "listed", "shares": [[1, 1], [1, 1]], "whole": [0]}
+    for allocation, name in (({"whole": [0]}, "layer 1"), (heads, "KV head 0 of layer 1")):
         cache = {"method": "h2o", "budget": 300, "allocation": allocation, **settings.get("cache", {})}
         recipe = {"model": {"path": "-"}, "limits": {"max_length": 512}, **settings, "cache": cache}
         with pytest.raises(UsageError) as caught:

@@ -48,7 +48,6 @@ ORDER = [
     "models",
     "serve",
     "bench",
-    "deploy",
     "commands",
     "__main__",
 ]
@@ -160,7 +159,6 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
         "kvexport.engine.engine",
         "kvexport.serve.run",
         "kvexport.serve.app",
-        "kvexport.deploy.triton_model",
         *sorted(f"kvexport.backends.{n}.backend" for n in names()),
     ],
 )

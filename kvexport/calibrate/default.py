@@ -1,4 +1,4 @@
-"""The measured budgets of a build: shares of KV heads or of layers, or the reason why budgets are equal."""
+"""The measured budgets of a build: shares of KV heads, or the reason why budgets are equal."""
 
 from __future__ import annotations
 
@@ -63,20 +63,14 @@ def _has_a_choice(loaded: LoadedRecipe) -> bool:
     return evicts and not own and cache.positions == "absolute" and cache.build_method().allocation == "uniform"
 
 
-def prefers_layers(recipe: Recipe) -> bool:
-    """Return whether budgets of layers suit a recipe better than budgets of KV heads.
-
-    On a GPU, merges of quantized caches have no kernel, and with
-    budgets of heads they are an ONNX function for each KV head.
-    """
-    return recipe.cache.dtype != "model" and backends.get(recipe.backend.name).needs_gpu(recipe)
-
-
 def _measured_settings(recipe: Recipe, most_seconds: float | None, progress: Show) -> list[str]:
     """Return the settings of a recipe with measured budgets."""
     from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
     from kvexport.export.model.checkpoint import resolve_checkpoint
 
+    if recipe.cache.dtype != "model" and backends.get(recipe.backend.name).needs_gpu(recipe):
+        problem = f"cache.dtype is {recipe.cache.dtype}: a merge on a GPU would be an ONNX function for each KV head"
+        raise UsageError(problem, "--set cache.dtype=model, or no --calibrate")
     least = math.ceil(least_slots(recipe))
     if recipe.budget <= least:
         problem = f"{recipe.budget} slots leave no choice: sinks, recent slots and two more take {least} of each head"
@@ -89,14 +83,12 @@ def _measured_settings(recipe: Recipe, most_seconds: float | None, progress: Sho
         from kvexport.export.build import read_model
 
         shape = read_model(recipe)
-    from kvexport.calibrate.head_shares import grouped, head_shares_of, layer_shares_of, samples_of
+    from kvexport.calibrate.head_shares import grouped, head_shares_of, samples_of
     from kvexport.calibrate.measured import measure
 
     samples = samples_of(shape.checkpoint.path, length)
     measured = grouped(measure(recipe, shape, samples, length, progress, most_seconds))
     share = recipe.budget / recipe.limits.max_length * length
     slots = min(max(round(share), length // 16, least + 1), length // 2)
-    if prefers_layers(recipe):
-        return ["cache.allocation.kind=listed", f"cache.allocation.shares={layer_shares_of(measured, slots, least)}"]
     shares, _ = head_shares_of(measured, slots, least)
     return ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from kvexport.cache import LayerGeometry
 from kvexport.cache_planning import plan_cache
 from kvexport.calibrate.compressed import compressed_attention
-from kvexport.calibrate.layer_shares import sized
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Ids
 from kvexport.export.model.layerwise import LayerwiseDecoder
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 PROBES = 2  # random projections of the logits
+CHUNKS = 32  # least number of chunks of a text, so that each merge evicts few tokens
+EQUAL = "--set cache.allocation.kind=uniform, which gives all KV heads equal budgets"
 FORWARD, BACKWARD = 1, 4  # units of progress of a layer's passes, about in the ratio of their times
 
 
@@ -49,10 +50,10 @@ class HeadCosts:
         for i, layer in enumerate(shape.geometry):
             if layer.sliding_window or layer.softcap or layer.sink_logits:
                 problem = f"layer {i} has a sliding window, a softcap or sink logits, which this measurement leaves out"
-                raise UsageError(problem, "kvexport calibrate --of text, which measures budgets of layers")
+                raise UsageError(problem, EQUAL)
         if len(heads := {layer.kv_heads for layer in shape.geometry}) > 1:
             problem = f"layers have different numbers of KV heads ({', '.join(map(str, sorted(heads)))})"
-            raise UsageError(problem, "kvexport calibrate --of text, which measures budgets of layers")
+            raise UsageError(problem, EQUAL)
         resolved = recipe.model_dump(mode="json")
         self._resolved = {
             **resolved,
@@ -98,6 +99,15 @@ class HeadCosts:
                     costs[i, :, p] += 0.5 * change.square().sum(1).double().numpy() / PROBES / len(counted)
             advance(BACKWARD)
         return costs
+
+
+def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
+    """Return the recipe, given as plain data, with a budget of `slots` in every head, for texts of `length` tokens."""
+    cache = {**recipe["cache"], "budget": slots, "slack": None, "allocation": {"kind": "uniform"}}
+    limits = {**recipe["limits"], "max_length": length}
+    chunk = max(1, min(recipe["export"]["prefill_chunk"], length // CHUNKS))
+    export = {**recipe["export"], "prefill_chunk": chunk, "logits": "all"}
+    return Recipe.model_validate({**recipe, "cache": cache, "limits": limits, "export": export})
 
 
 def _fisher_directions(logits: Tensor) -> Iterator[Tensor]:

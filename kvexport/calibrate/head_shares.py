@@ -1,4 +1,4 @@
-"""`kvexport calibrate --of heads`: budgets of KV heads by the loss that evictions from each head cause."""
+"""`kvexport calibrate`: budgets of KV heads by the loss that evictions from each head cause."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from kvexport.allocation import least_slots
 from kvexport.calibrate.allotment import relative_cost, robust_budgets
-from kvexport.calibrate.layer_shares import require_budgets, setting_of, summary_of, text_language
+from kvexport.calibrate.facts import fact_passages, text_language
 from kvexport.calibrate.measured import Measured, measure
-from kvexport.calibrate.recall_layers import fact_passages
 from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Words
@@ -23,11 +22,11 @@ from kvexport.evaluate.recall import Passage
 from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
-from kvexport.report.sections import Section, Table
+from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.terminal import Progress, silent
 
 KINDS = "kinds"  # a task of its own for each kind of text
-RECALL = "recall"  # `kvexport calibrate --of recall`: questions about facts in a text
+RECALL = "recall"  # questions about facts in a text
 PASSAGES = 2  # passages with facts
 
 
@@ -57,7 +56,7 @@ class HeadShares:
 
     def to_json(self) -> dict[str, Any]:
         """Return the measured costs and the budget shares of all KV heads as JSON values."""
-        return {**asdict(self), "setting": setting_of(self.shares)}
+        return {**asdict(self), "setting": f"cache.allocation.shares={self.shares}"}
 
     def sections(self) -> list[Section]:
         """Return the sections of the report on texts, and on the costs and budget shares of KV heads."""
@@ -77,8 +76,13 @@ class HeadShares:
         )
         note = "Loss in nats if that head alone has this many slots, to second order; the mean over tasks."
         heads = ("layer", "KV head", *(f"{n} slots" for n in self.budgets), "share")
-        summary = summary_of(self.recipe, sum(self.texts.values()), self.length, self.shares)
-        return [summary, shown, Table("Cost of evictions", heads, rows, note)]
+        summary: dict[str, str] = {
+            "recipe": self.recipe,
+            "texts": f"{sum(self.texts.values())} of {self.length} tokens",
+            "write": f"cache: {{allocation: {{kind: listed, shares: {self.shares}}}}}",
+            "or": f"--set cache.allocation.kind=listed --set cache.allocation.shares={self.shares}",
+        }
+        return [KeyValues("Calibration", summary), shown, Table("Cost of evictions", heads, rows, note)]
 
 
 def calibrate_heads(
@@ -119,7 +123,7 @@ def calibrate_heads(
     from kvexport.export.build import read_model
 
     own = load_recipe(recipe, overrides)
-    require_budgets(own.recipe)
+    _require_budgets(own.recipe)
     with progress("reading the checkpoint", None):
         shape = read_model(own.recipe)
     length = length or min(LENGTH, own.recipe.limits.max_length)
@@ -136,6 +140,16 @@ def calibrate_heads(
     counts = {task: sum(name.partition("/")[0] == task for name in samples) for task in measured.costs}
     nats = {task: np.vectorize(lambda x: float(f"{x:.4g}"))(each).tolist() for task, each in measured.costs.items()}
     return HeadShares(own.name, length, counts, measured.budgets, nats, changes, shrink, shares)
+
+
+def _require_budgets(recipe: Recipe) -> None:
+    """Raise UsageError if the KV heads of a recipe cannot have different cache budgets."""
+    if not recipe.cache.build_method().compresses:
+        problem = f"this recipe's cache evicts nothing (method {recipe.cache.method}), in no layer"
+        raise UsageError(problem, "--set cache.method=ballot, or what you want to build")
+    if recipe.cache.positions == "cache":
+        problem = "cache.positions is cache, where all layers hold the same number of entries"
+        raise UsageError(problem, "--set cache.positions=absolute")
 
 
 def samples_of(
@@ -219,13 +233,6 @@ def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[l
     costs, shape = _rows(measured.costs), next(iter(measured.costs.values())).shape[:2]
     budgets, shrink = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
     return (budgets / slots).round(2).reshape(shape).tolist(), shrink
-
-
-def layer_shares_of(measured: Measured, slots: int, least: float) -> list[float]:
-    """Return budget shares of layers whose heads have equal budgets, relative to their mean. See `head_shares_of`."""
-    costs = {task: cost.sum(1) for task, cost in measured.costs.items()}
-    budgets, _ = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
-    return (budgets / slots).round(2).tolist()  # type: ignore[no-any-return]
 
 
 def _rows(costs: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:

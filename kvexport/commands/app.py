@@ -15,7 +15,6 @@ from kvexport.commands.bench import bench
 from kvexport.commands.build import build
 from kvexport.commands.calibrate import calibrate
 from kvexport.commands.chat import chat
-from kvexport.commands.deploy import deploy_kubernetes, deploy_ray, deploy_triton
 from kvexport.commands.docs import docs
 from kvexport.commands.doctor import doctor
 from kvexport.commands.errors import Verbs
@@ -43,11 +42,6 @@ recipes_app.callback(invoke_without_command=True)(recipes)
 recipes_app.command("show", cls=Command)(recipes_show)
 recipes_app.command("methods", cls=Command)(recipes_methods)
 app.add_typer(recipes_app, name="recipes")
-deploy_app = typer.Typer(help="An artifact for platforms that serve models.", no_args_is_help=True, **PLAIN)
-deploy_app.command("triton", cls=Command)(deploy_triton)
-deploy_app.command("ray", cls=Command)(deploy_ray)
-deploy_app.command("kubernetes", cls=Command)(deploy_kubernetes)
-app.add_typer(deploy_app, name="deploy")
 
 
 def main() -> None:

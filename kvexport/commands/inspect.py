@@ -127,7 +127,6 @@ class Inspection:
                 "recipe": f"{manifest.name or '-'}: {recipe.description or '-'}",
                 "model": f"{model.type}, {model.layers} layers, vocabulary {model.vocabulary}, {recipe.shown_dtype}",
                 "weights": "; ".join(f"{n} of {kind}" for kind, n in model.packed.items()) or recipe.model.dtype,
-                **({"rounded by": recipe.weights.shown_method} if recipe.weights.bits else {}),
                 "checkpoint": f"{recipe.model.path} (fingerprint {model.fingerprint})",
                 "method": f"{recipe.cache.method}{f' ({parameters})' if parameters else ''}",
                 "backend": self.runs_on,

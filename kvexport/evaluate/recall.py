@@ -1,19 +1,14 @@
-"""Recall test of a real model: a passage is read once, and each question about it starts from a copy of the KV cache.
-
-The module also measures which layers the recalled facts depend on (`cache.allocation.whole`).
-"""
+"""Recall of facts: a passage is read once, and each question about it starts from a copy of the KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.state.lane import Saved
@@ -151,59 +146,6 @@ def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
     rows = lanes.prefill([np.array(q.ids, dtype=np.int64) for q in questions])
     assert all(len(q.ids) <= width for q in questions)
     return _judged(rows, lanes, questions)
-
-
-def retrieval_layers(
-    engine: Engine, passages: Sequence[Passage], *, kept: float = 0.125, advance: Callable[[int], None] = lambda _: None
-) -> tuple[list[Answer], NDArray[np.float64]]:
-    """Measure for each layer the loss of answers if this layer's KV cache keeps only sinks and latest tokens.
-
-    Args:
-        engine: An engine with a full cache.
-        passages: The passages.
-        kept: The share of the passage's latest tokens that the layer keeps.
-        advance: Called with the number of finished runs.
-
-    Returns:
-        The engine's answers, and [questions, layers] float64: the increase of -ln p per token of the answer, in nats. A
-        layer with a sliding window loses nothing and costs 0.
-    """
-    sinks = engine.manifest.recipe.cache.sinks
-    results: list[Answer] = []
-    costs = []
-    for source in passages:
-        reader, lanes = engine.lanes(1), engine.lanes(len(source.questions))
-        reader.prefill([np.array(source.ids, dtype=np.int64)])
-        saved = reader.save(0)
-        late = round(kept * len(source.ids))
-        whole = _answers_from(saved, lanes, source.questions)
-        advance(1)
-        cost = np.zeros((len(whole), len(engine.plan.caches)))
-        for i, layer in enumerate(engine.plan.caches):
-            if not layer.merges:
-                state = {**saved.state, **_cut(engine.plan, saved.state, i, sinks, late)}
-                cut = _answers_from(saved._replace(state=state), lanes, source.questions)
-                cost[:, i] = [a.nll - b.nll for a, b in zip(cut, whole, strict=True)]
-            advance(1)
-        results += whole
-        costs.append(cost)
-    return results, np.concatenate(costs)
-
-
-def _cut(
-    plan: CachePlan, state: Mapping[str, NDArray[Any]], layer: int, sinks: int, late: int
-) -> dict[str, NDArray[Any]]:
-    """Return a layer's KV-cache tensors with only the first slots (sinks) and the latest ones."""
-    results: dict[str, NDArray[Any]] = {}
-    heads = plan.caches[layer].kv_heads  # of one capacity, because the layer evicts nothing
-    for tensor in plan.caches[layer].state:
-        array, axis = state[tensor.past(layer)], tensor.slot_axis
-        if axis is not None:
-            slots = array.shape[axis - 1] // heads  # the state has no batch dimension here
-            kept = np.array([*range(sinks), *range(max(sinks, slots - late), slots)])
-            array = array.take((slots * np.arange(heads)[:, None] + kept).ravel(), axis - 1)
-        results[tensor.past(layer)] = array
-    return results
 
 
 def _read_unmerged(lanes: Lanes, *tokens: Ids) -> None:

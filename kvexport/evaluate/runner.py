@@ -302,13 +302,11 @@ class Run:
     def _engine(self, name: str, recipe: Recipe) -> Engine:
         """Build an artifact of the recipe over the weights that all artifacts share, and load it as an engine."""
         from kvexport.export.build import build, share_weights
-        from kvexport.export.weights.importance import as_built
 
         model = recipe.model.model_dump_json()
         if model not in self._shared:
             self._shared[model] = share_weights(recipe, self.folder / "weights" / str(len(self._shared)))
         shared = self._shared[model]
-        recipe = as_built(recipe, shared.folder)
         return load(build(recipe, self.folder / _file_name(name), shared=shared), verify=False)
 
     def _measure(self, setting: Setting, budget: float | None, writers: Mapping[str, Writer]) -> Result:
@@ -350,13 +348,11 @@ class Run:
         return result
 
     def _perturbations(self, engine: Engine, recipe: Recipe) -> list[Perturbation]:
-        from kvexport.export.weights.importance import as_built
         from kvexport.validate.reference import TorchReference
         from kvexport.validate.watch import watch
 
         samples = self.samples.get("text") or next(iter(self.samples.values()))
         tokens = [np.array(sample.ids, dtype=np.int64) for sample in samples[: self.options.batch]]
-        recipe = as_built(recipe, engine.path)
         reference = TorchReference(self.source, engine.plan, self.geometry, recipe.cache.build_method(), recipe)
         return watch(reference, recipe, tokens)
 

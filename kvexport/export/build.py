@@ -124,7 +124,7 @@ def build(
             if plan is not None:
                 shape = shape._replace(plan=plan)
             copy_texts(shape.checkpoint, folder, stages.vocabulary_of(shape))
-        specs = stages.choose_weights(shape, recipe, folder, progress)
+        specs = stages.choose_weights(shape, recipe, progress)
         traced = stages.trace_and_write(shape, specs, recipe, folder, shared, progress)
         with progress("writing graphs", None):
             graphs = stages.write_graphs(traced, shape, specs, recipe, folder)
@@ -145,17 +145,14 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
         EnvironmentProblem: The disk is full, or a package is missing.
     """
     from kvexport.export.stages import write_and_digest
-    from kvexport.export.weights.importance import save as save_importance
-    from kvexport.export.weights.importance import weigh
     from kvexport.export.weights.specs import weight_specs
     from kvexport.export.weights.write import SharedWeights
 
     shape = read_model(recipe)
-    specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe)
+    specs = weight_specs(shape.checkpoint, shape.model, recipe)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    save_importance(specs, folder)
     return SharedWeights(folder, tuple(specs), write_and_digest(specs, folder, "link", lambda _: None))
 
 

@@ -35,8 +35,6 @@ from kvexport.export.model.hf_model import length_notes, text_part_notes
 from kvexport.export.model.shape import ModelShape
 from kvexport.export.passes import DECODER_PASSES, GRAPH_CHECKS
 from kvexport.export.passes.linear.adapters import ADAPTERS
-from kvexport.export.weights.importance import save as save_importance
-from kvexport.export.weights.importance import weigh
 from kvexport.export.weights.specs import packed_formats, packings, weight_notes, weight_specs
 from kvexport.export.weights.write import (
     SharedWeights,
@@ -83,17 +81,13 @@ def vocabulary_of(shape: ModelShape) -> int:
     return count
 
 
-def choose_weights(shape: ModelShape, recipe: Recipe, folder: Path, progress: ShowProgress) -> list[Spec]:
-    """Return the specs of an artifact's weights (copied, cast or rounded), with the importance of their inputs.
-
-    Importance is measured or read only if the recipe's rounding uses it, and saved in `folder`. Notes for the user are
-    shown.
+def choose_weights(shape: ModelShape, recipe: Recipe, progress: ShowProgress) -> list[Spec]:
+    """Return the specs of an artifact's weights (copied, cast or rounded), and show notes for the user.
 
     Raises:
         UsageError: Parameters are missing or have another shape, or the backend does not support the rounded weights.
     """
-    specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe, progress)
-    save_importance(specs, folder)
+    specs = weight_specs(shape.checkpoint, shape.model, recipe)
     config = shape.model.config
     notes = [*text_part_notes(config), *length_notes(config, recipe.rotary_length)]
     for note in [*notes, *cache_notes(recipe, shape.plan), *weight_notes(shape.checkpoint, shape.model, recipe)]:

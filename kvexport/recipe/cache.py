@@ -51,11 +51,10 @@ class AllocationSection(RecipeSection):
     minimum: float = Field(
         0.5, gt=0.0, le=1.0, description="The last layer's share of the first layer's budget (KeepKV's d)."
     )
-    shares: list[Share] | list[HeadShares] = Field(
+    shares: list[HeadShares] = Field(
         default_factory=list,
-        description="For kind: listed, a number for each layer, or for each layer a list with a number for each KV "
-        "head: budgets have the ratios of these numbers, within the bounds that sinks, recent slots and "
-        "limits.max_length set.",
+        description="For kind: listed, for each layer a list with a number for each KV head: budgets have the ratios "
+        "of these numbers, within the bounds that sinks, recent slots and limits.max_length set.",
     )
     whole: list[Annotated[int, Field(ge=0, le=MOST)]] = Field(
         default_factory=list,

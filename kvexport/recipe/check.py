@@ -24,8 +24,14 @@ from kvexport.recipe.parse import Entry, Findings, Leaf, Tree, plain, shown_key
 
 Key: TypeAlias = "tuple[str, ...]"
 PATH: Key = ("model", "path")
-FILES: tuple[Key, ...] = (("weights", "calibration"), ("weights", "merge_adapter"))
+FILES: tuple[Key, ...] = (("weights", "merge_adapter"),)
 """Keys whose value is the path of a file or folder, relative to the recipe's file."""
+REMOVED = {
+    "weights.method": ": remove it; the build rounds to nearest, and keeps the numbers of a quantized checkpoint",
+    "weights.calibration": ": remove it; the build rounds to nearest, which reads no text",
+    "backend.tensor_parallel": ": remove it; several GPUs serve replicas (kvexport docs tasks/deploy)",
+}
+"""Keys of former recipes, and what to do about them."""
 METHOD: Key = ("cache", "method")
 PARAMETERS: Key = ("cache", "parameters")
 
@@ -108,9 +114,8 @@ def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findin
             same.sort(key=lambda key: not key.startswith("cache."))  # recipes set keys of `cache` most often
             near = same or [".".join((*above, n)) for n in get_close_matches(name, model.model_fields)]
             nested = "; a dotted key is for --set, in a file keys are nested" if "." in name else ""
-            findings.problems.append(
-                f"unknown key {shown_key('.'.join(key))} ({entry.origin.key_place}){did_you_mean(near)}{nested}"
-            )
+            advice = REMOVED.get(".".join(key)) or did_you_mean(near) + nested
+            findings.problems.append(f"unknown key {shown_key('.'.join(key))} ({entry.origin.key_place}){advice}")
             continue
         section = section_of(model, name)
         data[name] = _known_only(entry, section, key, findings) if section and isinstance(entry, Tree) else plain(entry)

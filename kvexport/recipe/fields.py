@@ -76,19 +76,6 @@ class WeightsSection(RecipeSection):
         8, description="Rounding of the head and the embedding: like all other weights, to 8 bits, or none."
     )
     symmetric: bool = Field(True, description="Scales only; false: a zero point with each scale.")
-    method: Literal["rtn", "importance", "awq"] = Field(
-        "rtn",
-        description="The errors that rounding minimizes. rtn: those of the weights, each rounded to nearest; "
-        "importance: those of the products, where a weight's error counts by the mean square of its input over a "
-        "text; awq: the same, after important channels are scaled up and the norms before them scaled down.",
-    )
-    calibration: str | None = Field(
-        None,
-        min_length=1,
-        description="The text for importance and awq: a file (relative to the recipe's file), or "
-        "importance.safetensors of an artifact of the same checkpoint, for the same rounding as that artifact; null: "
-        "the text of the package.",
-    )
     merge_adapter: str | None = Field(
         None,
         min_length=1,
@@ -100,13 +87,6 @@ class WeightsSection(RecipeSection):
         description="Inputs of products with packed weights. int8: a kernel may round them, which is faster; float: "
         "they are not rounded.",
     )
-
-    @property
-    def shown_method(self) -> str:
-        """The rounding method of weights as text for people, with the calibration text or file if there is one."""
-        if self.method == "rtn":
-            return self.method
-        return f"{self.method}, measured on {self.calibration or 'the text of the package'}"
 
     @field_validator("group")
     @classmethod
@@ -207,14 +187,6 @@ class Recipe(RecipeSection):
                 f"cache.merge_prompts is end and limits.max_length is {UNLIMITED}: set cache.slack to the tokens of "
                 "the longest prompt"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _calibrated(self) -> Recipe:
-        if self.weights.method != "rtn" and self.weights.bits is None:
-            raise ValueError(f"weights.method is {self.weights.method}, but weights.bits is null: nothing is rounded")
-        if self.weights.method == "rtn" and self.weights.calibration is not None:
-            raise ValueError("weights.calibration is set, but weights.method is rtn, which reads no text")
         return self
 
     @model_validator(mode="after")

@@ -1,178 +1,144 @@
-"""Plots and heat maps of a report as SVG within HTML figures.
-
-The code writes SVG itself. A report needs SVG without scripts whose colours follow the page (dark screens, paper),
-bands around lines, and heat maps, and no small library has all of this. matplotlib does, but its packages take 98 MB,
-also on machines that only run artifacts.
-"""
+"""Plots and heat maps of a report: SVG by matplotlib, of the extra `report`, or tables of their values without it."""
 
 from __future__ import annotations
 
+import io
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import groupby
+import warnings
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
 
-from kvexport.report.axes import TINY, axis_of, format_number
-from kvexport.report.sections import HeatMap, Plot, Series, escape, plain
+from kvexport.packages import is_there
+from kvexport.report.sections import HeatMap, Plot, Series, Table, escape, format_number, plain
 
-_Point = tuple[float, float, float, float]  # x, y and the band's ends
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-SHAPES = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z", "M-4-4h8v8h-8z", "M0-5L5 4H-5z", "M0-6L5 0 0 6-5 0z", "M0 5L5-4H-5z")
-SCALE = (
-    (0, 34, 78),
-    (66, 78, 108),
-    (125, 124, 120),
-    (188, 174, 108),
-    (254, 232, 56),
-)  # cividis: needs no colour vision
-# Drawings are laid out for 14 px text (GLYPH: the width of a digit of it) and never shown below 0.7 of that: 10 px on a
-# telephone.
-WIDTH, HEIGHT, GLYPH, SMALLEST = 480.0, 290.0, 8.2, 0.7
-BIG = 1e100  # larger numbers are not drawn
+# Okabe and Ito's colours, which stay apart for colour-blind readers, without yellow.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2659a", "#bd8200", "#2f97d3", "#1b1f24")
+MARKERS = ("o", "s", "^", "D", "v")
+TINY, BIG = 1e-100, 1e100  # beyond these a number is not drawn
+MANY = 50  # points of a series; the markers of more would hide its line
+NO_DRAWINGS = "matplotlib, which draws this, is not installed: pip install 'kvexport[report]'"
+STYLE = {
+    "svg.fonttype": "none",  # text that can be selected and searched
+    "svg.hashsalt": "kvexport",  # equal input gives equal ids
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e8ec",
+    "legend.frameon": False,
+}
+
+
+def as_table(drawing: Plot | HeatMap) -> Table:
+    """Return the values of a plot or heat map as a table whose note says what would draw them."""
+    note = f"{drawing.note} {NO_DRAWINGS}".strip()
+    if isinstance(drawing, HeatMap):
+        rows = [[tick, *values] for tick, values in zip(drawing.y_ticks, drawing.values, strict=True)]
+        return Table(drawing.title, [drawing.y_label, *map(plain, drawing.x_ticks)], rows, note)
+    points = [(series.name, x, y) for series in drawing.series for x, y in zip(series.x, series.y, strict=True)]
+    return Table(drawing.title, ["", drawing.x_label, drawing.y_label], points, note)
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is installed."""
+    return is_there("matplotlib")
 
 
 def figure(drawing: Plot | HeatMap) -> str:
     """Return a plot or heat map of a report as an HTML figure with SVG."""
-    return _plot(drawing) if isinstance(drawing, Plot) else _heat_map(drawing)
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
 
-
-def _points(plot: Plot, series: Series, left_out: Counter[str]) -> list[_Point | None]:
-    """Return the points of a plot's series, None for points that cannot be drawn; `left_out` counts the reasons."""
-    points: list[_Point | None] = []
-    columns = [
-        [None] * len(series.x) if values is None else values for values in (series.x, series.y, series.low, series.high)
-    ]
-    for x, y, low, high in (
-        [math.nan if value is None else float(value) for value in point] for point in zip(*columns, strict=True)
-    ):
-        why = "" if abs(x) < BIG and abs(y) < BIG else "not a finite number"
-        if (plot.x_log and x < TINY) or (plot.y_log and y < TINY):
-            why = "at or below zero, which a logarithmic axis cannot show"
-        points.append(None if why else (x, y, low if abs(low) < BIG else y, high if abs(high) < BIG else y))
-        left_out.update([why] if why else [])
-    return points
-
-
-def _plot(plot: Plot) -> str:
-    left_out: Counter[str] = Counter()
-    all_points = [_points(plot, series, left_out) for series in plot.series]
-    shown = [point for points in all_points for point in points if point]
-    y_values = [v for v in (*(v for p in shown for v in p[1:]), *plot.y_also) if v >= TINY or not plot.y_log]
-    y_axis = axis_of(y_values, plot.y_log, lambda labels: len(labels) <= 9)
-    left, top, bottom = max(map(len, y_axis.labels)) * GLYPH + 12, 10.0, HEIGHT - 26
-    x_values = [*(p[0] for p in shown), *plot.x_also]
-    x_axis = axis_of(x_values, plot.x_log, lambda all_: (max(map(len, all_)) + 1.5) * GLYPH * len(all_) <= WIDTH - left)
-    right = WIDTH - max(len(x_axis.labels[-1]) * GLYPH / 2, 10)
-
-    def at(x: float, y: float) -> str:
-        return f"{left + (right - left) * x_axis.place(x):.1f} {bottom - (bottom - top) * y_axis.place(y):.1f}"
-
-    parts = [] if shown else [f'<text x="{(left + right) / 2:.1f}" y="{HEIGHT / 2}">no data</text>']
-    for tick, label in zip(y_axis.ticks, y_axis.labels, strict=True) if shown else ():
-        place = at(x_axis.ticks[0], tick)
-        parts.append(
-            f'<path class="grid" d="M{place}H{right:.1f}"/>'
-            f'<text class="end" transform="translate({place})" x="-6" y="4">{label}</text>'
-        )
-    for tick, label in zip(x_axis.ticks, x_axis.labels, strict=True) if shown else ():
-        place = at(tick, y_axis.ticks[0])
-        parts.append(
-            f'<path class="grid" d="M{place}V{top}"/><text transform="translate({place})" y="20">{label}</text>'
-        )
-    parts.append(f'<path class="frame" d="M{left:.1f} {top}V{bottom}H{right:.1f}"/>')
-    drawn = [
-        _lines(index, series.name, points, at)
-        for index, (series, points) in enumerate(zip(plot.series, all_points, strict=True))
-    ]
-    parts += [band for band, _, _ in drawn] + [line for _, line, _ in drawn]
-    missing = ", ".join(f"{n} point{'s' * (n > 1)} {why}" for why, n in sorted(left_out.items()))
-    note = f"{plot.note} {f'Left out: {missing}.' if missing else ''}".strip()
-    above = f'<ul class="legend">{"".join(legend for _, _, legend in drawn)}</ul>\n'
-    above += f'<p class="axis">↑ {escape(plot.y_label)}</p>'
-    return _framed(plot, above, (WIDTH, HEIGHT), parts, note)
-
-
-def _framed(chart: Plot | HeatMap, above: str, size: tuple[float, float], parts: Sequence[str], note: str) -> str:
-    title, (width, height) = escape(chart.title), size
-    limits = f"min-width:{width * SMALLEST:.0f}px;max-width:{width * 1.5:.0f}px"
-    drawing = (
-        f'<svg class="drawing" role="img" aria-label="{title}" viewBox="0 0 {width:.0f} {height:.0f}" style="{limits}">'
+    note, wide = drawing.note, isinstance(drawing, HeatMap) and len(drawing.x_ticks) > 8
+    # Fonts without a glyph of a text warn, and the reader's browser has other fonts.
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        height = 3.4 if isinstance(drawing, Plot) else 1.2 + 0.3 * max(len(drawing.y_ticks), 2)
+        drawn = Figure(figsize=(max(5.6, 0.62 * len(drawing.x_ticks)) if wide else 5.6, height), layout="constrained")
+        axes = drawn.add_subplot()
+        axes.set_xlabel(plain(drawing.x_label))
+        axes.set_ylabel(plain(drawing.y_label))
+        if isinstance(drawing, Plot):
+            note = f"{note} {_plot(drawing, axes)}".strip()
+        else:
+            _heat_map(drawing, axes)
+        text = io.StringIO()
+        FigureCanvasSVG(drawn).print_svg(text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg ") :].replace(
+        "<svg ", f'<svg class="drawing" role="img" aria-label="{escape(drawing.title)}" ', 1
     )
-    inner = "\n".join(['<div class="scroll" tabindex="0">', drawing, *parts, "</svg>\n</div>"])
-    below = f'<p class="axis x">{escape(chart.x_label)} →</p>\n<p class="note">{escape(note)}</p>'
-    caption = f"<figcaption><h2>{title}</h2></figcaption>"
-    return f'<figure class="{"wide" * (width > WIDTH)}">\n{caption}\n{above}\n{inner}\n{below}\n</figure>'
+    caption = f"<figcaption><h2>{escape(drawing.title)}</h2></figcaption>"
+    inner = f'<div class="scroll" tabindex="0">\n{svg}</div>\n<p class="note">{escape(note)}</p>'
+    return f'<figure class="{"wide" * wide}">\n{caption}\n{inner}\n</figure>'
 
 
-def _lines(
-    index: int, name: str, points: Sequence[_Point | None], at: Callable[[float, float], str]
-) -> tuple[str, str, str]:
-    """Return a series of a plot as SVG: the band, the line with its markers, and the legend's entry.
-
-    A gap interrupts band and line.
-    """
-    bands, lines, colour, shape = "", "", f'style="color:var(--s{index % 7})"', SHAPES[index % len(SHAPES)]
-    for run in ([p for p in run if p] for there, run in groupby(points, key=bool) if there):
-        if any(low != high for _, _, low, high in run):
-            around = [at(x, high) for x, _, _, high in run] + [at(x, low) for x, _, low, _ in reversed(run)]
-            bands += f'<path class="band" d="M{"L".join(around)}Z"/>'
-        lines += f'<path class="line" d="M{"L".join(at(x, y) for x, y, _, _ in run)}"/>'
-    shown = [point for point in points if point]
-    # The markers of all points of a long series would hide its line.
-    for x, y, low, high in shown[:: len(shown) // 50 + 1]:
-        band = f" ({format_number(low)} to {format_number(high)})" if low != high else ""
-        tip = escape(f"{name}: {format_number(x)}, {format_number(y)}{band}")
-        lines += f'\n<path class="dot" d="{shape}" transform="translate({at(x, y)})"><title>{tip}</title></path>'
-    swatch = f'<path class="line" d="M0 7H28"/><path class="dot" d="{shape}" transform="translate(14 7)"/>'
-    label = f"<span>{escape(name)}{'' if shown else ' (no data)'}</span>"
-    legend = f'<li><svg {colour} width="28" height="14" aria-hidden="true">{swatch}</svg>{label}</li>'
-    return f"<g {colour}>{bands}</g>", f"<g {colour}>{lines}</g>", legend
-
-
-def _shade(share: float) -> tuple[str, str]:
-    """Return the colour of a heat map's cell at 0 to 1 of the scale, and the CSS class of text legible on it."""
-    spot = min(max(share, 0.0), 1.0) * (len(SCALE) - 1)
-    below = min(int(spot), len(SCALE) - 2)
-    red, green, blue = (
-        round(a + (b - a) * (spot - below)) for a, b in zip(SCALE[below], SCALE[below + 1], strict=True)
-    )
-    return f"#{red:02x}{green:02x}{blue:02x}", "deep" if 0.3 * red + 0.59 * green + 0.11 * blue > 115 else "pale"
+def _plot(plot: Plot, axes: Axes) -> str:
+    """Draw a plot, and return how many points were left out, and why."""
+    handles, names, left_out = [], [], 0
+    if plot.x_log:
+        whole = all(math.frexp(x)[0] == 0.5 for series in plot.series for x in series.x if x)
+        axes.set_xscale("log", base=2 if whole else 10)
+    if plot.y_log:
+        axes.set_yscale("log", nonpositive="clip")
+    for series, colour, marker in zip(plot.series, cycle(COLOURS), cycle(MARKERS)):
+        x, y, low, high = _points(plot, series)
+        left_out += sum(map(math.isnan, y))
+        (line,) = axes.plot(x, y, color=colour, marker=marker, markersize=4, markevery=len(x) // MANY + 1)
+        axes.fill_between(x, low, high, color=colour, alpha=0.17, linewidth=0)
+        handles.append(line)
+        names.append(plain(series.name) + " (no data)" * all(map(math.isnan, y)))
+    # Further values that the axes include, so that several plots can have equal axes.
+    axes.update_datalim([(x, axes.dataLim.y0) for x in plot.x_also], updatey=False)
+    axes.update_datalim([(axes.dataLim.x0, y) for y in plot.y_also if y > 0 or not plot.y_log], updatex=False)
+    axes.autoscale_view()
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: format_number(value))
+    if handles:
+        # A name that begins with _ would be left out.
+        axes.legend(handles, [f"\u200b{name}" for name in names], loc="best")
+    return f"Left out: {left_out} point{'s' * (left_out > 1)} that the axes cannot show." if left_out else ""
 
 
-def _heat_map(chart: HeatMap) -> str:
-    known = [float(v) for row in chart.values for v in row if v is not None and math.isfinite(v)]
+def _points(plot: Plot, series: Series) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Return x, y and the ends of the band of a series; NaN where a point cannot be drawn."""
+    points = []
+    for x, y, low, high in zip(series.x, series.y, series.low or series.y, series.high or series.y, strict=True):
+        numbers = [math.nan if value is None else float(value) for value in (x, y, low, high)]
+        least_x, least_y = (TINY if log else -BIG for log in (plot.x_log, plot.y_log))
+        if not (least_x <= numbers[0] < BIG and least_y <= numbers[1] < BIG):
+            points.append([numbers[0] if least_x <= numbers[0] < BIG else math.nan, *[math.nan] * 3])
+            continue
+        points.append([*numbers[:2], *(value if abs(value) < BIG else numbers[1] for value in numbers[2:])])
+    columns: Any = tuple(map(list, zip(*points, strict=True))) or ([], [], [], [])
+    return columns  # type: ignore[no-any-return]
+
+
+def _heat_map(chart: HeatMap, axes: Axes) -> None:
+    values = [[math.nan if value is None else float(value) for value in row] for row in chart.values]
+    known = [value for row in values for value in row if math.isfinite(value)]
     low = min(known, default=0.0) if chart.low is None else chart.low
     high = max(known, default=1.0) if chart.high is None else chart.high
-    x_ticks, y_ticks = ([plain(tick) for tick in ticks] for ticks in (chart.x_ticks, chart.y_ticks))
-    x_short, y_short = (
-        [tick if len(tick) <= 16 else tick[:15] + "…" for tick in ticks] for ticks in (x_ticks, y_ticks)
-    )
-    left = max(map(len, y_short), default=0) * GLYPH + 8
-    widest = max(map(len, [*x_short, *(format_number(v) for row in chart.values for v in row)]), default=0) * GLYPH + 8
-    cell = max(widest, min((WIDTH - left) / max(len(x_ticks), 1), 90.0))
-    tall, width = 28.0, max(left + cell * len(x_ticks), WIDTH)
-    parts = [
-        f'<text class="end" x="{left - 6:.1f}" y="{tall * r + 19:.1f}">{escape(tick)}</text>'
-        for r, tick in enumerate(y_short)
-    ]
-    base = tall * len(y_ticks) + 16
-    parts += [
-        f'<text x="{left + cell * (c + 0.5):.1f}" y="{base}">{escape(tick)}</text>' for c, tick in enumerate(x_short)
-    ]
-    for r, row in enumerate(chart.values):
+    axes.grid(visible=False)
+    axes.set_facecolor("#f5f7f9")
+    if not chart.x_ticks or not chart.y_ticks:
+        return
+    # A mesh and not an image, which the page's policy would not show. The cells' numbers stand for a scale of colours.
+    mesh = axes.pcolormesh(values, cmap="cividis", vmin=low, vmax=high if high > low else low + 1, edgecolors="white")
+    axes.invert_yaxis()
+    axes.set_xticks([c + 0.5 for c in range(len(chart.x_ticks))], [_short(plain(tick)) for tick in chart.x_ticks])
+    axes.set_yticks([r + 0.5 for r in range(len(chart.y_ticks))], [_short(plain(tick)) for tick in chart.y_ticks])
+    for r, row in enumerate(values):
         for c, value in enumerate(row):
-            fill, ink = (
-                ("", "")
-                if value is None or math.isnan(value)
-                else _shade((value - low) / (high - low) if high > low else 0.5)
-            )
-            x, y = left + cell * c, tall * r
-            box = f'x="{x:.1f}" y="{y:.1f}" width="{cell - 1:.1f}" height="{tall - 1:.1f}"'
-            tip = escape(f"{chart.y_label} {y_ticks[r]}, {chart.x_label} {x_ticks[c]}: {format_number(value)}")
-            look = f'fill="{fill}"' if fill else 'class="none"'
-            text = f'<text class="{ink}" x="{x + cell / 2:.1f}" y="{y + 19:.1f}">{format_number(value)}</text>'
-            parts.append(f"<g><title>{tip}</title><rect {box} {look}/>{text}</g>")
-    swatches = "".join(f'<path fill="{_shade(i / 20)[0]}" d="M{i * 6} 0h6.5v12h-6.5z"/>' for i in range(21))
-    scale = f'{format_number(low)}<svg width="126" height="12" aria-hidden="true">{swatches}</svg>{format_number(high)}'
-    above = f'<ul class="legend"><li>{scale}</li></ul>\n<p class="axis">↓ {escape(chart.y_label)}</p>'
-    return _framed(chart, above, (width, base + 8), parts, chart.note)
+            dark = math.isfinite(value) and mesh.norm(value) < 0.5
+            text = format_number(chart.values[r][c])
+            axes.text(c + 0.5, r + 0.5, text, ha="center", va="center", size=8, color="white" if dark else "black")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 16 else text[:15] + "…"

@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from kvexport.report.drawings import figure
+from kvexport.report.drawings import as_table, can_draw, figure
 from kvexport.report.sections import HeatMap, KeyValues, Plot, Section, Table, escape, flag_of, numeric_columns
 
-# The series are Okabe and Ito's colours, which stay apart for colour-blind readers, without yellow; those with a
-# contrast below 3 are shifted in lightness. 7 colours and 5 shapes: the 36th series is the first to look like another.
 # Dark is for screens: paper is white. A table that is wider than the window scrolls; a shadow marks each side that has
 # more columns.
 STYLE = """:root{color-scheme:light dark;--bg:#ffffff;--fg:#1b1f24;--mute:#57606a;--rule:#c3cad2;--grid:#e4e8ec;
---stripe:#f5f7f9;--row:#0d2b4d0b;--edge:#57606a70;--good:#00614a;--good-bg:#dff3ec;--bad:#9a3a00;--bad-bg:#fdeadd;
---s0:#0072b2;--s1:#d55e00;--s2:#009e73;--s3:#c2659a;--s4:#bd8200;--s5:#2f97d3;--s6:#1b1f24}
+--stripe:#f5f7f9;--row:#0d2b4d0b;--edge:#57606a70;--good:#00614a;--good-bg:#dff3ec;--bad:#9a3a00;--bad-bg:#fdeadd}
 @media screen and (prefers-color-scheme:dark){:root{--bg:#15181d;--fg:#e6e9ec;--mute:#a3acb6;--rule:#465059;
 --grid:#2a3037;--stripe:#1b1f25;--row:#cfe3ff0c;--edge:#a3acb670;
---good:#5fd3ac;--good-bg:#12322a;--bad:#ff9d66;--bad-bg:#3d2314;
---s0:#0a7fc2;--s1:#d55e00;--s2:#009e73;--s3:#cc79a7;--s4:#e69f00;--s5:#56b4e9;--s6:#e6e9ec}}
+--good:#5fd3ac;--good-bg:#12322a;--bad:#ff9d66;--bad-bg:#3d2314}}
 html{-webkit-text-size-adjust:100%;print-color-adjust:exact;-webkit-print-color-adjust:exact}.note:empty{display:none}
 body{margin:0 auto;padding:1.5rem 1rem 3rem;max-width:80rem;box-sizing:border-box;background:var(--bg);color:var(--fg);
 font:1rem/1.5 system-ui,"DejaVu Sans",sans-serif;overflow-wrap:anywhere}
 h1{font-size:1.6rem;line-height:1.25;margin:0}h2{font-size:1.1rem;line-height:1.3;margin:0 0 .5rem}
 dd,dl,figure{margin:0}
-header{border-bottom:2px solid var(--rule);padding-bottom:.75rem}.note,.axis,dt{color:var(--mute)}
-.note,.axis{margin:.3rem 0 0}
-.note,.axis,.legend{font-size:.875rem}section,.figures{margin:2rem 0 0}.text p{max-width:48rem;margin:0 0 .75rem}
+header{border-bottom:2px solid var(--rule);padding-bottom:.75rem}.note,dt{color:var(--mute)}
+.note{margin:.3rem 0 0;font-size:.875rem}
+section,.figures{margin:2rem 0 0}.text p{max-width:48rem;margin:0 0 .75rem}
 .scroll{overflow-x:auto;background:linear-gradient(to right,var(--bg) 1rem,transparent) 0 0/3rem 100% no-repeat local,
 linear-gradient(to left,var(--bg) 1rem,transparent) 100% 0/3rem 100% no-repeat local,
 linear-gradient(to right,var(--edge),transparent) 0 0/1rem 100% no-repeat,
@@ -39,17 +35,9 @@ td.num{white-space:nowrap}.good{font-weight:600;color:var(--good);background:var
 .bad{font-weight:600;color:var(--bad);background:var(--bad-bg)}
 dl{display:grid;grid-template-columns:fit-content(45%) 1fr;gap:.2rem 1rem}
 .figures{display:grid;gap:2rem 2.5rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
-figure{min-width:0;max-width:44rem}figure.wide{grid-column:1/-1;max-width:none}.axis.x{text-align:right}
-.legend svg{flex:none}.legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;list-style:none;margin:0;padding:0}
-.legend li{display:flex;align-items:center;gap:.4rem}
-.drawing text{font-size:14px;fill:var(--mute);font-variant-numeric:tabular-nums;text-anchor:middle}
-.drawing .end{text-anchor:end}
-.grid{stroke:var(--grid)}.frame{stroke:var(--mute);fill:none}.dot{fill:currentColor;stroke:var(--bg)}
-.line{fill:none;stroke:currentColor;stroke-width:2;stroke-linejoin:round}.drawing{display:block;width:100%;height:auto}
-.band{fill:currentColor;fill-opacity:.17;stroke:currentColor;stroke-opacity:.4}
-.drawing .pale{fill:#fff}.drawing .deep{fill:#000}
-.none{fill:var(--stripe);stroke:var(--rule)}@media(min-width:600px){body{padding:2rem 2rem 4rem}
-.drawing text{font-size:11px}}
+figure{min-width:0;max-width:44rem}figure.wide{grid-column:1/-1;max-width:none}
+.drawing{display:block;width:100%;height:auto;min-width:336px;max-width:720px;background:#fff}
+@media(min-width:600px){body{padding:2rem 2rem 4rem}}
 @media screen and (max-width:600px){table,dl{font-size:.8125rem}th,td{padding:.25rem .4rem;max-width:16rem}}
 @media print{body{max-width:none;padding:0;font-size:10pt}figure,tr{break-inside:avoid}h2{break-after:avoid}
 .scroll{overflow:visible;background:none}table{font-size:8pt}.drawing{min-width:0!important}}"""
@@ -77,7 +65,7 @@ def render_html(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 
 def _section(section: Section) -> str:
     if isinstance(section, Plot | HeatMap):
-        return figure(section)
+        return figure(section) if can_draw() else _section(as_table(section))
     if isinstance(section, Table):
         return f"<section>\n{_table(section)}\n</section>"
     if isinstance(section, KeyValues):

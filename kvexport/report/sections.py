@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Literal
-
-from kvexport.report.axes import format_number
 
 Cell = str | int | float | None
 Flag = Literal["good", "bad"]
@@ -152,6 +151,27 @@ class Paragraph:
 
 
 Section = Table | Plot | HeatMap | KeyValues | Paragraph
+
+
+def format_number(value: float | None) -> str:
+    """Return a number as text for a report; None becomes a dash.
+
+    An integer is written in full. A float has 4 significant digits; it is rounded to an integer from 1,000 on, and
+    scientific below 1e-4 and from 1e7 on.
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "\N{EN DASH}", True: "yes", False: "no"}[value]
+    if isinstance(value, Integral) or 1000 <= abs(value) < 1e7:
+        return f"{round(value):,}" if abs(value) >= 9_999.5 else f"{round(value)}"
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(float(value))
+    return f"{float(value):.4g}" if 1e-4 <= abs(value) < 1e7 else _scientific(value, 3)
+
+
+def _scientific(value: float, digits: int) -> str:
+    """Return a number in scientific notation with at most `digits` digits after the point, such as 1.5e-7."""
+    mantissa, exponent = f"{value:.{digits}e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
 
 
 def plain(value: object) -> str:

@@ -47,7 +47,6 @@ def first_layers(
         UsageError: The model has fewer layers, or the weights are not the artifact's. Also everything `build` raises.
     """
     from kvexport.export.model.checkpoint import own_links, read_checkpoint, resolve_checkpoint
-    from kvexport.export.weights.importance import as_built
 
     manifest = load_manifest(path)
     total = manifest.model.layers
@@ -56,7 +55,7 @@ def first_layers(
             f"--layers {count}, but the model of {path} has {total} layers",
             f"--layers 1 to {total}; without it, all of them",
         )
-    recipe = as_built(manifest.recipe, path)
+    recipe = manifest.recipe
     if recipe.weights.merge_adapter is not None:
         raise UsageError(
             "--layers compares layers of a checkpoint as it is, and this artifact's weights have an adapter added",

@@ -74,7 +74,6 @@ def validate_artifact(
     """
     require("validate")
     from kvexport.export.build import read_model
-    from kvexport.export.weights.importance import as_built
     from kvexport.validate.compare import LAYERS, tolerance_of
     from kvexport.validate.comparison import Comparison
     from kvexport.validate.divergence import compared_positions, mean_kl_at, measure_divergence, untouched_positions
@@ -93,7 +92,6 @@ def validate_artifact(
         )
     runtime = backends.get(backend or recipe.backend.name)
     where = device or runtime.device(recipe)
-    recipe = as_built(recipe, path)
     if checkpoint:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
     with progress("loading PyTorch and the engine", None):

@@ -12,7 +12,6 @@ from kvexport.export.model.config import load_config
 from kvexport.export.model.hf_model import auto_class, buffers_as_parameters
 from kvexport.export.model.tensors import dense_values
 from kvexport.export.weights.computed import ComputedSpec
-from kvexport.export.weights.importance import weigh
 from kvexport.export.weights.specs import weight_specs
 from kvexport.tensor_files.casting import load_tensor
 
@@ -43,7 +42,7 @@ def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
     parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     layouts = {f"model.{name}": layout for name, layout in expert_layouts(model).items()}
     with torch.no_grad():
-        for spec in weigh(weight_specs(checkpoint, model, recipe), checkpoint, recipe):
+        for spec in weight_specs(checkpoint, model, recipe):
             if isinstance(spec, ComputedSpec):
                 values = dense_values(spec.source)
             else:

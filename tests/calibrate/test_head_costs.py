@@ -14,8 +14,7 @@ import torch
 from kvexport.cache_planning import plan_cache
 from kvexport.calibrate import compressed
 from kvexport.calibrate.compressed import compressed_attention
-from kvexport.calibrate.head_costs import PROBES, HeadCosts, _fisher_directions, _Full
-from kvexport.calibrate.layer_shares import sized
+from kvexport.calibrate.head_costs import PROBES, HeadCosts, _fisher_directions, _Full, sized
 from kvexport.export.build import read_model
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
 from kvexport.export.model.shape import ModelShape

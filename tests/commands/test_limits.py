@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.calibrate.layer_shares import calibrate_text
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem, UsageError, lacks_memory
@@ -102,7 +101,6 @@ def test_a_folder_of_sessions_that_becomes_read_only_is_an_error_of_each_turn(
 
 PHASES: dict[str, tuple[Any, str]] = {
     "tokenizer": (texts, "copy_texts"),
-    "importance": (stages, "save_importance"),
     "weights": (stages, "write_weights"),
     "graphs": (stages, "write_graphs"),
     "manifest": (building, "write_manifest"),
@@ -131,19 +129,6 @@ def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
         build_shared(recipe, out)
     assert load_manifest(out) == before
     assert [path.name for path in out.parent.iterdir()] == ["artifact"]
-
-
-def test_a_calibration_whose_disk_is_full_prints_no_result(
-    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(stages, "write_weights", full)
-    with pytest.raises(EnvironmentProblem, match="disk full while writing"):
-        calibrate_text(str(tiny_recipe), length=128, passages=1, text="the quick brown fox " * 400)
-    assert list(tmp_path.glob("kvexport*")) == []
 
 
 def test_the_file_of_a_full_cache_takes_all_its_blocks_at_once(tmp_path: Path) -> None:

@@ -32,8 +32,7 @@ BUILD_PLACES = [
     f"{PUBLISH}:sync_tree",
     f"{PUBLISH}:_publish",
 ]
-CALIBRATE = "kvexport.calibrate.layer_shares"
-CALIBRATE_PLACES = [f"{BUILD}:read_model", f"{STAGES}:write_graphs", f"{CALIBRATE}:text_losses"]
+CALIBRATE_PLACES = [f"{BUILD}:read_model", "kvexport.calibrate.head_costs:_fisher_directions"]
 ENDS = [signal.SIGTERM, signal.SIGINT]
 
 Run = Callable[[str, signal.Signals, list[object]], tuple[int, str, str]]
@@ -114,7 +113,7 @@ def test_a_calibration_that_is_ended_prints_nothing_and_leaves_nothing(
 ) -> None:
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    arguments = ["calibrate", "--recipe", tiny_recipe, "--of", "text", "--length", 128, "--passages", 1]
+    arguments = ["calibrate", "--recipe", tiny_recipe, "--tasks", "text", "--passages", 1, "--set", "cache.budget=32"]
     check_end(number, *signalled(place, number, [*arguments, "--text", text, "--json"]))
 
 

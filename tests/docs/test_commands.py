@@ -119,7 +119,7 @@ def test_marked_blocks_run(page: Path, tiny: Path, tmp_path: Path, monkeypatch: 
     [
         ("kvexport build --recipe tiny-keepkv --out tiny", ""),
         ("kvexport build --recipes tiny-keepkv", "--recipes"),
-        ("kvexport deploy tritn tiny", "has no command tritn"),
+        ("kvexport recipes shw tiny", "has no command shw"),
         ("kvexport recipes show tiny-keepkv --resolved", ""),
         ("KEY=1 make gpu-check GPU_CHECK='--parts decode'", ""),
         ("make everything", "no target everything"),

@@ -21,4 +21,4 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     commands = (tmp_path / "site" / "reference" / "cli.html").read_text(encoding="utf-8")
     example = "".join(f'<span class="pre">{word}</span> ' for word in ("kvexport", "chat", "Qwen/Qwen3-0.6B"))
     assert example in commands
-    assert "--max-new-tokens" in commands and "kvexport deploy triton" in commands
+    assert "--max-new-tokens" in commands and "kvexport recipes show" in commands

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvexport.backends.lane_state import with_whole_rings
-from kvexport.deploy import triton
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.prefixes import Prefixes
@@ -176,12 +175,6 @@ def test_tokens_inside_a_prompt_are_not_judged_where_nothing_has_merged_yet(engi
         counted_logits(engine, [Sample(ids, PROMPT, [10, 20], {})])
     rows = counted_logits(engine, [Sample(ids, PROMPT - 2, [PROMPT - 3, PROMPT - 2], {})])
     assert rows[0].shape == (2, models.SIZES["vocab_size"])
-
-
-def test_tritons_single_graph_is_refused_for_prompts_that_merge_at_their_end(engine: Engine, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="merges where a prompt ends") as caught:
-        triton.write_repository(engine.path, tmp_path / "models", kind="state")
-    assert "cache.merge_prompts=chunks, or --kind python" in str(caught.value.fix)
 
 
 def test_validate_needs_only_the_slots_that_its_sequences_use(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

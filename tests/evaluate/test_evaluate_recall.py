@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import Gemma3TextConfig
 
 import kvexport
 from kvexport.engine.engine import Engine
-from kvexport.evaluate.recall import Passage, Question, answers, passage, retrieval_layers
+from kvexport.evaluate.recall import Passage, answers, passage
 from kvexport.recipe.load import load_recipe
-from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
 
 FACTS = [
     ("anna lamp .", "? anna", "lamp"),
@@ -84,42 +82,3 @@ def test_a_known_question_is_answered_as_after_one_chunk_of_passage_and_question
         nll = np.log(np.exp(row - row.max()).sum()) + row.max() - row[question.answer[0]]
         assert len(question.answer) == 1
         assert answer.nll == pytest.approx(nll, abs=1e-3)
-
-
-def test_layers_that_recall_depends_on_cost_most_and_restore_answers_when_whole(full: Engine, tmp_path: Path) -> None:
-    passage = text(full)
-    layers, costs = retrieval_layers(full, [passage], kept=0.05)
-    assert costs.shape == (len(FACTS), len(full.plan.caches))
-    np.testing.assert_allclose([a.nll for a in layers], [a.nll for a in answers(full, passage)], atol=1e-6)
-    cost = costs.mean(0)
-    assert cost.max() > 0.2
-    most = int(cost.argmax())
-    budget = (256 + 24) // 2
-    whole = engine_of(
-        tmp_path / "whole",
-        "tiny-base",
-        "cache.method=streaming",
-        f"cache.budget={budget}",
-        f"cache.allocation.whole=[{most}]",
-    )
-    kept = whole.plan.caches[most]
-    assert (set(kept.capacity), kept.merges) == ({256}, False)
-    others = [layer.budget[0] for i, layer in enumerate(whole.plan.caches) if i != most]
-    assert others == [24]
-    small = engine_of(tmp_path / "small", "tiny-base", "cache.method=streaming", "cache.budget=24")
-    with_whole, without = ([a.nll for a in answers(e, passage)] for e in (whole, small))
-    assert np.mean(with_whole) < np.mean(without)
-
-
-def test_a_layer_with_a_sliding_window_costs_nothing(tmp_path: Path) -> None:
-    """A layer with a sliding window costs nothing, because it keeps no more than its window in any case."""
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
-    checkpoint = save_checkpoint(tmp_path / "checkpoint", Gemma3TextConfig(**SIZES, head_dim=16, **layers))
-    limits = {"max_length": 256, "max_batch": 2}
-    engine = kvexport.load(
-        build_shared(make_recipe(checkpoint, cache={"method": "full"}, limits=limits), tmp_path / "a")
-    )
-    ids = random_ids(0, 200)[0].tolist()
-    passage = Passage(ids, [Question(ids[5:8], ids[8:10], 2), Question(ids[50:53], ids[53:55], 2)])
-    found_layers, costs = retrieval_layers(engine, [passage])
-    assert len(found_layers) == 2 and (costs[:, 0] == 0).all() and (np.abs(costs[:, 1]) > 1e-3).all()

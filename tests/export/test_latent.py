@@ -12,7 +12,6 @@ from transformers import DeepseekV3Config, DeepseekV32Config, MiniCPM3Config
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE, implementations
-from kvexport.deploy.triton import write_repository
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build, read_model
@@ -115,15 +114,9 @@ def test_a_gpu_stores_values_and_refuses_an_artifact_without_them(checkpoint: Pa
         )
 
 
-def test_triton_keeps_no_states_of_size_0(merging: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="reads values from the keys"):
-        write_repository(merging, tmp_path / "models", "state")
-    write_repository(merging, tmp_path / "models", "python")
-
-
 def test_layers_have_budgets_of_their_own(checkpoint: Path) -> None:
     recipe = recipe_of(checkpoint, 32, "keepkv").model_dump()
-    recipe["cache"]["allocation"] = {"kind": "listed", "shares": [1.0, 3.0]}
+    recipe["cache"]["allocation"] = {"kind": "listed", "shares": [[1.0], [3.0]]}
     plan = read_model(type(recipe_of(checkpoint, 32, "keepkv")).model_validate(recipe)).plan
     assert [layer.budget for layer in plan.caches] == [(16,), (48,)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_every_shipped_recipe_loads_and_bases_are_marked() -> None:
 def test_a_recipe_of_measured_budgets_is_ballots_in_the_same_slots(name: str) -> None:
     listed = load_recipe(name).recipe
     slots, shares = allocate(listed, LISTED[name]), listed.cache.allocation.shares
-    each = [share for row in shares for share in (row if isinstance(row, list) else [row])]
+    each = [share for row in shares for share in row]
     assert listed.cache.method == "ballot"
     assert len(shares) == LISTED[name] and len(slots) == len(each)
     assert sum(slots) == listed.budget * len(slots)
@@ -245,12 +246,20 @@ def test_model_path_is_relative_to_the_file_that_sets_it(recipe_dir: Path) -> No
     assert load_recipe("../other/d.yaml").recipe.model.path == str(recipe_dir / "weights")
     assert load_recipe("../other/e.yaml").recipe.model.path == str(other / "own")
     assert load_recipe("a", ["model.path=./weights"]).recipe.model.path == str(here / "weights")
-    rounded = "model: {path: m}\nweights: {bits: 4, method: importance, calibration: words.txt}\n"
-    write(recipe_dir, r=rounded)
-    assert load_recipe("r").recipe.weights.calibration == str(recipe_dir / "words.txt")
-    assert load_recipe("r", ["weights.calibration=my.txt"]).recipe.weights.calibration == str(here / "my.txt")
+    write(recipe_dir, r="model: {path: m}\nweights: {merge_adapter: words}\n")
+    assert load_recipe("r").recipe.weights.merge_adapter == str(recipe_dir / "words")
+    assert load_recipe("r", ["weights.merge_adapter=my"]).recipe.weights.merge_adapter == str(here / "my")
     assert load_recipe("a", ["model.path=local"]).recipe.model.path == str(here / "local")
     assert load_recipe("a", ["model.path=local/none"]).recipe.model.path == "local/none"
+
+
+def test_keys_that_were_removed_are_refused_with_what_to_do_instead(recipe_dir: Path) -> None:
+    write(recipe_dir, r="model: {path: m}\nweights: {bits: 4, method: awq}\nbackend: {tensor_parallel: 2}\n")
+    with pytest.raises(UsageError) as caught:
+        load_recipe("r")
+    text = str(caught.value)
+    assert re.search(r"unknown key weights.method \(.*\): remove it; the build rounds to nearest", text)
+    assert re.search(r"unknown key backend.tensor_parallel \(.*\): remove it; several GPUs serve replicas", text)
 
 
 def test_a_base_asks_for_its_model_and_takes_it() -> None:

@@ -21,7 +21,6 @@ from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.deploy.triton import write_repository
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
@@ -420,10 +419,7 @@ def test_no_thread_is_there_where_steps_wait(opened: Any) -> None:
     assert engine._pool.state._thread is None
 
 
-def test_one_onnx_graph_and_tensorrt_are_refused(waiting: Engine, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Triton calls one ONNX graph, which reads all of it") as caught:
-        write_repository(waiting.path, tmp_path / "out", "state")
-    assert "--kind python" in caught.value.fix and not (tmp_path / "out").exists()
+def test_tensorrt_is_refused(waiting: Engine) -> None:
     with pytest.raises(UsageError, match="TensorRT keeps the cache on the GPU"):
         backends.get("tensorrt").preparation(waiting.manifest.recipe)
 

@@ -87,7 +87,6 @@ def run_and_end(job: dict[str, Any]) -> NoReturn:
 
 def serve_jobs() -> None:
     """Import what all children need, and trace the recipe's model; then run jobs until stdin ends."""
-    import kvexport.calibrate.layer_shares
     import kvexport.evaluate.runner
     from tests.support.models import remembered_traces
     from tests.support.shared_traces import shared_traces

@@ -6,96 +6,22 @@ the largest weight and of the activations between layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvexport.errors import UsageError
-from kvexport.export.hooks.attention import output_projection
 from kvexport.export.model.checkpoint import Checkpoint
-from kvexport.export.model.config import first_line_of, load_config
-from kvexport.export.model.hf_model import buffers_as_parameters, on_meta, parameter_sources
-from kvexport.export.model.norm_outputs import NormOutputs, is_norm
+from kvexport.export.model.config import load_config
+from kvexport.export.model.hf_model import buffers_as_parameters, on_meta
 from kvexport.export.model.tensors import dense_values
-from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.casting import load_tensor, read_rows
 
 UNREAD = nn.UninitializedParameter(requires_grad=False)
 """In the place of a weight. Whatever is computed with it is an error, where one on the meta device may give numbers."""
-
-
-@torch.no_grad()
-def run_streamed(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    ids: Tensor,
-    seen: Callable[[str, Tensor], None],
-    of_norm: Callable[[str, str, Tensor, Tensor | None], None] | None = None,
-) -> NormOutputs:
-    """Run the uncompressed model on `ids`, without its output head, and pass the inputs of projections to callbacks.
-
-    The model runs in float32 with transformers' attention. Weights are read module by module.
-
-    Args:
-        checkpoint: The checkpoint.
-        recipe: The recipe.
-        ids: [B, T] int64, the token ids.
-        seen: Called as seen(tensor, x) with the input x [..., inputs] of every projection, the head included; `tensor`
-            is the name of the projection's weight.
-        of_norm: Called as of_norm(norm, tensor, x, weight) if x is the output of a norm. `norm` is the name of the
-            norm's weight. `weight` is [outputs, inputs] float32, None for the head.
-
-    Returns:
-        The record of the operations that read norm outputs; empty if `of_norm` is None.
-
-    Raises:
-        UsageError: The model uses a weight without calling the module that has it, or a weight cannot be read.
-    """
-    outputs = NormOutputs()
-    with quiet_exporter():
-        model = float_model(checkpoint, recipe)
-        sources = parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
-        head, embedding = output_projection(model), model.get_input_embeddings()
-        if unread := next((name for name, _ in model.named_parameters() if name not in sources), ""):
-            raise UsageError(
-                f"parameter '{unread}' of {model.config.model_type} is assembled from several tensors, and inputs of "
-                "such weights cannot be recorded",
-                "--set weights.method=rtn, which does not run the model",
-            )
-        for prefix, module in model.named_modules():
-            above = f"{prefix}." if prefix else ""
-            names = {own: sources[above + own] for own, p in module._parameters.items() if p is not None}
-            if module is head:
-                module.forward = lambda x: x
-            elif module is embedding:
-                module.register_forward_pre_hook(_pick_rows(checkpoint, names["weight"]))
-            elif names:
-                module.register_forward_pre_hook(_read(checkpoint, names))
-            if isinstance(module, nn.Linear):
-                tensor = names["weight"]
-                weight: Any = checkpoint.tensors.get(tensor) or checkpoint.computed[tensor]
-                module.register_forward_pre_hook(_look(weight.name, outputs, seen, of_norm, is_head=module is head))
-            elif of_norm is not None and is_norm(module) and names["weight"] in checkpoint.tensors:
-                module.register_forward_hook(outputs.hook(names["weight"]))
-            module.register_forward_hook(_let_go(names))
-            module._parameters.update(dict.fromkeys(names, UNREAD))
-        try:
-            with outputs if of_norm is not None else nullcontext():
-                model(input_ids=ids, use_cache=False)
-        except UsageError:
-            raise
-        except Exception as error:
-            raise UsageError(
-                f"{model.config.model_type} cannot be run a layer at a time: {type(error).__name__}: "
-                f"{first_line_of(error)}",
-                "--set weights.method=rtn, which does not run the model",
-            ) from error
-    return outputs
 
 
 def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str]) -> None:
@@ -133,17 +59,6 @@ def float_model(checkpoint: Checkpoint, recipe: Recipe, attention: str = "sdpa")
         model = on_meta(config, torch.float32, recipe.rotary_length, "eager")
     buffers_as_parameters(model)
     return model.eval()
-
-
-def _look(tensor: str, outputs: NormOutputs, seen: Any, of_norm: Any, *, is_head: bool) -> Any:
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        with outputs.aside():
-            seen(tensor, args[0])
-            if of_norm is not None and (norm := outputs.of(args[0])):
-                of_norm(norm, tensor, args[0], None if is_head else module.weight)
-        outputs.read_by(module.weight)
-
-    return hook
 
 
 def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> Any:

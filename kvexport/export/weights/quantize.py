@@ -4,15 +4,12 @@ Each group gets the scale with the smallest squared error of a few candidates. A
 largest magnitude to the lowest number, or slightly beyond it, with either sign. The candidate is then fitted to the
 rounded numbers by least squares, and the numbers are rounded again. For normally distributed weights in 4 bits the
 squared error is 0.9 times that of the first candidate alone, and 1.02 times that of a search through 80 scales.
-
-If the importance of inputs is known (`importance.py`), squared errors are multiplied with it. The scale then minimizes
-the squared error of products with uncorrelated inputs instead of that of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,9 +25,6 @@ Floats = NDArray[np.float32]
 # Of the scale that takes the largest value to the lowest number.
 SHARES = {4: (1.0, 0.9, 0.8, -8 / 7, -1.0), 8: (1.0,)}
 ZERO_SHARES = {4: (1.0, 0.9, 0.8), 8: (1.0,)}  # of the range from the least to the largest value
-# The same where inputs do not count alike: the largest value may be one that hardly does.
-COUNTED_SHARES = {4: (1.0, 0.9, 0.8, 0.7, 0.6, -8 / 7, -1.0), 8: (1.0, 0.9)}
-COUNTED_ZERO_SHARES = {4: (1.0, 0.9, 0.8, 0.7, 0.6), 8: (1.0, 0.9)}
 BLOCK_BYTES = 1 << 18  # in float32; what stays in the cache of one core
 _LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds anything has a scale of 0
 
@@ -42,17 +36,12 @@ class Rounded:
     Attributes:
         entry: The weight [outputs, inputs]: a tensor, or a source of floats.
         packing: The format of the rounded numbers.
-        importance: The bytes of [inputs] float32, at least 0: the factors of squared errors; empty for equal factors.
         positive: Whether all scales are above 0.
-        channels: The bytes of [inputs] float32, factors of the inputs' weights (`kvexport.export.weights.awq`); empty
-            for none.
     """
 
     entry: TensorEntry | Source
     packing: PackedFormat
-    importance: bytes = field(default=b"", repr=False)
     positive: bool = False
-    channels: bytes = field(default=b"", repr=False)
 
     @property
     def name(self) -> str:
@@ -77,13 +66,9 @@ class Rounded:
         Raises:
             UsageError: A value is not finite, or float32 cannot represent it.
         """
-        importance = np.frombuffer(self.importance, np.float32).reshape(-1, self.packing.group)
         for rows in self._rows():
-            if self.channels:
-                rows = rows * np.frombuffer(self.channels, np.float32)
             groups = rows.reshape(len(rows), -1, self.packing.group)
-            counted = importance if self.importance else None
-            numbers, offsets = round_groups(groups, self.packing, counted, positive=self.positive)
+            numbers, offsets = round_groups(groups, self.packing, positive=self.positive)
             yield {"weight": pack(numbers.reshape(rows.shape), self.packing.bits), **offsets}
 
     def _rows(self) -> Iterator[Floats]:
@@ -112,14 +97,13 @@ def fitting_group(group: int, inputs: int) -> int | None:
 
 
 def round_groups(
-    groups: Floats, packing: PackedFormat, importance: Floats | None = None, *, positive: bool = False
+    groups: Floats, packing: PackedFormat, *, positive: bool = False
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """Round groups of weights to 4 or 8 bits.
 
     Args:
         groups: [rows, groups of a row, group].
         packing: The format of the rounded numbers.
-        importance: [groups of a row, group], the factors of squared errors; None for equal factors.
         positive: Whether scales have to be above 0. A largest number above 0 then maps to the top of the range or is
             clipped.
 
@@ -129,18 +113,17 @@ def round_groups(
     low, high = packing.lowest, packing.lowest + (1 << packing.bits) - 1
     # Groups are columns here: sums over the first dimension are of whole vectors.
     columns = np.ascontiguousarray(groups.reshape(-1, packing.group).T)
-    matter = None if importance is None else np.tile(importance.T, len(groups))
     if packing.offset == "zero":
-        numbers, scale, zero = _with_zero(columns, matter, high, packing.bits)
+        numbers, scale, zero = _with_zero(columns, high, packing.bits)
         components = {"scale": scale.astype(packing.scale_dtype), "zero": zero.astype(np.uint8)}
     else:
         largest = columns.max(0)
         np.copyto(largest, columns.min(0), where=-columns.min(0) > largest)
-        shares = (SHARES if matter is None else COUNTED_SHARES)[packing.bits]
+        shares = SHARES[packing.bits]
         starts = [largest * np.float32(share / low) for share in shares]
         if positive:
             starts = [np.abs(largest) * np.float32(share / -low) for share in sorted({abs(x) for x in shares})]
-        numbers, scale, _ = _best(columns, matter, starts, np.zeros_like(largest), low, high)
+        numbers, scale, _ = _best(columns, starts, np.zeros_like(largest), low, high)
         components = {"scale": scale.astype(packing.scale_dtype)}
     stored = np.ascontiguousarray(numbers.astype(np.int8 if packing.signed else np.uint8).T)
     return stored.reshape(groups.shape), {
@@ -148,41 +131,23 @@ def round_groups(
     }
 
 
-def rounded_values(rows: Floats, packing: PackedFormat, importance: Floats, *, positive: bool) -> Floats:
-    """Return the values [rows, inputs] of weight rows after rounding.
-
-    `importance` [inputs] has the factors of squared errors.
-    """
-    groups = rows.reshape(len(rows), -1, packing.group)
-    matter = importance.reshape(-1, packing.group)
-    numbers, components = round_groups(groups, packing, matter, positive=positive)
-    centred = numbers.astype(np.float32)
-    if "zero" in components:
-        centred -= components["zero"][..., None].astype(np.float32)
-    values: Floats = (centred * components["scale"][..., None].astype(np.float32)).reshape(rows.shape)
-    return values
-
-
-def _with_zero(columns: Floats, matter: Floats | None, high: int, bits: int) -> tuple[Floats, Floats, Floats]:
+def _with_zero(columns: Floats, high: int, bits: int) -> tuple[Floats, Floats, Floats]:
     least, most = columns.min(0).clip(max=0), columns.max(0).clip(min=0)
     best: tuple[Floats, ...] = ()
-    for share in (ZERO_SHARES if matter is None else COUNTED_ZERO_SHARES)[bits]:
+    for share in ZERO_SHARES[bits]:
         start = _as_stored((most - least) * np.float32(share / high))
         zero = np.rint(-least * np.float32(share) / start).clip(0, high)
-        tried = (*_best(columns, matter, [start], zero, 0, high), zero)
+        tried = (*_best(columns, [start], zero, 0, high), zero)
         best = _better(best, tried)
     numbers, scale, _, zero = best
     return numbers, scale, zero
 
 
-def _best(
-    columns: Floats, matter: Floats | None, starts: Sequence[Floats], zero: Floats, low: int, high: int
-) -> tuple[Floats, ...]:
+def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, high: int) -> tuple[Floats, ...]:
     """Return the rounded numbers, scale and error of the scale with the least squared error for each column.
 
     Args:
         columns: [group, columns], a group of weights in each column.
-        matter: The factors of squared errors, in the shape of `columns`; None for equal factors.
         starts: The first scale of each column.
         zero: The zero point of each column.
         low: The least number.
@@ -193,8 +158,7 @@ def _best(
         scale = _as_stored(start)
         centred = _rounded(columns, scale, zero, low, high)
         centred -= zero
-        counted = centred if matter is None else centred * matter
-        squares, products = (counted * centred).sum(0), (counted * columns).sum(0)
+        squares, products = (centred * centred).sum(0), (centred * columns).sum(0)
         np.divide(products, squares, out=scale, where=squares > 0)
         scale = _as_stored(scale)
         numbers = _rounded(columns, scale, zero, low, high)
@@ -202,8 +166,6 @@ def _best(
         difference *= scale
         difference -= columns
         difference *= difference
-        if matter is not None:
-            difference *= matter
         tried = numbers, scale, difference.sum(0)
         best = _better(best, tried)
     return best

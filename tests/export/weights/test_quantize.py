@@ -122,9 +122,7 @@ def test_weights_that_are_computed_of_floats_are_rounded_as_tensors_are(tiny_che
 def test_scales_above_0_cost_little(tmp_path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     entry = entry_of(tmp_path, weight)
-    counted = np.random.default_rng(1).lognormal(0, 1, 256).astype(np.float32).tobytes()
-    for importance in (b"", counted):
-        free, positive = (Rounded(entry, SYMMETRIC, importance, sign) for sign in (False, True))
-        scales = [np.concatenate([block["scale"] for block in of.blocks()]) for of in (free, positive)]
-        assert (scales[0] < 0).any() and (scales[1] > 0).all()
-        assert error(weight, dense_values(positive)) < 1.2 * error(weight, dense_values(free))
+    free, positive = (Rounded(entry, SYMMETRIC, sign) for sign in (False, True))
+    scales = [np.concatenate([block["scale"] for block in of.blocks()]) for of in (free, positive)]
+    assert (scales[0] < 0).any() and (scales[1] > 0).all()
+    assert error(weight, dense_values(positive)) < 1.2 * error(weight, dense_values(free))

@@ -1,9 +1,10 @@
-"""Tests of the model for Triton's python backend, on a replacement of the backend's own module."""
+"""Tests of docker/triton, the model for Triton's python backend, on a replacement of the backend's own module."""
 
 from __future__ import annotations
 
 import json
 import queue
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,9 +16,7 @@ import numpy as np
 import pytest
 
 import kvexport
-from kvexport.artifact.reading import load_manifest
-from kvexport.deploy.triton_model import TritonPythonModel
-from tests.support import command_line
+from tests.support.paths import ROOT
 from tests.support.triton import parsed
 
 FINAL = 1
@@ -82,32 +81,37 @@ def ids(prompt: list[int], **settings: Any) -> Asked:
 
 @pytest.fixture(scope="module")
 def repository(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("python") / "models"
-    command_line.ok("deploy", "triton", tiny_artifact, "--out", out, "--kind", "python", "--name", "tiny")
+    out = tmp_path_factory.mktemp("triton") / "models"
+    shutil.copytree(ROOT / "docker" / "triton", out)
+    shutil.copytree(tiny_artifact, out / "kvexport" / "1" / "artifact")
     return out
 
 
 @pytest.fixture
-def model(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonPythonModel]:
+def model(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", BACKEND)
     space: dict[str, Any] = {}
-    exec((repository / "tiny" / "1" / "model.py").read_text(), space)
+    exec((repository / "kvexport" / "1" / "model.py").read_text(), space)
     backend_model = space["TritonPythonModel"]()
-    backend_model.initialize({"model_repository": str(repository / "tiny"), "model_version": "1"})
+    backend_model.initialize({"model_repository": str(repository / "kvexport"), "model_version": "1"})
     yield backend_model
     backend_model.finalize()
 
 
-def test_the_repository_holds_the_whole_artifact_and_a_decoupled_model(repository: Path, tiny_artifact: Path) -> None:
-    config = parsed((repository / "tiny" / "config.pbtxt").read_text())
+def test_the_configuration_names_the_tensors_that_the_model_reads_and_sends() -> None:
+    folder = ROOT / "docker" / "triton" / "kvexport"
+    config, code = parsed((folder / "config.pbtxt").read_text()), (folder / "1" / "model.py").read_text()
     assert config["model_transaction_policy"] == [{"decoupled": [True]}] and config["backend"] == ["python"]
-    copy, first = (load_manifest(path) for path in (repository / "tiny" / "1" / "artifact", tiny_artifact))
-    assert copy == first
+    tensors = {kind: [tensor["name"][0] for tensor in config[kind]] for kind in ("input", "output")}
+    assert tensors == {
+        "input": ["text_input", "input_ids", "settings"],
+        "output": ["token_id", "text_output", "finish_reason"],
+    }
+    assert all(tensor["optional"] == [True] for tensor in config["input"])
+    assert all(f'"{name}"' in code for names in tensors.values() for name in names)
 
 
-def test_requests_that_run_at_once_get_a_response_for_every_token(
-    model: TritonPythonModel, tiny_artifact: Path
-) -> None:
+def test_requests_that_run_at_once_get_a_response_for_every_token(model: Any, tiny_artifact: Path) -> None:
     engine = kvexport.load(tiny_artifact)
     prompts = [list(range(1, 46)), [3, 4], list(range(5, 12)), [9], [8, 8], [7]]
     requests = [ids(prompt, max_new_tokens=20 + i) for i, prompt in enumerate(prompts)]
@@ -124,7 +128,7 @@ def test_requests_that_run_at_once_get_a_response_for_every_token(
     assert b"".join(r.values["text_output"] for r in text.answer()).decode() == engine.generate("hello")[0].text
 
 
-def test_a_request_that_cannot_be_answered_gets_its_own_error(model: TritonPythonModel) -> None:
+def test_a_request_that_cannot_be_answered_gets_its_own_error(model: Any) -> None:
     bad = [
         (ids([]), "the prompt is empty"),
         (ids([99]), "out of range"),
@@ -145,7 +149,7 @@ def test_a_request_that_cannot_be_answered_gets_its_own_error(model: TritonPytho
 
 
 def test_a_cancelled_request_ends_and_an_error_of_a_step_ends_those_that_took_part(
-    model: TritonPythonModel, monkeypatch: pytest.MonkeyPatch
+    model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = ids([1], max_new_tokens=400)
     model.execute([gone])

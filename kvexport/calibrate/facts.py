@@ -1,0 +1,88 @@
+"""Calibration texts with facts and questions about them, and the language of a checkpoint's calibration texts."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvexport.errors import UsageError
+from kvexport.evaluate.corpus import library_sources, manual
+from kvexport.evaluate.language import Ids, Language, Words, language_of
+from kvexport.evaluate.recall import Passage, passage
+from kvexport.language.tokenizer import FILE_NAME, Tokenizer
+
+FACTS = 6  # facts in a passage; one question about each
+THINGS = [
+    "library",
+    "kitchen",
+    "garden",
+    "bank",
+    "museum",
+    "hospital",
+    "school",
+    "church",
+    "theatre",
+    "station",
+    "airport",
+    "factory",
+]
+
+
+def text_language(checkpoint: Path, text: str | None) -> Language:
+    """Return the source of calibration texts: `text`, or library source that no evaluation uses.
+
+    Raises:
+        UsageError: The checkpoint has no tokenizer.
+    """
+    if not (checkpoint / FILE_NAME).exists():
+        raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
+    tokenizer = Tokenizer.from_folder(checkpoint)
+    language = language_of(tokenizer, text)
+    if text is None and not isinstance(language, Words):
+        return language_of(tokenizer, "\n".join(library_sources(held_out=False).values()))
+    return language
+
+
+def fact_passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
+    """Return texts of about `length` tokens, each with FACTS inserted statements to recall, such as codes of places.
+
+    Raises:
+        UsageError: The text is too short, or the checkpoint has no tokenizer.
+    """
+    if not (checkpoint / FILE_NAME).exists():
+        raise UsageError(f"{checkpoint} has no {FILE_NAME}, so facts cannot be written as tokens", "put it there")
+    tokenizer = Tokenizer.from_folder(checkpoint)
+    language = language_of(tokenizer, text)
+    results = []
+    for i in range(count):
+        rng, places = random.Random(f"{seed}/{i}"), np.random.default_rng([seed, i])
+        if isinstance(language, Words):
+            sentences = [tokenizer.decode(ids) for ids in language.filler(places, length)]
+            pairs = zip(rng.sample(language.names, FACTS), rng.sample(language.things, FACTS), strict=True)
+            facts = [(f"{name} {thing} .", f"? {name}", thing) for name, thing in pairs]
+        else:
+            sentences = re.split(r"(?<=[.:;]) ", " ".join((text or manual()).split()))
+            first = rng.randrange(max(1, len(sentences) // 2))
+            sentences = sentences[first:] + sentences[:first]
+            facts = [_code(thing, f"{rng.randrange(10_000):04}") for thing in rng.sample(THINGS, FACTS)]
+        source = passage(lambda text: _encode(tokenizer, text), sentences, facts, length, places)
+        if len(source.ids) < length // 2:
+            raise UsageError(
+                f"the text to insert facts into gives passages of {len(source.ids)} tokens, not of {length}",
+                f"--text FILE with more text, or --length {len(source.ids)}",
+            )
+        results.append(replace(source, ids=[*language.start, *source.ids]))
+    return results
+
+
+def _code(thing: str, number: str) -> tuple[str, str, str]:
+    statement = f"The code of the {thing} is"
+    return f"{statement} {number}.", statement, number
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> Ids:
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -1,1 +1,0 @@
-"""The files with which Triton, Kubernetes and Ray Serve serve an artifact."""

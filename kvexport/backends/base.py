@@ -192,6 +192,13 @@ class Backend(ABC):
         """
         return None
 
+    def library_products(self, recipe: Recipe) -> bool:
+        """Return whether products are operators of ONNX Runtime, and packed weights in their layout.
+
+        ONNX Runtime's CUDA provider runs them; it has no kernels of kvexport's operators outside the cache.
+        """
+        return False
+
     def positive_scales(self, recipe: Recipe) -> bool:
         """Return whether the scales of weights that a build rounds must be above 0."""
         return False

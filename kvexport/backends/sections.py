@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,6 +49,12 @@ def backend_section() -> type[RecipeSection]:
     bases: Any = (*reversed(sections.values()), Named)  # pydantic takes the fields of the last base first
     text = "The backend that runs the ONNX graphs, and its settings."
     return cast("type[RecipeSection]", create_model("BackendSection", __base__=bases, __doc__=text))
+
+
+def on_gpu(values: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a recipe's section `backend:`, not checked yet, name a GPU."""
+    module = _module(name) if (name := values.get("name", default())) in names() else None
+    return bool(module and module.on_gpu(values))
 
 
 def _registry() -> Any:

@@ -26,6 +26,14 @@ from kvexport.commands.output import print_json
 from kvexport.errors import UsageError
 
 
+class Device(str, Enum):
+    """A device to build for; auto: the one of this machine."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+    auto = "auto"
+
+
 class Stage(str, Enum):
     """How far a build goes: only the ONNX graphs, or all stages."""
 
@@ -46,6 +54,10 @@ def build(
         output_option("--out", metavar="DIR", help="The folder of the artifact. [default: artifacts/NAME]"),
     ] = None,
     backend: BackendOption = None,
+    device: Annotated[
+        Device | None,
+        backend_option(help="Build for this device; auto: cuda if this machine can run it, otherwise cpu."),
+    ] = None,
     stage: Annotated[
         Stage,
         backend_option(help="Stop after the ONNX graphs. `--from` then adds engines on the machine that runs them."),
@@ -72,6 +84,7 @@ def build(
         budget=budget,
         max_length=max_length,
         calibrate=calibrate,
+        device=device,
     )
     if not as_json:
         print(built)
@@ -95,6 +108,7 @@ def build_artifact(
     budget: int | None = None,
     max_length: int | None = None,
     calibrate: bool | None = None,
+    device: Device | None = None,
 ) -> Path:
     """Build an artifact (an exported model with ONNX graphs and weights) and return its folder.
 
@@ -109,6 +123,7 @@ def build_artifact(
         budget: Slots of each KV head; None takes the recipe's.
         max_length: The largest number of tokens of one sequence; None takes the recipe's.
         calibrate: Whether the budgets of a model without a recipe are measured; see `calibrated_recipe`.
+        device: The device; None takes the recipe's.
 
     Raises:
         UsageError: The arguments contradict one another, or one of them cannot be used.
@@ -116,7 +131,7 @@ def build_artifact(
     """
     from kvexport.terminal import show
 
-    changes = [*overrides, *([f"backend.name={backend}"] if backend else [])]
+    changes = [*overrides, *([f"backend.name={backend}"] if backend else []), *_of_device(device, backend)]
     if source is not None:
         if recipe is not None or model is not None or stage is Stage.onnx:
             raise UsageError("--from takes an artifact's own recipe and graphs", "--from DIR alone, or --recipe NAME")
@@ -136,3 +151,21 @@ def build_artifact(
         out = Path("artifacts") / loaded.name
         out.parent.mkdir(exist_ok=True)
     return build(loaded.recipe, out, name=loaded.name, graphs_only=stage is Stage.onnx, progress=show)
+
+
+def _of_device(device: Device | None, backend: str | None) -> list[str]:
+    """Return the settings of a device.
+
+    Raises:
+        UsageError: The backend does not run on it.
+    """
+    if device is None:
+        return []
+    if backend == "tensorrt":
+        if device is Device.cpu:
+            raise UsageError("--backend tensorrt runs on GPUs alone", "--device cuda, or --backend onnxruntime")
+        return []
+    from kvexport.backends.onnxruntime import devices
+
+    found = device.value if device is not Device.auto else "cpu" if devices.problems("cuda") else "cuda"
+    return [f"backend.device={found}"]

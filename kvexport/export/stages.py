@@ -35,7 +35,7 @@ from kvexport.export.model.hf_model import length_notes, text_part_notes
 from kvexport.export.model.shape import ModelShape
 from kvexport.export.passes import DECODER_PASSES, GRAPH_CHECKS
 from kvexport.export.passes.linear.adapters import ADAPTERS
-from kvexport.export.weights.specs import packed_formats, packings, weight_notes, weight_specs
+from kvexport.export.weights.specs import packed_formats, packings, stored_specs, weight_notes, weight_specs
 from kvexport.export.weights.write import (
     SharedWeights,
     Spec,
@@ -87,7 +87,7 @@ def choose_weights(shape: ModelShape, recipe: Recipe, progress: ShowProgress) ->
     Raises:
         UsageError: Parameters are missing or have another shape, or the backend does not support the rounded weights.
     """
-    specs = weight_specs(shape.checkpoint, shape.model, recipe)
+    specs = stored_specs(weight_specs(shape.checkpoint, shape.model, recipe), recipe)
     config = shape.model.config
     notes = [*text_part_notes(config), *length_notes(config, recipe.rotary_length)]
     for note in [*notes, *cache_notes(recipe, shape.plan), *weight_notes(shape.checkpoint, shape.model, recipe)]:
@@ -145,7 +145,7 @@ def write_graphs(traced: Traced, shape: ModelShape, specs: list[Spec], recipe: R
     Raises:
         KvexportError: A check of a finished graph fails.
     """
-    # The CUDA kernels take no adapters, and run every Linear beside the nodes of its adapters.
+    # On GPUs the products of adapters are nodes of their own.
     on_gpu = backends.get(recipe.backend.name).needs_gpu(recipe)
     passes = [one for one in DECODER_PASSES if not (on_gpu and one is ADAPTERS)]
     decoder = finish_decoder(
@@ -159,6 +159,7 @@ def write_graphs(traced: Traced, shape: ModelShape, specs: list[Spec], recipe: R
         packings(specs),
         passes,
         float_input=recipe.weights.inputs == "float",
+        library=backends.get(recipe.backend.name).library_products(recipe),
     )
     if selected_plan(recipe, shape.plan) is not None:
         open_slots(decoder, shape.plan)

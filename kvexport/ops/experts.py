@@ -14,6 +14,7 @@ kernel reads only the weights of the chosen experts. Weights may be packed like 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from torch.nn import functional
 from kvexport.ops.linear import PACKED, PACKED_ATTRIBUTES, dequantized
 from kvexport.ops.onnx_function import DOMAIN
 
+# multiply(weight, data, result): the ONNX nodes of the product of one expert, whose number is the value `expert`.
+Multiply = Callable[[str, str, str], list[str]]
 WEIGHTS = ("first", "down")
 """The weights of an Experts node, in their order."""
 
@@ -146,16 +149,16 @@ def experts(
     return total.to(input.dtype)
 
 
-def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
+def experts_function(form: ExpertsForm, multiply: Multiply | None = None) -> onnx.FunctionProto:
     """Return the ONNX function of an Experts node; its tensors are those of `experts`, all floats of one type.
 
     The function loops over the experts and skips those that no token chose. Each expert multiplies only the rows of its
     own tokens. Packed weights of all experts are dequantized before the loop, because ONNX cannot index tensors of 4
-    bits.
+    bits, unless `multiply` returns the nodes of a product.
     """
     before: list[str] = []
-    dense = {}
-    for weight in WEIGHTS:
+    dense = {weight: weight for weight in WEIGHTS}
+    for weight in () if multiply else WEIGHTS:
         i = WEIGHTS.index(weight)
         kind, group = (form.packed[i], form.group[i]) if form.packed else (0, 0)
         lines, dense[weight] = dequantized(form.weight_inputs(weight), kind, group, axis=2)
@@ -190,9 +193,9 @@ def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
                     chosen_factors = Where (chosen, factors, no_factor)
                     all_factors = ReduceSum <keepdims = 1> (chosen_factors, last_axis)
                     own_factors = Gather <axis = 0> (all_factors, tokens)
-                    {_product("rows", "first", dense["first"], form)}
+                    {_product("rows", "first", dense["first"], form, multiply)}
                     {_inner(form)}
-                    {_product("inner", "down", dense["down"], form)}
+                    {_product("inner", "down", dense["down"], form, multiply)}
                     wide = Cast <to = 1> (down_sum)
                     weighted = Mul (wide, own_factors)
                     places = Unsqueeze (tokens, last_axis)
@@ -208,16 +211,21 @@ def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
     return function
 
 
-def _product(data: str, weight: str, dense: str, form: ExpertsForm) -> str:
+def _product(data: str, weight: str, dense: str, form: ExpertsForm, multiply: Multiply | None) -> str:
     """Return the ONNX nodes of an expert's product: ``{weight}_sum = data dense[expert]^T + bias``."""
-    lines = [
-        f"{weight}_one = Gather <axis = 0> ({dense}, expert)",
-        f"{weight}_turned = Transpose <perm = [1, 0]> ({weight}_one)",
-    ]
+    result = f"{weight}_product" if form.bias else f"{weight}_sum"
+    lines = (
+        multiply(weight, data, result)
+        if multiply
+        else [
+            f"{weight}_one = Gather <axis = 0> ({dense}, expert)",
+            f"{weight}_turned = Transpose <perm = [1, 0]> ({weight}_one)",
+            f"{result} = MatMul ({data}, {weight}_turned)",
+        ]
+    )
     if not form.bias:
-        return "\n".join([*lines, f"{weight}_sum = MatMul ({data}, {weight}_turned)"])
+        return "\n".join(lines)
     lines += [
-        f"{weight}_product = MatMul ({data}, {weight}_turned)",
         f"{weight}_own_bias = Gather <axis = 0> ({weight}_bias, expert)",
         f"{weight}_sum = Add ({weight}_product, {weight}_own_bias)",
     ]

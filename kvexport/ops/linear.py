@@ -10,7 +10,7 @@ runs the ONNX function. `kvexport.export.passes` decides which nodes of an ONNX 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ PACKED: tuple[tuple[str, ...], ...] = (
     ("exponent", "table"),
 )
 PACKED_ATTRIBUTES = ("packed", "group", "float_input")
+# multiply(form, weight, i, rows, result): the ONNX nodes of result = rows x weight^T, with weight number i of a form.
+Multiply = Callable[["Form", str, int, str, str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,14 @@ class Form:
         return "_".join(word for word in words.values() if word)
 
 
-def linear_function(form: Form) -> onnx.FunctionProto:
+def multiply(form: Form, weight: str, i: int, rows: str, result: str) -> list[str]:
+    """Return the nodes of a product by standard operators, which dequantize a packed weight first."""
+    lines, dense = _dequantized(form, weight, i)
+    turned = result.replace("product", "transposed")
+    return [*lines, f"{turned} = Transpose <perm = [1, 0]> ({dense})", f"{result} = MatMul ({rows}, {turned})"]
+
+
+def linear_function(form: Form, multiply: Multiply = multiply) -> onnx.FunctionProto:
     """Return the ONNX function of a Linear node.
 
     All tensors have one dtype, except those of packed weights. The inputs and outputs are:
@@ -142,6 +151,7 @@ def linear_function(form: Form) -> onnx.FunctionProto:
 
     Args:
         form: The steps of the node.
+        multiply: Returns the nodes of a product.
     """
     lines, rows, outputs = [], "input", []
     if form.input_heads:
@@ -158,7 +168,7 @@ def linear_function(form: Form) -> onnx.FunctionProto:
         lines += ["before_tokens = Constant <value_ints = [1]> ()"]
         lines += [f"{name}_of_heads = Unsqueeze ({name}, before_tokens)" for name in ("cosine", "sine")]
     for i in range(form.count):
-        product, output = _product(form, i, rows)
+        product, output = _product(form, i, rows, multiply)
         lines += product
         outputs.append(output)
     body = "\n".join(lines)
@@ -168,22 +178,16 @@ def linear_function(form: Form) -> onnx.FunctionProto:
     return function
 
 
-def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
+def _product(form: Form, i: int, rows: str, multiply: Multiply) -> tuple[list[str], str]:
     """Return the ONNX nodes, as text, of matrix product number i of a Linear, and the name of its output."""
-    lines, weight = _dequantized(form, f"weight{i}", i)
-    lines += [f"transposed{i} = Transpose <perm = [1, 0]> ({weight})", f"product{i} = MatMul ({rows}, transposed{i})"]
+    lines = multiply(form, f"weight{i}", i, rows, f"product{i}")
     changes, last = _adapted(form, i, rows, f"product{i}")
     lines += changes
     if form.bias[i]:
         lines += [f"biased{i} = Add ({last}, bias{i})"]
         last = f"biased{i}"
     if form.gate:
-        dequantized, weight = _dequantized(form, "gate", form.count)
-        lines += [
-            *dequantized,
-            f"gate_transposed = Transpose <perm = [1, 0]> ({weight})",
-            f"gate_product = MatMul ({rows}, gate_transposed)",
-        ]
+        lines += multiply(form, "gate", form.count, rows, "gate_product")
         changes, gate = _adapted(form, form.count, rows, "gate_product")
         lines += [
             *changes,

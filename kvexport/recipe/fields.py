@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, field_validator, model_validator
 
-from kvexport.backends.sections import backend_section
+from kvexport.backends.sections import backend_section, on_gpu
 from kvexport.recipe.cache import CacheSection
 from kvexport.recipe.section import MOST as MOST
 from kvexport.recipe.section import RecipeSection
@@ -54,7 +54,8 @@ class ModelSection(RecipeSection):
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id; null: the main branch.")
     dtype: Literal["float32", "float16"] = Field(
         "float32",
-        description="The type of weights, keys and values in the engine; weights of other types are cast.",
+        description="The type of weights, keys and values in the engine; weights of other types are cast. On GPUs "
+        "the default is float16.",
     )
 
 
@@ -173,6 +174,16 @@ class Recipe(RecipeSection):
     speculate: SpeculateSection = Field(SpeculateSection(), description="Speculative decoding.")
     adapters: AdaptersSection = Field(AdaptersSection(), description="LoRA adapters that an engine loads.")
     limits: LimitsSection = Field(LimitsSection(), description="The largest inputs that the engine is built for.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _type_of_gpus(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        model, backend = values.get("model"), values.get("backend")
+        if isinstance(model, dict) and isinstance(backend, dict) and on_gpu(backend):
+            return {**values, "model": {"dtype": "float16", **model}}
+        return values
 
     @model_validator(mode="after")
     def _room(self) -> Recipe:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CPU_PROVIDER = devices.PROVIDERS["cpu"]
 LARGEST_GROUP = 256  # inputs; a larger group of a packed weight is a whole row (kvexport.ops.packed.GROUPS)
+LEAST_BLOCK = 16  # inputs of a group of MatMulNBits
 DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # in addition to the state
 
 
@@ -78,6 +79,18 @@ class OnnxRuntime(Backend):
             return {}
         return {"merges on a GPU": f"by MergeCache's ONNX function, which is slower, on some GPUs: {problem}"}
 
+    def library_products(self, recipe: Recipe) -> bool:
+        """Return whether the recipe runs on CUDA, where products are ONNX Runtime's own."""
+        return self.device(recipe) == "cuda"
+
+    def packing_problem(
+        self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
+    ) -> tuple[str, str] | None:
+        """Return why ONNX Runtime's CUDA provider cannot run a packed weight, and the setting that avoids it."""
+        if self.device(recipe) != "cuda" or group % LEAST_BLOCK == 0:
+            return None
+        return f"ONNX Runtime on CUDA takes only groups of multiples of {LEAST_BLOCK} inputs", "--set weights.group=32"
+
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
         """Return the exported model, loaded into ONNX Runtime sessions; see `Backend.load`."""
         from kvexport.backends.adapters import load_adapters
@@ -92,6 +105,11 @@ class OnnxRuntime(Backend):
         device = options.device or settings.device
         if device not in devices.PROVIDERS:
             raise _no_device(device)
+        if device == "cuda" and manifest.model.packed and not self.library_products(manifest.recipe):
+            raise UsageError(
+                f"{path} has packed weights in the layout of the CPU's kernels: {', '.join(manifest.model.packed)}",
+                f"kvexport build --recipe NAME --set backend.device=cuda --out {path}",
+            )
         devices.require_device(device)
         library = native.library(device)
         if library:

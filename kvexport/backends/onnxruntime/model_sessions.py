@@ -85,6 +85,10 @@ class Sessions:
             float_input: Whether packed weights are multiplied with unrounded inputs.
             adapters: The LoRA adapters, for a decoder that was built for adapters.
         """
+        if device != "cpu":  # before adapters take memory of the device
+            import onnxruntime
+
+            devices.load_cuda_libraries(onnxruntime)
         self.vocabulary = vocabulary
         self.all_logits = all_logits
         self.device = device

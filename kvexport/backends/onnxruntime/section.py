@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -24,6 +25,11 @@ class Section(RecipeSection):
     cuda_graph: bool = Field(
         True, description="On cuda, replay decode steps and merges as CUDA graphs if ONNX Runtime can capture them."
     )
+
+
+def on_gpu(values: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a section `backend:` name a GPU."""
+    return bool(values.get("device") == "cuda")
 
 
 def of(recipe: Recipe) -> Section:

@@ -65,8 +65,10 @@ def open_session(
                 raise
             raise _unusable(path, f"ONNX Runtime does not open it: {first_line(error)}") from error
     load_cuda_libraries(ort)
-    # Without TF32, so that products of a float32 model are computed in float32.
+    # Without TF32, so that products of a float32 model are computed in float32. By default an arena that is too small
+    # grows to twice its size.
     settings = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
+    settings["arena_extend_strategy"] = "kSameAsRequested"
     if stream is not None:
         settings["user_compute_stream"] = str(stream)
     session = None

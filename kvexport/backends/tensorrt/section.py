@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -52,6 +53,11 @@ class Section(RecipeSection):
     """Schema of the keys that TensorRT adds to a recipe's section `backend:`."""
 
     tensorrt: TensorRTSection = Field(TensorRTSection(), description="How TensorRT engines are built.")
+
+
+def on_gpu(values: Mapping[str, Any]) -> bool:
+    """Return True: TensorRT runs on GPUs alone."""
+    return True
 
 
 def of(recipe: Recipe) -> Section:

@@ -15,6 +15,7 @@ from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
 from kvexport.export.graph.names import name_nodes
 from kvexport.export.graph.tracer import layer_attributes
+from kvexport.export.passes.library import inlined, put_products
 from kvexport.export.passes.linear.forms import linear_functions, take_floats
 from kvexport.export.passes.packed import put_packed
 from kvexport.export.passes.report import Pass, run_passes
@@ -75,6 +76,7 @@ def finish_decoder(
     passes: Sequence[Pass],
     *,
     float_input: bool,
+    library: bool,
 ) -> onnx.ModelProto:
     """Turn the traced PyTorch decoder into the ONNX decoder that an artifact stores.
 
@@ -92,13 +94,15 @@ def finish_decoder(
         packings: The formats of packed weights, by initializer.
         passes: The rewrites of the graph.
         float_input: Whether packed weights are multiplied with inputs that are not rounded.
+        library: Whether products are operators of ONNX Runtime, for its CUDA provider, and packed weights are in their
+            layout.
 
     Returns:
         The ONNX model.
     """
     expert_forms = finish_experts(model.graph, packings, float_input=float_input)
     matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
-    renamed = put_packed(model, matrices, lambda a, b: locations[a] == locations[b])
+    renamed = put_packed(model, matrices, lambda a, b: locations[a] == locations[b], library=library)
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
             location = locations[renamed.get(name, name)]
@@ -116,6 +120,7 @@ def finish_decoder(
     if float_input:
         take_floats(model.graph)
     name_nodes(model.graph)
+    products = put_products(model) if library else linear_functions(model.graph)
     proto = ir.to_proto(model)
     used: dict[tuple[str, str], onnx.FunctionProto] = {}
     for node in proto.graph.node:
@@ -129,8 +134,9 @@ def finish_decoder(
         attributes = layer_attributes(method, geometry[i], cache.value_prefix)
         _set_attributes(node, functions[i][0].overload, vote_attention_node_attributes(attributes, cache.capacity))
     recurrences = [x for rule in update_rules(proto.graph) for x in linear_attention_functions(rule)]
-    others = [*linear_functions(model.graph), *map(experts_function, expert_forms)]
-    return _finish(proto, [*used.values(), *recurrences, *others])
+    others = products if library else [*products, *map(experts_function, expert_forms)]
+    finished = _finish(proto, [*used.values(), *recurrences, *others])
+    return inlined(finished) if library else finished
 
 
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:

@@ -14,6 +14,9 @@ A Gather of the rows of w (an embedding) becomes nodes that dequantize those row
                                       four bits set apart, cast to float32, (r - zero) * scale + minimum
 
 `rows` are the same bytes as w. Weights of four bits are uint8 [N, K / 2], because Gather supports no four-bit types.
+For ONNX Runtime's CUDA provider, which has no kernels of operators on bits, it becomes
+
+    y = com.microsoft.GatherBlockQuantized<bits, block_size = g>(rows, ids, scale, zero?)    and + minimum
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ def packed_of(value: ir.Value | None) -> Packed | None:
 
 
 def put_packed(
-    model: ir.Model, packings: Mapping[str, PackedFormat], same: Callable[[str, str], bool]
+    model: ir.Model, packings: Mapping[str, PackedFormat], same: Callable[[str, str], bool], *, library: bool = False
 ) -> dict[str, str]:
     """Replace float initializers of a model by packed weights without data, and add the nodes that dequantize them.
 
@@ -83,6 +86,7 @@ def put_packed(
         model: The model.
         packings: The packed format of each initializer; names that the graph lacks are ignored.
         same: Returns whether two initializers hold the same bytes.
+        library: Whether rows are read by ONNX Runtime's GatherBlockQuantized.
 
     Returns:
         {initializer: tensor} for each initializer that holds the bytes of a packed weight's tensor under another name.
@@ -104,7 +108,7 @@ def put_packed(
         gathers = [node for node in gathers if "axis" not in node.attributes or node.attributes["axis"].as_int() == 0]
         del model.graph.initializers[name]
         for node in gathers:
-            put.embedding(node)
+            put.library_embedding(node) if library else put.embedding(node)
             renamed |= {
                 component_name(name, ROWS): name,
                 component_name(name, f"zero_{ROWS}"): component_name(name, "zero"),
@@ -172,11 +176,13 @@ class _Putter:
             self.graph.initializers[name] = ir.Value(name=name, shape=ir.Shape(sizes), type=ir.TensorType(TYPES[kind]))
         return self.graph.initializers[name]
 
-    def node(self, op_type: str, inputs: Sequence[ir.Value], **attributes: int | str) -> ir.Value:
+    def node(
+        self, op_type: str, inputs: Sequence[ir.Value], domain: str = "", **attributes: int | str | ir.TensorProtocol
+    ) -> ir.Value:
         """Insert a new node before `self.before` in the graph, and return its output."""
         self.node_count += 1
         name = f"{self.name}.dequantize.{self.node_count}"
-        node = ir.node(op_type, inputs, attributes, name=name)
+        node = ir.node(op_type, inputs, attributes, domain=domain, name=name)
         node.outputs[0].name = name
         self.graph.insert_before(self.before, node)
         return node.outputs[0]
@@ -240,6 +246,34 @@ class _Putter:
         picked = self.node("Gather", [self.component(component), ids], axis=0)
         picked = self.cast(picked, TYPES[self.packing.scale_dtype], ir.DataType.FLOAT)
         return self.node("Unsqueeze", [picked, self.constant([-1])])
+
+    def library_embedding(self, gather: ir.Node) -> None:
+        """Replace a Gather of the weight's rows by a GatherBlockQuantized, whose zero points are half of the range."""
+        self.before = gather
+        packing, (n, k) = self.packing, self.shape
+        groups, ids = k // packing.group, gather.inputs[1]
+        assert ids is not None
+        zeros = (n, -(-groups * packing.bits // 8))
+        inputs = [self.component(ROWS, (n, k * packing.bits // 8), "uint8"), ids]
+        inputs.append(self.cast(self.component("scale"), TYPES[packing.scale_dtype], self.dtype))
+        if packing.offset == "zero":
+            inputs.append(self.component(f"zero_{ROWS}", zeros, "uint8"))
+        elif not packing.signed:
+            shape = self.constant(list(zeros))
+            inputs.append(self.node("ConstantOfShape", [shape], value=ir.tensor(np.zeros(1, np.uint8))))
+        rows = self.node(
+            "GatherBlockQuantized", inputs, domain="com.microsoft", bits=packing.bits, block_size=packing.group,
+            gather_axis=0, quantize_axis=1,
+        )  # fmt: skip
+        if packing.offset == "minimum":
+            picked = self.node("Gather", [self.component("minimum"), ids], axis=0)
+            picked = self.cast(picked, TYPES[packing.scale_dtype], self.dtype)
+            least = self.node("Unsqueeze", [picked, self.constant([-1])])
+            apart = self.node("Reshape", [rows, self.constant([0, 0, groups, packing.group])])
+            rows = self.node("Reshape", [self.node("Add", [apart, least]), self.constant([0, 0, k])])
+        old = gather.outputs[0]
+        _like(rows, old, str(old.name))
+        ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
 
     def numbers(self, component: str, ids: ir.Value, count: int, group: int) -> ir.Value:
         """Return `count` packed numbers of each gathered row as float32 [B, T, count / group, group]."""

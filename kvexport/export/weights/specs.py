@@ -22,6 +22,7 @@ from kvexport.export.model.hf_model import parameter_sources
 from kvexport.export.model.packed_experts import refuse_other_router, why_floats
 from kvexport.export.model.tensors import Dense, Source
 from kvexport.export.weights.computed import ComputedSpec
+from kvexport.export.weights.nbits import NBits, nbits_specs
 from kvexport.export.weights.quantize import Rounded, fitting_group
 from kvexport.export.weights.write import Spec, TensorSpec, check_specs, total_bytes
 from kvexport.ops.packed import PackedFormat
@@ -103,6 +104,11 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
     return specs
 
 
+def stored_specs(specs: list[Spec], recipe: Recipe) -> list[Spec]:
+    """Return the specs with packed weights in the layout of the backend's products."""
+    return nbits_specs(specs) if backends.get(recipe.backend.name).library_products(recipe) else specs
+
+
 def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFormat | str]]:
     """Yield (parameter, its format, or the reason why it stays in floats) if the recipe rounds weights.
 
@@ -175,7 +181,7 @@ def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> i
         recipe: The recipe.
     """
     if checkpoint is not None:
-        return total_bytes(weight_specs(checkpoint, model, recipe))
+        return total_bytes(stored_specs(weight_specs(checkpoint, model, recipe), recipe))
     return sum(_parameter_bytes(model, recipe).values())
 
 
@@ -240,7 +246,8 @@ def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
 
 def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
     """Return the number of weights that are packed in each format; tied weights count once."""
-    sources = dict.fromkeys(spec.source for spec in specs if isinstance(spec, ComputedSpec))
+    computed = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
+    sources = dict.fromkeys(source.source if isinstance(source, NBits) else source for source in computed)
     return dict(sorted(Counter(source.packing.label for source in sources if source.packing is not None).items()))
 
 

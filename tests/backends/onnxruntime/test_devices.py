@@ -10,8 +10,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnxruntime
 import pytest
 from typer.testing import CliRunner
@@ -202,6 +204,7 @@ def test_without_native_operators_for_cuda_the_functions_run_there(
     }
     assert native.why_no_library("cuda")[1] == "make native-cuda"
     options = {"device_id": "0", "use_tf32": "0", "user_compute_stream": "4711"}
+    options["arena_extend_strategy"] = "kSameAsRequested"
     assert requested == [
         (name, [("CUDAExecutionProvider", {**options, "enable_cuda_graph": graph}), "CPUExecutionProvider"])
         for name, graph in (("decoder.onnx", "1"), ("merge.onnx", "0"), ("top_logits.onnx", "1"))
@@ -211,6 +214,24 @@ def test_without_native_operators_for_cuda_the_functions_run_there(
     assert not load(cuda_artifact, cuda_graph=False).model.graphs  # type: ignore[attr-defined]
     monkeypatch.setenv(native.VARIABLE, "off")
     assert tokens == generated(load(cuda_artifact, device="cpu"), 3)
+
+
+def test_cuda_libraries_are_loaded_before_adapters_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def array(*_: Any) -> Any:
+        calls.append("memory")
+        raise InterruptedError
+
+    monkeypatch.setattr(devices, "load_cuda_libraries", lambda _: calls.append("libraries"))
+    monkeypatch.setattr(model_sessions, "DeviceArray", array)
+    adapters: Any = SimpleNamespace(tensors={"adapter_first0": np.zeros((2, 2), np.float16)})
+    with pytest.raises(InterruptedError):
+        model_sessions.Sessions(
+            Path("decoder.onnx"), None, threads=1, vocabulary=2, all_logits=False, operators={}, device="cuda",
+            adapters=adapters,
+        )  # fmt: skip
+    assert calls == ["libraries", "memory"]
 
 
 def test_where_the_provider_takes_no_graph_the_decoder_is_loaded_without(

@@ -1,0 +1,105 @@
+"""Packed weights in the layout of ONNX Runtime's MatMulNBits, GatherBlockQuantized and QMoE, which run on GPUs.
+
+Their numbers are unsigned, and 2^(bits - 1) stands for 0 if there is no zero point. Their groups are powers of two, and
+every row of zero points begins at a byte. All conversions are exact: a signed number gets the offset, a larger group is
+divided into smaller ones with the same scale, and a number of a table becomes a number of 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.export.model.tensors import Dense, Source
+from kvexport.export.weights.computed import ComputedSpec
+from kvexport.export.weights.write import Spec
+from kvexport.ops.packed import PackedFormat, PackedTensor, scales, unpack
+
+Array = NDArray[Any]
+GROUPS = (128, 64, 32, 16)
+
+
+def nbits_format(packing: PackedFormat, inputs: int) -> PackedFormat:
+    """Return the format in which a packed weight with `inputs` inputs is stored; a group has a multiple of 16 inputs.
+
+    The numbers of a signed format have the offset.
+    """
+    wide = bool(packing.table)
+    bits, signed = (8, True) if wide else (packing.bits, packing.signed)
+    groups = [group for group in GROUPS if packing.group % group == 0]
+    if packing.offset == "zero" and bits == 4:
+        even = [group for group in groups if inputs // group % 2 == 0]
+        bits, groups = (4, even) if even else (8, groups)
+    scale = "float32" if packing.scale == "exponent" else packing.scale_dtype
+    return replace(packing, bits=bits, signed=signed, group=groups[0], scale_dtype=scale, table=())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class NBits:
+    """A packed weight of a checkpoint, or one that the build rounds, in this layout."""
+
+    source: Source
+
+    @property
+    def name(self) -> str:
+        """The name of the weight's tensor in the checkpoint."""
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape [outputs, inputs] of the weight."""
+        return self.source.shape
+
+    @property
+    def packing(self) -> PackedFormat:
+        """The format of the converted numbers."""
+        packing = self.source.packing
+        assert packing is not None
+        return nbits_format(packing, self.shape[1])
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        """Yield the converted rows, block by block."""
+        old, new, inputs = self.source.packing, self.packing, self.shape[1]
+        assert old is not None
+        offset = 1 << (new.bits - 1) if new.signed else 0
+        for block in self.source.blocks():
+            rows, times = len(block[old.scale]), old.group // new.group
+            converted = {"weight": _numbers(block["weight"], old, new, (rows, inputs))}
+            converted["scale"] = np.repeat(scales(old, block).astype(new.scale_dtype), times, axis=1)
+            if "zero" in block:
+                zero = np.repeat(block["zero"].astype(np.int32), times, axis=1)
+                converted["zero"] = (zero + offset).astype(np.uint8)
+            if "minimum" in block:
+                converted["minimum"] = np.repeat(block["minimum"], times, axis=1)
+            yield converted
+
+    def order(self) -> NDArray[np.int64]:
+        """Return the stored order [inputs] of the columns."""
+        return self.source.order()
+
+
+def _numbers(stored: Array, old: PackedFormat, new: PackedFormat, shape: tuple[int, int]) -> Array:
+    """Return the numbers of rows [rows, inputs] as the bytes of the new format."""
+    if not old.table and old.bits == new.bits:
+        flipped = (0x88 if new.bits == 4 else 0x80) if new.signed else 0
+        result: Array = stored.reshape(-1).view(np.uint8) ^ np.uint8(flipped)
+        return result
+    numbers = unpack(stored, PackedTensor(old.dtype, shape)).astype(np.int32)
+    if old.table:
+        numbers = np.array(old.table, np.int32)[numbers]
+    return (numbers + (128 if new.signed else 0)).astype(np.uint8)
+
+
+def nbits_specs(specs: list[Spec]) -> list[Spec]:
+    """Return the specs of an artifact's weights with packed weights in this layout, or in floats if it cannot be."""
+    return [replace(spec, source=_stored(spec.source)) if isinstance(spec, ComputedSpec) else spec for spec in specs]
+
+
+def _stored(source: Source) -> Source:
+    if source.packing is None:
+        return source
+    return Dense(source) if source.packing.group % GROUPS[-1] else NBits(source)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "regex", "lark"]
 
 MOST_CHARACTERS = 256 * 1024
+_MOST_GBNF = 16 * 1024  # which llguidance converts in 0.2 s, in Python
 # llguidance's own limits allow seconds a token. These limits allow some hundred milliseconds, once, before it gives up.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
@@ -106,6 +107,21 @@ def json_text(value: Any) -> str:
 def json_options(*, lenient: bool) -> dict[str, Any]:
     """Return llguidance's options for a JSON schema, which go into the schema as `x-guidance`."""
     return {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
+
+
+def gbnf(text: str) -> Grammar:
+    """Return the grammar that a text in llama.cpp's syntax (GBNF) describes.
+
+    Raises:
+        UsageError: The text is no such grammar, or longer than 16,384 characters.
+        EnvironmentProblem: llguidance is not installed.
+    """
+    if len(text) > _MOST_GBNF:
+        raise UsageError(f"the grammar in GBNF has {len(text)} characters", f"give at most {_MOST_GBNF}, or Lark")
+    try:
+        return Grammar("lark", _import().gbnf_to_lark.gbnf_to_lark(text))
+    except Exception as error:  # llguidance raises plain Exception, and what Python raises at the end of a text
+        raise UsageError(f"this is no grammar in GBNF: {str(error)[:200]}", "begin with: root ::= ...") from error
 
 
 class Constraint:

@@ -1,19 +1,23 @@
 """A streaming parser that finds tool calls in a model's answer while the text arrives.
 
-A call is a JSON object with a name and arguments, behind the marker of the model's form (`kvexport.language.tools`). No
-piece of a marker is shown as text, and no piece of a call before its name is known to be a tool's. Arguments are shown
-as they are generated. Text that resembles a call but is not one is shown as text.
+A call stands behind a marker of the model's form (`kvexport.language.tools`). It is a JSON object with a name and
+arguments, or a name with the JSON of its arguments, or a name with a pair of tags for each argument. No piece of a
+marker is shown as text, and no piece of a call before its name is known to be a tool's. Arguments are shown as they are
+generated, those in tags one by one. Text that resembles a call but is not one is shown as text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from typing import Literal, NamedTuple
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from kvexport.language.text_stream import overlap
 
 _SPACE = " \t\r\n"
+_LONGEST_HEAD = 256  # characters of a call before its arguments
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # as Python's templates print them
 _BETWEEN = _SPACE + "[],;"  # the characters that may stand around the objects of several calls
 
 
@@ -35,20 +39,33 @@ class CallReader:
 
     Args:
         names: The names of the tools.
-        opening: The marker before calls, "" if there is none.
-        closing: The marker that may follow each call.
+        openings: The markers before calls. After the first, a call may lack arguments.
+        closings: The markers that may follow each call.
         first: Whether calls may also begin the answer without a marker.
-        keys: The names under which calls have their arguments.
+        parser: Returns the parser of a call.
+        inside: The openings that belong to the call itself.
+        begins: The characters that may begin a call.
     """
 
-    def __init__(self, names: Collection[str], opening: str, closing: str, first: bool, keys: Collection[str]) -> None:
-        self._names, self._opening, self._closing, self._keys = frozenset(names), opening, closing, keys
+    def __init__(
+        self,
+        names: Collection[str],
+        openings: Sequence[str],
+        closings: Sequence[str],
+        first: bool,
+        parser: Callable[[], CallParser],
+        inside: Collection[str] = (),
+        begins: str = "{",
+    ) -> None:
+        self._names, self._openings, self._closings = frozenset(names), openings, closings
+        self._parser, self._inside, self._begins = parser, inside, begins
         self._may_call = first  # whether an object that comes next is a call
         self._waiting = ""  # text that may become a marker, or the white space before one
         self._raw = ""  # everything since the marker, which is text if no call follows
-        self._object: _Object | None = None
+        self._object: CallParser | None = None
         self._announced = False
         self._after_call = False  # whether no text has come since the last call
+        self._closed = False  # whether a closing marker has come since, so that an opening one has to come first
 
     def read(self, text: str, last: bool) -> list[Piece]:
         """Parse more text of an answer, and return the pieces (text and tool calls) that are now final.
@@ -60,14 +77,14 @@ class CallReader:
         pieces: list[Piece] = []
         self._waiting += text
         while self._waiting:
-            before = len(self._waiting), self._may_call, self._object
+            before = len(self._waiting), self._may_call, self._closed, self._object
             if self._object is not None:
                 self._read_call(self._object, pieces)
             elif self._may_call:
-                self._read_between(pieces)
+                self._read_between(pieces, last)
             else:
                 self._read_text(pieces, last)
-            if (len(self._waiting), self._may_call, self._object) == before:
+            if (len(self._waiting), self._may_call, self._closed, self._object) == before:
                 break
         if last:
             self._show(pieces, self._unread(self._waiting) if self._may_call else self._raw + self._waiting)
@@ -89,46 +106,52 @@ class CallReader:
             pieces.append(Piece("text", text))
 
     def _read_text(self, pieces: list[Piece], last: bool) -> None:
-        """Add the text before the opening marker of a tool call to `pieces`."""
-        waiting, opening = self._waiting, self._opening
-        at = waiting.find(opening) if opening else -1
+        """Add the text before the next opening marker of a tool call to `pieces`."""
+        waiting = self._waiting
+        at, opening = min(((at, x) for x in self._openings if (at := waiting.find(x)) >= 0), default=(-1, ""))
         if at >= 0:
             final = waiting[:at].rstrip(_SPACE)
             self._show(pieces, final)
-            end = at + len(opening)
+            end = at + (0 if opening in self._inside else len(opening))
             self._raw, self._waiting, self._may_call = waiting[len(final) : end], waiting[end:], True
+            self._closed = False
             return
-        final = waiting[: len(waiting) - overlap(waiting, opening)]
-        if not last and opening:
+        final = waiting[: len(waiting) - self._overlap(waiting, self._openings)]
+        if not last and self._openings:
             final = final.rstrip(_SPACE)
         self._show(pieces, final)
         self._waiting = waiting[len(final) :]
 
-    def _read_between(self, pieces: list[Piece]) -> None:
-        """Look for the JSON object of the next tool call, after an opening marker or another call."""
-        bare = self._waiting.lstrip(_BETWEEN)
+    def _overlap(self, text: str, markers: Iterable[str]) -> int:
+        return max((overlap(text, marker) for marker in markers), default=0)
+
+    def _read_between(self, pieces: list[Piece], last: bool) -> None:
+        """Look for the next tool call, after an opening marker or another call."""
+        bare = self._waiting.lstrip(_BETWEEN if self._begins == "{" and not self._closed else _SPACE)
         skipped = self._waiting[: len(self._waiting) - len(bare)]
-        for marker in (self._opening, self._closing):
-            if marker and bare.startswith(marker):
-                self._may_call = marker == self._opening
-                self._raw = self._raw + skipped + marker if self._may_call else ""
-                self._waiting = bare[len(marker) :]
-                return
-        if bare.startswith("{"):
-            self._object, self._announced = _Object(self._keys), False
+        markers = [*self._openings, *(self._closings if self._after_call else ())]
+        if not last and any(bare != marker and marker.startswith(bare) for marker in markers):
+            return  # what came may become a marker, or a longer one
+        if found := [x for x in markers if bare.startswith(x) and x not in self._inside]:
+            marker = max(found, key=len)
+            self._closed = marker not in self._openings
+            self._raw = "" if self._closed else self._raw + skipped + marker
+            self._waiting = bare[len(marker) :]
+        elif bare and not self._closed and (not self._begins or bare[0] in self._begins):
+            self._object, self._announced = self._parser(), False
             self._raw, self._waiting = self._raw + skipped, bare
-        elif bare and overlap(bare, self._opening) < len(bare) and overlap(bare, self._closing) < len(bare):
-            self._may_call = False
+        elif bare:
+            self._may_call = self._closed = False
             self._show(pieces, self._unread(skipped))
             self._raw, self._waiting = "", bare
 
-    def _read_call(self, call: _Object, pieces: list[Piece]) -> None:
+    def _read_call(self, call: CallParser, pieces: list[Piece]) -> None:
         used = call.feed(self._waiting)
         if not self._announced:
             self._raw += self._waiting[:used]
         self._waiting = self._waiting[used:]
         # After a marker, a call may lack arguments.
-        ready = call.has_arguments or (call.complete and self._opening != "" and self._opening in self._raw)
+        ready = call.has_arguments or (call.complete and any(x in self._raw for x in self._openings[:1]))
         if not self._announced and call.name in self._names and ready:
             pieces.append(Piece("call", name=call.name or ""))
             self._announced, self._raw, self._after_call = True, "", True
@@ -144,7 +167,7 @@ class CallReader:
             self._object, self._announced = None, False
 
 
-class _Object:
+class CallParser:
     """A streaming parser of the JSON object of a tool call.
 
     It keeps the object's `name` and passes on the JSON of its arguments. Other values are skipped by their quotes and
@@ -240,3 +263,88 @@ class _Object:
         """Process a character of a value in the tool call's JSON object; characters of the arguments are passed on."""
         if self._in_value and self._key in self._keys:
             self._arguments.append(text)
+
+
+class NamedParser(CallParser):
+    """A streaming parser of a tool call that is a name and, behind it, the JSON object of the arguments.
+
+    Args:
+        head: A regular expression of all before the arguments, with the group `name`.
+    """
+
+    def __init__(self, head: str) -> None:
+        super().__init__(("arguments",))
+        self._head, self._pattern = "", head
+
+    def feed(self, text: str) -> int:
+        """Parse text of a tool call, and return how many characters were read: all, unless the call ends earlier."""
+        for i, character in enumerate(text):
+            if self.name is None and character != "{":
+                self._head += character
+                self.broken = len(self._head) > _LONGEST_HEAD
+            elif self.name is None and not self._begin():
+                self.broken = True
+            else:
+                super().feed(character)
+                self.complete = self._depth == 1 and self._string is None
+            if self.complete or self.broken:
+                return i + 1
+        return len(text)
+
+    def _begin(self) -> bool:
+        """Begin the arguments, and return whether a name stands before them."""
+        if (match := re.fullmatch(self._pattern, self._head)) is None:
+            return False
+        super().feed(f'{{"name": "{match["name"]}", "arguments": ')
+        return True
+
+
+class TaggedParser(CallParser):
+    """A streaming parser of a tool call that is a name and, behind it, a pair of tags for each argument.
+
+    Args:
+        head: A regular expression of all before the arguments, with the group `name`.
+        argument: One of an argument, with the groups `key` and `value`.
+        end: One of all behind the arguments.
+        schemas: The schemas of the arguments, by the names of tool and argument. A text is taken as it is; every other
+            value is JSON.
+    """
+
+    def __init__(self, head: str, argument: str, end: str, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(())
+        self._patterns, self._schemas = (head, argument, end), schemas
+        self._text, self._count = "", 0
+
+    def feed(self, text: str) -> int:
+        """Parse text of a tool call, and return how many characters were read: all, unless the call ends earlier."""
+        self._text += text
+        if ">" not in text and "<" not in text:
+            self.broken = self.name is None and len(self._text) > _LONGEST_HEAD
+            return len(text)
+        head, argument, end = self._patterns
+        if self.name is None:
+            if (match := re.match(head, self._text)) is None:
+                self.broken = len(self._text) > _LONGEST_HEAD
+                return len(text)
+            self.name, self.has_arguments = match["name"], True
+            self._text = self._text[match.end() :]
+        while (match := re.match(argument, self._text, re.DOTALL)) is not None:
+            self._text = self._text[match.end() :]
+            value = json.dumps(self._value(match["key"], match["value"]), ensure_ascii=False)
+            self._arguments.append(f"{', ' if self._count else '{'}{json.dumps(match['key'])}: {value}")
+            self._count += 1
+        if (match := re.match(end, self._text)) is not None:
+            self.complete = True
+            self._arguments.append("}" if self._count else "{}")
+            return len(text) - (len(self._text) - match.end())
+        return len(text)
+
+    def _value(self, key: str, text: str) -> Any:
+        schema = self._schemas.get(self.name or "", {}).get(key)
+        kinds = schema.get("type") if isinstance(schema, Mapping) else None
+        if kinds == "string":
+            return text
+        try:
+            return json.loads(_CONSTANTS.get(text.strip(), text), parse_constant=str)
+        except (ValueError, RecursionError):
+            return text

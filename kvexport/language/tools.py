@@ -10,15 +10,15 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvexport.errors import UsageError
 from kvexport.language.chat import ChatTemplate
 from kvexport.language.grammar import Grammar, json_options, json_text
 from kvexport.language.tokenizer import Tokenizer
-from kvexport.language.tool_calls import CallReader
+from kvexport.language.tool_calls import CallParser, CallReader, NamedParser, TaggedParser
 
 Tool = Mapping[str, Any]
 
@@ -32,34 +32,69 @@ class CallForm:
 
     Attributes:
         name: The name of the form.
-        opening: The marker before each call, or before a list of calls.
-        closing: The marker behind it.
-        key: The JSON key of a call's arguments.
+        signs: Texts that are all in the chat templates of this form.
+        openings: The markers before each call, or before a list of calls; first the one that the template writes.
+        closings: The markers behind a call.
+        before: What stands before the arguments of the tool NAME, as the template writes it.
+        after: What stands behind the arguments.
+        begin: What stands before the first call.
+        between: What stands between two calls; None if an answer has one call.
+        end: What stands behind the last call.
+        parameter: How arguments in tags are written, with KEY and VALUE; "" for arguments in JSON.
+        head: A regular expression of what stands before the arguments, with NAME; "" for a call that is one JSON
+            object.
+        tail: One of what stands behind arguments in tags.
         first: Whether a call may be the whole answer without a marker.
-        listed: Whether calls are in a JSON list.
+        inside: The openings that belong to the call itself.
         id_length: The length of the ids that the template accepts.
     """
 
     name: str
-    opening: str
-    closing: str
-    key: Literal["arguments", "parameters"]
+    signs: tuple[str, ...]
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
+    before: str
+    after: str
+    begin: str = ""
+    between: str | None = "\n"
+    end: str = ""
+    parameter: str = ""
+    head: str = ""
+    tail: str = ""
     first: bool = False
-    listed: bool = False
+    inside: tuple[str, ...] = ()
     id_length: int = 24
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
         """Return a streaming parser that finds tool calls in one answer.
 
-        The text that it reads must show the special tokens of `opening`.
+        The text that it reads must show the special tokens of the form.
         """
-        keys = ("arguments", "parameters") if self.first else (self.key,)
-        return CallReader([_name(tool) for tool in tools], self.opening, self.closing, self.first, keys)
+        names = [_name(tool) for tool in tools]
+        head = self.head.replace("NAME", f"(?P<name>{_NAME.pattern})")
+        if not self.head:
+            keys = ("arguments", "parameters") if self.first else ("arguments",)
+            parser: Callable[[], CallParser] = lambda: CallParser(keys)  # noqa: E731
+        elif not self.parameter:
+            parser = lambda: NamedParser(head)  # noqa: E731
+        else:
+            key, value = "(?P<key>[^<>]{1,256}?)", "(?P<value>.*?)"
+            argument = r"\s*".join(map(re.escape, self.parameter.split("\n")))
+            argument = argument.replace("KEY", key).replace(r"\s*VALUE\s*", rf"\n?{value}\n?").replace("VALUE", value)
+            another = re.escape(self.parameter.partition("KEY")[0])
+            argument = rf"\s*{argument.removesuffix(_BLANK)}(?=\s*(?:{another}|{self.tail}))"
+            schemas = {_name(tool): _properties(tool) for tool in tools}
+            parser = lambda: TaggedParser(head, argument, rf"\s*{self.tail}", schemas)  # noqa: E731
+        return CallReader(
+            names, self.openings, self.closings, self.first, parser, self.inside, "" if self.head else "{"
+        )
 
     def shown_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the id of the tool call marker if it is a special token, so that the answer's text shows it."""
-        token = tokenizer.token_id(self.opening)
-        return (token,) if token is not None and token in tokenizer.special_ids else ()
+        """Return the ids of the form's markers that are special tokens, so that the answer's text shows them."""
+        written = [self.begin, self.before, self.after, self.end, self.parameter, *self.openings, *self.closings]
+        markers = dict.fromkeys([*self.openings, *(x for text in written for x in _MARKER.findall(text))])
+        ids = (tokenizer.token_id(marker) for marker in markers)
+        return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
 
     def new_id(self) -> str:
         """Return a random id for a new tool call."""
@@ -68,10 +103,60 @@ class CallForm:
         return drawn if self.id_length < 24 else f"call_{drawn}"
 
 
-# Hermes, Qwen 2.5 and 3, SmolLM; Llama 3.1 to 3.3; Mistral.
-HERMES = CallForm("hermes", "<tool_call>", "</tool_call>", "arguments")
-LLAMA = CallForm("llama", "<|python_tag|>", "", "parameters", first=True)
-MISTRAL = CallForm("mistral", "[TOOL_CALLS]", "", "arguments", listed=True, id_length=9)
+_BLANK = r"\s*"
+_MARKER = re.compile(r"<[^<>\s=]+>|\[[A-Z_]+\]")
+_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEP = (
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+)
+_DEEPSEEK = (_CALLS_BEGIN, _CALL_BEGIN), ("```", _CALL_END, _CALLS_END)
+# In the order in which a template's text is looked through: those of the longest signs first.
+HARMONY = CallForm(
+    "harmony", ("<|channel|>", "to=functions"), (), (),
+    "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", between=None,
+)  # fmt: skip
+XML = CallForm(  # Qwen3-Coder, Qwen 3.5
+    "xml", ("<function=", "<parameter="), ("<tool_call>", "<function="), ("</tool_call>",),
+    "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>",
+    parameter="<parameter=KEY>\nVALUE\n</parameter>\n",
+    head=r"\s*<function=NAME>", tail="</function>", inside=("<function=",),
+)  # fmt: skip
+GLM = CallForm(
+    "glm", ("<arg_key>", "<tool_call>"), ("<tool_call>",), ("</tool_call>",), "<tool_call>NAME\n", "</tool_call>",
+    parameter="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+    head=r"\s*NAME\s*(?=<arg_key>|</tool_call>)", tail="</tool_call>",
+)  # fmt: skip
+MISTRAL_ARGS = CallForm(  # Mistral Small 3.2 and later
+    "mistral_args", ("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), (), "[TOOL_CALLS]NAME[ARGS]", "", between="",
+    head=r"\s*NAME(?:\[CALL_ID\][^\[{]*)?\[ARGS\]\s*", id_length=9,
+)  # fmt: skip
+DEEPSEEK = CallForm(  # V3, R1
+    "deepseek", (_SEP, "```json"), *_DEEPSEEK, f"{_CALL_BEGIN}function{_SEP}NAME\n```json\n", f"\n```{_CALL_END}",
+    begin=_CALLS_BEGIN, end=_CALLS_END, head=rf"\s*(?:function{_SEP})?NAME(?:{_SEP})?\s*(?:```json)?\s*",
+)  # fmt: skip
+DEEPSEEK_31 = replace(
+    DEEPSEEK, name="deepseek_3.1", signs=(_SEP,), before=f"{_CALL_BEGIN}NAME{_SEP}", after=_CALL_END, between=""
+)
+KIMI = CallForm(
+    "kimi", ("<|tool_call_argument_begin|>",), ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+    ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|>", between="",
+    begin="<|tool_calls_section_begin|>", end="<|tool_calls_section_end|>",
+    head=r"\s*functions\.NAME:\d+\s*<\|tool_call_argument_begin\|>\s*",
+)  # fmt: skip
+HERMES = CallForm(  # Hermes, Qwen 2.5 and 3, SmolLM; Qwen2.5-Coder writes a fenced block, or the object alone
+    "hermes", ("<tool_call>",), ("<tool_call>", "```json"), ("</tool_call>", "```"),
+    '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", first=True,
+)  # fmt: skip
+MISTRAL = CallForm(
+    "mistral", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), (), '{"name": "NAME", "arguments": ', "}",
+    begin="[TOOL_CALLS] [", between=", ", end="]", id_length=9,
+)  # fmt: skip
+LLAMA = CallForm(  # Llama 3.1 to 3.3
+    "llama", ("<|python_tag|>",), ("<|python_tag|>",), (), '{"name": "NAME", "parameters": ', "}", between="; ",
+    first=True,
+)  # fmt: skip
+FORMS = (HARMONY, XML, GLM, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_31, KIMI, HERMES, MISTRAL, LLAMA)
 
 
 def form_of(template: ChatTemplate | None) -> CallForm:
@@ -84,14 +169,14 @@ def form_of(template: ChatTemplate | None) -> CallForm:
     source = sources.get("tool_use") or sources.get("default") or ""
     if not re.search(r"\btools\b", source):
         raise UsageError("the model's chat template takes no tools", "ask without tools, or another model")
-    for form in (HERMES, MISTRAL):
-        if form.opening in source:
+    for form in FORMS:
+        if all(sign in source for sign in form.signs):
             return form
-    if LLAMA.opening in source or re.search(r"""["']parameters["'] *:""", source):
+    if re.search(r"""["']parameters["'] *:""", source):
         return LLAMA
     raise UsageError(
-        f"the model's chat template has a form of calls that is not known; known are {HERMES.opening}, "
-        f"{MISTRAL.opening} and {LLAMA.opening}",
+        "the model's chat template has a form of calls that is not known; known are those of "
+        f"{', '.join(form.name for form in FORMS)}",
         "ask without tools, or another model",
     )
 
@@ -152,38 +237,77 @@ def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
 
 
 def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *, parallel: bool = True) -> Grammar:
-    """Return the grammar of an answer that consists of calls of the given tools.
+    """Return the grammar of an answer that consists of calls of the given tools, as the model's template writes them.
 
-    Keywords of a schema that are not supported are ignored, unless the tool is strict.
+    Keywords of a schema that are not supported are ignored, unless the tool is strict. Of a text in tags only `enum`
+    and `maxLength` are kept to; it has no "</".
 
     Args:
         form: The form of calls.
         tools: The tools. The arguments of a call match the schema of its tool.
-        tokenizer: The tokenizer, which decides whether the marker is a special token.
+        tokenizer: The tokenizer, which decides which markers are special tokens.
         parallel: Whether the answer may have several calls.
     """
-    special = form.shown_ids(tokenizer)
-    opening = f"<[{special[0]}]>" if special else _literal(form.opening)
-    calls = {
-        "hermes": rf'{opening} "\n" call "\n" {_literal(form.closing)}',
-        "llama": "call",
-        "mistral": "call",
-    }[form.name]
-    between = {"hermes": r'"\n"', "llama": '"; "', "mistral": '", "'}[form.name]
-    several = f"one ({between} one)*" if parallel else "one"
+
+    def written(text: str) -> str:
+        return _terminals(text, tokenizer)
+
+    between = "one" if form.between is None or not parallel else f"one ({written(form.between)} one)*"
     lines = [
-        f'start: {opening} " "? "[" {several} "]"' if form.listed else f"start: {several}",
-        f"one: {calls}",
-        "call: " + " | ".join(f"call{i}" for i in range(len(tools))),
+        f"start: {written(form.begin)} {between} {written(form.end)}",
+        "one: " + " | ".join(f"call{i}" for i in range(len(tools))),
     ]
     for i, tool in enumerate(tools):
+        before = written(form.before.replace("NAME", _name(tool)))
+        lines.append(f"call{i}: {before} arguments{i} {written(form.after)}")
         function = tool["function"]
-        head = f'{{"name": "{_name(tool)}", "{form.key}": '
         schema = function.get("parameters") or {"type": "object"}
         options = json_options(lenient=not function.get("strict"))
-        lines.append(f'call{i}: {_literal(head)} arguments{i} "}}"')
-        lines.append(f"arguments{i}: %json {json_text({**schema, 'x-guidance': options})}")
+        if form.parameter:
+            lines += _tagged(f"arguments{i}", schema, form.parameter, written, options)
+        else:
+            lines.append(f"arguments{i}: %json {json_text({**schema, 'x-guidance': options})}")
     return Grammar("lark", "\n".join(lines))
+
+
+def _tagged(
+    rule: str, schema: Mapping[str, Any], parameter: str, written: Callable[[str], str], options: Mapping[str, Any]
+) -> list[str]:
+    """Return the rules of arguments in tags: those of a schema's properties, in their order."""
+    properties = schema.get("properties")
+    required = schema.get("required") or ()
+    lines, parts = [], []
+    for i, (key, own) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
+        own = own if isinstance(own, Mapping) else {}
+        before, _, after = parameter.replace("KEY", key).partition("VALUE")
+        texts = own.get("enum") if own.get("type") == "string" else None
+        value = " | ".join(_literal(x) for x in texts if isinstance(x, str)) if isinstance(texts, list) else ""
+        if not value and own.get("type") == "string":
+            longest = own.get("maxLength")
+            value = f"/[^<]{{0,{longest}}}/" if type(longest) is int and longest >= 0 else r"/[^<]*(<[^\/][^<]*)*/"
+        elif not value:
+            defined = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            value = f"%json {json_text({**own, **defined, 'x-guidance': options})}"
+        lines += [f"{rule}_{i}: {written(before)} {rule}_{i}_value {written(after)}", f"{rule}_{i}_value: {value}"]
+        parts.append(f"{rule}_{i}{'' if key in required else '?'}")
+    return [f"{rule}: {' '.join(parts) or _literal('')}", *lines]
+
+
+def _terminals(text: str, tokenizer: Tokenizer) -> str:
+    """Return a text as terminals of a Lark grammar, its special tokens by their ids."""
+    parts = []
+    for part in re.split(f"({_MARKER.pattern})", text):
+        token = tokenizer.token_id(part)
+        if part:
+            special = token is not None and token in tokenizer.special_ids
+            parts.append(f"<[{token}]>" if special else _literal(part))
+    return " ".join(parts)
+
+
+def _properties(tool: Tool) -> Mapping[str, Any]:
+    parameters = tool["function"].get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def _literal(text: str) -> str:

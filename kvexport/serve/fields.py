@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from kvexport.language.grammar import Grammar
 from kvexport.serve.errors import ApiError
-from kvexport.serve.forms import response_form, structured_form
+from kvexport.serve.forms import OLDER_FORMS, older_form, response_form, structured_form
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -78,6 +78,12 @@ class Sampling(Body):
     session_id: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
     min_tokens: int | None = Field(None, ge=0)
 
     def form(self) -> Grammar | None:
@@ -87,7 +93,8 @@ class Sampling(Body):
             ApiError: The field with the grammar is malformed.
             UsageError: The grammar itself is wrong.
         """
-        return structured_form(self.structured_outputs) or response_form(self.response_format)
+        older = older_form({name: getattr(self, name) for name in OLDER_FORMS})
+        return structured_form(self.structured_outputs) or older or response_form(self.response_format)
 
     def settings(self, engine: Engine, tokens: int, **more: Any) -> list[GenerationSettings]:
         """Return the generation settings of each of the request's `n` answers. They differ in their seed.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvexport.language.grammar import Grammar
+from pydantic_core import from_json
+
+from kvexport.language.grammar import Grammar, gbnf
 from kvexport.serve.errors import ApiError
 
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+# Fields of earlier versions of vLLM and of llama.cpp, and the key of `structured_outputs` that means the same.
+OLDER_FORMS = {
+    **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
+    **{"grammar": "grammar", "json_schema": "json"},
+}
 
 
 def response_form(fields: Mapping[str, Any] | None, where: str = "response_format") -> Grammar | None:
@@ -29,8 +35,9 @@ def response_form(fields: Mapping[str, Any] | None, where: str = "response_forma
     kind = (fields or {"type": "text"}).get("type")
     if fields is None or kind == "text":
         return None
-    if kind == "json_object":
-        return Grammar.json_object()
+    if kind == "json_object":  # llama.cpp's clients send a schema with it
+        schema = fields.get("schema")
+        return Grammar.json_object() if schema is None else structured_form({"json": schema}, f"{where}.schema")
     if kind == "json_schema":
         inner = fields.get("json_schema", fields)
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
@@ -40,17 +47,18 @@ def response_form(fields: Mapping[str, Any] | None, where: str = "response_forma
     if kind == "regex" and isinstance(fields.get("pattern"), str):
         return Grammar("regex", fields["pattern"])
     if kind == "grammar" and isinstance(fields.get("grammar"), str):
-        return Grammar("lark", fields["grammar"])
+        return _grammar(fields["grammar"])
     message = f"{where}.type: expected text, json_object, json_schema, regex with a pattern, or grammar with a grammar"
     raise ApiError(400, message, param=f"{where}.type")
 
 
-def structured_form(fields: Mapping[str, Any] | None) -> Grammar | None:
+def structured_form(fields: Mapping[str, Any] | None, where: str = "structured_outputs") -> Grammar | None:
     """Return the grammar of vLLM's request field `structured_outputs`; None for free text.
 
     Args:
         fields: One of the keys `json` (a schema, or its JSON text), `regex`, `choice` (a list of texts), `grammar` and
             `json_object`.
+        where: The field, for messages.
 
     Raises:
         ApiError: The object is malformed.
@@ -60,22 +68,42 @@ def structured_form(fields: Mapping[str, Any] | None) -> Grammar | None:
     if not values:
         return None
     if len(values) > 1:
-        raise ApiError(400, f"structured_outputs: {' and '.join(values)} at once", param="structured_outputs")
+        raise ApiError(400, f"{where}: {' and '.join(values)} at once", param=where)
     (key, value), *_ = values.items()
     if key == "json" and isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ApiError(400, "structured_outputs.json: no JSON", param="structured_outputs.json") from None
+            value = from_json(value)
+        except ValueError:
+            raise ApiError(400, f"{where}: no JSON", param=where) from None
     if key == "json" and isinstance(value, Mapping):
         return Grammar.json_schema(value)
     if key == "json_object" and isinstance(value, bool):
         return Grammar.json_object() if value else None
     if key == "choice" and isinstance(value, list) and value and all(isinstance(x, str) and x for x in value):
         return Grammar("regex", "|".join(map(_quoted, value)))
-    if key in ("regex", "grammar") and isinstance(value, str):
-        return Grammar("regex" if key == "regex" else "lark", value)
-    raise ApiError(400, f"structured_outputs.{key}: of a wrong type", param=f"structured_outputs.{key}")
+    if key == "regex" and isinstance(value, str):
+        return Grammar("regex", value)
+    if key == "grammar" and isinstance(value, str):
+        return _grammar(value)
+    raise ApiError(400, f"{where}.{key}: of a wrong type", param=f"{where}.{key}")
+
+
+def older_form(fields: Mapping[str, Any]) -> Grammar | None:
+    """Return the grammar that the fields of `OLDER_FORMS` set; None for free text.
+
+    Raises:
+        ApiError: A field is malformed, or two are set.
+        UsageError: The grammar itself is wrong, see `Grammar`.
+    """
+    named = {name: fields[name] for name in OLDER_FORMS if fields.get(name) is not None}
+    if len(named) > 1:
+        raise ApiError(400, f"{' and '.join(named)} at once", param=next(iter(named)))
+    return next((structured_form({OLDER_FORMS[name]: value}, name) for name, value in named.items()), None)
+
+
+def _grammar(text: str) -> Grammar:
+    """Return a grammar in Lark's syntax, or in llama.cpp's (GBNF), which has ::= in its rules."""
+    return gbnf(text) if "::=" in text else Grammar("lark", text)
 
 
 def _quoted(text: str) -> str:

@@ -24,7 +24,24 @@ from kvexport.language.grammar import Grammars
 from kvexport.language.text_stream import TextStream
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.language.tool_calls import Piece
-from kvexport.language.tools import HERMES, LLAMA, MISTRAL, CallForm, calls_grammar, check_tools, choose, form_of
+from kvexport.language.tools import (
+    DEEPSEEK,
+    DEEPSEEK_31,
+    FORMS,
+    GLM,
+    HARMONY,
+    HERMES,
+    KIMI,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    XML,
+    CallForm,
+    calls_grammar,
+    check_tools,
+    choose,
+    form_of,
+)
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 WEATHER: dict[str, Any] = {
@@ -43,7 +60,7 @@ NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 NOW_SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
 STRICT_NOW: dict[str, Any] = {"type": "function", "function": {"name": "now", "parameters": NOW_SCHEMA}}
 TOOLS = [WEATHER, NOW]
-FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+READ_FORMS = {form.name: form for form in FORMS if form is not HARMONY}
 
 
 def template(name: str) -> ChatTemplate:
@@ -56,6 +73,13 @@ def template(name: str) -> ChatTemplate:
 )
 def test_the_template_determines_the_form_of_calls(name: str, form: CallForm) -> None:
     assert form_of(template(name)) == form
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_template_with_the_signs_of_a_form_has_it(form: CallForm) -> None:
+    source = "{% for tool in tools %}{% endfor %}" + " ".join(form.signs)
+    assert form_of(ChatTemplate({"default": source}, {}, "x")) == form
+    assert form_of(ChatTemplate({"default": "plain", "tool_use": source}, {}, "x")) == form
 
 
 @pytest.mark.parametrize("name", ["smollm2", "zephyr", "gemma", None])
@@ -90,6 +114,29 @@ ROME, ARGUMENTS = '{"city": "Rome {\\"}</tool_call>"}', '{"name": "get_weather",
 CALL, CALL_NOW = ARGUMENTS + ROME + "}", '{"name": "now", "arguments": {}}'
 ROME_CALLED = [Piece("call", name="get_weather"), Piece("arguments", ROME)]
 NOW_CALLED = [Piece("call", name="now"), Piece("arguments", "{}")]
+OSLO_CALLED = [ROME_CALLED[0], Piece("arguments", '{"city": "Oslo"}')]
+
+
+def xml(*arguments: tuple[str, str]) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function=get_weather>\n{inner}</function>\n</tool_call>"
+
+
+def glm(*arguments: tuple[str, str]) -> str:
+    inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments)
+    return f"<tool_call>get_weather\n{inner}</tool_call>"
+
+
+def D(name: str) -> str:
+    return "<\uff5ctool\u2581" + name.replace("_", "\u2581") + "\uff5c>"
+
+
+def deepseek(name: str, arguments: str) -> str:
+    return f"{D('call_begin')}function{D('sep')}{name}\n```json\n{arguments}\n```{D('call_end')}"
+
+
+DEEPSEEK_CALLS = D("calls_begin") + deepseek("get_weather", ROME) + "\n" + deepseek("now", "{}") + D("calls_end")
+XML_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 READ = {
     "text alone": (HERMES, "Just <tool text, {a} <tool_", [Piece("text", "Just <tool text, {a} <tool_")]),
     "a call": (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", ROME_CALLED),
@@ -128,6 +175,33 @@ READ = {
     "llama, a name alone": (LLAMA, '{"name": "now"}', [Piece("text", '{"name": "now"}')]),
     "llama, text and a tag": (LLAMA, f"Well <|python_tag|>{CALL}", [Piece("text", "Well"), *ROME_CALLED]),
     "llama, code": (LLAMA, "<|python_tag|>print(1)", [Piece("text", "<|python_tag|>print(1)")]),
+    "hermes, fenced": (HERMES, f"Sure:\n```json\n{CALL}\n```", [Piece("text", "Sure:"), *ROME_CALLED]),
+    "hermes, fenced text": (HERMES, '```json\n{"a": 1}\n```', [Piece("text", '```json\n{"a": 1}\n```')]),
+    "hermes, bare": (HERMES, CALL, ROME_CALLED),
+    "hermes, bare text": (HERMES, '{"city": "Rome"}', [Piece("text", '{"city": "Rome"}')]),
+    "xml": (XML, xml(("city", "Rome {\"}</tool_call>")), ROME_CALLED),
+    "xml, two": (XML, f"Let me see.\n{xml(('city', 'Oslo'), ('days', '2'))}\n{XML_NOW}", [
+        Piece("text", "Let me see."), ROME_CALLED[0], Piece("arguments", '{"city": "Oslo", "days": 2}'), *NOW_CALLED]),
+    "xml, no marker": (XML, xml(("city", "Oslo")).removeprefix("<tool_call>\n"), OSLO_CALLED),
+    "xml, lines": (XML, xml(("city", "a\n\n<b>\n")), [ROME_CALLED[0], Piece("arguments", '{"city": "a\\n\\n<b>\\n"}')]),
+    "xml, of no tool": (XML, "<tool_call>\n<function=rm>\n</function>\n</tool_call>", [
+        Piece("text", "<tool_call>\n<function=rm>\n</function>\n</tool_call>")]),
+    "xml, text": (XML, "if a <function=b: <tool_", [Piece("text", "if a <function=b: <tool_")]),
+    "xml, cut": (XML, "<tool_call>\n<function=get_weather>\n<parameter=city>\nOs", [ROME_CALLED[0]]),
+    "glm": (GLM, glm(("city", "Oslo"), ("days", "2")), [
+        ROME_CALLED[0], Piece("arguments", '{"city": "Oslo", "days": 2}')]),
+    "glm, two": (GLM, f"{glm(('city', 'Oslo'))}\n<tool_call>now\n</tool_call>", [*OSLO_CALLED, *NOW_CALLED]),
+    "glm, text": (GLM, "Well <tool_call>rm</tool_call>", [Piece("text", "Well <tool_call>rm</tool_call>")]),
+    "mistral, arguments": (MISTRAL_ARGS, f"Hm [TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]now[ARGS]{{}}", [
+        Piece("text", "Hm"), *ROME_CALLED, *NOW_CALLED]),
+    "mistral, an id": (MISTRAL_ARGS, f"[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{ROME}", ROME_CALLED),
+    "mistral, no arguments": (MISTRAL_ARGS, "[TOOL_CALLS] is a marker", [Piece("text", "[TOOL_CALLS] is a marker")]),
+    "deepseek": (DEEPSEEK, f"Ok.{DEEPSEEK_CALLS}", [Piece("text", "Ok."), *ROME_CALLED, *NOW_CALLED]),
+    "deepseek 3.1": (DEEPSEEK_31, D("calls_begin") + D("call_begin") + "get_weather" + D("sep") + ROME + D("call_end")
+                     + D("call_begin") + "now" + D("sep") + "{}" + D("call_end") + D("calls_end"),
+                     [*ROME_CALLED, *NOW_CALLED]),
+    "kimi": (KIMI, "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+             f"{ROME}<|tool_call_end|><|tool_calls_section_end|>", ROME_CALLED),
     "mistral": (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL_NOW}]", [*ROME_CALLED, *NOW_CALLED]),
     "mistral, ids": (MISTRAL, f'[TOOL_CALLS][{CALL_NOW[:-1]}, "id": "abc123def"}}]', NOW_CALLED),
     "mistral, text": (MISTRAL, "A list: [TOOL, [1]", [Piece("text", "A list: [TOOL, [1]")]),
@@ -156,31 +230,34 @@ def test_arguments_arrive_while_they_are_generated_and_no_marker_is_shown() -> N
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(sorted(FORMS)),
+    st.sampled_from(sorted(READ_FORMS)),
     st.lists(st.sampled_from([*'{}[]":,\\ \n', "name", "now", "arguments", "<tool_call>", "</tool_call>", "é",
-                              "[TOOL_CALLS]", "<|python_tag|>", CALL_NOW, '{"name": "now"']), max_size=20),
+                              "[TOOL_CALLS]", "<|python_tag|>", CALL_NOW, '{"name": "now"', "<function=now>", "[ARGS]",
+                              "</function>", "<arg_key>a</arg_key>", "<arg_value>", "```json", D("calls_begin"),
+                              D("sep")]), max_size=20),
     st.lists(st.integers(0, 200), max_size=20),
 )  # fmt: skip
 def test_any_text_gives_the_same_pieces_however_it_is_cut(form: str, parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
-    assert pieces(FORMS[form], text, cuts) == pieces(FORMS[form], text, [])
+    assert pieces(READ_FORMS[form], text, cuts) == pieces(READ_FORMS[form], text, [])
 
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     inner = tokenizers.Tokenizer.from_file(str(SMALL / "tokenizer.json"))
-    inner.add_special_tokens(["[TOOL_CALLS]", "<|python_tag|>"])
+    inner.add_special_tokens(["[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", D("call_begin"), D("sep")])
     tokenizer = Tokenizer(inner)
     return Grammars(tokenizer, tokenizer.vocab_size)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", READ_FORMS)
 def test_an_answer_that_must_call_does(grammars: Grammars, form: str, parallel: bool) -> None:
     tokenizer = grammars.tokenizer
     assert tokenizer is not None
-    call_form, shown = FORMS[form], FORMS[form].shown_ids(tokenizer)
-    assert len(shown) == (form != "hermes")
+    call_form, shown = READ_FORMS[form], READ_FORMS[form].shown_ids(tokenizer)
+    specials = {"llama": 1, "mistral": 1, "mistral_args": 2, "deepseek": 2, "deepseek_3.1": 2}
+    assert len(shown) == specials.get(form, 0)
     grammar = calls_grammar(call_form, [WEATHER, STRICT_NOW], tokenizer, parallel=parallel)
     counts = set()
     for seed in range(8):

@@ -28,6 +28,9 @@ OPENAI = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, 
 ASKED = {"messages": [{"role": "user", "content": "a"}], "temperature": 1.0, "max_tokens": 100}
 
 
+GBNF = 'root ::= ("ab" | "cd")+\n'
+
+
 @pytest.fixture(scope="module")
 def server(tiny_artifact: Path) -> Iterator[Running]:
     with running(json_engine(tiny_artifact)) as server:
@@ -72,6 +75,16 @@ def test_answers_keep_to_a_schema(server: Running, path: str, change: Any) -> No
         ({"response_format": {"type": "regex", "pattern": "x+y"}}, "x+y?"),
         ({"response_format": {"type": "grammar", "grammar": 'start: "ef"'}}, "ef"),
         ({"response_format": {"type": "text"}}, r"[\s\S]*"),
+        ({"response_format": {"type": "json_object", "schema": {"const": 7}}}, "7"),
+        ({"structured_outputs": {"grammar": GBNF}}, "(ab|cd)*[ac]?"),
+        ({"guided_json": {"const": 7}}, "7"),
+        ({"guided_json": '{"const": 7}'}, "7"),
+        ({"guided_regex": "[a-c]{5}"}, "[a-c]{5}"),
+        ({"guided_choice": ["a.b", "(c)"]}, r"a\.b|\(c\)"),
+        ({"guided_grammar": 'start: "ab" | "cd"'}, "ab|cd"),
+        ({"guided_grammar": GBNF}, "(ab|cd)*[ac]?"),
+        ({"grammar": GBNF}, "(ab|cd)*[ac]?"),
+        ({"json_schema": {"const": 7}}, "7"),
     ],
 )
 def test_other_forms(server: Running, form: Any, pattern: str) -> None:
@@ -95,6 +108,13 @@ def test_other_forms(server: Running, form: Any, pattern: str) -> None:
         {"structured_outputs": {"choice": ["a", 1]}},
         {"structured_outputs": {"regex": "a", "choice": ["a"]}},
         {"structured_outputs": {"grammar": "start: nothing"}},
+        {"response_format": {"type": "json_object", "schema": 5}},
+        {"guided_json": "{"},
+        {"guided_choice": []},
+        {"guided_regex": "a", "grammar": GBNF},
+        {"grammar": "root ::= ("},
+        {"grammar": "root ::= nothing"},
+        {"json_schema": 5},
     ],
 )
 def test_invalid_response_formats_are_refused(server: Running, form: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +27,7 @@ _MEND = "correct the messages, or --no-chat for a prompt without the template"
 # A conversation of a thousand messages takes some 100,000 steps.
 _STEPS = 5_000_000  # 0.15 s, during which no other thread of the process runs
 _LONGEST = 1 << 25  # characters: twice the largest body that a server takes
+_HERE = "\u2063(here)\u2063"  # stands in a text whose place in the prompt is looked for
 # The names under which messages bring the reasoning before an answer. Templates read one of the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -51,6 +52,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the text of a conversation with its special tokens. Encode this text without further special tokens.
@@ -59,6 +61,7 @@ class ChatTemplate:
             messages: Mappings with "role" and "content", and further keys that the template reads.
             tools: JSON schemas of tools.
             add_generation_prompt: Whether the text ends with the beginning of an answer.
+            continue_final_message: Whether the text ends with the last message, which the answer continues.
             **variables: Variables of the template, such as `enable_thinking`.
 
         Raises:
@@ -70,13 +73,115 @@ class ChatTemplate:
                 f"{self.where} has the chat templates {', '.join(self.sources)}, none of them the default",
                 f"name one of them {TEMPLATE} in the checkpoint, and build again",
             )
+        checked = _checked(messages)
+        if continue_final_message:
+            content = checked[-1].get("content")
+            if checked[-1]["role"] != "assistant" or not isinstance(content, str):
+                raise UsageError(
+                    "continue_final_message needs a last message of the assistant with a text", "add that message"
+                )
+            checked[-1] = {**checked[-1], "content": content + _HERE}
         values = {
-            "messages": _checked(messages),
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            **self.tokens,
+            **variables,
         }
-        return _render(source, self.where, _plain({**values, **self.tokens, **variables}))
+        text = self._text(source, checked, values)
+        if continue_final_message:
+            text, marker, _ = text.rpartition(_HERE)
+            if not marker:
+                raise UsageError("the chat template does not show the last message, so it cannot be continued", _MEND)
+        return text
+
+    def _text(self, source: str, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
+        """Render messages in the first way in which the template shows them as a whole."""
+        texts, error = [], None
+        for variant in _variants(messages):
+            if self._takes_parts(source):
+                variant = [
+                    {**x, "content": [{"type": "text", "text": x["content"]}]}
+                    if isinstance(x.get("content"), str)
+                    else x
+                    for x in variant
+                ]
+            try:
+                text = _render(source, self.where, _plain({"messages": variant, **values}))
+            except UsageError as failure:
+                error = error or failure
+                continue
+            if _is_whole(text, messages):
+                return text
+            texts.append(text)
+        if not texts and error is not None:
+            raise error
+        return texts[0]
+
+    def _takes_parts(self, source: str) -> bool:
+        """Return whether a template shows only contents that are lists of parts, as those of vision models do."""
+        known: dict[str, bool] = self.__dict__.setdefault("_parts", {})
+        if source not in known:
+            shown = []
+            for content in (_HERE, [{"type": "text", "text": _HERE}]):
+                try:
+                    values = {"messages": [{"role": "user", "content": content}], **self.tokens}
+                    shown.append(_HERE in _render(source, self.where, values))
+                except UsageError:
+                    shown.append(False)
+            known[source] = shown == [False, True]
+        return known[source]
+
+
+def _variants(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield messages as they are, and then as templates take them that concatenate arguments or know one system text.
+
+    A template that concatenates the arguments of a call takes them as JSON text.
+    """
+    merged = _one_system(messages)
+    calls = any("tool_calls" in message for message in messages)
+    for variant in (messages, *([merged] if merged != messages else [])):
+        yield variant
+        if calls:
+            yield [_with_texts(message) for message in variant]
+
+
+def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with all system messages merged into the first place."""
+    system = [message for message in messages if message["role"] == "system"]
+    texts = [message["content"] for message in system if isinstance(message.get("content"), str)]
+    if not system or system == messages[:1] or len(texts) < len(system):
+        return messages
+    rest = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *rest]
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose tool calls have their arguments as JSON text."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(arguments := function.get("arguments"), Mapping):
+            call = {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _is_whole(text: str, messages: list[dict[str, Any]]) -> bool:
+    """Return whether a text shows every system message, and no arguments of a call as Python prints them."""
+    for message in messages:
+        content = message.get("content")
+        if message["role"] == "system" and isinstance(content, str) and content.strip() not in text:
+            return False
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, dict) and arguments and str(arguments) in text:
+                return False
+    return True
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:

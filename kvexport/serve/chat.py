@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -12,7 +12,14 @@ from starlette.responses import JSONResponse, Response
 
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.serve.answers import TokenTexts
-from kvexport.serve.conversation import Conversation, Prepared, template_messages, template_variables
+from kvexport.serve.conversation import (
+    Conversation,
+    Prepared,
+    continuation,
+    effort,
+    template_messages,
+    template_variables,
+)
 from kvexport.serve.deltas import Answer, Delta
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, refuse
@@ -32,6 +39,8 @@ class ChatBody(Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
@@ -50,9 +59,11 @@ class ChatBody(Sampling):
         refuse(self, "functions", ([],), "send tools")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
-        variables = template_variables(self.chat_template_kwargs, self.add_generation_prompt)
+        own = template_variables(self.chat_template_kwargs, self.add_generation_prompt)
         turn = turn_of(request, self.session_id, self.n or 1)
         messages = template_messages(self.messages)
+        continued = continuation(messages, self.continue_final_message, self.add_generation_prompt)
+        variables = {**effort(self.reasoning_effort), **own, **continued}
         parallel = self.parallel_tool_calls is not False
         return Conversation(messages, self.tools or [], self.tool_choice, parallel, variables, self.form(), turn)
 

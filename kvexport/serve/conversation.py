@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic_core import from_json
 
 from kvexport.engine.request import Request
 from kvexport.language.grammar import Grammar
@@ -129,6 +130,33 @@ def template_variables(variables: Mapping[str, Any] | None, add_generation_promp
     return {**(variables or {}), **more}
 
 
+def continuation(messages: Sequence[Mapping[str, Any]], asked: bool | None, new_turn: bool | None) -> dict[str, Any]:
+    """Return the template's variable that lets an answer continue the last message, an assistant's; else nothing.
+
+    Args:
+        messages: The messages in the form that chat templates read.
+        asked: The request's `continue_final_message`; None continues a message with a true `prefix`, as Mistral's and
+            DeepSeek's clients send.
+        new_turn: The request's `add_generation_prompt`.
+
+    Raises:
+        ApiError: The request asks for both.
+    """
+    if asked and new_turn:
+        message = "continue_final_message and add_generation_prompt are both true"
+        raise ApiError(400, message, param="continue_final_message")
+    continues = asked if asked is not None else bool(messages and messages[-1].get("prefix"))
+    return {"continue_final_message": True} if continues else {}
+
+
+def effort(asked: str | None) -> dict[str, Any]:
+    """Return the template's variables for `reasoning_effort`; "none" also ends the reasoning of Qwen and DeepSeek."""
+    if asked is None:
+        return {}
+    known = {"minimal": "low", "xhigh": "high"}.get(asked, asked)
+    return {"reasoning_effort": known, **({"enable_thinking": False, "thinking": False} if asked == "none" else {})}
+
+
 def text_of(content: Any, where: str) -> str | None:
     """Return the text of a message's content. Several content parts are joined by line breaks.
 
@@ -162,9 +190,9 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise ApiError(400, f"{where}.{i}: a call needs a function with a name", param=f"{where}.{i}")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
+            try:  # the server's own call may have been cut
+                arguments = from_json(arguments or "{}", allow_partial="trailing-strings", allow_inf_nan=False)
+            except ValueError:
                 message = f"{where}.{i}.function.arguments: not JSON"
                 raise ApiError(400, message, param=f"{where}.{i}.function.arguments") from None
         converted.append({**call, "function": {**function, "arguments": arguments}})

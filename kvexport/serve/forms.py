@@ -15,7 +15,8 @@ _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 # Fields of earlier versions of vLLM and of llama.cpp, and the key of `structured_outputs` that means the same.
 OLDER_FORMS = {
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
-    **{"grammar": "grammar", "json_schema": "json"},
+    "grammar": "grammar",
+    "json_schema": "json",
 }
 
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import stop_string
-from kvexport.serve.conversation import Conversation, Prepared, text_of
+from kvexport.serve.conversation import Conversation, Prepared, continuation, text_of
 from kvexport.serve.deltas import Delta
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import MOST_STOPS, Body, Sampling, StopString
@@ -49,7 +49,9 @@ class CountBody(Body):
             messages += _messages(message, f"messages.{i}")
         tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
         parallel = not (self.tool_choice or {}).get("disable_parallel_tool_use")
-        return Conversation(messages, tools, self._choice(), parallel)
+        last = messages[-1]
+        prefill = last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
+        return Conversation(messages, tools, self._choice(), parallel, continuation(messages, prefill, None))
 
     def _choice(self) -> str | dict[str, Any]:
         choice = self.tool_choice or {"type": "auto"}
@@ -99,7 +101,7 @@ async def messages(service: Service, request: Request) -> Response:
     body = await service.read(request, MessagesBody)
     model = service.check_model(body.model)
     conversation = body.conversation()
-    conversation.variables = body.template_variables(service)
+    conversation.variables |= body.template_variables(service)
     conversation.turn = turn_of(request, body.session_id)
     conversation.adapter = service.adapter(body.model)
     conversation.form = response_form((body.output_config or {}).get("format"), "output_config.format")

@@ -349,3 +349,64 @@ def test_a_text_that_is_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     assert len(template.render([{"role": "user", "content": "a" * 100}])) == 100
     with pytest.raises(UsageError, match="larger than 100 characters"):
         template.render([{"role": "user", "content": "a" * 101}])
+
+
+def rendered(source: str, messages: list[dict[str, Any]], **more: Any) -> str:
+    return ChatTemplate({"default": source}, {}, "x").render(messages, **more)
+
+
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %}|{% endfor %}"
+)
+TURNS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CALLS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ 'call ' + c.function.arguments }}"
+    "{% endfor %}{% endfor %}"
+)
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+FIRST_SYSTEM = (
+    "{{ messages[0].content }}{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_over_parts_gets_parts() -> None:
+    assert rendered(PARTS, [SYSTEM, user("Hi")]) == "system:  Be brief.\n|user:Hi|"
+    assert rendered(PARTS, [user([{"type": "text", "text": "Hi"}])]) == "user:Hi|"
+    assert rendered(TURNS, [user("Hi")]) == "[user]Hi[end][assistant]"
+
+
+def test_a_template_that_concatenates_arguments_gets_a_text() -> None:
+    messages = [user("a"), assistant("", tool_calls=[CALL])]
+    arguments = '{"city": "Z\u00fcrich", "days": 2, "mean": 1.5, "now": true}'
+    assert rendered(CALLS, messages) == f"acall {arguments}"
+    printed = CALLS.replace("{{ 'call ' + c.function.arguments }}", "call {{ c.function.arguments }}")
+    assert rendered(printed, messages) == f"acall {arguments}"
+    as_json = printed.replace("arguments }}", "arguments | tojson }}")
+    assert rendered(as_json, messages) == f"acall {arguments}"
+
+
+@pytest.mark.parametrize("source", [ONE_SYSTEM, FIRST_SYSTEM], ids=["refused", "dropped"])
+def test_two_system_messages_become_one_where_the_template_knows_one(source: str) -> None:
+    first, second = ({"role": "system", "content": text} for text in ("Be brief.", "Be kind."))
+    for messages in ([first, second, user("Hi")], [first, user("Hi"), second]):
+        assert rendered(source, messages).endswith("Be brief.\n\nBe kind.[user]Hi")
+    assert rendered(TURNS, [first, second]) == "[system]Be brief.[end][system]Be kind.[end][assistant]"
+
+
+def test_the_last_message_is_continued() -> None:
+    messages = [user("Hi"), assistant("Well, I ")]
+    assert rendered(TURNS, messages, continue_final_message=True) == "[user]Hi[end][assistant]Well, I "
+    assert rendered(PARTS, messages, continue_final_message=True) == "user:Hi|assistant:Well, I "
+    assert rendered(TURNS, messages).endswith("Well, I[end][assistant]")
+    with pytest.raises(UsageError, match="needs a last message of the assistant"):
+        rendered(TURNS, [user("Hi")], continue_final_message=True)
+    with pytest.raises(UsageError, match="does not show the last message"):
+        rendered("{{ messages[0].content }}", messages, continue_final_message=True)

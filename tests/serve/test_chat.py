@@ -9,6 +9,8 @@ import openai
 import pytest
 
 from kvexport.engine.engine import Engine
+from kvexport.serve.conversation import effort, template_messages
+from kvexport.serve.errors import ApiError
 from tests.support.http_server import Running, prompt
 
 MESSAGES: list[Any] = [{"role": "user", "content": "anna lamp"}, {"role": "assistant", "content": "yes"}]
@@ -144,3 +146,60 @@ def test_unsupported_fields_are_refused_by_name(server: Running, change: dict[st
 
 def test_unknown_fields_are_ignored(client: openai.OpenAI) -> None:
     client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, extra_body={"whatever": 1}, user="me")
+
+
+CONVERSATION = [{"role": "user", "content": "anna lamp"}, {"role": "assistant", "content": "yes and "}]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "prefix"),
+    [
+        ("/v1/chat/completions", {"continue_final_message": True, "add_generation_prompt": False}, False),
+        ("/v1/chat/completions", {"continue_final_message": True}, False),
+        ("/v1/chat/completions", {}, True),
+        ("/v1/messages", {}, False),
+    ],
+)
+def test_an_answer_continues_the_last_message(
+    server: Running, engine: Engine, path: str, change: dict[str, Any], prefix: bool
+) -> None:
+    messages = [CONVERSATION[0], {**CONVERSATION[1], **({"prefix": True} if prefix else {})}]
+    assert engine.chat_template is not None and engine.tokenizer is not None
+    text = engine.chat_template.render(CONVERSATION, continue_final_message=True)
+    assert text.rstrip().endswith("yes and")
+    ids = engine.tokenizer.encode(text, False)
+    alone = server.on_engine(lambda: engine.generate([ids], max_new_tokens=6)[0].text)
+    status, _, body = server.ask(path, {"messages": messages, "max_tokens": 6, "temperature": 0, **change})
+    assert status == 200, body
+    content = body["content"][0]["text"] if path == "/v1/messages" else body["choices"][0]["message"]["content"]
+    assert content == alone
+
+
+def test_a_message_is_not_continued_and_followed_at_once(server: Running) -> None:
+    both = {"messages": CONVERSATION, "continue_final_message": True, "add_generation_prompt": True}
+    status, _, body = server.ask("/v1/chat/completions", both)
+    assert (status, body["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_a_cut_call_of_the_server_is_accepted_back() -> None:
+    def arguments(text: str) -> Any:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+        return template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])[0]["tool_calls"][0][
+            "function"
+        ]["arguments"]
+
+    assert arguments('{"city": "Par') == {"city": "Par"}
+    assert arguments('{"a": 1, "b": [2, ') == {"a": 1, "b": [2]}
+    assert arguments("") == {}
+    with pytest.raises(ApiError, match="not JSON"):
+        arguments("{city: Paris}")
+
+
+def test_reasoning_effort_reaches_the_template(server: Running) -> None:
+    assert effort(None) == {}
+    assert effort("xhigh") == effort("high") == {"reasoning_effort": "high"}
+    assert effort("minimal") == {"reasoning_effort": "low"}
+    assert effort("none") == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    ask = {"messages": CONVERSATION[:1], "max_tokens": 2}
+    assert server.ask("/v1/chat/completions", {**ask, "reasoning_effort": "low"})[0] == 200
+    assert server.ask("/v1/chat/completions", {**ask, "reasoning_effort": "huge"})[0] == 400

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from kvexport.engine.request import Request
 from kvexport.language.grammar import Grammar
+from kvexport.language.harmony import ChannelReader
 from kvexport.language.reasoning import Reader, ReasoningReader, reasoning_tokens
 from kvexport.language.tools import CallForm, Tool
 from kvexport.serve.answers import text_of as text_of_tokens
@@ -54,6 +55,7 @@ class Prepared:
         tools: The tools that the answer may call.
         calls: The format of the model's tool calls.
         reasoning: Whether the prompt ends within reasoning; None for a model without reasoning.
+        channels: Whether the prompt ends with the header of the final channel; None for a model without channels.
     """
 
     requests: Sequence[Request]
@@ -61,6 +63,7 @@ class Prepared:
     tools: Sequence[Tool] = ()
     calls: CallForm | None = None
     reasoning: bool | None = None
+    channels: bool | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -72,6 +75,8 @@ class Prepared:
         return [Answer(self._reader(), str if self.calls is None else self.calls.new_id) for _ in self.requests]
 
     def _reader(self) -> Reader:
+        if self.channels is not None:
+            return ChannelReader([tool["function"]["name"] for tool in self.tools], self.channels)
         reader: Reader = PlainReader() if self.calls is None else self.calls.reader(self.tools)
         return reader if self.reasoning is None else ReasoningReader(self.reasoning, reader)
 

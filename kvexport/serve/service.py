@@ -18,7 +18,9 @@ from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.errors import UsageError
+from kvexport.language import harmony
 from kvexport.language.grammar import Grammar
+from kvexport.language.harmony import has_channels
 from kvexport.language.reasoning import is_open, shown_ids, thinks
 from kvexport.language.tools import calls_grammar, check_tools, choose, form_of
 from kvexport.memory import ServerMemory
@@ -196,6 +198,11 @@ class Service:
         if self.settings.reasoning and tokenizer is not None and thinks(self.engine.chat_template):
             settings["shown_ids"] = (*(settings.get("shown_ids") or ()), *shown_ids(tokenizer)) or None
             reasoning = form is None and is_open(ids, tokenizer)  # a form constrains the first token already
+        channels = None
+        if tokenizer is not None and has_channels(self.engine.chat_template):
+            settings["shown_ids"] = harmony.shown_ids(tokenizer) or None
+            channels = form is not None and not must
+            ids = [*ids, *tokenizer.encode_within(harmony.FINAL)] if channels else ids
         default = self.engine.generation_config.get("max_new_tokens")
         prepared = await self.follow(
             ids,
@@ -207,7 +214,7 @@ class Service:
             adapter=conversation.adapter,
             **settings,
         )
-        return Prepared(prepared.requests, turn, callable_, calls, reasoning)
+        return Prepared(prepared.requests, turn, callable_, calls, reasoning, channels)
 
     async def follow(
         self,

@@ -76,7 +76,7 @@ def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, share
     most = min(layer.sliding_window or recipe.limits.max_length, recipe.limits.max_length)
     budgets, capacities = [min(share, most) for share in shares], []
     for head, budget in enumerate(budgets):
-        name = f"layer {i}" if len(budgets) == 1 else f"KV head {head} of layer {i}"
+        name = _name(i, head, apart=len(budgets) > 1)
         sinks, recent, merges = recipe.cache.sinks, _recent(recipe, budget), budget < recipe.limits.max_length
         if method.compresses and merges and budget < sinks + recent + 1:
             raise UsageError(
@@ -203,6 +203,11 @@ def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
     return plan.bytes(sequences) + (copies * selected.bytes(sequences) if selected is not None else 0)
 
 
+def _name(layer: int, head: int, *, apart: bool) -> str:
+    """Return the name of a layer in messages, or of one of its KV heads if heads have budgets of their own."""
+    return f"KV head {head} of layer {layer}" if apart else f"layer {layer}"
+
+
 def _require_not_periodic(recipe: Recipe, why: str) -> None:
     """Raise UsageError if the recipe sets periodic decoding; `why` is the reason in the error message."""
     if recipe.cache.periodic.slots is not None:
@@ -268,20 +273,22 @@ def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Met
     if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):
         return
     i, fix = merging[0], "--set cache.method=full, or --set cache.budget=1.0 (a share of limits.max_length)"
+    head = next(h for h, budget in enumerate(caches[i].budget) if budget < recipe.limits.max_length)
+    name, budget = _name(i, head, apart=bool(head_shares(recipe))), caches[i].budget[head]
     if recipe.cache.periodic.slots is not None:
         if max(caches[i].budget) == caches[i].sliding_window:
             why, fix = f"a sliding window of {caches[i].sliding_window} tokens", "--set cache.periodic.slots=null"
         else:
-            why = f"{min(caches[i].budget)} slots, from which {method.name} evicts"
+            why = f"{budget} slots, from which {method.name} evicts"
         raise UsageError(
             f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are selected from a cache that evicts "
-            f"nothing, but layer {i} has {why}",
+            f"nothing, but {name} has {why}",
             fix,
         )
     if method.compresses:
         raise UsageError(
             f"speculate.draft is {recipe.speculate.draft}: rejected tokens are removed from the cache again, but "
-            f"{method.name} may have merged them into layer {i}, which has {min(caches[i].budget)} slots",
+            f"{method.name} may have merged them into {name}, which has {budget} slots",
             fix,
         )
 

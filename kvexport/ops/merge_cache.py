@@ -1,5 +1,8 @@
 """The operator MergeCache: it evicts slots of a KV cache by a method's rule, until the cache is within its budget.
 
+In a layer with a sliding window evicted slots are dropped, whatever the method: a merged slot would hold content of
+tokens that leave the window before it does, and heads that attend to a few tokens of small values lose them in merges.
+
 The function `merge_cache` defines the operator for KV heads of one capacity and budget, and `kvexport.ops.layer_state`
 for the heads of a layer, which may differ. The ONNX function of equal heads is traced from it
 (`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it.
@@ -14,9 +17,12 @@ from torch import Tensor
 
 from kvexport.errors import UsageError
 from kvexport.methods.base import Method
+from kvexport.methods.primitives import merge as merge_rule
+from kvexport.methods.primitives import select
 from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Evicted, Rotary, Slots, gather_slots, ranks
 from kvexport.ops.quantized_cache import dequantized, is_quantized, quantized, rotated_by_hadamard
+from kvexport.schema.policy import MergePolicy
 
 LAST = torch.iinfo(torch.int32).max
 
@@ -30,7 +36,8 @@ class MergeCacheAttributes:
         budget: The slots that are kept.
         sinks: The number of first positions that are never evicted.
         recent: The number of latest positions that are never evicted.
-        sliding_window: The layer's sliding window in positions; 0 for none. Slots that it has passed are evicted first.
+        sliding_window: The layer's sliding window in positions; 0 for none. Slots that it has passed are evicted first,
+            and evicted slots are dropped.
         rotary: The layer's rotary embedding, if the method or positions in the cache need it.
         value_prefix: The size of a value, if values are the first numbers of their keys and are not stored; otherwise
             0.
@@ -61,6 +68,31 @@ class MergeCacheAttributes:
                 f"cache_positions is set, but the sliding window of {self.sliding_window} counts absolute positions",
                 "set sliding_window to 0, or use absolute positions",
             )
+
+    @property
+    def policy(self) -> MergePolicy | None:
+        """The method's policy in this layer: the method's own, or with a sliding window one that drops the lowest.
+
+        None for a method that has no policy.
+        """
+        policy = self.method.policy()
+        if policy is None or not self.sliding_window:
+            return policy
+        return replace(policy, merge="drop", order="lowest")
+
+    def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
+        """Return the keep score of every slot in this layer; see `Method.keep_score`."""
+        policy = self.policy if self.sliding_window else None
+        if policy is None:
+            return self.method.keep_score(slots, unprotected, count)
+        return select.keep_score(policy, slots, unprotected, count)
+
+    def merge(self, slots: Slots, evicted: Evicted) -> Slots:
+        """Return the slots after evicted ones have merged into kept ones, or not; see `Method.merge`."""
+        if not self.sliding_window:
+            return self.method.merge(slots, evicted)
+        policy = self.policy
+        return slots if policy is None else merge_rule.merge(policy, self.method.statistics, slots, evicted)
 
 
 def merge_cache(
@@ -134,13 +166,13 @@ def merge_cache(
         )
         protected = used & (sink | late)
         unprotected = used & ~protected
-        keep_score = attributes.method.keep_score(slots, unprotected, evicted_rows.shape[0])
+        keep_score = attributes.keep_score(slots, unprotected, evicted_rows.shape[0])
         keep_score = torch.where(protected, torch.inf, torch.where(used, keep_score, -torch.inf))
         index = keep_score.sort(dim=-1, stable=True).indices[:, :, : evicted_rows.shape[0]]
         stays = torch.ones_like(used).scatter(-1, index, torch.zeros_like(index, dtype=torch.bool))
         receives = used & ~sink if attributes.method.recent_receives else unprotected
         evicted = Evicted(index, used.gather(-1, index), receives & stays, unprotected)
-        slots = attributes.method.merge(slots, evicted)
+        slots = attributes.merge(slots, evicted)
         kept = used & stays
     row = torch.arange(order.shape[-1], device=votes.device).expand_as(order)
     # For every row of the cache: whether it contains a kept slot, and the index of that slot in `slots`.

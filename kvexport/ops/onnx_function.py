@@ -105,8 +105,7 @@ def _capacity(capacity: Sequence[int]) -> dict[str, Any]:
 
 
 def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:
-    method = attributes.method
-    policy = method.policy()
+    method, policy = attributes.method, attributes.policy
     values: dict[str, Any] = {
         "sinks": attributes.sinks,
         "sliding_window": attributes.sliding_window,

@@ -203,7 +203,8 @@ MERGE_PROFILES = [
         dtype="float16",
     ),
     MergeProfile("keepkv-on-snapkv", "keepkv", {"selector": "snapkv", "zip": "vote"}),
-    MergeProfile("ballot", "ballot", {"zip": "vote"}, sizes=(8, 12), sliding_window=30),
+    MergeProfile("ballot", "ballot", {"zip": "vote"}, sizes=(8, 12)),
+    MergeProfile("ballot-sliding-window", "ballot", sizes=(8, 12), sliding_window=30),
     MergeProfile("ballot-least-attended", "ballot", {"order": "least-attended", "votes_max": 1e30}),
     MergeProfile("ballot-small-pool", "ballot", {"pool": 2, "attention": 0.0, "votes_max": 1e30}, sizes=(12, 8)),
     MergeProfile(

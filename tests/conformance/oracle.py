@@ -9,6 +9,7 @@ S as ln S, the oracle does too, but it takes every sum in the linear domain, whe
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import STATE_NAMES
-from tests.conformance.oracle_rules import RULES, Head, Slot
+from tests.conformance.oracle_rules import GRKV, RULES, Head, Joint, Rule, Slot
 from tests.conformance.oracle_vectors import turned
 
 Arrays = dict[str, np.ndarray]
@@ -171,13 +172,17 @@ def _merge_sequence(
     if attributes.method.name == "full":
         return [head.slots for head in heads_before]
     rule = RULES[attributes.method.name]()
-    orders = [rule.leaving(head, heads_before) for head in heads_before]  # before anything merges
+    # In a window evicted slots are dropped, the least important first; a fit changes the kept ones all the same.
+    windowed = attributes.sliding_window > 0
+    leaving_of = partial(Rule.leaving, rule) if windowed and isinstance(rule, Joint) else rule.leaving
+    orders = [leaving_of(head, heads_before) for head in heads_before]  # before anything merges
     kept = []
     for head, order in zip(heads_before, orders, strict=True):
         leaving = order[: head.count]
         stays = [slot for slot in head.slots if not any(slot is other for other in leaving)]
         places = [slot.position for slot in head.slots]
-        rule.merge(head, leaving, stays)
+        if not windowed or isinstance(rule, GRKV):
+            rule.merge(head, leaving, stays)
         kept.append(sorted(stays, key=lambda slot: slot.position))
         if attributes.rotary.cache_positions:
             for place, slot in enumerate(kept[-1]):  # a merged slot was at the place of its latest member

@@ -72,6 +72,6 @@ def test_ballot_in_a_window_is_as_near_to_the_full_window_as_dropping() -> None:
 def test_kernels_get_a_policy_that_drops() -> None:
     method = all_methods()["ballot"]()
     attributes = MergeCacheAttributes(method, BUDGET, 1, 4, WINDOW)
-    node = merge_cache_node_attributes(attributes)
+    node = merge_cache_node_attributes([attributes])
     assert (node["merge"], node["order"], node["select"]) == ("drop", "lowest", "mean")
-    assert merge_cache_node_attributes(MergeCacheAttributes(method, BUDGET, 1, 4))["merge"] == "zip"
+    assert merge_cache_node_attributes([MergeCacheAttributes(method, BUDGET, 1, 4)])["merge"] == "zip"

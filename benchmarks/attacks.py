@@ -235,6 +235,14 @@ def _text() -> str:
     return "ab " * (5 * MIB)
 
 
+HELLO = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+
+
+def _called(arguments: str) -> dict[str, object]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 # Functions that prepare an attack. All bodies together are 100 MB, so each is made when its attack runs, and before the
 # reader begins, whose thread would wait for it.
@@ -260,6 +268,19 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
         COMPLETE, lambda: b'{"prompt":"a","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", (400,)
     ),
     "120,000 messages": _status(CHAT, lambda: _json(messages=[{"role": "user", "content": "a"}] * 120_000), (400, 413)),
+    "a schema as a text of 2.5 million lists": _status(
+        CHAT, lambda: _json(**HELLO, structured_outputs={"json": "[" + ",".join(["[]"] * 2_500_000) + "]"}), (400,)
+    ),
+    "arguments as a text of 2.5 million lists": _status(
+        CHAT, lambda: _json(messages=[_called("[" + ",".join(["[]"] * 2_500_000) + "]")]), (400, 413)
+    ),
+    "30 texts of arguments with 100,000 lists": _status(
+        CHAT, lambda: _json(messages=[_called("[" + ",".join(["[]"] * 100_000) + "]")] * 30), (400, 413)
+    ),
+    "120,000 texts and numbers as a prompt": _status(COMPLETE, lambda: _json(prompt=["a", 5] * 60_000), (400,)),
+    "100,000 wrong biases": _status(
+        COMPLETE, lambda: _json(prompt="a", logit_bias={str(i): "x" for i in range(100_000)}), (400,)
+    ),
     "a body of 20 MB": _status(COMPLETE, lambda: _json(prompt="a" * 20 * MIB), (413, 0)),
     "Content-Length beside chunked": lambda: both_lengths,
     "headers that are no addresses and no ASCII": lambda: bad_headers,

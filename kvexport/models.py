@@ -216,7 +216,7 @@ def find_artifact(
     recipe = model_recipe(source, budget, max_length=max_length, overrides=overrides)
     from kvexport.export.build import build
     from kvexport.export.model.adapter import read_recipe_checkpoint
-    from kvexport.export.model.cached import cache_folder
+    from kvexport.export.model.cached import cache_folder, make_cache_folder
     from kvexport.export.model.checkpoint import resolve_checkpoint
 
     with progress("reading the checkpoint", None):
@@ -225,7 +225,7 @@ def find_artifact(
     folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint, calibrate)[:16]}"
     if is_artifact(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_cache_folder(folder.parent)
     recipe = calibrated_recipe(
         source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
     )

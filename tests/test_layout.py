@@ -19,6 +19,7 @@ ORDER = [
     "outbound",
     "errors",
     "units",
+    "bounded_json",
     "memory",
     "processors",
     "paths",

@@ -291,7 +291,7 @@ def unusable(root: Path, place: str, problem: str) -> ArtifactError:
     """Return the error for a field of the manifest that this kvexport cannot use."""
     return ArtifactError(
         f"the manifest of {root} cannot be used: {place[:200]} {problem}",
-        f"kvexport build --recipe NAME --out {shlex.quote(str(root))}, which builds the artifact again",
+        f"kvexport build MODEL --out {shlex.quote(str(root))}, or with --recipe NAME if it was built from a recipe",
     )
 
 

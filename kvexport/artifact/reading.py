@@ -76,10 +76,16 @@ def _existing(path: Path) -> Path:
                 if os.path.lexists(path)
                 else f"there is no artifact at {path}"
             )
-            raise UsageError(
-                problem, f"kvexport build MODEL --out {quoted(path)}, or name the directory of an artifact"
-            )
+            raise UsageError(problem, _fix_of(path))
     return path.resolve()
+
+
+def _fix_of(path: Path) -> str:
+    listed = "the directory of an artifact; kvexport list shows those in the cache folder"
+    if path.suffix == ".gguf" and path.is_file():
+        return f"kvexport build {quoted(path)} --out ARTIFACT, and name ARTIFACT here"
+    # A build would need the place of a file that is the user's own.
+    return listed if os.path.lexists(path) else f"{listed}; kvexport build MODEL --out {quoted(path)} builds one there"
 
 
 def _comes_back(target: Path) -> bool:

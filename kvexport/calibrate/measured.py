@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvexport.allocation import least_slots
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.evaluate.tasks import Sample
-from kvexport.export.model.cached import cache_folder
+from kvexport.export.model.cached import cache_folder, make_cache_folder
 from kvexport.export.model.checkpoint import Checkpoint, facts_of
 from kvexport.export.model.shape import ModelShape
 from kvexport.memory import machine_memory
@@ -190,7 +190,7 @@ def _read(file: Path, shape: ModelShape) -> NDArray[np.float64] | None:
 def _write(file: Path, cost: NDArray[np.float64]) -> None:
     """Write the costs of a text. The file is whole or absent, even if the process is killed."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(file.parent)
         new = file.with_suffix(f".{os.getpid()}")
         new.write_text(
             json.dumps({"costs": np.vectorize(lambda x: float(f"{x:.6g}"))(cost).tolist()}), encoding="utf-8"

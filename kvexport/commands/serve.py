@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +25,14 @@ from kvexport.serve.settings import check_keys
 from kvexport.units import parse_bytes
 
 KEY_VARIABLE = "KVEXPORT_API_KEY"
+
+
+class LogLevel(str, Enum):
+    """The least important messages that the log has."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 # Options of one group of the help text.
@@ -74,8 +84,14 @@ def serve(
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        server_option(metavar="URL", help="Let web pages of this origin call the server. This option is repeatable."),
+        server_option(
+            metavar="URL", help="Let web pages of this origin call the server; '*' is any. This option is repeatable."
+        ),
     ] = None,
+    log_level: Annotated[
+        LogLevel,
+        server_option(help="Write messages of this level and above to stderr; info has a line for each request."),
+    ] = LogLevel.WARNING,
     drain: Annotated[
         float,
         server_option(min=0, help="Give running requests this many seconds when the server ends."),
@@ -138,6 +154,7 @@ def serve(
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """
     keys = keys_of(host, api_key)
+    _log(log_level)
     from kvexport.packages import require
 
     require("serve")
@@ -183,7 +200,22 @@ def serve(
     app = create_app(engine, settings)
     say(f"memory: {app.state.service.memory}")
     shown = f"[{host}]" if ":" in host else host
-    run(app, listener, lambda: print(f"http://{shown}:{listener.getsockname()[1]}", flush=True))
+    url = f"http://{shown}:{listener.getsockname()[1]}"
+
+    def ready() -> None:
+        print(url, flush=True)
+        say(f"ready: OpenAI's API at {url}/v1, Anthropic's at {url}, a chat page at {url}/")
+
+    run(app, listener, ready)
+
+
+def _log(level: LogLevel) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("kvexport")
+    logger.setLevel(level.value.upper())
+    logger.addHandler(handler)
+    logger.propagate = False
 
 
 def keys_of(host: str, api_key: list[str] | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Running an artifact needs numpy and the packages of its backend, but neither tor
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -400,7 +401,8 @@ class EngineCore:
             raise UsageError(
                 f"{count} sequences at once, but the artifact was built for 1 to {self.max_batch}",
                 f"at most {self.max_batch} prompts in one call (on the server --lanes {self.max_batch}), or kvexport "
-                f"build --recipe NAME --set limits.max_batch={max(1, count)}",
+                f"build {shlex.quote(self.manifest.recipe.model.path)} --set limits.max_batch={max(1, count)} "
+                "--out ARTIFACT (with --recipe NAME in place of the model if it was built from a recipe)",
             )
 
     # ---- text ----

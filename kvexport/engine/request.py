@@ -291,7 +291,9 @@ class Request:
             reason = "length"
         piece, text = "", self.text
         if text is not None:
-            piece = text.push(token)
+            # A token that ends the answer is no part of its text, unless it is the marker of a tool call.
+            hidden = token in self.sampler.ends and token not in self.sampler.settings.shown_ids
+            piece = "" if hidden else text.push(token)
             if text.stopped:
                 reason = "stop"
             if reason:

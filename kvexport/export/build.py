@@ -117,6 +117,7 @@ def build(
     prepare = None if graphs_only else backend.preparation(recipe)
     with staging(out) as folder, _collector_paused():
         from kvexport.export import stages
+        from kvexport.export.model.checkpoint import facts_of
         from kvexport.export.texts import copy_texts
 
         with progress("reading the checkpoint", None):
@@ -124,6 +125,7 @@ def build(
             if plan is not None:
                 shape = shape._replace(plan=plan)
             copy_texts(shape.checkpoint, folder, stages.vocabulary_of(shape))
+            read = facts_of(shape.checkpoint)
         specs = stages.choose_weights(shape, recipe, progress)
         traced = stages.trace_and_write(shape, specs, recipe, folder, shared, progress)
         with progress("writing graphs", None):
@@ -131,6 +133,11 @@ def build(
             manifest = stages.describe(recipe, name, shape, graphs, specs, traced)
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)
+        if facts_of(shape.checkpoint) != read:  # its weights would be under the fingerprint of the earlier ones
+            raise UsageError(
+                f"the checkpoint {shape.checkpoint.path} was rewritten while it was built",
+                "build again when nothing writes it any more",
+            )
         write_manifest(folder, manifest.to_json(), known=traced.written.digests)
     return out
 

@@ -40,6 +40,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _COMPILE_SECONDS, _COMPILE_BYTES = 3, 2 << 30
+_TRIAL_SECONDS = 30  # by the clock: the process that compiles yields to others
 _SLOW, _PATIENCE = 0.02, 1.0  # seconds of a token, and of all tokens of a sequence before that counts
 _KEPT = 64
 # A new line and its indentation, or some spaces: a model that only ever adds white space would not end otherwise.
@@ -210,7 +211,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocabulary: int) -> None:
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
-        self._lock = threading.Lock()
+        self._lock, self._wrapping = threading.Lock(), threading.Lock()
         self._wrapped: dict[tuple[int, ...], llguidance.LLTokenizer] = {}
         self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], llguidance.LLMatcher] = OrderedDict()
 
@@ -221,16 +222,24 @@ class Grammars:
             UsageError: The grammar cannot be compiled within the limits.
             EnvironmentProblem: llguidance is not installed.
         """
-        key = grammar, tuple(i for i in eos_token_ids if i < self.vocabulary)
+        key = self._key(grammar, eos_token_ids)
         with self._lock:
             matcher = self._compiled.get(key)
-            if matcher is None:
-                matcher = self._compile(*key)
-                self._compiled[key] = matcher
-                if len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
+        if matcher is None:
+            matcher = self._compile(*key)  # without the lock: it takes seconds, and engines start other requests
+        with self._lock:
+            self._compiled[key] = matcher
             self._compiled.move_to_end(key)
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
             return Constraint(matcher.deep_copy(), self.vocabulary)
+
+    def has(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> bool:
+        """Return whether a grammar has been compiled already."""
+        return self._key(grammar, eos_token_ids) in self._compiled
+
+    def _key(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> tuple[Grammar, tuple[int, ...]]:
+        return grammar, tuple(i for i in eos_token_ids if i < self.vocabulary)
 
     @property
     def _size(self) -> int:
@@ -260,11 +269,12 @@ class Grammars:
 
     def _wrap(self, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
         """Return the tokenizer as an llguidance tokenizer, with the tokens that end a sequence."""
-        if eos not in self._wrapped and self.tokenizer is not None:
-            self._wrapped.clear()  # one entry is enough, because requests seldom have eos tokens of their own
-            wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, eos, self._size))
-            self._wrapped[eos] = _import().LLTokenizer(wrapper, n_vocab=self._size, eos_token=list(eos) or None)
-        return self._wrapped[eos]
+        with self._wrapping:
+            if eos not in self._wrapped and self.tokenizer is not None:
+                self._wrapped.clear()  # one entry is enough, because requests seldom have eos tokens of their own
+                wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, eos, self._size))
+                self._wrapped[eos] = _import().LLTokenizer(wrapper, n_vocab=self._size, eos_token=list(eos) or None)
+            return self._wrapped[eos]
 
 
 def _try(text: str, size: int) -> str:
@@ -284,7 +294,7 @@ def _try(text: str, size: int) -> str:
             input=json.dumps(request) + "\n",
             capture_output=True,
             text=True,
-            timeout=20 * _COMPILE_SECONDS,
+            timeout=_TRIAL_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return "it takes too long to compile"

@@ -8,6 +8,7 @@ of kvexport.
 """
 
 import json
+import os
 import sys
 import threading
 
@@ -34,6 +35,7 @@ def _main() -> None:
     except ImportError:  # Windows: the caller's clock bounds it alone
         pass
     else:
+        os.nice(10)  # the cores belong to the model
         bounds = ((resource.RLIMIT_CPU, request["seconds"]), (resource.RLIMIT_AS, request["bytes"]))
         for kind, bound in ((resource.RLIMIT_CORE, 0), *bounds):
             hard = resource.getrlimit(kind)[1]  # which this process cannot raise

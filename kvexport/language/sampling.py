@@ -70,8 +70,8 @@ class Sampler:
         self.generated: list[int] = []
         self.logprobs: Logprobs | None = None  # of the token chosen last, if the settings ask for them
         # Ids beyond the logits (an embedding larger than the head) cannot come out, so they carry no penalty.
-        self._ends = () if settings.ignore_eos else settings.eos_token_ids
-        self._eos_ids = np.array([i for i in self._ends if i < vocab_size], dtype=np.int64)
+        self.ends = () if settings.ignore_eos else settings.eos_token_ids  # any of these tokens ends the sequence
+        self._eos_ids = np.array([i for i in self.ends if i < vocab_size], dtype=np.int64)
         self._random = np.random.default_rng(settings.seed) if settings.do_sample else None
         self._is_seen: npt.NDArray[np.bool_] | None = None
         if settings.repetition_penalty != 1.0:
@@ -92,7 +92,7 @@ class Sampler:
             "stop" for an eos token or the end of the grammar, "length" for max_new_tokens, None if the sequence goes
             on. `kvexport.language.text_stream.TextStream` finds stop strings in the text.
         """
-        if self.generated and self.generated[-1] in self._ends:
+        if self.generated and self.generated[-1] in self.ends:
             return "stop"
         if self._constraint is not None and self._constraint.finished:
             return "stop"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvexport.engine.request import Request
@@ -53,7 +53,22 @@ class TokenTexts:
 
     def text(self, token: int) -> str:
         """Return the text of one token id. A token that is only a part of a character has the text U+FFFD."""
-        return str(token) if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+        return self.bytes(token).decode(errors="replace")
+
+    def bytes(self, token: int) -> bytes:
+        """Return the bytes that one token id adds to a text, the space before a word included."""
+        if self._tokenizer is None:
+            return str(token).encode()
+        known = self._tokenizer.token_bytes
+        return known[token] if token < len(known) else b""
+
+    def _key(self, token: int, others: Container[str]) -> str:
+        """Return a token's key in an object of tokens: its text, as in OpenAI's API, or its id if that is taken."""
+        try:
+            text = self.bytes(token).decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes(token))
+        return f"token_id:{token}" if text in others else text
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """Return the object `logprobs` of OpenAI's chat completions for generated tokens."""
@@ -72,13 +87,16 @@ class TokenTexts:
         return {
             "tokens": [self.text(token.id) for token in tokens],
             "token_logprobs": [max(token.logprob or 0.0, _NEVER) for token in tokens],
-            "top_logprobs": [
-                {self.text(other): max(value, _NEVER) for other, value in token.top_logprobs} for token in tokens
-            ],
+            "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.text(token)
-        encoded = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, _NEVER), "bytes": encoded}
+        data = self.bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": max(logprob, _NEVER), "bytes": list(data)}
+
+    def _top(self, token: Token) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for other, value in token.top_logprobs:
+            top[self._key(other, top)] = max(value, _NEVER)
+        return top

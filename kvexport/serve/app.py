@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -15,26 +16,38 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvexport.engine.engine import Engine
-from kvexport.serve.chat import chat_completions
-from kvexport.serve.completions import completions
+from kvexport.serve.chat import ChatBody, chat_completions
+from kvexport.serve.completions import CompletionBody, completions
 from kvexport.serve.errors import ApiError, api_error
-from kvexport.serve.guard import Guard
-from kvexport.serve.messages import count_tokens, messages
+from kvexport.serve.guard import Guard, origins
+from kvexport.serve.messages import CountBody, MessagesBody, count_tokens, messages
+from kvexport.serve.openapi import describe
 from kvexport.serve.page import page
-from kvexport.serve.responses import create_response, delete_response, get_response
-from kvexport.serve.service import Service
+from kvexport.serve.responses import ResponsesBody, create_response, delete_response, get_response
+from kvexport.serve.service import IGNORED, Service
 from kvexport.serve.session_routes import delete_session, get_session, put_session
-from kvexport.serve.sessions import ENDS
+from kvexport.serve.sessions import ENDS, RESTARTED
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.stats import measure, slots, stats
 from kvexport.serve.streams import ClientGone
-from kvexport.serve.tokens import detokenize, tokenize
+from kvexport.serve.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from kvexport.version import __version__
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 log = logging.getLogger("kvexport.serve")
+requests_log = logging.getLogger("kvexport.serve.requests")
 
 
 def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlette:
@@ -72,6 +85,7 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
         ("GET", "/health", health),
         ("GET", "/ready", ready),
         ("GET", "/metrics", metrics),
+        ("GET", "/version", version),
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{name:path}", model),
         ("POST", "/v1/chat/completions", chat_completions),
@@ -86,10 +100,14 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
         ("DELETE", "/v1/sessions/{name}", delete_session),
         ("POST", "/tokenize", tokenize),
         ("POST", "/detokenize", detokenize),
+        ("GET", "/openapi.json", openapi),
     ]
+    service.description = describe(routes, _BODIES)
     app = Starlette(
         routes=[Route(path, functools.partial(_answer, service, handler), methods=[m]) for m, path, handler in routes],
-        middleware=[Middleware(_Ends), Middleware(Guard, settings=service.settings), *_cors(service.settings)],
+        # CORS comes before the guard: a browser asks without the key whether a page may send it, and reads errors only
+        # with these headers.
+        middleware=[Middleware(_Requests), *_cors(service.settings), Middleware(Guard, settings=service.settings)],
         exception_handlers={HTTPException: _no_route, Exception: _failed},
         lifespan=life,
     )
@@ -97,29 +115,56 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
     return app
 
 
-class _Ends:
-    """ASGI middleware whose exit stack in the scope ends after the response, however the response ends."""
+class _Requests:
+    """ASGI middleware that logs every request, and ends the scope's exit stack after the response, however it ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with AsyncExitStack() as ends:
-            scope[ENDS] = ends
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            async with AsyncExitStack() as ends:
+                scope[ENDS] = ends
+                await self.app(scope, receive, noted)
+        finally:
+            seconds = time.monotonic() - began
+            path = scope["path"][:200].encode("unicode_escape").decode()  # no line of its own for a line break in it
+            requests_log.info("%s %s %d %.3f s", scope["method"], path, status, seconds)
 
 
 def _cors(settings: ServeSettings) -> list[Middleware]:
     if not settings.origins:
         return []
-    return [Middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])]
+    exposed = [RESTARTED, IGNORED, "Retry-After"]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins(settings),
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
+    ]
 
 
 async def _answer(service: Service, handler: Handler, request: Request) -> Response:
     if service.tracing is not None:
         service.tracing.enter(request.headers)
     try:
-        return await handler(service, request)
+        response = await handler(service, request)
+        if ignored := getattr(request.state, "ignored", ""):
+            response.headers[IGNORED] = ignored
+        return response
     except ClientGone:
         return Response(status_code=499)  # the client has gone, so nobody reads it
     except Exception as error:
@@ -160,6 +205,16 @@ async def ready(service: Service, _: Request) -> Response:
 async def metrics(service: Service, _: Request) -> Response:
     """Answer /metrics: the server's metrics in Prometheus' text format."""
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def version(service: Service, _: Request) -> Response:
+    """Answer /version: the version of kvexport."""
+    return JSONResponse({"version": __version__})
+
+
+async def openapi(service: Service, _: Request) -> Response:
+    """Answer /openapi.json: the routes and the bodies that they take."""
+    return JSONResponse(service.description)
 
 
 async def models(service: Service, _: Request) -> Response:

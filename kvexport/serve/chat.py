@@ -22,7 +22,7 @@ from kvexport.serve.conversation import (
 )
 from kvexport.serve.deltas import Answer, Delta
 from kvexport.serve.errors import ApiError
-from kvexport.serve.fields import Sampling, refuse
+from kvexport.serve.fields import Objects, Sampling, Texts, refuse
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import DONE, error_event, event
@@ -32,7 +32,7 @@ from kvexport.serve.worker import Update
 class ChatBody(Sampling):
     """Schema of the JSON body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -41,10 +41,10 @@ class ChatBody(Sampling):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    modalities: list[str] | None = None
+    modalities: Texts | None = None
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 

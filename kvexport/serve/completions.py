@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from kvexport.engine.request import Request as EngineRequest
 from kvexport.serve.answers import TokenTexts, text_of, usage_of
 from kvexport.serve.conversation import Prepared
 from kvexport.serve.errors import ApiError
-from kvexport.serve.fields import Sampling, TokenIds, refuse
+from kvexport.serve.fields import Sampling, Texts, TokenIds, refuse
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import DONE, error_event, event
@@ -27,7 +27,7 @@ _TOKENS = 16  # of an answer without max_tokens, as in OpenAI's API
 class CompletionBody(Sampling):
     """Schema of the JSON body of /v1/completions."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None

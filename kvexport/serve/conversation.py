@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import from_json
-
+from kvexport.bounded_json import MOST_VALUES, count_values, read_json
 from kvexport.engine.request import Request
 from kvexport.language.grammar import Grammar
 from kvexport.language.harmony import ChannelReader
@@ -107,7 +106,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     Raises:
         ApiError: A message has no role, brings media, or is malformed.
     """
-    converted = []
+    converted, left = [], MOST_VALUES
     for i, message in enumerate(messages):
         where = f"messages.{i}"
         role = message.get("role")
@@ -117,7 +116,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         if "content" in message:
             entry["content"] = text_of(message["content"], f"{where}.content")
         if message.get("tool_calls"):
-            entry["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+            entry["tool_calls"], left = _calls(message["tool_calls"], f"{where}.tool_calls", left)
         converted.append(entry)
     return converted
 
@@ -187,7 +186,8 @@ def text_of(content: Any, where: str) -> str | None:
     return "\n".join(texts)
 
 
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _calls(calls: Any, where: str, left: int) -> tuple[list[dict[str, Any]], int]:
+    """Return tool calls with their arguments as objects, and how many values further arguments may have."""
     converted = []
     for i, call in enumerate(calls if isinstance(calls, list) else [None]):
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -196,9 +196,13 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:  # the server's own call may have been cut
-                arguments = from_json(arguments or "{}", allow_partial="trailing-strings", allow_inf_nan=False)
+                left -= count_values(arguments.encode(), left)
+                if left < 0:
+                    problem = f"all arguments together have more than {MOST_VALUES} JSON values and keys"
+                    raise ApiError(413, problem, code="body_too_long", param=f"{where}.{i}.function.arguments")
+                arguments = read_json(arguments or "{}", cut=True)
             except ValueError:
                 message = f"{where}.{i}.function.arguments: not JSON"
                 raise ApiError(400, message, param=f"{where}.{i}.function.arguments") from None
         converted.append({**call, "function": {**function, "arguments": arguments}})
-    return converted
+    return converted, left

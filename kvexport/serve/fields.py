@@ -1,49 +1,55 @@
 """Fields that the request bodies of all HTTP APIs share: their bounds, and the generation settings they set.
 
 The server refuses a field of a wrong type, a field out of range, and a known field that it does not support and that
-would change the answer. It ignores an unknown field, as vLLM does, because clients send fields of other servers.
+would change the answer. It ignores an unknown field, as vLLM does, because clients send fields of other servers; a
+header of the response names it.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from kvexport.bounded_json import TooManyValues, read_json
 from kvexport.language.grammar import Grammar
 from kvexport.serve.errors import ApiError
 from kvexport.serve.forms import OLDER_FORMS, older_form, response_form, structured_form
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from kvexport.engine.engine import Engine
     from kvexport.language.settings import GenerationSettings
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
-MOST_VALUES = 250_000  # JSON values and keys of a body; parsing as many takes at most 0.1 s
+# A list ends its validation at the first wrong element: an error for each of a million elements takes seconds.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 # Every generated token is compared with all stop strings, and its logits are changed by all biases.
 MOST_STOPS, MOST_STOP_IDS, MOST_BIASES, LONGEST_STOP = 64, 1024, 4096, 1024
 StopString = Annotated[str, Field(max_length=LONGEST_STOP)]
 _SEEDS = 1 << 64
 _LEAST_TEMPERATURE = 0.01  # as in vLLM: logits divided by less may overflow
 _TYPE = re.compile(
-    r"str|int|float|bool|\w+\[.*\]"
+    r"(constrained-)?str|int|float|bool|[\w-]+\[.*\]"
 )  # a member of a union, as pydantic names it in the location of an error
 
 
 class Body(BaseModel):
     """Base schema of HTTP request bodies. Types are exact ("1" is no number); NaN and infinity are refused."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
     model: str | None = None
+
+
+def _few(biases: Any) -> Any:
+    # `max_length` would be checked after 100,000 biases, with an error for each of them.
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise ValueError(f"at most {MOST_BIASES} biases")
+    return biases
 
 
 class StreamOptions(BaseModel):
@@ -67,12 +73,10 @@ class Sampling(Body):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = (
-        None
-    )
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MOST_STOP_IDS)] | None = None
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
     session_id: str | None = None
@@ -129,7 +133,8 @@ class Sampling(Body):
             **more,
         }
         if self.stop_token_ids:
-            values["eos_token_ids"] = (*engine.settings().eos_token_ids, *self.stop_token_ids)
+            ends = () if self.ignore_eos else engine.settings().eos_token_ids
+            values |= {"eos_token_ids": (*ends, *self.stop_token_ids), "ignore_eos": False}
         return [
             engine.settings(**values, seed=None if self.seed is None else (self.seed + i) % _SEEDS)
             for i in range(self.n or 1)
@@ -161,14 +166,12 @@ def parse(kind: type[B], data: bytes) -> B:
         ApiError: The body is no JSON, or has more than 250,000 values and keys, or one of its fields is wrong. The
             error names the first such field.
     """
-    if count_values(data) > MOST_VALUES:
-        raise ApiError(413, f"the body has more than {MOST_VALUES} JSON values and keys", code="body_too_long")
     try:
-        content = from_json(data or b"{}", allow_inf_nan=False, cache_strings="none")
+        content = read_json(data or b"{}")
+    except TooManyValues as error:
+        raise ApiError(413, f"the body has {error}", code="body_too_long") from None
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}"[:500], code="invalid_json") from None
-    if not _finite(content):
-        raise ApiError(400, "the body holds a number that is too large", code="invalid_json")
     try:
         return kind.model_validate(content)
     except ValidationError as error:
@@ -179,49 +182,6 @@ def parse(kind: type[B], data: bytes) -> B:
         where = ".".join(step for step in map(str, first["loc"]) if not _TYPE.fullmatch(step))
         message = f"{where}: {first['msg']}" if where else f"the body cannot be used: {first['msg']}"
         raise ApiError(400, message[:500], param=where or None, code="invalid_value") from None
-
-
-_STRUCTURE = b",:[{"
-
-
-def count_values(data: bytes) -> int:
-    """Return an upper bound of the number of values and keys in a JSON text.
-
-    A parser creates a Python object for each of them, and holds the interpreter's lock meanwhile. This function counts
-    them beforehand with NumPy, which releases the lock.
-    """
-    most = 1 + sum(data.count(character) for character in _STRUCTURE)
-    if most <= MOST_VALUES:
-        return most
-    text = np.frombuffer(data, np.uint8)
-    quotes = text == ord('"')
-    if b"\\" in data:
-        quotes[_escaped(text)] = False
-    outside = np.cumsum(quotes, dtype=np.uint8) % 2 == 0  # an even number of quotes stands before
-    structure = np.zeros(len(text), bool)
-    for character in _STRUCTURE:
-        structure |= text == character
-    return 1 + int(np.count_nonzero(structure & outside))
-
-
-def _escaped(text: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the positions of the characters of a JSON text [n] uint8 that a backslash escapes."""
-    slashes = np.flatnonzero(text == ord("\\"))
-    order = np.arange(len(slashes))
-    starts = np.ones(len(slashes), bool)  # of runs of backslashes
-    np.not_equal(slashes[1:], slashes[:-1] + 1, out=starts[1:])
-    in_run = order - np.maximum.accumulate(np.where(starts, order, 0))
-    escaped: NDArray[np.int64] = slashes[in_run % 2 == 0] + 1
-    return escaped[escaped < len(text)]
-
-
-def _finite(value: Any) -> bool:
-    """Return whether all numbers of parsed JSON are finite (1e999 is parsed as infinity)."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, dict):
-        return all(map(_finite, value.values()))
-    return all(map(_finite, value)) if isinstance(value, list) else True
 
 
 def refuse(body: BaseModel, name: str, allowed: Sequence[Any], reason: str) -> None:

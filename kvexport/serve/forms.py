@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import from_json
-
+from kvexport.bounded_json import read_json
 from kvexport.language.grammar import Grammar, gbnf
 from kvexport.serve.errors import ApiError
 
@@ -20,7 +18,7 @@ OLDER_FORMS = {
 }
 
 
-def response_form(fields: Mapping[str, Any] | None, where: str = "response_format") -> Grammar | None:
+def response_form(fields: Any, where: str = "response_format") -> Grammar | None:
     """Return the grammar of a request's `response_format`; None for free text.
 
     Args:
@@ -33,8 +31,12 @@ def response_form(fields: Mapping[str, Any] | None, where: str = "response_forma
         ApiError: The object is malformed.
         UsageError: The grammar itself is wrong, see `Grammar`.
     """
-    kind = (fields or {"type": "text"}).get("type")
-    if fields is None or kind == "text":
+    if fields is None:
+        return None
+    if not isinstance(fields, Mapping):
+        raise ApiError(400, f"{where}: expected an object with a type", param=where)
+    kind = fields.get("type", None if fields else "text")
+    if kind == "text":
         return None
     if kind == "json_object":  # llama.cpp's clients send a schema with it
         schema = fields.get("schema")
@@ -73,9 +75,9 @@ def structured_form(fields: Mapping[str, Any] | None, where: str = "structured_o
     (key, value), *_ = values.items()
     if key == "json" and isinstance(value, str):
         try:
-            value = from_json(value)
-        except ValueError:
-            raise ApiError(400, f"{where}: no JSON", param=where) from None
+            value = read_json(value)
+        except ValueError as error:
+            raise ApiError(400, f"{where}: no JSON: {error}"[:300], param=where) from None
     if key == "json" and isinstance(value, Mapping):
         return Grammar.json_schema(value)
     if key == "json_object" and isinstance(value, bool):
@@ -107,6 +109,9 @@ def _grammar(text: str) -> Grammar:
     return gbnf(text) if "::=" in text else Grammar("lark", text)
 
 
+_SPECIAL = str.maketrans({character: f"\\{character}" for character in r"\.+*?()|[]{}^$#&-~/"})
+
+
 def _quoted(text: str) -> str:
     """Return a regular expression, in Rust's syntax, that matches exactly this text."""
-    return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
+    return text.translate(_SPECIAL)

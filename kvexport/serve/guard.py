@@ -24,7 +24,7 @@ class Guard:
         self.app = app
         self._keys = settings.api_keys
         self._hosts = {*_LOCAL, *(host.lower() for host in settings.hosts)}
-        self._origins = {origin.rstrip("/").lower() for origin in settings.origins}
+        self._origins = set(origins(settings))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the access rights of an HTTP request, then pass it to the application or answer it with an error."""
@@ -48,7 +48,7 @@ class Guard:
             message = f"this server has no API key and answers to {names}, not to {host[:80]!r}"
             return ApiError(403, message, code="host_not_allowed")
         origin = headers.get("origin")
-        if origin and origin.lower() not in self._origins and _netloc(origin) != host.lower():
+        if origin and not {"*", origin.lower()} & self._origins and _netloc(origin) != host.lower():
             return ApiError(403, f"pages of {origin[:80]} may not call this server", code="origin_not_allowed")
         if self._keys and scope["path"] not in OPEN and not self._has_key(headers):
             error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
@@ -59,6 +59,11 @@ class Guard:
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         return _matches([key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")], self._keys)
+
+
+def origins(settings: ServeSettings) -> list[str]:
+    """Return the origins of web pages that may call the server, as browsers write them; "*" is any origin."""
+    return [origin.rstrip("/").lower() for origin in settings.origins]
 
 
 def _matches(candidates: Sequence[str], keys: Sequence[str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -11,13 +10,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvexport.bounded_json import read_json
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import stop_string
 from kvexport.serve.conversation import Conversation, Prepared, continuation, text_of
 from kvexport.serve.deltas import Delta
 from kvexport.serve.errors import ApiError
-from kvexport.serve.fields import MOST_STOPS, Body, Sampling, StopString
+from kvexport.serve.fields import MOST_STOPS, Body, Objects, Sampling, StopString
 from kvexport.serve.forms import response_form
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import turn_of
@@ -31,9 +31,9 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 class CountBody(Body):
     """Schema of the JSON body of /v1/messages/count_tokens."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects = Field(min_length=1)
+    system: str | Objects | None = None
+    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
 
     def conversation(self) -> Conversation:
@@ -67,7 +67,7 @@ class MessagesBody(CountBody):
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
-    stop_sequences: Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
@@ -220,8 +220,8 @@ def _usage(request: EngineRequest) -> dict[str, Any]:
 def _input(arguments: str) -> Any:
     """Return the arguments of a tool call, parsed from JSON. Arguments that were cut short are returned as text."""
     try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        return read_json(arguments or "{}")
+    except ValueError:
         return {"arguments": arguments}
 
 

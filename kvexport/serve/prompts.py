@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SHORT_TEXT = 1 << 16  # characters; a shorter text is encoded in milliseconds, and its tokens are counted exactly
+LONG_TEXT = 100_000  # characters; encoding a longer text takes longer than a short one should wait
 LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
 class Beside(Protocol):
     """Type of a function that runs another function outside of the event loop's thread."""
 
-    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
-        """Run `work` outside of the event loop's thread, and return its result."""
+    def __call__(self, work: Callable[[], T], size: int = 0, /) -> Awaitable[T]:
+        """Run `work` on `size` characters outside of the event loop's thread, and return its result."""
         ...
 
 
@@ -63,7 +64,7 @@ class Prompts:
             ids = self._encoded(tokenizer, prompt, special=special)
             return self._fitting(ids) if fits else ids
 
-        return await self._beside(work)
+        return await self._beside(work, len(prompt))
 
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
@@ -89,13 +90,17 @@ class Prompts:
             ids = self._encoded(engine.tokenizer, text, special=False)
             return self._fitting(ids) if fits else ids
 
-        return await self._beside(work)
+        return await self._beside(work, _characters(messages))
 
     async def next_turn(
         self, snapshot: Snapshot, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
     ) -> NDArray[Any] | None:
         """Return the token ids that a conversation adds to a snapshot; None if it does not continue the snapshot."""
-        return await self._beside(lambda: next_turn(self.engine, snapshot, messages, tools, **variables))
+
+        def work() -> NDArray[Any] | None:
+            return next_turn(self.engine, snapshot, messages, tools, **variables)
+
+        return await self._beside(work, _characters(messages))
 
     async def text_of(self, prompt: str | Sequence[int]) -> str:
         """Return a prompt as text; a prompt of token ids is decoded.
@@ -110,7 +115,7 @@ class Prompts:
             raise ApiError(400, "the artifact has no tokenizer, so token ids have no text", param="prompt")
         if max(prompt, default=0) >= 1 << 32:
             raise ApiError(400, f"token id {max(prompt)} is out of range", param="tokens")
-        return await self._beside(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
+        return await self._beside(lambda: tokenizer.decode(prompt, skip_special_tokens=False), len(prompt))
 
     def check_length(self, tokens: int, *, at_least: bool = False) -> None:
         """Check that a prompt leaves room for at least one more token in the model's context.
@@ -143,6 +148,10 @@ class Prompts:
         if not isinstance(ids, str):
             self.check_length(len(ids))
         return self.engine.encode(ids)
+
+
+def _characters(messages: Sequence[Any]) -> int:
+    return sum(len(str(message.get("content") or "")) for message in messages)
 
 
 def give_back_memory() -> None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from kvexport.serve.conversation import Conversation, Prepared, template_messages
 from kvexport.serve.deltas import Answer, Delta
 from kvexport.serve.errors import ApiError
-from kvexport.serve.fields import Body, Sampling, refuse
+from kvexport.serve.fields import Body, Objects, Sampling, refuse
 from kvexport.serve.forms import response_form
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import turn_of
@@ -25,7 +25,7 @@ from kvexport.serve.worker import Update
 class ResponsesBody(Body):
     """Schema of the JSON body of /v1/responses."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -33,7 +33,7 @@ class ResponsesBody(Body):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
@@ -30,7 +32,7 @@ from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
 from kvexport.serve.fields import B, Sampling, parse
 from kvexport.serve.metrics import Metrics
-from kvexport.serve.prompts import LARGE_TEXT, Prompts, give_back_memory
+from kvexport.serve.prompts import LARGE_TEXT, LONG_TEXT, Prompts, give_back_memory
 from kvexport.serve.response_store import ResponseStore
 from kvexport.serve.sessions import Sessions, Turn
 from kvexport.serve.settings import ServeSettings
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from kvexport.language.settings import GenerationSettings
 
 T = TypeVar("T")
+IGNORED = "X-Ignored-Fields"  # a header that names the fields of the body that the server does not know
 log = logging.getLogger("kvexport.serve")
 
 
@@ -112,9 +115,11 @@ class Service:
         )
         self.responses = ResponseStore()
         self.tracing = tracing.start(self.model)
+        self.description: dict[str, Any] = {}  # of all routes, in OpenAPI's format
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)
         # Prompts are encoded in another thread than the event loop's, one at a time: the cores belong to the model.
-        self._encoders = anyio.CapacityLimiter(1)
+        # Long texts and grammars take seconds, so they have threads of their own, for which short texts do not wait.
+        self._encoders, self._long, self._compilers = (anyio.CapacityLimiter(n) for n in (1, 1, 2))
         self.prompts = Prompts(engine, self.beside)
 
     async def read(self, request: Request, kind: type[B]) -> B:
@@ -129,7 +134,11 @@ class Service:
         data = await read_bytes(request, self.settings.body)
         if len(data) > LARGE_TEXT:  # once the body and its values are freed
             asyncio.get_running_loop().call_later(0.1, give_back_memory)
-        return await self.beside(lambda: parse(kind, data)) if len(data) > 100_000 else parse(kind, data)
+        long = len(data) > LONG_TEXT
+        body = await self.beside(lambda: parse(kind, data), len(data)) if long else parse(kind, data)
+        names = (re.sub(r"[^!-~]", "?", name)[:40] for name in itertools.islice(body.model_extra or (), 20))
+        request.state.ignored = ", ".join(names)
+        return body
 
     def check_model(self, name: str | None) -> str:
         """Check the model name of a request, and return the name for the response.
@@ -147,9 +156,9 @@ class Service:
         """Return the LoRA adapter that has a request's model name; None if this is the name of the model itself."""
         return model if model in self.engine.adapters.by_name else None
 
-    async def beside(self, work: Callable[[], T]) -> T:
-        """Run a function outside the event loop's thread, and return its result."""
-        return await anyio.to_thread.run_sync(work, limiter=self._encoders)
+    async def beside(self, work: Callable[[], T], size: int = 0) -> T:
+        """Run a function on `size` bytes or characters outside the event loop's thread, and return its result."""
+        return await anyio.to_thread.run_sync(work, limiter=self._long if size > LONG_TEXT else self._encoders)
 
     def requests(
         self, ids: Any, settings: Sequence[GenerationSettings], priority: int, adapter: str | None, seconds: float
@@ -250,8 +259,13 @@ class Service:
         self.prompts.check_length(length)
         longest = self.longest(length, tokens, default)
         generation = sampling.settings(self.engine, longest, grammar=form, **settings)
-        if form is not None:  # compiled here, so that the engine's steps do not wait for it
-            await self.beside(lambda: self.engine.grammars.start(form, generation[0].eos_token_ids))
+        # Compiled here, so that the engine's steps do not wait for it.
+        if form is not None and not self.engine.grammars.has(form, generation[0].eos_token_ids):
+            if self._compilers.statistics().tasks_waiting >= self.settings.queue:
+                raise overloaded(f"{self.settings.queue} grammars wait to be compiled, and no more than that may")
+            await anyio.to_thread.run_sync(
+                lambda: self.engine.grammars.start(form, generation[0].eos_token_ids), limiter=self._compilers
+            )
         requests = self.requests(ids, generation, sampling.priority or 0, adapter, self._seconds(turn))
         if turn is not None:
             requests[0].start, requests[0].keep = snapshot, True

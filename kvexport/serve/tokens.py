@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from kvexport.serve.answers import TokenTexts
 from kvexport.serve.conversation import template_messages, template_variables
 from kvexport.serve.errors import ApiError
-from kvexport.serve.fields import Body, TokenIds
+from kvexport.serve.fields import Body, Objects, TokenIds
 from kvexport.serve.service import Service
 
 
@@ -18,8 +18,8 @@ class TokenizeBody(Body):
     """Schema of the JSON body of /tokenize: a prompt, or chat messages."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

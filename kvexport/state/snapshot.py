@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.lane_state import slot_places, used_slots
+from kvexport.bounded_json import read_json
 from kvexport.cache import CachePlan, slots_of
 from kvexport.errors import KvexportError, SnapshotError
 from kvexport.language.settings import GenerationSettings
@@ -35,6 +36,7 @@ VERSIONS = (1, 2, 3)
 _FIXED = struct.Struct("<8sII32s")
 MARK = _FIXED.size  # bytes at the beginning, with the header's digest: they differ between any two snapshots
 _HEADER_LIMIT = 64 << 20
+_HEADER_VALUES = 500_000  # each token of an answer is one
 _ALIGNMENT = 64  # bytes; the first tensor is aligned to it
 _AGAIN = "make the snapshot again, with this artifact"
 
@@ -219,8 +221,8 @@ def _read_header(data: memoryview) -> tuple[dict[str, Any], memoryview]:
     if hashlib.sha256(text).digest() != digest:
         raise damaged("its header does not have its digest")
     try:
-        header = json.loads(bytes(text))
-    except (ValueError, RecursionError) as error:
+        header = read_json(bytes(text), most=_HEADER_VALUES)
+    except ValueError as error:
         raise damaged("its header is not JSON") from error
     if not isinstance(header, dict):
         raise damaged("its header is no object")

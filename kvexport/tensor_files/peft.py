@@ -25,6 +25,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _MERGE = "merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(DIRECTORY)"
 _MOST_ALPHA = 1e6
+_MOST_BYTES = 4 << 20  # of adapter_config.json, which has one line for each module that it names
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
 # Settings of PEFT that change what an adapter computes, and their values that kvexport implements.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -147,7 +148,7 @@ def _read_config(folder: Path, setting: str) -> dict[str, Any]:
             f"{setting} {str(folder)!r} is no folder with {CONFIG} and {WEIGHTS}",
             f"{setting}=FOLDER that PEFT's save_pretrained() wrote",
         )
-    config = parse_object(folder / CONFIG, read_file(folder / CONFIG))
+    config = parse_object(folder / CONFIG, read_file(folder / CONFIG, _MOST_BYTES))
     for key, values in _ONLY.items():
         if config.get(key) not in values and key in config:
             raise UsageError(

@@ -200,13 +200,15 @@ def is_present(file: Path) -> bool:
     return file.exists() or file.is_symlink()
 
 
-def read_file(file: Path) -> bytes:
-    """Return the bytes of a file. Raise UsageError if the file is missing or cannot be read."""
+def read_file(file: Path, most: int | None = None) -> bytes:
+    """Return the bytes of a file. Raise UsageError if it is missing, larger than `most` bytes, or cannot be read."""
     if not file.is_file():
         raise UsageError(
             f"{file} is missing", f"download {file.name} again, or set model.path to the directory that holds it"
         )
     try:
+        if most is not None and file.stat().st_size > most:
+            raise UsageError(f"{file} has more than {most} bytes", f"download {file.name} again")
         return file.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}", f"make {file} readable") from error

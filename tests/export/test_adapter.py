@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,10 @@ def pickled(folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
 
+def large(folder: Path) -> None:
+    os.truncate(folder / "adapter_config.json", 5 << 30)
+
+
 def half(folder: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
     del tensors[f"base_model.model.{MODULES[0]}.lora_B.weight"]
@@ -141,6 +146,7 @@ CHANGE_THE_BASE = ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_g
     ("damage", "words"),
     [
         (lacking, "is no folder with adapter_config.json"),
+        (large, "adapter_config.json has more than 4194304 bytes"),
         (pickled, r"holds a pickle \(adapter_model.bin\)"),
         (half, "lacks lora_A or lora_B of 'model.layers.0.self_attn.q_proj'"),
         (of_another_model, r"has matrices \[3, 5\] and"),

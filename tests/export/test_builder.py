@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,29 @@ def test_a_failing_trace_leaves_nothing_and_the_collector_running(
     with pytest.raises(UsageError, match="cannot be traced"):
         builder.build(models.make_recipe(checkpoint, limits={"max_length": 512}), target)
     assert list(target.parent.iterdir()) == [] and gc.isenabled()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_checkpoint_that_is_rewritten_during_its_build_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
+    write_graphs, weights = stages.write_graphs, checkpoint / "model.safetensors"
+
+    def rewritten(*arguments: Any) -> Any:
+        graphs = write_graphs(*arguments)
+        if gone:
+            weights.unlink()
+        else:
+            os.utime(weights, ns=(1, 1))
+        return graphs
+
+    monkeypatch.setattr(stages, "write_graphs", rewritten)
+    target = tmp_path / "artifacts" / "one"
+    target.parent.mkdir()
+    with pytest.raises(UsageError, match="was rewritten while it was built"):
+        builder.build(models.make_recipe(checkpoint, limits={"max_length": 512}), target)
+    assert list(target.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("weights", ["copy", "link"])

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from attacks import ATTACKS, MIB, Target, drains, run_attack, target
 
+from kvexport.bounded_json import MOST_VALUES, count_values
 from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem
 from kvexport.serve import connections
 from kvexport.serve.connections import OncePerSecond, backlog, connection_limit
-from kvexport.serve.fields import MOST_VALUES, count_values
 from tests.support.http_server import running, wait_until
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -17,6 +18,16 @@ def cache_folder(kind: str) -> Path:
     """Return kvexport's folder in the user's cache directory (XDG_CACHE_HOME) for one kind of files."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "kvexport" / kind
+
+
+def make_cache_folder(folder: Path) -> None:
+    """Make a folder in the user's cache directory. Other users cannot read what is below `kvexport`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for parent in (folder, *folder.parents):
+        if parent.name == "kvexport":
+            with contextlib.suppress(OSError):  # of another user, who has shared it
+                parent.chmod(0o700)
+            break
 
 
 def is_complete(folder: Path, last: str = COMPLETE) -> bool:
@@ -42,7 +53,7 @@ def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need
     if is_complete(folder, last):
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(folder.parent)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as work:
             staged = Path(work) / "staged"
             staged.mkdir()

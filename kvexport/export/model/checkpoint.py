@@ -69,8 +69,15 @@ class Checkpoint:
 
 def facts_of(checkpoint: Checkpoint) -> list[Any]:
     """Return JSON values that change when a checkpoint does: its fingerprint, and the size and time of its files."""
-    files = sorted(checkpoint.files)
-    return [checkpoint.fingerprint, [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
+    facts = []
+    for file in sorted(checkpoint.files):
+        try:
+            status = file.stat()
+        except FileNotFoundError:  # it is being replaced
+            facts.append((file.name, 0, 0))
+        else:
+            facts.append((file.name, status.st_size, status.st_mtime_ns))
+    return [checkpoint.fingerprint, facts]
 
 
 def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True) -> Path:

@@ -1,0 +1,79 @@
+"""Reading of JSON that a client or a model wrote: the number of its values, their depth and their sizes are bounded."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic_core import from_json
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MOST_VALUES = 250_000  # values and keys; reading as many takes at most 0.1 s, in which nothing else runs
+_STRUCTURE = b",:[{"
+
+
+class TooManyValues(ValueError):
+    """The error for JSON with more values and keys than are allowed."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"more than {most} JSON values and keys")
+
+
+def read_json(text: str | bytes, most: int = MOST_VALUES, *, cut: bool = False) -> Any:
+    """Return the value of a JSON text, which may end early with `cut`. All its numbers are finite.
+
+    Raises:
+        TooManyValues: The text has more than `most` values and keys.
+        ValueError: The text is no JSON, is nested too deep (200), or has a number that is too long or not finite.
+    """
+    data = text.encode() if isinstance(text, str) else text
+    if count_values(data, most) > most:
+        raise TooManyValues(most)
+    partial: Literal["off", "trailing-strings"] = "trailing-strings" if cut else "off"
+    value = from_json(data, allow_inf_nan=False, cache_strings="none", allow_partial=partial)
+    if not _finite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
+def count_values(data: bytes, most: int = MOST_VALUES) -> int:
+    """Return an upper bound of the number of values and keys in a JSON text; an exact one if it is above `most`.
+
+    A parser creates a Python object for each of them, and holds the interpreter's lock meanwhile. This function counts
+    them beforehand with NumPy, which releases the lock.
+    """
+    upper = 1 + sum(data.count(character) for character in _STRUCTURE)
+    if upper <= most:
+        return upper
+    text = np.frombuffer(data, np.uint8)
+    quotes = text == ord('"')
+    if b"\\" in data:
+        quotes[_escaped(text)] = False
+    outside = np.cumsum(quotes, dtype=np.uint8) % 2 == 0  # an even number of quotes stands before
+    structure = np.zeros(len(text), bool)
+    for character in _STRUCTURE:
+        structure |= text == character
+    return 1 + int(np.count_nonzero(structure & outside))
+
+
+def _escaped(text: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the positions of the characters of a JSON text [n] uint8 that a backslash escapes."""
+    slashes = np.flatnonzero(text == ord("\\"))
+    order = np.arange(len(slashes))
+    starts = np.ones(len(slashes), bool)  # of runs of backslashes
+    np.not_equal(slashes[1:], slashes[:-1] + 1, out=starts[1:])
+    in_run = order - np.maximum.accumulate(np.where(starts, order, 0))
+    escaped: NDArray[np.int64] = slashes[in_run % 2 == 0] + 1
+    return escaped[escaped < len(text)]
+
+
+def _finite(value: Any) -> bool:
+    """Return whether all numbers of parsed JSON are finite (1e999 is parsed as infinity)."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    return all(map(_finite, value)) if isinstance(value, list) else True

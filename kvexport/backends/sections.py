@@ -54,7 +54,25 @@ def backend_section() -> type[RecipeSection]:
 def on_gpu(values: Mapping[str, Any]) -> bool:
     """Return whether the keys of a recipe's section `backend:`, not checked yet, name a GPU."""
     module = _module(name) if (name := values.get("name", default())) in names() else None
-    return bool(module and module.on_gpu(values))
+    return bool(getattr(module, "on_gpu", lambda _: False)(values))
+
+
+def device_settings(name: str | None, device: str) -> list[str]:
+    """Return the settings of a recipe for a build with `--device`.
+
+    Args:
+        name: The backend's name; None for the default.
+        device: cpu, cuda or auto.
+
+    Raises:
+        UsageError: The backend does not run on the device, or does not let choose.
+    """
+    from kvexport.errors import UsageError
+
+    settings = getattr(_module(name or default()), "device_settings", None)
+    if settings is None:
+        raise UsageError(f"the backend {name} has no choice of devices", "leave --device out")
+    return cast("list[str]", settings(device))
 
 
 def _registry() -> Any:

@@ -23,6 +23,7 @@ from kvexport.commands.options import (
     output_option,
 )
 from kvexport.commands.output import print_json
+from kvexport.backends.sections import device_settings
 from kvexport.errors import UsageError
 
 
@@ -131,7 +132,8 @@ def build_artifact(
     """
     from kvexport.terminal import show
 
-    changes = [*overrides, *([f"backend.name={backend}"] if backend else []), *_of_device(device, backend)]
+    of_device = device_settings(backend, device.value) if device else []
+    changes = [*overrides, *([f"backend.name={backend}"] if backend else []), *of_device]
     if source is not None:
         if recipe is not None or model is not None or stage is Stage.onnx:
             raise UsageError("--from takes an artifact's own recipe and graphs", "--from DIR alone, or --recipe NAME")
@@ -151,21 +153,3 @@ def build_artifact(
         out = Path("artifacts") / loaded.name
         out.parent.mkdir(exist_ok=True)
     return build(loaded.recipe, out, name=loaded.name, graphs_only=stage is Stage.onnx, progress=show)
-
-
-def _of_device(device: Device | None, backend: str | None) -> list[str]:
-    """Return the settings of a device.
-
-    Raises:
-        UsageError: The backend does not run on it.
-    """
-    if device is None:
-        return []
-    if backend == "tensorrt":
-        if device is Device.cpu:
-            raise UsageError("--backend tensorrt runs on GPUs alone", "--device cuda, or --backend onnxruntime")
-        return []
-    from kvexport.backends.onnxruntime import devices
-
-    found = device.value if device is not Device.auto else "cpu" if devices.problems("cuda") else "cuda"
-    return [f"backend.device={found}"]

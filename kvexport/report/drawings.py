@@ -20,7 +20,7 @@ MARKERS = ("o", "s", "^", "D", "v")
 TINY, BIG = 1e-100, 1e100  # beyond these a number is not drawn
 MANY = 50  # points of a series; the markers of more would hide its line
 NO_DRAWINGS = "matplotlib, which draws this, is not installed: pip install 'kvexport[report]'"
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",  # text that can be selected and searched
     "svg.hashsalt": "kvexport",  # equal input gives equal ids
     "text.parse_math": False,
@@ -54,12 +54,13 @@ def figure(drawing: Plot | HeatMap) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    note, wide = drawing.note, isinstance(drawing, HeatMap) and len(drawing.x_ticks) > 8
+    note = drawing.note
+    columns = len(drawing.x_ticks) if isinstance(drawing, HeatMap) else 0
     # Fonts without a glyph of a text warn, and the reader's browser has other fonts.
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         height = 3.4 if isinstance(drawing, Plot) else 1.2 + 0.3 * max(len(drawing.y_ticks), 2)
-        drawn = Figure(figsize=(max(5.6, 0.62 * len(drawing.x_ticks)) if wide else 5.6, height), layout="constrained")
+        drawn = Figure(figsize=(max(5.6, 0.62 * columns) if columns > 8 else 5.6, height), layout="constrained")
         axes = drawn.add_subplot()
         axes.set_xlabel(plain(drawing.x_label))
         axes.set_ylabel(plain(drawing.y_label))
@@ -68,14 +69,15 @@ def figure(drawing: Plot | HeatMap) -> str:
         else:
             _heat_map(drawing, axes)
         text = io.StringIO()
-        FigureCanvasSVG(drawn).print_svg(text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        canvas: Any = FigureCanvasSVG(drawn)
+        canvas.print_svg(text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg ") :].replace(
         "<svg ", f'<svg class="drawing" role="img" aria-label="{escape(drawing.title)}" ', 1
     )
     caption = f"<figcaption><h2>{escape(drawing.title)}</h2></figcaption>"
     inner = f'<div class="scroll" tabindex="0">\n{svg}</div>\n<p class="note">{escape(note)}</p>'
-    return f'<figure class="{"wide" * wide}">\n{caption}\n{inner}\n</figure>'
+    return f'<figure class="{"wide" * (columns > 8)}">\n{caption}\n{inner}\n</figure>'
 
 
 def _plot(plot: Plot, axes: Axes) -> str:
@@ -129,13 +131,14 @@ def _heat_map(chart: HeatMap, axes: Axes) -> None:
     if not chart.x_ticks or not chart.y_ticks:
         return
     # A mesh and not an image, which the page's policy would not show. The cells' numbers stand for a scale of colours.
-    mesh = axes.pcolormesh(values, cmap="cividis", vmin=low, vmax=high if high > low else low + 1, edgecolors="white")
+    most = high if high > low else low + 1
+    axes.pcolormesh(values, cmap="cividis", vmin=low, vmax=most, edgecolors="white")
     axes.invert_yaxis()
     axes.set_xticks([c + 0.5 for c in range(len(chart.x_ticks))], [_short(plain(tick)) for tick in chart.x_ticks])
     axes.set_yticks([r + 0.5 for r in range(len(chart.y_ticks))], [_short(plain(tick)) for tick in chart.y_ticks])
     for r, row in enumerate(values):
         for c, value in enumerate(row):
-            dark = math.isfinite(value) and mesh.norm(value) < 0.5
+            dark = math.isfinite(value) and (value - low) / (most - low) < 0.5
             text = format_number(chart.values[r][c])
             axes.text(c + 0.5, r + 0.5, text, ha="center", va="center", size=8, color="white" if dark else "black")
 

@@ -230,8 +230,8 @@ def test_two_backends_cannot_have_the_same_key(monkeypatch: pytest.MonkeyPatch) 
 def test_a_backend_is_named_in_its_own_folder_alone(name: str) -> None:
     """A backend's name occurs only in its own folder, in code, comments and texts.
 
-    Other code that depended on one backend would not work for others. The only exception is Triton's name of one of its
-    own backends.
+    Other code that depended on one backend would not work for others. The exception is the list of packages whose
+    reports are switched off before anything is imported.
     """
     own = PACKAGE / "backends" / name
     assert own.is_dir()
@@ -241,7 +241,7 @@ def test_a_backend_is_named_in_its_own_folder_alone(name: str) -> None:
         if own not in path.parents
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(rf"\b{name}\b|{name}_|_{name}", line)
-        if (path.parent.name, line.strip()) != ("deploy", '"backend": "onnxruntime",')
+        if path != PACKAGE / "outbound.py"
     ]
     assert not named, "\n".join(named)
 

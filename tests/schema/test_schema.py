@@ -62,12 +62,12 @@ def test_a_compiler_lays_the_structs_out_as_the_tests_mirror_them(tmp_path: Path
 
 
 def test_a_node_takes_no_attribute_but_its_own() -> None:
-    good = {"budget": 8, "sinks": 1, "recent": 2, "sliding_window": 0, "statistics": ["none"]}
+    good = {"budget": [8, 6], "sinks": 1, "recent": [2, 1], "sliding_window": 0, "statistics": ["none"]}
     good |= {"compresses": True, "recent_receives": False}
     assert MERGE_CACHE.node_attributes(good)["statistics"] == "none"
     for change, message in (
-        ({"method": "h2o"}, "MergeCache has no attribute method; it has budget, "),
-        ({"budget": 0}, "MergeCache: budget is 0, and has to be at least 1"),
+        ({"method": "h2o"}, "MergeCache has no attribute method; it has capacity, budget, "),
+        ({"budget": [8, 0]}, "MergeCache: budget is 0, and has to be at least 1"),
         ({"statistics": ["entropy"]}, "MergeCache: statistics is 'entropy'; known: none, log_ema, probability"),
         ({"inverse_frequencies": [float("nan")]}, "inverse_frequencies is nan, and has to be a number"),
     ):

@@ -36,3 +36,11 @@ def of(recipe: Recipe) -> Section:
     """Return the keys of a recipe's section `backend:` that configure ONNX Runtime."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend
+
+
+def device_settings(device: str) -> list[str]:
+    """Return the setting of the device; auto is cuda where this machine has one that runs."""
+    from kvexport.backends.onnxruntime import devices
+
+    chosen = ("cpu" if devices.problems("cuda") else "cuda") if device == "auto" else device
+    return [f"backend.device={chosen}"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from kvexport.backends.sections import default
 from kvexport.backends.tensorrt.plugin import CACHE_OPERATORS, NAMESPACE, OPERATORS
 from kvexport.backends.tensorrt.weights import with_typed_weights
 from kvexport.errors import KvexportError
@@ -25,7 +26,6 @@ ALIAS_STATE = "alias_state"
 HEADS_MERGE = "HeadsMergeCache_"
 EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
 # Operators that TensorRT cannot run: it has no scatter that adds, and would run a recurrence token by token.
-ONNX_RUNTIME = "--backend onnxruntime --device cuda"
 REFUSED = {"Experts": "a mixture of experts", "LinearAttention": "layers with recurrent states"}
 
 
@@ -125,7 +125,7 @@ def plugin_refusal(reason: str) -> Callable[[onnx.NodeProto], str]:
 
 def refused_operator(op_type: str) -> tuple[str, str]:
     """Return the text of the error that TensorRT cannot run an operator of REFUSED, and the backend that can."""
-    return f"the model has {REFUSED[op_type]}, which TensorRT does not run", ONNX_RUNTIME
+    return f"the model has {REFUSED[op_type]}, which TensorRT does not run", f"--backend {default()} --device cuda"
 
 
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:

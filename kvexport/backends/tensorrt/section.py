@@ -64,3 +64,13 @@ def of(recipe: Recipe) -> Section:
     """Return the keys of a recipe's section `backend:` that configure TensorRT."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend
+
+
+def device_settings(device: str) -> list[str]:
+    """Return no setting, because TensorRT runs on GPUs alone; the device cpu is refused."""
+    from kvexport.backends.sections import default
+    from kvexport.errors import UsageError
+
+    if device == "cpu":
+        raise UsageError("--backend tensorrt runs on GPUs alone", f"--device cuda, or --backend {default()}")
+    return []

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
+from kvexport.backends.sections import device_settings
 from kvexport.commands.options import (
     RECIPE,
     BackendOption,
@@ -23,7 +24,6 @@ from kvexport.commands.options import (
     output_option,
 )
 from kvexport.commands.output import print_json
-from kvexport.backends.sections import device_settings
 from kvexport.errors import UsageError
 
 

@@ -41,19 +41,12 @@ ROWS = (1, 8, 64)
 
 
 class Case(NamedTuple):
-    """A call whose instructions are counted.
+    """A call whose instructions are counted."""
 
-    Attributes:
-        isa: The instruction set.
-        weight: The type of the weight, a key of WEIGHTS.
-        rows: The rows.
-        spikes: Whether every block of a row keeps its low bytes.
-    """
-
-    isa: str
-    weight: str
+    isa: str  # instruction set
+    weight: str  # type of the weight, a key of WEIGHTS
     rows: int
-    spikes: bool = False
+    spikes: bool = False  # whether every block of a row keeps its low bytes
 
     @property
     def name(self) -> str:
@@ -62,11 +55,7 @@ class Case(NamedTuple):
 
 
 def compiled() -> Path:
-    """Cross-compile the kernels as for a release, and return the program that calls them.
-
-    Raises:
-        Missing: A tool is missing, or the compiler failed.
-    """
+    """Cross-compile the kernels as for a release, and return the program that calls them."""
     build = ROOT / "build-cache" / "arm-instructions"
     compiler, cmake = tool(COMPILER, get=TOOLS), tool("cmake")
     system = ("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}")
@@ -77,22 +66,14 @@ def compiled() -> Path:
 
 
 def link(sources: list[Path], program: Path) -> Path:
-    """Compile a program for Arm and return its path. It has no symbols, with which lines of the log would be longer.
-
-    Raises:
-        Missing: The compiler is missing or failed.
-    """
+    """Compile a program for Arm and return its path. It has no symbols, with which lines of the log would be longer."""
     options = ["-std=gnu++17", "-O2", "-Wall", "-Wextra", "-static", "-s"]
     run([tool(COMPILER, get=TOOLS), *options, *map(str, sources), "-o", str(program)], "compiler")
     return program
 
 
 def emulator() -> str:
-    """Return the emulator of Arm programs.
-
-    Raises:
-        Missing: There is none.
-    """
+    """Return the emulator of Arm programs."""
     try:
         return tool("qemu-aarch64-static", get=TOOLS)
     except Missing:
@@ -118,11 +99,7 @@ def counted(log: Iterable[bytes]) -> int:
 
 
 def executed(command: list[str], **environment: str) -> tuple[int, str]:
-    """Run a program under emulation. Return how many instructions it executed, and its output.
-
-    Raises:
-        Missing: The program failed.
-    """
+    """Run a program under emulation. Return how many instructions it executed, and its output."""
     log, end = os.pipe()
     options = ["-cpu", "max", "-d", "in_asm,exec,nochain", "-D", f"/dev/fd/{end}"]
     with tempfile.TemporaryFile("w+") as output:
@@ -141,11 +118,7 @@ def executed(command: list[str], **environment: str) -> tuple[int, str]:
 
 
 def one_call(program: Path, case: Case, outputs: int, inputs: int) -> int:
-    """Return the instructions of one call.
-
-    Raises:
-        Missing: The program failed, or ran on another instruction set.
-    """
+    """Return the instructions of one call."""
     rows = [str(case.rows), str(outputs), str(inputs)]
     counts = []
     for calls in ("1", "2"):

@@ -181,15 +181,7 @@ def head() -> dict[str, Any]:
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:
-    """Write benchmarks/results/NAME.json: date, command, commit and machine, then the figures.
-
-    Args:
-        name: File name without its suffix.
-        figures: The figures that tables and documents show. Include samples only if a paired interval needs them.
-
-    Returns:
-        The path of the file.
-    """
+    """Write benchmarks/results/NAME.json: date, command, commit and machine, then the figures."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     plain = json.loads(json.dumps({**head(), **figures}, default=_plain))

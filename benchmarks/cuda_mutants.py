@@ -57,23 +57,14 @@ TESTS = {
 
 
 class Mutant(NamedTuple):
-    """A bug in one file of the kernels.
+    """A bug in one file of the kernels."""
 
-    Attributes:
-        name: A description of the bug.
-        file: The file below plugins/.
-        old: The text that is replaced everywhere in the file.
-        new: Its replacement, with the same number of lines.
-        unit: The source that is compiled.
-        call: The call of `CALLS` that runs the PTX; the tests on the host run if it is empty.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    unit: str
-    call: str = ""
+    name: str  # A description of the bug
+    file: str  # file below plugins/
+    old: str  # text that is replaced everywhere in the file
+    new: str  # its replacement, with the same number of lines
+    unit: str  # source that is compiled
+    call: str = ""  # call of `CALLS` that runs the PTX; the tests on the host run if it is empty
 
 
 BLOCK, ARGUMENTS, DECODE, FLOAT, MMA, SCORES, FEW = (

@@ -49,25 +49,15 @@ GENAI = ("gpt-oss-20b",)  # the models that onnxruntime-genai's builder takes
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a model, and the number of layers that are written.
+    """The sizes of a model, and the number of layers that are written."""
 
-    Attributes:
-        kind: llama.cpp's architecture.
-        layers: The number of layers.
-        hidden: The size of a hidden state.
-        heads: The numbers of query heads and KV heads, and the size of a key.
-        inner: The inner size of a dense layer or of an expert.
-        experts: The number of experts, and how many a token runs; zeros for dense layers.
-        more: Further metadata.
-    """
-
-    kind: str
+    kind: str  # llama.cpp's architecture
     layers: int
-    hidden: int
-    heads: tuple[int, int, int]
-    inner: int
-    experts: tuple[int, int] = (0, 0)
-    more: dict[str, Any] = field(default_factory=dict)
+    hidden: int  # size of a hidden state
+    heads: tuple[int, int, int]  # numbers of query heads and KV heads, and the size of a key
+    inner: int  # inner size of a dense layer or of an expert
+    experts: tuple[int, int] = (0, 0)  # number of experts, and how many a token runs; zeros for dense layers
+    more: dict[str, Any] = field(default_factory=dict)  # further metadata
 
 
 MODELS = {
@@ -192,7 +182,6 @@ class File:
             self.numbers(f"{stem}ffn_gate_inp.bias", (count,))
 
     def write(self) -> None:
-        """Write the file."""
         model = self.model
         self.describe()
         self.matrix("token_embd", (VOCABULARY, model.hidden), KINDS.Q8_0)

@@ -41,12 +41,6 @@ def program(sanitizers: str) -> list[str]:
 def run(command: list[str], kind: str, seed: int, minutes: float) -> dict[str, Any]:
     """Run kv_fuzz in parts until the time is over.
 
-    Args:
-        command: The command of kv_fuzz.
-        kind: "small" for small calls alone, else "".
-        seed: The first seed.
-        minutes: The time in minutes.
-
     Returns:
         The figures: cases, calls, seconds, the next seed, and the seeds of failing cases with their messages.
     """

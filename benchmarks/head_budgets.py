@@ -84,13 +84,7 @@ class Heads:
         self.recent: list[Tensor] = []
 
     def begin(self, budgets: NDArray[np.int64], recent: Sequence[float], room: float = 1.0) -> None:
-        """Empty all caches and set the budgets.
-
-        Args:
-            budgets: Budgets [lanes, layers, heads].
-            recent: For each lane the share of the budget that the latest positions have.
-            room: The largest budget that a head may get later, relative to the largest of `budgets`.
-        """
+        """Empty all caches and set the budgets."""
         self.state, self.most, self.recent = [], [], []
         self.budgets = torch.from_numpy(budgets)
         share = torch.tensor(recent, dtype=torch.float64)[:, None]

@@ -13,14 +13,7 @@ from tests.support.gguf_files import NAMES
 
 
 def write_gguf(checkpoint: Path, file: Path, rest: str, head: str) -> Path:
-    """Write a Llama checkpoint as GGUF with gguf's own quantization, rows of queries and keys in llama.cpp's order.
-
-    Args:
-        checkpoint: The folder of the checkpoint. Its tokenizer is a byte-level BPE, or a list of words.
-        file: The GGUF file.
-        rest: The type of all matrices but the head and the embedding, such as Q4_0.
-        head: The type of the head and the embedding.
-    """
+    """Write a Llama checkpoint as GGUF with gguf's own quantization, rows of queries and keys in llama.cpp's order."""
     import gguf
     from safetensors import safe_open
 

@@ -45,21 +45,13 @@ BATCHES, METHODS, EVERY = (1, 8, 32), ("h2o", "keepkv", "ballot"), 32
 
 
 class Launch(NamedTuple):
-    """A launch of a method.
+    """A launch of a method."""
 
-    Attributes:
-        program: The kernel.
-        resident: Blocks that fit into a multiprocessor.
-        slot: Bytes of each slot's numbers.
-        bytes: Bytes of a head's keys and values.
-        flop: Operations of a head's products.
-    """
-
-    program: str
-    resident: int
-    slot: int
-    bytes: float = 0.0
-    flop: float = 0.0
+    program: str  # kernel
+    resident: int  # blocks that fit into a multiprocessor
+    slot: int  # bytes of each slot's numbers
+    bytes: float = 0.0  # bytes of a head's keys and values
+    flop: float = 0.0  # operations of a head's products
 
 
 def nearest(rows: int, targets: int, *, by_error: bool) -> Launch:

@@ -56,23 +56,14 @@ if not HAS_TILES:
 
 
 class Mutant(NamedTuple):
-    """A bug: `old` becomes `new` everywhere in the file.
+    """A bug: `old` becomes `new` everywhere in the file."""
 
-    Attributes:
-        name: A description of the bug.
-        file: The file below plugins/.
-        old: The text that is replaced.
-        new: Its replacement.
-        engine: A key of `ENGINES` whose engine computes with the changed code.
-        isa: An instruction set that computes with it.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    engine: str = ""
-    isa: str = ISA
+    name: str  # A description of the bug
+    file: str  # file below plugins/
+    old: str  # text that is replaced
+    new: str  # its replacement
+    engine: str = ""  # A key of `ENGINES` whose engine computes with the changed code
+    isa: str = ISA  # instruction set that computes with it
 
 
 DECODE, PREFILL, ATTENTION = (f"cpu/attention/{name}.h" for name in ("decode", "prefill", "attention"))
@@ -214,16 +205,7 @@ def build_engines(names: Sequence[str], folder: Path) -> dict[str, Path]:
 
 
 class Library:
-    """A copy of the kernels that can be changed and compiled to a library, or to a program.
-
-    Args:
-        folder: The folder of the copy.
-        linears: The instruction sets for which Linear is compiled. KVEXPORT_CPU_ISA chooses one of them; all other
-            operators are compiled for `ISA`.
-        program: The source of the program, if it is one.
-        made: The folder in which CMake may have compiled the operators. Its object files are used if no source is
-            newer.
-    """
+    """A copy of the kernels that can be changed and compiled to a library, or to a program."""
 
     def __init__(
         self, folder: Path, linears: Sequence[str] = (ISA,), program: str | None = None, made: Path | None = None

@@ -107,14 +107,7 @@ def parts_of(layer: LayerGeometry, cache: LayerCache) -> list[tuple[LayerGeometr
 
 
 class Reader:
-    """The model, with the caches of a plan. Their state has the dimensions [B, H, C, ...].
-
-    Args:
-        reference: The model.
-        plan: The caches.
-        method: The compression method.
-        batch: The number of texts.
-    """
+    """The model, with the caches of a plan. Their state has the dimensions [B, H, C, ...]."""
 
     def __init__(self, reference: TorchReference, plan: CachePlan, method: Method, batch: int) -> None:
         self.model: Any = reference.model

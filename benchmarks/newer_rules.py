@@ -175,21 +175,15 @@ def noise(slots: Slots) -> Tensor:
 
 
 class Newer(H2O):
-    """Eviction by accumulated attention, with rules.
-
-    Attributes:
-        rules: The names of the rules, separated by "+".
-        prompt: The length of the prompt, for the rule `ends`.
-        kept: The slots of a head, for shares of them.
-    """
+    """Eviction by accumulated attention, with rules."""
 
     name: ClassVar[str] = "newer"
     summary: ClassVar[str] = "h2o with newer rules"
     source: ClassVar[str] = "-"
 
-    rules: str = ""
-    prompt: int = 512
-    kept: int = 128
+    rules: str = ""  # names of the rules, separated by "+"
+    prompt: int = 512  # length of the prompt, for the rule `ends`
+    kept: int = 128  # slots of a head, for shares of them
 
     @cached_property
     def parsed(self) -> Rules:

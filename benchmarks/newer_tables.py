@@ -27,11 +27,7 @@ def _estimate(blocks: NDArray[np.float64]) -> dict[str, float]:
 
 
 def newer_methods(part: str) -> str:
-    """Return the table of one part: KL and added loss of each row, and its difference to the row it is compared with.
-
-    Args:
-        part: "streamed" (a merge after every chunk) or "once".
-    """
+    """Return the table of one part: KL and added loss of each row, and its difference to its baseline."""
     results: dict[str, dict[str, Any]] = load("newer-methods")["parts"][part]
     lines = []
     for slots in sorted(results, key=int):

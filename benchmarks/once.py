@@ -65,14 +65,7 @@ SETTINGS = {
 
 
 def engine_of(work: Path, method: str, divisor: int, threads: int) -> kvexport.Engine:
-    """Return an engine; an artifact that the folder already holds is not built again.
-
-    Args:
-        work: The folder of artifacts.
-        method: The method, see the module's text.
-        divisor: The length of the context over the budget; 1 for the budget of a full cache.
-        threads: The number of threads.
-    """
+    """Return an engine; an artifact that the folder already holds is not built again."""
     named, *more = method.split("+")
     settings = [
         *overrides_of(SETTINGS.get(named, named)),

@@ -20,21 +20,13 @@ TOLERANCE = 1e-4  # relative to the largest magnitude (at least 1), as in `kvexp
 
 @dataclass(frozen=True)
 class Heads:
-    """The tensors of one layer over a text of T tokens.
+    """The tensors of one layer over a text of T tokens."""
 
-    Attributes:
-        query: Queries [1, Hq, T, D] after RoPE.
-        key: Keys [1, H, T, D] after RoPE.
-        value: Values [1, H, T, Dv].
-        scale: The scale of the logits.
-        rotary: The rotary frequencies of the keys.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    rotary: Rotary = field(default_factory=Rotary)
+    query: Tensor  # queries [1, Hq, T, D] after RoPE
+    key: Tensor  # keys [1, H, T, D] after RoPE
+    value: Tensor  # values [1, H, T, Dv]
+    scale: float  # scale of the logits
+    rotary: Rotary = field(default_factory=Rotary)  # rotary frequencies of the keys
 
     @property
     def group(self) -> int:
@@ -63,21 +55,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Cache:
-    """The used slots of one layer.
-
-    Attributes:
-        key: Keys [1, H, N, D].
-        value: Values [1, H, N, Dv].
-        votes: Votes [1, H, N].
-        score: Scores [1, H, K, N].
-        position: Positions [1, H, N], int32.
-    """
+    """The used slots of one layer."""
 
     key: Tensor
-    value: Tensor
+    value: Tensor  # values [1, H, N, Dv]
     votes: Tensor
     score: Tensor
-    position: Tensor
+    position: Tensor  # positions [1, H, N], int32
 
     def tensors(self, spare: int = 0) -> tuple[Tensor, ...]:
         """Return the five state tensors with `spare` empty slots behind the used ones."""
@@ -141,11 +125,7 @@ def merged(
 
 
 def appended(cache: Cache, new: Heads, method: Method, first: int) -> tuple[Tensor, Cache]:
-    """Append the tokens `new` with VoteAttention, the first of them at position `first`.
-
-    Returns:
-        The outputs [1, Hq, T, Dv] of these tokens, and the cache.
-    """
+    """Append the tokens `new` with VoteAttention, the first of them at position `first`."""
     tokens = new.key.shape[2]
     output, *state = vote_attention(
         new.query,
@@ -193,16 +173,11 @@ class Likeness:
     """The similarity of two caches, independent of the order of their slots.
 
     Each slot of one cache is paired with the nearest slot of the other.
-
-    Attributes:
-        shared: The share of slots whose pair is equal within the tolerance.
-        key: The largest difference of paired keys, relative to the largest magnitude (at least 1). It is infinite if
-            two slots of one cache have the same nearest slot in the other.
-        value: The same for values.
-        votes: The same for votes.
     """
 
-    shared: float
+    shared: float  # share of slots whose pair is equal within the tolerance
+    # Largest difference of paired keys, relative to the largest magnitude (at least 1). It is infinite if two slots of
+    # one cache have the same nearest slot in the other.
     key: float
     value: float
     votes: float
@@ -251,15 +226,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def row(code: str, compared: str, difference: str = "", *, holds: bool = True, **figures: Any) -> Row:
-    """Return a row of the result.
-
-    Args:
-        code: The name of the compared code.
-        compared: The quantity that is compared.
-        difference: The difference of the two rules; "" if they are equal.
-        holds: Whether the figures agree with the row's claim.
-        **figures: The figures by name.
-    """
+    """Return a row of the result."""
     return {"code": code, "compared": compared, "difference": difference, "holds": holds, **figures}
 
 

@@ -23,21 +23,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Peer:
-    """The code of another project.
+    """The code of another project."""
 
-    Attributes:
-        name: The project's name.
-        source: The repository where it is published.
-        version: The version of the package, or the commit.
-        stand_ins: Names that were missing and not needed.
-        code: Its functions and classes by name.
-    """
-
-    name: str
-    source: str
-    version: str
-    stand_ins: tuple[str, ...]
-    code: SimpleNamespace
+    name: str  # project's name
+    source: str  # repository where it is published
+    version: str  # version of the package, or the commit
+    stand_ins: tuple[str, ...]  # names that were missing and not needed
+    code: SimpleNamespace  # its functions and classes by name
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields except the code."""
@@ -154,12 +146,7 @@ def _packages(folders: Mapping[str, Path]) -> Iterator[None]:
 def _stand_ins(
     modules: Mapping[str, tuple[str, ...]], lacking: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, ...]]:
-    """Register modules of functions that do nothing, and add such functions to existing modules that lack a name.
-
-    Args:
-        modules: The functions of each module to register.
-        lacking: The functions that existing modules need.
-    """
+    """Register modules of functions that do nothing, and add such functions to existing modules that lack a name."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None

@@ -41,22 +41,14 @@ SNAPKV = ("cache.sinks=0", f"cache.recent={WINDOW}", ONE_CHUNK)
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison.
+    """One comparison."""
 
-    Attributes:
-        method: The method of kvexport.
-        press: Makes the press from kvpress's classes and a compression ratio.
-        settings: Changes of the recipe tiny-base.
-        difference: The difference of the two rules. "" means that the rules are equal, and then all kept positions must
-            be.
-        their_settings: The settings of the press, for the result.
-    """
-
-    method: str
-    press: Callable[[SimpleNamespace, float], Any]
-    settings: tuple[str, ...] = ()
+    method: str  # method of kvexport
+    press: Callable[[SimpleNamespace, float], Any]  # makes the press from kvpress's classes and a compression ratio
+    settings: tuple[str, ...] = ()  # changes of the recipe tiny-base
+    # Difference of the two rules. "" means that the rules are equal, and then all kept positions must be.
     difference: str = ""
-    their_settings: str = ""
+    their_settings: str = ""  # settings of the press, for the result
 
 
 def _streaming(code: SimpleNamespace, ratio: float) -> Any:

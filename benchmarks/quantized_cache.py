@@ -88,21 +88,13 @@ def _of_8(rows: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of stored rows.
+    """A form of stored rows."""
 
-    Attributes:
-        bits: Bits of a number of a key and of a value, including the scales of a row of 64.
-        rounding: The rounding of rows in a cache of the model's type.
-        dtype: The cache's type, as a recipe names it.
-        sinks: The number of first tokens whose rows are not rounded.
-        recent: The number of latest tokens whose rows are not rounded yet.
-    """
-
-    bits: tuple[float, float]
-    rounding: Rounding = as_it_is
-    dtype: str = "model"
-    sinks: int = 0
-    recent: int = 0
+    bits: tuple[float, float]  # bits of a number of a key and of a value, including the scales of a row of 64
+    rounding: Rounding = as_it_is  # rounding of rows in a cache of the model's type
+    dtype: str = "model"  # cache's type, as a recipe names it
+    sinks: int = 0  # number of first tokens whose rows are not rounded
+    recent: int = 0  # number of latest tokens whose rows are not rounded yet
 
     def rounded(self, rows: Tensor, position: Tensor, last: int) -> Tensor:
         """Round rows [B, H, n, D] of tokens at `position` [B, H or 1, n]; the latest token is at `last`."""

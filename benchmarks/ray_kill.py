@@ -42,21 +42,13 @@ LONGEST = 60.0  # seconds that a client waits
 
 @dataclass
 class Turn:
-    """A turn of a session.
+    """A turn of a session."""
 
-    Attributes:
-        sent: The token ids of the prompt.
-        text: The answer.
-        failed: The failed attempts before the answer.
-        begun: Its beginning, by time.monotonic().
-        answered: The end of its answer, by time.monotonic().
-    """
-
-    sent: list[int]
-    text: str = ""
-    failed: int = 0
-    begun: float = 0.0
-    answered: float = 0.0
+    sent: list[int]  # token ids of the prompt
+    text: str = ""  # answer
+    failed: int = 0  # failed attempts before the answer
+    begun: float = 0.0  # its beginning, by time.monotonic()
+    answered: float = 0.0  # end of its answer, by time.monotonic()
 
 
 @dataclass

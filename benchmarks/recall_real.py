@@ -101,7 +101,6 @@ def facts(task: str, rng: random.Random) -> list[tuple[str, str, str]]:
 
 
 def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> list[recall.Passage]:
-    """Return `count` passages, the same for every engine."""
     assert engine.tokenizer is not None
 
     def encode(text: str) -> list[int]:
@@ -130,13 +129,7 @@ def whole_layers(method: str) -> list[int]:
 
 
 def engine_of(folder: Path, label: dict[str, Any], threads: int) -> kvexport.Engine:
-    """Return the engine of a row; an artifact that the folder already holds is not built again.
-
-    Args:
-        folder: The folder of artifacts.
-        label: The label of the row. For its method see `whole_layers`. The budget is the length divided by its divisor.
-        threads: The number of threads.
-    """
+    """Return the engine of a row; an artifact that the folder already holds is not built again."""
     method, divisor, length = label["method"], label["divisor"], label["length"]
     settings = [
         f"cache.method={method.split('+')[0]}",

@@ -25,29 +25,17 @@ SYLLABLES = ("ba", "do", "fen", "gar", "hel", "ki", "lum", "mor", "ne", "pas", "
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations that are sent to a server.
-
-    Attributes:
-        conversations: Number of conversations.
-        turns: Turns of each conversation.
-        rate: Mean number of conversations that begin per second, at Poisson times. 0 starts all at once.
-        words: Words of a user's message.
-        first_words: Words of the first message. 0 means `words`.
-        answer: Largest number of tokens of an answer.
-        think: Seconds from an answer to the next message.
-        ignore_eos: Whether every answer has exactly `answer` tokens, if the server knows the field.
-        seed: Seed of arrivals and messages.
-    """
+    """Conversations that are sent to a server."""
 
     conversations: int = 16
-    turns: int = 1
-    rate: float = 1.0
-    words: int = 100
-    first_words: int = 0
-    answer: int = 64
-    think: float = 0.0
-    ignore_eos: bool = False
-    seed: int = 0
+    turns: int = 1  # turns of each conversation
+    rate: float = 1.0  # mean number of conversations that begin per second, at Poisson times. 0 starts all at once.
+    words: int = 100  # words of a user's message
+    first_words: int = 0  # words of the first message. 0 means `words`.
+    answer: int = 64  # largest number of tokens of an answer
+    think: float = 0.0  # seconds from an answer to the next message
+    ignore_eos: bool = False  # whether every answer has exactly `answer` tokens, if the server knows the field
+    seed: int = 0  # seed of arrivals and messages
 
 
 @dataclass(frozen=True)
@@ -79,31 +67,18 @@ def _text(drawn: random.Random, count: int) -> str:
 
 @dataclass
 class Answer:
-    """One request and its answer.
-
-    Attributes:
-        conversation: Number of the conversation.
-        turn: Number of the turn.
-        sent: Seconds from the beginning of the run to the request.
-        pieces: Seconds from the request to each piece of text.
-        end: Seconds from the beginning of the run to the end of the answer.
-        text: The answer.
-        tokens: Tokens of the answer as the server counts them, else the number of pieces.
-        prompt_tokens: Tokens of the prompt as the server counts them.
-        cached_tokens: Tokens of the prompt that the server took from its cache.
-        error: The reason why the answer is missing or incomplete; empty if it is complete.
-    """
+    """One request and its answer."""
 
     conversation: int
     turn: int
-    sent: float
-    pieces: list[float] = field(default_factory=list)
-    end: float = 0.0
+    sent: float  # seconds from the beginning of the run to the request
+    pieces: list[float] = field(default_factory=list)  # seconds from the request to each piece of text
+    end: float = 0.0  # seconds from the beginning of the run to the end of the answer
     text: str = ""
-    tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    error: str = ""
+    tokens: int = 0  # tokens of the answer as the server counts them, else the number of pieces
+    prompt_tokens: int = 0  # tokens of the prompt as the server counts them
+    cached_tokens: int = 0  # tokens of the prompt that the server took from its cache
+    error: str = ""  # reason why the answer is missing or incomplete; empty if it is complete
 
     @property
     def ttft(self) -> float:
@@ -123,19 +98,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Server:
-    """A server to measure.
+    """A server to measure."""
 
-    Attributes:
-        url: Address of the API, with or without /v1.
-        model: Name of the model; None takes the first that the server lists.
-        key: API key.
-        limit: Seconds after which a request fails.
-    """
-
-    url: str
-    model: str | None = None
-    key: str | None = None
-    limit: float = 600.0
+    url: str  # address of the API, with or without /v1
+    model: str | None = None  # name of the model; None takes the first that the server lists
+    key: str | None = None  # API key
+    limit: float = 600.0  # seconds after which a request fails
 
     @property
     def base(self) -> str:
@@ -151,10 +119,6 @@ def drive(server: Server, workload: Workload) -> tuple[str, list[Answer], float]
 
     Returns:
         The model's name, one answer per request that was sent, and the seconds of the run.
-
-    Raises:
-        ConnectionError: The server cannot be reached, or lists no model.
-        ValueError: The address is no HTTP URL.
     """
     return asyncio.run(_drive(server, workload))
 

@@ -46,7 +46,6 @@ class Servers:
         self.starts = 0
 
     def start(self, i: int) -> None:
-        """Start a server."""
         self.starts += 1
         options = ["--session-folder", str(self.folder / "sessions"), "--session-memory", "100000"]
         options += ["--queue", "64", *(["--session-shared"] if self.count > 1 else [])]

@@ -67,15 +67,7 @@ class Session:
 
 
 class Client(threading.Thread):
-    """A client that has one conversation after another until `stop` is set.
-
-    Args:
-        number: The number of the client, which seeds its choices.
-        urls: The addresses of the servers and of the proxy that cuts streams.
-        reference: Gives the right answers.
-        stop: Ends the client after its turn.
-        counts: The outcomes of all clients, with `lock`.
-    """
+    """A client that has one conversation after another until `stop` is set."""
 
     def __init__(
         self,
@@ -138,11 +130,7 @@ class Client(threading.Thread):
         return False
 
     def _send(self, session: Session, ids: list[int]) -> tuple[str, str, int]:
-        """Send a turn to any server.
-
-        Returns:
-            The status, or "no answer"; the text of the answer; and the tokens of the prompt with all earlier turns.
-        """
+        """Send a turn to any server."""
         streams = self._random.random() < 0.5
         address = urlsplit(self._random.choice(self._urls))
         body = {"prompt": ids, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "session_id": session.name}

@@ -82,12 +82,7 @@ PAIRED = "smollm2-135m"
 
 
 def row(result: Result, *, paired: bool) -> dict[str, Any]:
-    """Return the figures of one setting: KL and accuracy by task, each with its interval.
-
-    Args:
-        result: The measurements of `evaluate`.
-        paired: Whether to keep the KL of every sample too, for tables of paired differences.
-    """
+    """Return the figures of one setting: KL and accuracy by task, each with its interval."""
     scores: dict[str, dict[str, Any]] = {}
     for name, score in result.scores.items():
         figures = asdict(score)
@@ -104,14 +99,7 @@ def row(result: Result, *, paired: bool) -> dict[str, Any]:
 
 
 class Sweep:
-    """The results of a recipe, to which missing ones are added.
-
-    Args:
-        recipe: The recipe.
-        settings: Changes of the recipe.
-        again: Rows whose labels begin with this are measured again.
-        work: The folder for the full cache's predictions; None for a temporary folder.
-    """
+    """The results of a recipe, to which missing ones are added."""
 
     def __init__(self, recipe: str, settings: list[str], again: str | None, work: Path | None) -> None:
         self.recipe, self.settings, self.again, self.work = recipe, settings, again, work
@@ -120,14 +108,7 @@ class Sweep:
         self.groups: dict[str, Any] = json.loads(path.read_text())["groups"] if path.exists() else {}
 
     def run(self, group: str, options: Options, only: Sequence[str], text: str) -> None:
-        """Measure the missing rows of a group, one after another.
-
-        Args:
-            group: A key of `GROUPS`.
-            options: The options of the evaluation.
-            only: The labels to measure; empty for all.
-            text: The name of the texts in the result.
-        """
+        """Measure the missing rows of a group, one after another."""
         settings = {"samples": options.samples, "length": options.length, "tasks": list(options.tasks)}
         # Older results lack these keys.
         newer_keys = {"settings": self.settings, "text": text}

@@ -320,18 +320,7 @@ def tables() -> dict[str, str]:
 
 
 def written(text: str, current: dict[str, str]) -> str:
-    """Return a document with its tables replaced by the current ones.
-
-    Args:
-        text: The document.
-        current: Every table by its mark.
-
-    Returns:
-        The new document.
-
-    Raises:
-        KeyError: The document has an unknown mark.
-    """
+    """Return a document with its tables replaced by the current ones."""
     return re.sub(
         r"<!-- ([\w -]+) -->\n.*?<!-- end -->",
         lambda m: f"<!-- {m[1]} -->\n{current[m[1]]}\n<!-- end -->",

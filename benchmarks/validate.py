@@ -66,7 +66,6 @@ def validate(artifact: Path, batch: int | None) -> dict[str, Any]:
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function returns in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *arguments).result()
 

@@ -23,15 +23,7 @@ Run = Callable[[], float]
 
 
 class Worker:
-    """The process of one side.
-
-    Args:
-        side: The side, which names the log.
-        command: The script and its arguments.
-        threads: The threads of OpenMP.
-        log: The folder of the log.
-        packages: The folders of Python packages; None for those of this process.
-    """
+    """The process of one side."""
 
     def __init__(self, side: str, command: Sequence[str], threads: int, log: Path, packages: str | None = None) -> None:
         self.side = side
@@ -131,16 +123,7 @@ def engine_run(kind: str, artifact: Path, ids: Any, batch: int = 1) -> Run:
 
 
 def genai_model(checkpoint: Path, out: Path, packages: str, threads: int, precision: str, *options: str) -> Path:
-    """Return the model that onnxruntime-genai's own builder makes of a checkpoint; it is made if it is missing.
-
-    Args:
-        checkpoint: The folder of the checkpoint.
-        out: The folder of the model.
-        packages: The folder that has onnxruntime_genai.
-        threads: The threads of the model; genai's default is lower than the machine's.
-        precision: fp32 or int4.
-        options: Extra options of the builder.
-    """
+    """Return the model that onnxruntime-genai's own builder makes of a checkpoint; it is made if it is missing."""
     if not out.exists():
         command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(checkpoint), "-o", str(out)]
         command += ["-p", precision, "-e", "cpu", "-c", str(out.with_name("cache"))]
@@ -154,15 +137,7 @@ def genai_model(checkpoint: Path, out: Path, packages: str, threads: int, precis
 
 
 def genai_run(kind: str, model: Path, ids: Any, length: int, batch: int = 1) -> Run:
-    """Return a function that returns the seconds of a step (`decode`) of onnxruntime-genai, or of prompts.
-
-    Args:
-        kind: `decode` or `prefill`.
-        model: The folder of the model.
-        ids: The prompt.
-        length: The most tokens of a sequence.
-        batch: The number of sequences, which begin with the same prompt.
-    """
+    """Return a function that returns the seconds of a step (`decode`) of onnxruntime-genai, or of prompts."""
     import onnxruntime_genai as og
 
     loaded = og.Model(str(model))
@@ -187,15 +162,7 @@ def genai_run(kind: str, model: Path, ids: Any, length: int, batch: int = 1) -> 
 
 
 def llamacpp_run(kind: str, model: Path, ids: Any, threads: int, packages: str) -> Run:
-    """Return a function that returns the seconds of a decoded token (`decode`) of llama.cpp, or of a prompt.
-
-    Args:
-        kind: `decode` or `prefill`.
-        model: The GGUF file.
-        ids: The prompt.
-        threads: The number of threads.
-        packages: The folder that has xllamacpp.
-    """
+    """Return a function that returns the seconds of a decoded token (`decode`) of llama.cpp, or of a prompt."""
     sys.path.append(packages)
     import xllamacpp
 

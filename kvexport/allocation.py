@@ -17,14 +17,6 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
     ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` for the kind cosine (KeepKV), ``m_l = 1 - (1-d) l / (L-1)`` for pyramid
     (PyramidKV), and those of `cache.allocation.shares` for listed. Budgets are proportional to the shares. Whole
     layers, which evict nothing, have `limits.max_length` slots, and the other layers share the rest.
-
-    Args:
-        recipe: The recipe.
-        layers: The number of layers of the model.
-
-    Raises:
-        UsageError: If whole layers leave too few slots, the model has no layer of a listed number, or the number of
-            shares is not the number of layers.
     """
     method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
@@ -56,17 +48,7 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
 
 
 def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[float]:
-    """Return cache budgets in slots in the ratios of `cache.allocation.shares`, bounded for each cache.
-
-    Args:
-        recipe: The recipe.
-        layer_numbers: The layer of every cache.
-        left: The total number of slots that whole layers leave for all other caches.
-
-    Returns:
-        The slots of every cache, at least `least_slots` and at most `limits.max_length`. All are equal if `left` does
-        not lie between the sums of these bounds. Numbers of whole layers have no effect.
-    """
+    """Return cache budgets in slots in the ratios of `cache.allocation.shares`, bounded for each cache."""
     allocation = recipe.cache.allocation
     shares = [share for row in allocation.shares for share in row]
     others = [share for layer, share in zip(layer_numbers, shares, strict=True) if layer not in allocation.whole]
@@ -88,12 +70,7 @@ def least_slots(recipe: Recipe) -> float:
 
 
 def _left_by_whole_layers(recipe: Recipe, layer_numbers: Sequence[int]) -> int:
-    """Return the total slots that layers which evict nothing leave for the caches of all other layers.
-
-    Args:
-        recipe: The recipe.
-        layer_numbers: The layer of every cache.
-    """
+    """Return the total slots that layers which evict nothing leave for the caches of all other layers."""
     whole, length, layers = recipe.cache.allocation.whole, recipe.limits.max_length, layer_numbers[-1] + 1
     if whole and whole[-1] >= layers:
         raise UsageError(

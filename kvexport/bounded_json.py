@@ -23,12 +23,7 @@ class TooManyValues(ValueError):
 
 
 def read_json(text: str | bytes, most: int = MOST_VALUES, *, cut: bool = False) -> Any:
-    """Return the value of a JSON text, which may end early with `cut`. All its numbers are finite.
-
-    Raises:
-        TooManyValues: The text has more than `most` values and keys.
-        ValueError: The text is no JSON, is nested too deep (200), or has a number that is too long or not finite.
-    """
+    """Return the value of a JSON text, which may end early with `cut`. All its numbers are finite."""
     data = text.encode() if isinstance(text, str) else text
     if count_values(data, most) > most:
         raise TooManyValues(most)

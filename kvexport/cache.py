@@ -19,30 +19,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """The attention of one layer of the model, read from its trace.
-
-    Attributes:
-        query_heads: The number of query heads.
-        kv_heads: The number of KV heads.
-        key_size: The size of a key in elements.
-        value_size: The size of a value in elements.
-        sliding_window: The model's sliding window in positions; 0 if every position is visible.
-        softcap: The bound of logits; 0 for none.
-        scale: The factor of the products of queries and keys.
-        sink_logits: Whether each head has a learned logit without a value.
-        value_in_key: Whether a value is the first numbers of its key, as a latent is.
-        rotary: The rotary embedding, read only for methods that rotate keys and for positions in the cache.
-    """
+    """The attention of one layer of the model, read from its trace."""
 
     query_heads: int
     kv_heads: int
-    key_size: int
-    value_size: int
-    sliding_window: int = 0
-    softcap: float = 0.0
-    scale: float = 1.0
-    sink_logits: bool = False
-    value_in_key: bool = False
+    key_size: int  # size of a key in elements
+    value_size: int  # size of a value in elements
+    sliding_window: int = 0  # model's sliding window in positions; 0 if every position is visible
+    softcap: float = 0.0  # bound of logits; 0 for none
+    scale: float = 1.0  # factor of the products of queries and keys
+    sink_logits: bool = False  # whether each head has a learned logit without a value
+    value_in_key: bool = False  # whether a value is the first numbers of its key, as a latent is
+    # Rotary embedding, read only for methods that rotate keys and for positions in the cache
     rotary: Rotary = field(default_factory=Rotary)
 
 
@@ -51,42 +39,27 @@ class LayerCache:
     """The plan of the KV cache of one layer, whose KV heads may have budgets of their own.
 
     In the tensor `key` a sequence has [slots, key_size]: the slots of one head after those of another.
-
-    Attributes:
-        key_size: The size of a key in elements.
-        value_size: The size of a value in elements.
-        statistics: The number K of statistics.
-        budget: For each KV head, the slots that remain after a merge.
-        capacity: For each KV head, the slots that are allocated; the slack is capacity - budget.
-        sinks: The number of first positions that are never evicted.
-        recent: For each KV head, the number of latest positions that are never evicted.
-        sliding_window: The model's sliding window in positions; 0 for none.
-        merges: False if all budgets are the longest sequence, so that nothing is ever evicted.
-        dtype: The type of keys and values: that of the model, or of a quantized cache.
-        rotary: The layer's rotary embedding.
-        extra: The state tensors in addition to the contract's five: the scales of a quantized cache, then those of the
-            method.
-        value_in_key: Whether values are read from the keys, whose first numbers they are. The state tensor `value` then
-            has rows of size 0.
     """
 
-    key_size: int
-    value_size: int
+    key_size: int  # size of a key in elements
+    value_size: int  # size of a value in elements
     statistics: int
-    budget: tuple[int, ...]
-    capacity: tuple[int, ...]
-    sinks: int
-    recent: tuple[int, ...]
-    sliding_window: int
-    merges: bool
-    dtype: str
-    rotary: Rotary = field(default_factory=Rotary)
+    budget: tuple[int, ...]  # for each KV head, the slots that remain after a merge
+    capacity: tuple[int, ...]  # for each KV head, the slots that are allocated; the slack is capacity - budget
+    sinks: int  # number of first positions that are never evicted
+    recent: tuple[int, ...]  # for each KV head, the number of latest positions that are never evicted
+    sliding_window: int  # model's sliding window in positions; 0 for none
+    merges: bool  # False if all budgets are the longest sequence, so that nothing is ever evicted
+    dtype: str  # type of keys and values: that of the model, or of a quantized cache
+    rotary: Rotary = field(default_factory=Rotary)  # layer's rotary embedding
+    # State tensors in addition to the contract's five: the scales of a quantized cache, then those of the method
     extra: tuple[StateTensor, ...] = ()
+    # Whether values are read from the keys, whose first numbers they are. The state tensor `value` then has rows of
+    # size 0.
     value_in_key: bool = False
 
     @property
     def kv_heads(self) -> int:
-        """The number of KV heads."""
         return len(self.capacity)
 
     @property
@@ -157,14 +130,10 @@ class LayerStates:
     """The recurrent state of one layer: the last inputs of its convolution, and the state of its linear attention.
 
     The state has the same size after any number of tokens, and no slots. Zeros are the state before the first token.
-
-    Attributes:
-        layer: The number of the layer in the model.
-        state: The tensors; their dimensions after the batch are fixed sizes.
     """
 
-    layer: int
-    state: tuple[StateTensor, ...]
+    layer: int  # number of the layer in the model
+    state: tuple[StateTensor, ...]  # tensors; their dimensions after the batch are fixed sizes
 
     @property
     def merges(self) -> bool:
@@ -192,17 +161,12 @@ class LayerStates:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The plan of a model's KV caches in the order of its layers, and of its recurrent states.
+    """The plan of a model's KV caches in the order of its layers, and of its recurrent states."""
 
-    Attributes:
-        caches: One cache for each layer that attends.
-        attention_layers: The numbers of the model's layers that have caches of their own; empty if every layer has one.
-        states: The recurrent state of each layer that has one.
-    """
-
-    caches: tuple[LayerCache, ...]
+    caches: tuple[LayerCache, ...]  # one cache for each layer that attends
+    # Numbers of the model's layers that have caches of their own; empty if every layer has one
     attention_layers: tuple[int, ...] = ()
-    states: tuple[LayerStates, ...] = ()
+    states: tuple[LayerStates, ...] = ()  # recurrent state of each layer that has one
 
     def cache_of(self, layer: int) -> int:
         """Return the number of a layer among the layers with caches; `layer` is its number in the model."""
@@ -264,14 +228,7 @@ def slots_of(capacity: Sequence[int]) -> list[slice]:
 
 
 def resized(x: NDArray[Any], axis: int, before: Sequence[int], after: Sequence[int]) -> NDArray[Any]:
-    """Return a state tensor whose KV heads have other numbers of slots: the last are cut off, or empty ones are added.
-
-    Args:
-        x: The tensor.
-        axis: The dimension that counts slots.
-        before: The slots of every KV head in `x`.
-        after: Those in the result.
-    """
+    """Return a state tensor with other numbers of slots for its KV heads: cut at the end, or filled with zeros."""
     if tuple(before) == tuple(after):
         return x
     result = np.zeros((*x.shape[:axis], sum(after), *x.shape[axis + 1 :]), x.dtype)

@@ -21,21 +21,7 @@ def plan_cache(
     states: tuple[LayerStates, ...] = (),
     readers: Mapping[int, int] | None = None,
 ) -> CachePlan:
-    """Return the KV cache plan of a recipe for a model: the budget, capacity and shapes of every cache.
-
-    Args:
-        recipe: The recipe.
-        geometry: The attention of each layer that attends.
-        attention_layers: The numbers of these layers in the model; empty if every layer attends.
-        states: The recurrent states of the other layers.
-        readers: For each layer that reads another layer's cache, the number of that layer.
-
-    Raises:
-        UsageError: If a budget, or that of `selected_plan`, has no room for the sinks, the recent slots and one more;
-            if a cache would have more slots than int32 can count; for rows of an odd size in int4; for positions in the
-            cache if layers would have different numbers of entries; and for speculation and periodic selections over a
-            cache that merges.
-    """
+    """Return the KV cache plan of a recipe for a model: the budget, capacity and shapes of every cache."""
     method = recipe.cache.build_method()
     if recipe.cache.positions == "cache" and recipe.cache.allocation.whole:
         raise UsageError(
@@ -64,15 +50,6 @@ def plan_cache(
 
 
 def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, shares: Sequence[int]) -> LayerCache:
-    """Return the planned cache of one layer.
-
-    Args:
-        recipe: The recipe.
-        method: The compression method.
-        i: The number of the layer, for messages.
-        layer: The geometry of the layer.
-        shares: The slots that `allocate` gives each KV head, or one number for all heads.
-    """
     most = min(layer.sliding_window or recipe.limits.max_length, recipe.limits.max_length)
     budgets, capacities = [min(share, most) for share in shares], []
     for head, budget in enumerate(budgets):
@@ -130,13 +107,6 @@ def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
 
     Drafts (`speculate.draft: cache`) or decode steps (`cache.periodic`) read this smaller cache. It has room for the
     selected entries and for the tokens until the next selection.
-
-    Args:
-        recipe: The recipe.
-        plan: The plan of the full cache.
-
-    Raises:
-        UsageError: If the smaller cache has no room for the sinks, the recent slots and one more.
     """
     speculate, periodic = recipe.speculate, recipe.cache.periodic
     if periodic.slots is not None:
@@ -263,11 +233,6 @@ def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Met
     """Raise UsageError if speculative or periodic decoding is combined with a cache that evicts.
 
     With drafts, layers may still drop entries that their sliding window has passed.
-
-    Args:
-        recipe: The recipe.
-        caches: The caches.
-        method: The compression method.
     """
     merging = [i for i, cache in enumerate(caches) if cache.merges]
     if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):

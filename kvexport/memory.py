@@ -16,21 +16,13 @@ KEPT_BYTES = 1 << 30  # the default for prefixes, and for sessions
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """An upper estimate of the memory that `kvexport serve` needs, in bytes.
+    """An upper estimate of the memory that `kvexport serve` needs, in bytes."""
 
-    Attributes:
-        weights: The size of the weights on disk.
-        state: The KV caches of all lanes.
-        prefixes: The limit for saved states of prompt prefixes.
-        sessions: The limit for sessions in memory.
-        adapters: The matrices of all LoRA adapters.
-    """
-
-    weights: int
-    state: int
-    prefixes: int = KEPT_BYTES
-    sessions: int = KEPT_BYTES
-    adapters: int = 0
+    weights: int  # size of the weights on disk
+    state: int  # KV caches of all lanes
+    prefixes: int = KEPT_BYTES  # limit for saved states of prompt prefixes
+    sessions: int = KEPT_BYTES  # limit for sessions in memory
+    adapters: int = 0  # matrices of all LoRA adapters
 
     @property
     def total(self) -> int:
@@ -66,16 +58,7 @@ def machine_memory() -> tuple[int, int]:
 
 
 def require_memory(size: int, purpose: str, fix: str) -> None:
-    """Check that an allocation fits into the memory of this machine; otherwise the system would kill the process.
-
-    Args:
-        size: Bytes that are needed at once.
-        purpose: The subject of the message, for example "the cache of one sequence".
-        fix: The line of the error message that reduces the memory.
-
-    Raises:
-        EnvironmentProblem: `size` is more than all memory of the machine or of the control group.
-    """
+    """Check that an allocation fits into the memory of this machine; otherwise the system would kill the process."""
     total, _ = machine_memory()
     if 0 < total < size:
         raise EnvironmentProblem(
@@ -85,11 +68,7 @@ def require_memory(size: int, purpose: str, fix: str) -> None:
 
 
 def require_address_space() -> None:
-    """Check that there is enough address space for PyTorch, which otherwise ends the process without a message.
-
-    Raises:
-        EnvironmentProblem: The limit of this process's address space (ulimit -v) is too small for PyTorch.
-    """
+    """Check that there is enough address space for PyTorch, which otherwise ends the process without a message."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -32,23 +32,14 @@ VERBS = {
 
 @dataclass(frozen=True)
 class Package:
-    """A Python distribution that kvexport may need.
+    """A Python distribution that kvexport may need."""
 
-    Attributes:
-        name: Name of the distribution.
-        module: The module that it provides.
-        minimum: The oldest version that works.
-        extra: The extra of kvexport that requires it; "run" if kvexport requires it without extras.
-        purpose: What kvexport uses it for.
-        needs_gpu: Whether only a machine with an NVIDIA GPU can use it.
-    """
-
-    name: str
-    module: str
-    minimum: str
-    extra: str
-    purpose: str
-    needs_gpu: bool = False
+    name: str  # name of the distribution
+    module: str  # module that it provides
+    minimum: str  # oldest version that works
+    extra: str  # extra of kvexport that requires it; "run" if kvexport requires it without extras
+    purpose: str  # what kvexport uses it for
+    needs_gpu: bool = False  # whether only a machine with an NVIDIA GPU can use it
 
     @property
     def install(self) -> str:
@@ -86,25 +77,15 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class PackageState:
-    """The state of a package on this machine.
-
-    Attributes:
-        package: The package.
-        version: The installed version; None if it is not installed.
-        problem: The reason why the package cannot be used; "" if it can.
-    """
+    """The state of a package on this machine."""
 
     package: Package
-    version: str | None
-    problem: str
+    version: str | None  # installed version; None if it is not installed
+    problem: str  # reason why the package cannot be used; "" if it can
 
 
 def require(verb: str) -> None:
-    """Check that a command has the packages beyond kvexport's own requirements, and memory to load them.
-
-    Raises:
-        EnvironmentProblem: Packages are missing, all of which the message names, or PyTorch cannot be loaded.
-    """
+    """Check that a command has the packages beyond kvexport's own requirements, and memory to load them."""
     missing = [p.name for p in PACKAGES if p.extra != "run" and needs(verb, p) and not is_there(p.module)]
     if missing:
         are = "is" if len(missing) == 1 else "are"
@@ -116,15 +97,7 @@ def require(verb: str) -> None:
 
 
 def missing_package(error: ImportError, packages: Sequence[Package]) -> EnvironmentProblem | None:
-    """Return the error to show for a failed import.
-
-    Args:
-        error: The failed import.
-        packages: The known packages.
-
-    Returns:
-        The error; None if a module of kvexport itself failed to import, which is a bug.
-    """
+    """Return the error to show for a failed import."""
     module = (error.name or "").partition(".")[0]
     if module == "kvexport":
         return None
@@ -161,11 +134,7 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_bytes(names: Iterable[str]) -> int:
-    """Return the bytes on disk of Python distributions, by the sizes in their lists of files.
-
-    Args:
-        names: Names of distributions. Those that are not installed add nothing.
-    """
+    """Return the bytes on disk of Python distributions, by the sizes in their lists of files."""
     from importlib import metadata
 
     total = 0

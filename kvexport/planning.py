@@ -27,44 +27,31 @@ NOT_COUNTED = "activations and the backend's own buffers are not counted"
 
 @dataclass(frozen=True)
 class Fit:
-    """The number of sequences, and the largest cache budget, that fit into a memory beside weights and adapters.
+    """The number of sequences, and the largest cache budget, that fit into a memory beside weights and adapters."""
 
-    Attributes:
-        memory: The memory in bytes.
-        sequences: The number of the recipe's sequences that fit.
-        largest_budget: The largest uniform budget, in slots of a layer, with which max_batch sequences fit. None if no
-            budget fits, or if the method keeps every slot.
-    """
-
-    memory: int
-    sequences: int
+    memory: int  # memory in bytes
+    sequences: int  # number of the recipe's sequences that fit
+    # Largest uniform budget, in slots of a layer, with which max_batch sequences fit. None if no budget fits, or if the
+    # method keeps every slot.
     largest_budget: int | None
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory that a recipe needs: its weights and its KV caches.
-
-    Attributes:
-        parameters: Parameters of the model; tied ones count once.
-        weight_bytes: Bytes of the weights, packed or in the recipe's dtype.
-        full_bytes: Bytes of keys and values of one sequence of max_length in a full cache (a sliding-window layer keeps
-            its window). None if the length is unlimited.
-        expert_bytes: Bytes of the experts' weights; 0 for a model without experts.
-        expert_read_bytes: Bytes of the weights of the experts that the router chooses for one token.
-        adapter_bytes: Bytes of `adapters.count` LoRA adapters of the largest rank.
-    """
+    """The memory that a recipe needs: its weights and its KV caches."""
 
     name: str
     recipe: Recipe
     geometry: tuple[LayerGeometry, ...]
     cache: CachePlan
-    parameters: int
-    weight_bytes: int
+    parameters: int  # parameters of the model; tied ones count once
+    weight_bytes: int  # bytes of the weights, packed or in the recipe's dtype
+    # Bytes of keys and values of one sequence of max_length in a full cache (a sliding-window layer keeps its window).
+    # None if the length is unlimited.
     full_bytes: int | None
-    expert_bytes: int = 0
-    expert_read_bytes: int = 0
-    adapter_bytes: int = 0
+    expert_bytes: int = 0  # bytes of the experts' weights; 0 for a model without experts
+    expert_read_bytes: int = 0  # bytes of the weights of the experts that the router chooses for one token
+    adapter_bytes: int = 0  # bytes of `adapters.count` LoRA adapters of the largest rank
 
     @property
     def sequence_bytes(self) -> int:
@@ -265,14 +252,6 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     """Compute the memory that a recipe needs.
 
     The checkpoint's headers are read, and the model is made without weights.
-
-    Args:
-        recipe: The recipe.
-        name: Name of the recipe in the plan.
-
-    Raises:
-        UsageError: The recipe cannot be built.
-        EnvironmentProblem: A package of the extra `export` is missing.
     """
     from kvexport.packages import require
 

@@ -14,14 +14,10 @@ FAST = 0.75
 
 
 class Threads(NamedTuple):
-    """The number of threads of a model on this machine.
-
-    Attributes:
-        number: The number of threads.
-        reasons: Why there are fewer threads than physical cores; empty if every physical core has a thread.
-    """
+    """The number of threads of a model on this machine."""
 
     number: int
+    # Why there are fewer threads than physical cores; empty if every physical core has a thread
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -34,10 +30,6 @@ def suitable_threads(root: Path = Path("/"), usable: frozenset[int] | None = Non
 
     A product waits for its slowest thread. Slow cores, a second thread on a core, the memory of another node, and more
     threads than a control group allows therefore make a step longer.
-
-    Args:
-        root: The folder that contains the system's folders `proc` and `sys`.
-        usable: The numbers of the processors that this process may use; None asks the system.
     """
     processors = _usable() if usable is None else usable
     cores = _first_of_each_core(root, processors)

@@ -31,11 +31,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse an amount of memory: "24GB" (10^9), "24GiB" (2^30), "512 mb" or a plain number of bytes.
-
-    Raises:
-        UsageError: The text is not an amount of memory.
-    """
+    """Parse an amount of memory: "24GB" (10^9), "24GiB" (2^30), "512 mb" or a plain number of bytes."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:

@@ -36,12 +36,7 @@ def run(command: list[str], seconds: float) -> tuple[int | None, str]:
 
 
 def audit(folder: Path, lock: Path) -> int:
-    """Check the packages of a lock file and return the exit code.
-
-    Args:
-        folder: The environment of pip-audit; it is made if it is missing.
-        lock: The lock file.
-    """
+    """Check the packages of a lock file and return the exit code."""
     end, program = time.monotonic() + SECONDS, folder / "bin" / "pip-audit"
     if not program.exists():
         steps = [

@@ -44,11 +44,7 @@ def pins(text: str) -> dict[str, str]:
 
 
 def wheels(locked: Mapping[str, str], python: str, platforms: Iterable[str]) -> dict[str, str]:
-    """Return {name: SHA-256} of the wheels that pip would install.
-
-    Raises:
-        subprocess.CalledProcessError: pip found no wheel for a package.
-    """
+    """Return {name: SHA-256} of the wheels that pip would install."""
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder) / "requirements.txt"
         requirements.write_text("".join(f"{name}=={version}\n" for name, version in locked.items()))

@@ -71,11 +71,7 @@ def notes(changelog: str, version: str) -> str:
 
 
 def check(root: Path) -> str:
-    """Return the version that the checkout `root` can release.
-
-    Raises:
-        Refused: The tree has changes, the version has a tag, or the changelog has no section of it.
-    """
+    """Return the version that the checkout `root` can release."""
     if changed := [line[3:] for line in run(["git", "status", "--porcelain"], root).splitlines()]:
         raise Refused(f"the tree has changes: {', '.join(changed[:3])}", "git stash, or git commit")
     version = version_of(root)
@@ -92,14 +88,7 @@ def machines() -> list[str]:
 
 
 def build(root: Path, target: str, settings: Mapping[str, str], folder: Path) -> Path:
-    """Build a distribution from a fresh copy of a commit, and return its file.
-
-    Args:
-        root: The checkout.
-        target: "sdist" or "wheel".
-        settings: Environment variables that hatch_build.py reads.
-        folder: A folder that does not exist yet, for the copy and for the file.
-    """
+    """Build a distribution from a fresh copy of a commit, and return its file."""
     copy, out = folder / "source", folder / "dist"
     copy.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=root, capture_output=True, check=True).stdout
@@ -133,16 +122,7 @@ def audit(wheel: Path) -> None:
 
 
 def release(root: Path, out: Path, processors: Sequence[str]) -> list[Path]:
-    """Build everything of a release into the folder `out`, and return its files.
-
-    Args:
-        root: The checkout.
-        out: The folder, which is emptied first.
-        processors: The processors of the wheels; none for one wheel without native operators.
-
-    Raises:
-        Refused: The checkout cannot be released, a build fails, or its bytes differ when it is repeated.
-    """
+    """Build everything of a release into the folder `out`, and return its files."""
     version = check(root)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

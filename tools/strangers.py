@@ -37,15 +37,7 @@ class Text(NamedTuple):
 
 
 def docstrings(package: Path) -> list[Text]:
-    """Return every docstring of a package's modules, classes, functions and methods.
-
-    Args:
-        package: The package's folder.
-
-    Returns:
-        The docstrings in the order of their files and lines. The place is the qualified name, such as
-        `kvexport.cache.CachePlan.slots`.
-    """
+    """Return every docstring of a package's modules, classes, functions and methods."""
     texts = []
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -68,12 +60,6 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Yield the prose of a Markdown page without headings, tables, images, code blocks, comments and link targets.
 
     A link stays as its text in brackets, since a reader of the page sees that it is one.
-
-    Args:
-        text: The page.
-
-    Yields:
-        The number of a paragraph's or list item's first line, from 1, and its text on one line.
     """
     fence, comment, start, lines = "", False, 0, list[str]()
     for number, line in enumerate([*text.splitlines(), ""], 1):
@@ -96,15 +82,7 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
 
 
 def sentences(paths: list[Path], root: Path) -> list[Text]:
-    """Return the sentences of Markdown pages.
-
-    Args:
-        paths: The pages.
-        root: The folder that places are relative to.
-
-    Returns:
-        The sentences in order, without those of fewer than four words. The place is `file:line` of the paragraph.
-    """
+    """Return the sentences of Markdown pages."""
     return [
         Text(f"{path.relative_to(root)}:{line}", sentence.strip())
         for path in paths
@@ -115,11 +93,7 @@ def sentences(paths: list[Path], root: Path) -> list[Text]:
 
 
 def draw(texts: list[Text], count: int, seed: int) -> list[Text]:
-    """Return `count` texts chosen at random without repetition, the same ones for the same seed and texts.
-
-    Raises:
-        ValueError: If there are fewer texts than `count`.
-    """
+    """Return `count` texts chosen at random without repetition, the same ones for the same seed and texts."""
     if count > len(texts):
         raise ValueError(f"{count} texts were requested, but there are only {len(texts)}: lower --count")
     return random.Random(seed).sample(texts, count)

@@ -30,15 +30,6 @@ def write_manifest(staging: Path, content: dict[str, Any], *, known: Mapping[str
     The added fields are `format`, `contract_version`, `manifest_sha256` and `files`. `files` maps every file of the
     staging folder, as a relative POSIX path, to {"sha256": hex, "bytes": size}. Call this function last: a staging
     folder with a file that is not listed is refused.
-
-    Args:
-        staging: The staging folder.
-        content: The other fields, as JSON can represent them, without NaN.
-        known: Digests of files that were hashed while they were written. These files are not read again.
-
-    Raises:
-        KvexportError: If the staging folder contains a link or an unsafe name, or `content` has a field of this
-            function.
     """
     entries = {name: entry for name, entry in scan(staging).items() if name != MANIFEST}
     known = dict(known or {})
@@ -74,14 +65,6 @@ def check_artifact(root: Path, verify: bool, later: Collection[str] = ()) -> dic
     """Check the directory of an artifact and return its manifest as plain JSON values.
 
     The directory is listed only after its manifest shows that it is an artifact.
-
-    Args:
-        root: The directory.
-        verify: Whether to compare the SHA-256 of every file.
-        later: Files whose SHA-256 is not compared here, because `read_verified` compares it when the file is opened.
-
-    Raises:
-        ArtifactError: If anything is wrong.
     """
     try:
         manifest = _read_manifest(root)
@@ -112,14 +95,6 @@ def read_verified(root: Path, name: str, expected: str) -> bytes:
     """Return the bytes of an artifact's file after comparing them with the manifest's digest.
 
     The returned bytes are the checked ones, even if the file changes afterwards. Use this for files that are code.
-
-    Args:
-        root: The directory of the artifact.
-        name: The name of the file.
-        expected: Its SHA-256.
-
-    Raises:
-        ArtifactError: If the file cannot be read or has another digest.
     """
     try:
         data = (root / name).read_bytes()
@@ -256,11 +231,6 @@ def file_digests(
     """Yield the SHA-256 of files under `root` in the given order.
 
     A few files are read at the same time, because hashlib lets other threads run.
-
-    Args:
-        root: The directory.
-        names: The names of the files.
-        readers: For each file a function that also receives its blocks, or None. Its exceptions are raised here.
     """
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:

@@ -27,51 +27,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of an artifact in its manifest.
+    """A file of an artifact in its manifest."""
 
-    Attributes:
-        sha256: The SHA-256 in hexadecimal.
-        bytes: The size.
-    """
-
-    sha256: str
-    bytes: int
+    sha256: str  # SHA-256 in hexadecimal
+    bytes: int  # size
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The description of the checkpoint's model in an artifact's manifest.
+    """The description of the checkpoint's model in an artifact's manifest."""
 
-    Attributes:
-        type: The type of the model in its config.
-        fingerprint: A digest of the checkpoint's headers.
-        vocabulary: The number of logits.
-        layers: The number of layers.
-        query_heads: The number of query heads of each layer that has a cache.
-        packed: The number of packed weights by format.
-    """
-
-    type: str
-    fingerprint: str
-    vocabulary: Count
+    type: str  # type of the model in its config
+    fingerprint: str  # A digest of the checkpoint's headers
+    vocabulary: Count  # number of logits
     layers: Count
-    query_heads: tuple[Count, ...]
-    packed: Mapping[str, Count]
+    query_heads: tuple[Count, ...]  # number of query heads of each layer that has a cache
+    packed: Mapping[str, Count]  # number of packed weights by format
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """The file names of an artifact's ONNX graphs.
-
-    Attributes:
-        decoder: The decoder.
-        merge: The merge, or None if no layer merges.
-        top_logits: The graph that finds the largest logits. Older artifacts have none.
-    """
+    """The file names of an artifact's ONNX graphs."""
 
     decoder: str
-    merge: str | None
-    top_logits: str | None = None
+    merge: str | None  # merge, or None if no layer merges
+    top_logits: str | None = None  # graph that finds the largest logits. Older artifacts have none.
 
     def files(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the file name of every ONNX graph of an artifact."""
@@ -81,52 +61,34 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest inputs that an artifact's ONNX graphs take.
+    """The largest inputs that an artifact's ONNX graphs take."""
 
-    Attributes:
-        max_length: The largest number of tokens of a sequence.
-        max_batch: The largest number of sequences of a batch.
-        prefill_chunk: The largest number of tokens of a sequence in one call.
-        merge_every: The number of decoded tokens between merges.
-    """
-
-    max_length: Count
-    max_batch: Annotated[int, Field(ge=1, le=MOST_LANES)]
-    prefill_chunk: Count
-    merge_every: Count
+    max_length: Count  # largest number of tokens of a sequence
+    max_batch: Annotated[int, Field(ge=1, le=MOST_LANES)]  # largest number of sequences of a batch
+    prefill_chunk: Count  # largest number of tokens of a sequence in one call
+    merge_every: Count  # number of decoded tokens between merges
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """An artifact's manifest.
+    """An artifact's manifest."""
 
-    Attributes:
-        name: The name of the recipe.
-        recipe: The recipe.
-        model: The checkpoint's model.
-        cache: The cache plan.
-        graphs: The files of the ONNX graphs.
-        top_logits: The number of largest logits that top_logits.onnx finds in a row.
-        limits: The largest inputs of the graphs.
-        operators: The implementation of each operator of the contract, or None if the artifact does not need it.
-        versions: The versions of the packages that built the artifact, or None for one that was not installed.
-        adapters: The numbers of inputs and outputs of each projection that takes LoRA adapters, by its module.
-        engines: The additions of each backend to the ONNX graphs, by the backend's name and in its own format.
-        files: Every file except the manifest by its relative POSIX path; empty until the files are digested.
-        contract_version: The version of the contract.
-    """
-
-    name: str
+    name: str  # name of the recipe
     recipe: Recipe
-    model: ModelFacts
+    model: ModelFacts  # checkpoint's model
     cache: CachePlan
-    graphs: Graphs
-    top_logits: Annotated[int, Field(ge=0)] = 0
-    limits: Limits
+    graphs: Graphs  # files of the ONNX graphs
+    top_logits: Annotated[int, Field(ge=0)] = 0  # number of largest logits that top_logits.onnx finds in a row
+    limits: Limits  # largest inputs of the graphs
+    # Implementation of each operator of the contract, or None if the artifact does not need it
     operators: Mapping[str, str | None]
+    # Versions of the packages that built the artifact, or None for one that was not installed
     versions: Mapping[str, str | None]
+    # Numbers of inputs and outputs of each projection that takes LoRA adapters, by its module
     adapters: Mapping[str, tuple[Count, Count]] = field(default_factory=dict)
+    # Additions of each backend to the ONNX graphs, by the backend's name and in its own format
     engines: Mapping[str, Any] = field(default_factory=dict)
+    # Every file except the manifest by its relative POSIX path; empty until the files are digested
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 
@@ -154,15 +116,7 @@ class Manifest:
 
 
 def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of an artifact.
-
-    Args:
-        root: The directory of the artifact, for messages.
-        raw: The checked JSON.
-
-    Raises:
-        ArtifactError: If a field is missing, has another type, or contradicts another; it names the first such field.
-    """
+    """Return the manifest of an artifact."""
     data = dict(raw)
     if isinstance(recipe := data.get("recipe"), dict):
         data |= {"recipe": {key: value for key, value in recipe.items() if key != "name"}, "name": recipe.get("name")}
@@ -189,11 +143,7 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
 
 
 def _check_limits(root: Path, manifest: Manifest) -> None:
-    """Check that the limits of an artifact are those of its recipe.
-
-    Raises:
-        ArtifactError: If not.
-    """
+    """Check that the limits of an artifact are those of its recipe."""
     recipe = manifest.recipe
     expected = {
         "max_length": recipe.limits.max_length,
@@ -207,11 +157,7 @@ def _check_limits(root: Path, manifest: Manifest) -> None:
 
 
 def _check_cache(root: Path, place: str, cache: LayerCache) -> None:
-    """Check that the state of a KV cache in a manifest can be allocated.
-
-    Raises:
-        ArtifactError: If not.
-    """
+    """Check that the state of a KV cache in a manifest can be allocated."""
     for size in fields(cache):
         value = getattr(cache, size.name)
         least = 1 if size.name in ("key_size", "value_size", "budget", "capacity") else 0
@@ -244,17 +190,7 @@ def _check_cache(root: Path, place: str, cache: LayerCache) -> None:
 
 
 def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:
-    """Return JSON data as a dataclass, with strict types: text is never a number.
-
-    Args:
-        root: The directory of the artifact, for messages.
-        kind: The dataclass.
-        data: The data.
-        above: The place of the data in the manifest.
-
-    Raises:
-        ArtifactError: It names the first wrong field.
-    """
+    """Return JSON data as a dataclass, with strict types: text is never a number."""
     try:
         value: T = TypeAdapter(kind).validate_json(json.dumps(data), strict=True)
         return value
@@ -272,17 +208,7 @@ def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:
 
 
 def require_file(root: Path, manifest: Manifest, field: str, name: str) -> None:
-    """Check that an artifact's manifest lists a file.
-
-    Args:
-        root: The directory of the artifact, for messages.
-        manifest: The manifest.
-        field: The field that names the file.
-        name: The name of the file.
-
-    Raises:
-        ArtifactError: If it does not.
-    """
+    """Check that an artifact's manifest lists a file."""
     if name not in manifest.files:
         raise unusable(root, field, f"should be a file of the artifact, found {_shown(name)}, which is not listed")
 

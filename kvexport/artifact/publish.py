@@ -33,15 +33,6 @@ def staging(target: Path) -> Iterator[Path]:
     readable until the new one replaces it, and is then deleted with everything else in its directory. If the block
     raises, the staging folder is removed and `target` stays unchanged. After a kill -9 `target` is absent, the old
     artifact or the new one, and the next call removes everything that was left next to it.
-
-    Args:
-        target: The directory of the artifact.
-
-    Raises:
-        UsageError: If `target` cannot be used: something other than an artifact is there, its parent is missing or
-            read-only, or another build has locked it.
-        EnvironmentProblem: If the disk or quota is full.
-        KvexportError: If the block wrote no manifest for its files.
     """
     target = place(Path(target))
     _refuse_foreign(target)
@@ -76,11 +67,7 @@ def staging(target: Path) -> Iterator[Path]:
 
 
 def place(target: Path) -> Path:
-    """Return the path of an artifact with its parent resolved, so that two spellings of one path share one lock.
-
-    Raises:
-        UsageError: If there cannot be a directory at this place.
-    """
+    """Return the path of an artifact with its parent resolved, so that two spellings of one path share one lock."""
     if target.name in ("", ".."):
         target = target.resolve()
     try:
@@ -100,11 +87,7 @@ def place(target: Path) -> Path:
 
 
 def _refuse_foreign(target: Path) -> None:
-    """Check that a build may replace `target`: it is absent, an empty directory or an artifact on this file system.
-
-    Raises:
-        UsageError: If not.
-    """
+    """Check that a build may replace `target`: it is absent, an empty directory or an artifact on this file system."""
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
@@ -167,9 +150,6 @@ def acquire(target: Path) -> int:
     """Lock the lock file of an artifact's directory, and return its file descriptor.
 
     The file contains the id of this process.
-
-    Raises:
-        BlockingIOError: If another build has the lock.
     """
     path = beside(target, "lock")
     while True:
@@ -306,11 +286,7 @@ def _publish(work: Path, target: Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two directories in one step (Linux, renameat2 with RENAME_EXCHANGE).
-
-    Returns:
-        False if the C library or the file system cannot do it.
-    """
+    """Swap two directories in one step (Linux, renameat2 with RENAME_EXCHANGE)."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -15,18 +15,7 @@ from kvexport.errors import ArtifactError, UsageError
 
 
 def load_manifest(path: Path, *, verify: bool = True, later: Collection[str] = ()) -> Manifest:
-    """Check the artifact at `path` with every file that its manifest lists, and return the manifest.
-
-    Args:
-        path: The directory of the artifact.
-        verify: See `load_checked`.
-        later: See `load_checked`.
-
-    Raises:
-        UsageError: If there is nothing at `path`.
-        ArtifactError: For everything that `load_checked` finds, and if a field is missing, has another type, or names a
-            file that is not part of the artifact.
-    """
+    """Check the artifact at `path` with every file that its manifest lists, and return the manifest."""
     path = Path(path)
     return parse_manifest(path, load_checked(path, verify=verify, later=later))
 
@@ -39,16 +28,6 @@ def load_checked(path: Path, *, verify: bool = True, later: Collection[str] = ()
     The digests detect damage: a truncated download, a flipped bit, an edit, a file added by mistake. They do **not**
     prove where the artifact comes from. A program that can write the directory can write a matching manifest, and can
     change a file after this check. Load artifacts only from directories that no untrusted user can write.
-
-    Args:
-        path: The directory of the artifact.
-        verify: False skips the SHA-256 of the files. The manifest's own digest, names, sizes, unlisted files and links
-            are always checked.
-        later: Files whose SHA-256 is not compared here, because `read_verified` compares it when the file is opened.
-
-    Raises:
-        UsageError: If there is nothing at `path`.
-        ArtifactError: If anything is wrong with the artifact.
     """
     try:
         str(path).encode()

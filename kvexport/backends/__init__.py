@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def get(name: str) -> Backend:
-    """Return the registered backend (ONNX Runtime or TensorRT) called `name`.
-
-    Raises:
-        UsageError: If there is no such backend.
-    """
+    """Return the registered backend (ONNX Runtime or TensorRT) called `name`."""
     from kvexport.backends.sections import names
 
     if name not in names():

@@ -47,30 +47,20 @@ def largest_bytes(recipe: Recipe, targets: Mapping[str, tuple[int, int]]) -> int
 
 @dataclass(frozen=True)
 class Adapter:
-    """One LoRA adapter of a loaded model.
+    """One LoRA adapter of a loaded model."""
 
-    Attributes:
-        name: The name that requests use.
-        digest: The SHA-256 of its files. Snapshots and prefixes of its sequences contain this digest.
-        rows: Its rows in the matrices of all adapters.
-    """
-
-    name: str
-    digest: str
-    rows: range
+    name: str  # name that requests use
+    digest: str  # SHA-256 of its files. Snapshots and prefixes of its sequences contain this digest.
+    rows: range  # its rows in the matrices of all adapters
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """All LoRA adapters of a loaded model.
-
-    Attributes:
-        by_name: Each adapter by its name.
-        tensors: The matrices of all adapters by the name of the decoder's input. The first row is 0 and belongs to no
-            adapter: calls without adapters read only this row.
-    """
+    """All LoRA adapters of a loaded model."""
 
     by_name: Mapping[str, Adapter] = field(default_factory=dict)
+    # Matrices of all adapters by the name of the decoder's input. The first row is 0 and belongs to no adapter: calls
+    # without adapters read only this row.
     tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
@@ -103,11 +93,7 @@ class Adapters:
         return {ROWS: rows, **{name: array[:1] for name, array in self.tensors.items()}}
 
     def get(self, name: str | None) -> Adapter | None:
-        """Return an adapter by its name; None if the name is None, for the model without an adapter.
-
-        Raises:
-            UsageError: No adapter of this name is loaded.
-        """
+        """Return an adapter by its name; None if the name is None, for the model without an adapter."""
         if name is None:
             return None
         if name not in self.by_name:
@@ -124,16 +110,7 @@ class Adapters:
 
 
 def load_adapters(manifest: Manifest, folders: Mapping[str, str | Path]) -> Adapters:
-    """Read LoRA adapters in PEFT's format for the decoder of an artifact.
-
-    Args:
-        manifest: The manifest of the artifact.
-        folders: The folder of each adapter by its name.
-
-    Raises:
-        UsageError: The artifact was built for fewer adapters, a smaller rank or other projections, or an adapter is
-            damaged or does not fit the model.
-    """
+    """Read LoRA adapters in PEFT's format for the decoder of an artifact."""
     section, targets = manifest.recipe.adapters, manifest.adapters
     if len(folders) > section.count:
         raise UsageError(

@@ -39,16 +39,7 @@ def most_evicted(shared: int) -> int:
 
 
 def merge_problem(cache: CachePlan, method: Method, capability: tuple[int, int] | None = None) -> str:
-    """Return why GPUs of a compute capability cannot run MergeCache's CUDA kernels for some caches.
-
-    Args:
-        cache: The caches of the model.
-        method: The compression method.
-        capability: The compute capability; None for all. The text then names those with too little shared memory.
-
-    Returns:
-        The reason, with the shared memory of the GPUs; "" if there is no problem, or if the method has no kernel.
-    """
+    """Return why GPUs of a compute capability cannot run MergeCache's CUDA kernels for some caches."""
     policy = method.policy()
     if policy is None:
         return ""

@@ -62,13 +62,7 @@ def votes_names(plan: CachePlan) -> list[str]:
 
 
 def without_last(plan: CachePlan, votes: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
-    """Return the votes of a lane's KV-cache slots without the last `count` tokens of every head.
-
-    Args:
-        plan: The cache plan, in which the heads of a layer have one capacity.
-        votes: The votes of a saved lane by input name.
-        count: The number of tokens to remove.
-    """
+    """Return the votes of a lane's KV-cache slots without the last `count` tokens of every head."""
     places, result = slot_places(plan), {}
     for name, array in votes.items():
         cache = places[name].cache
@@ -81,13 +75,7 @@ def without_last(plan: CachePlan, votes: Mapping[str, NDArray[Any]], count: int)
 def read_used(
     plan: CachePlan, whole: Callable[[str], NDArray[Any]], names: Collection[str] | None
 ) -> dict[str, NDArray[Any]]:
-    """Return copies of one lane's state tensors, cut to the first slots of each KV head.
-
-    Args:
-        plan: The cache plan.
-        whole: A function that returns a tensor of the lane with all slots.
-        names: The tensors to read, or None for all.
-    """
+    """Return copies of one lane's state tensors, cut to the first slots of each KV head."""
     used: dict[str, tuple[int, ...]] = {}
     arrays = {}
     for name, (axis, cache) in slot_places(plan).items():

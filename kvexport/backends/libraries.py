@@ -17,14 +17,7 @@ MACHINES = {3: "i686", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"} 
 
 
 def find(variable: str, name: str, entry: str = "") -> Path | None:
-    """Return the path of a native library; None if there is none.
-
-    Args:
-        variable: An environment variable that names another file, or is ``off``.
-        name: The file's name in the package's folder.
-        entry: The name of an entry point in the group ``kvexport.libraries``, which returns the path if the package's
-            folder has no such file; "" if no other distribution provides the library.
-    """
+    """Return the path of a native library; None if there is none."""
     setting = os.environ.get(variable, "")
     if setting == "off":
         return None
@@ -35,13 +28,7 @@ def find(variable: str, name: str, entry: str = "") -> Path | None:
 
 
 def why_none(variable: str, subject: str, fix: str) -> tuple[str, str]:
-    """Return why `find` returned None for a library, and the command or setting that makes the library available.
-
-    Args:
-        variable: The environment variable.
-        subject: The operators of the library, in the plural.
-        fix: The command that builds the library.
-    """
+    """Return why `find` returned None for a library, and the command or setting that makes the library available."""
     setting = os.environ.get(variable, "")
     if not setting:
         return f"{subject} are not built", fix

@@ -28,14 +28,6 @@ class LaneState(Protocol):
         """Append tokens to the batch lanes first <= lane < first + n and return logits; other lanes do not change.
 
         The next call may overwrite the returned arrays.
-
-        Args:
-            input_ids: [n, T] token ids.
-            query_length: [n, 1], the number of real tokens of each lane; the others are padding.
-            first: The first lane.
-
-        Returns:
-            Logits [n, 1 or T, vocabulary].
         """
         ...
 
@@ -56,27 +48,18 @@ class LaneState(Protocol):
         ...
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty the KV caches of batch lanes first <= lane < last.
-
-        Args:
-            first: The first lane.
-            last: The end of the range.
-            poisoned: Whether the lanes may contain NaN; if so, every value is overwritten.
-        """
+        """Empty the KV caches of batch lanes first <= lane < last."""
         ...
 
 
 class ModelState(LaneState, Protocol):
-    """A `LaneState` (the KV caches of a batch) whose tensors the host can read and write, on any device.
+    """A `LaneState` (the KV caches of a batch) whose tensors the host can read and write, on any device."""
 
-    Attributes:
-        top_logits: The number of largest logits that `step` returns for each row. 0 if the artifact has no graph for
-            them. None if logits are in the host's memory.
-        runs_ahead: Whether the state has `begin` and `follow`, with which the device computes a decode call before the
-            host has read the tokens of the one before.
-    """
-
+    # Number of largest logits that `step` returns for each row. 0 if the artifact has no graph for them. None if logits
+    # are in the host's memory.
     top_logits: int | None
+    # Whether the state has `begin` and `follow`, with which the device computes a decode call before the host has read
+    # the tokens of the one before
     runs_ahead: bool = False
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
@@ -110,10 +93,6 @@ class ModelState(LaneState, Protocol):
         """Return copies of one lane's state tensors by input name, in host memory and without the batch dimension.
 
         Tensors of slots are cut to the occupied slots, which are a prefix.
-
-        Args:
-            lane: The lane.
-            names: The tensors to read, or None for all.
         """
         ...
 
@@ -121,11 +100,6 @@ class ModelState(LaneState, Protocol):
         """Overwrite the state tensors of one batch lane with tensors that `read` returned.
 
         Slots beyond those of `state` become empty. Tensors that `state` does not contain stay unchanged.
-
-        Args:
-            lane: The lane.
-            state: The tensors by input name.
-            past_length: The number of tokens that the lane has seen, or None to keep it.
         """
         ...
 
@@ -138,13 +112,7 @@ class ModelState(LaneState, Protocol):
         ...
 
     def adapt(self, lane: int, rows: range) -> None:
-        """Choose the LoRA adapter with which one batch lane is computed from now on.
-
-        Args:
-            lane: The lane.
-            rows: The adapter's rows (`kvexport.backends.adapters.Adapter.rows`); empty for the model without an
-                adapter.
-        """
+        """Choose the LoRA adapter with which one batch lane is computed from now on."""
         if rows:
             raise NotImplementedError
 
@@ -157,30 +125,15 @@ class ModelState(LaneState, Protocol):
         ...
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Overwrite the state tensors (KV caches) of the first n batch lanes.
-
-        Args:
-            state: Every state tensor of n lanes by its input name.
-            past_length: [n, 1], the number of tokens that each lane has seen.
-        """
+        """Overwrite the state tensors (KV caches) of the first n batch lanes."""
         ...
 
 
 class LoadedModel(Protocol):
-    """A loaded model: its graphs, with one copy of the weights for any number of states.
+    """A loaded model: its graphs, with one copy of the weights for any number of states."""
 
-    Attributes:
-        all_logits: Whether a call returns logits of every token instead of the last one.
-    """
-
-    all_logits: bool
+    all_logits: bool  # whether a call returns logits of every token instead of the last one
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> ModelState:
-        """Return a state of empty KV caches for a batch of sequences.
-
-        Args:
-            plan: The cache plan.
-            lanes: The number of sequences.
-            memory: A function that allocates the state if it is in the host's memory; None for numpy's own allocation.
-        """
+        """Return a state of empty KV caches for a batch of sequences."""
         ...

@@ -15,9 +15,6 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
     Args:
         values: Times in seconds.
-
-    Returns:
-        Figures by name; every figure is None if there are no values.
     """
     if not len(values):
         return {**{f"p{p}": None for p in PERCENTILES}, "mean": None, "max": None}

@@ -28,23 +28,14 @@ WARM_UP = 2  # steps of decoding that are not counted
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch sizes, context lengths and chunk sizes that a benchmark measures.
+    """The batch sizes, context lengths and chunk sizes that a benchmark measures."""
 
-    Attributes:
-        batches: Numbers of sequences that decode together.
-        contexts: Numbers of prompt tokens.
-        chunks: Numbers of prompt tokens per call of prefill; 0 is the artifact's chunk.
-        steps: Number of decode steps that are timed.
-        rounds: How often each prompt is read.
-        seed: Seed of the prompts.
-    """
-
-    batches: tuple[int, ...] = (1,)
-    contexts: tuple[int, ...] = (512,)
-    chunks: tuple[int, ...] = (0,)
-    steps: int = 64
-    rounds: int = 3
-    seed: int = 0
+    batches: tuple[int, ...] = (1,)  # numbers of sequences that decode together
+    contexts: tuple[int, ...] = (512,)  # numbers of prompt tokens
+    chunks: tuple[int, ...] = (0,)  # numbers of prompt tokens per call of prefill; 0 is the artifact's chunk
+    steps: int = 64  # number of decode steps that are timed
+    rounds: int = 3  # how often each prompt is read
+    seed: int = 0  # seed of the prompts
 
 
 @dataclass
@@ -64,17 +55,7 @@ class Result:
 
 
 def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> Result:
-    """Measure decode steps and prefill of an engine in which no request runs.
-
-    Args:
-        engine: The engine.
-        name: Name of the artifact in the result.
-        plan: Sizes to measure.
-        show: Shows the progress; None shows nothing.
-
-    Raises:
-        UsageError: A context, batch or chunk exceeds the artifact's limits. Nothing has been measured then.
-    """
+    """Measure decode steps and prefill of an engine in which no request runs."""
     limits = engine.manifest.limits
     chunks = tuple(chunk or limits.prefill_chunk for chunk in plan.chunks)
     _check(engine, plan, chunks)

@@ -20,13 +20,6 @@ def robust_budgets(
     All kinds have the same weight: the costs of a kind are relative to its cost with equal budgets. The budgets with
     the smallest sum of relative costs are shrunk towards equal budgets. To choose the factor, budgets are computed
     without each kind of text in turn. The factor with the smallest cost on the worst left-out kind is taken.
-
-    Args:
-        costs: By kind of text [n, budgets], nats.
-        budgets: The measured budgets, in slots.
-        slots: The mean budget, in slots.
-        least: The smallest number of slots of a head.
-        most: The largest number of slots of a head, which causes no cost.
     """
     curves = {kind: curves_of(cost, budgets, least, most) for kind, cost in costs.items()}
     equal = {kind: max(curve[:, slots - least].sum(), NOTHING) for kind, curve in curves.items()}
@@ -67,13 +60,7 @@ def curves_of(cost: NDArray[np.float64], budgets: Sequence[int], least: int, mos
 
 
 def cheapest(curve: NDArray[np.float64], slots: int, least: int) -> NDArray[np.int64]:
-    """Return the budgets in slots, [n], with the least sum of costs at `slots` mean slots.
-
-    Args:
-        curve: [n, counts] the cost of `least` slots, `least` + 1 and so on.
-        slots: The mean budget.
-        least: The smallest number of slots.
-    """
+    """Return the budgets in slots, [n], with the least sum of costs at `slots` mean slots."""
     counts, total = least + np.arange(curve.shape[1]), slots * len(curve)
     low, high = -40.0, 10.0
     for _ in range(100):

@@ -27,15 +27,7 @@ OPSETS = (("", 23), ("kvexport", 1))
 def compressed_attention(
     cache: LayerCache, layer: LayerGeometry, method: Method, inputs: Sequence[Tensor], chunk: int
 ) -> Tensor:
-    """Return the attention output [1, Hq, T, Dv] of a layer whose cache merges after every chunk.
-
-    Args:
-        cache: The layer's cache, whose KV heads have one budget.
-        layer: The layer's attention geometry.
-        method: The compression method.
-        inputs: Query [1, Hq, T, D], key [1, H, T, D] and value [1, H, T, Dv], float32.
-        chunk: Tokens between merges.
-    """
+    """Return the attention output [1, Hq, T, Dv] of a layer whose cache merges after every chunk."""
     import torch
 
     parts, dtypes = [], cache.dtypes()

@@ -25,19 +25,7 @@ def with_measured_budgets(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return a recipe with measured budgets, or the unchanged recipe and a line for the user if this is not possible.
-
-    Args:
-        loaded: The recipe of a user's model.
-        changed: Returns the same recipe with more settings, "dotted.key=value".
-        calibrate: Whether to measure. None measures if the model, the machine and the backend allow it; True raises an
-            error if they do not; False returns the recipe unchanged.
-        progress: Shows the stages.
-
-    Raises:
-        UsageError: `calibrate` is True, and budgets of this model cannot be measured.
-        EnvironmentProblem: `calibrate` is True, and this machine cannot measure them.
-    """
+    """Return a recipe with measured budgets, or the unchanged recipe and a line for the user if none can be had."""
     recipe = loaded.recipe
     if calibrate is False or not _has_a_choice(loaded):
         return loaded

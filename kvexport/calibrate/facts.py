@@ -33,11 +33,7 @@ THINGS = [
 
 
 def text_language(checkpoint: Path, text: str | None) -> Language:
-    """Return the source of calibration texts: `text`, or library source that no evaluation uses.
-
-    Raises:
-        UsageError: The checkpoint has no tokenizer.
-    """
+    """Return the source of calibration texts: `text`, or library source that no evaluation uses."""
     if not (checkpoint / FILE_NAME).exists():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
     tokenizer = Tokenizer.from_folder(checkpoint)
@@ -48,11 +44,7 @@ def text_language(checkpoint: Path, text: str | None) -> Language:
 
 
 def fact_passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
-    """Return texts of about `length` tokens, each with FACTS inserted statements to recall, such as codes of places.
-
-    Raises:
-        UsageError: The text is too short, or the checkpoint has no tokenizer.
-    """
+    """Return texts of about `length` tokens, each with FACTS inserted statements to recall, such as codes of places."""
     if not (checkpoint / FILE_NAME).exists():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, so facts cannot be written as tokens", "put it there")
     tokenizer = Tokenizer.from_folder(checkpoint)

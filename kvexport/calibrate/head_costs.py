@@ -37,16 +37,7 @@ class HeadCosts:
     """The costs of evictions in one model under one cache method."""
 
     def __init__(self, recipe: Recipe, shape: ModelShape) -> None:
-        """Prepare the measurement.
-
-        Args:
-            recipe: The recipe; its budget and types have no effect, because caches are float32.
-            shape: The model of the recipe.
-
-        Raises:
-            UsageError: A layer does not attend to all positions in the same way, or the model cannot be run layer by
-                layer.
-        """
+        """Prepare the measurement."""
         for i, layer in enumerate(shape.geometry):
             if layer.sliding_window or layer.softcap or layer.sink_logits:
                 problem = f"layer {i} has a sliding window, a softcap or sink logits, which this measurement leaves out"
@@ -75,14 +66,7 @@ class HeadCosts:
         budgets: Sequence[int],
         advance: Callable[[int], None] = lambda _: None,
     ) -> NDArray[np.float64]:
-        """Return the cost [layers, heads, budgets] of every head's evictions, in nats per evaluated position.
-
-        Args:
-            ids: Token ids of the text.
-            counted: The evaluated positions.
-            budgets: Slots of a head.
-            advance: Called with the number of progress steps of each pass of a layer.
-        """
+        """Return the cost [layers, heads, budgets] of every head's evictions, in nats per evaluated position."""
         geometry, full = self._geometry, _Full(self._geometry)
         recipes = [sized(self._resolved, len(ids), slots) for slots in budgets]
         plans, chunk = [plan_cache(recipe, geometry) for recipe in recipes], recipes[0].export.prefill_chunk

@@ -32,27 +32,16 @@ PASSAGES = 2  # passages with facts
 
 @dataclass(frozen=True)
 class HeadShares:
-    """The measured costs of evictions by KV head, and the shares of the cache budget that follow.
-
-    Attributes:
-        recipe: Name of the recipe.
-        length: The largest number of tokens of a text.
-        texts: The number of texts of each task; a kind of text is a task.
-        budgets: The measured budgets, in slots of a head.
-        costs: By task, layer, KV head and budget: nats, mean over texts.
-        changes: By task the estimated cost with these shares, relative to that with equal budgets.
-        shrink: The share of the budget that is divided equally among all heads.
-        shares: Shares of the budget by layer and KV head, relative to their mean.
-    """
+    """The measured costs of evictions by KV head, and the shares of the cache budget that follow."""
 
     recipe: str
-    length: int
-    texts: dict[str, int]
-    budgets: list[int]
-    costs: dict[str, list[list[list[float]]]]
-    changes: dict[str, float]
-    shrink: float
-    shares: list[list[float]]
+    length: int  # largest number of tokens of a text
+    texts: dict[str, int]  # number of texts of each task; a kind of text is a task
+    budgets: list[int]  # measured budgets, in slots of a head
+    costs: dict[str, list[list[list[float]]]]  # by task, layer, KV head and budget: nats, mean over texts
+    changes: dict[str, float]  # by task the estimated cost with these shares, relative to that with equal budgets
+    shrink: float  # share of the budget that is divided equally among all heads
+    shares: list[list[float]]  # shares of the budget by layer and KV head, relative to their mean
 
     def to_json(self) -> dict[str, Any]:
         """Return the measured costs and the budget shares of all KV heads as JSON values."""
@@ -100,25 +89,6 @@ def calibrate_heads(
     """Measure the cost of evictions in every KV head, and share the recipe's cache budget accordingly.
 
     The recipe's model runs in PyTorch over the texts. All tasks have the same weight, and each kind of text is a task.
-
-    Args:
-        recipe: Name or file of the recipe.
-        overrides: Changes of the recipe, as `--set` takes them.
-        length: The largest number of tokens of a text; None for 1,024, or the recipe's longest sequence if that is
-            shorter.
-        passages: The number of texts for each task except KINDS.
-        seed: Seed of the texts.
-        text: The text that samples are cut from; None for source of Python's library that no evaluation uses, and
-            Python's manual for RECALL.
-        texts: A folder with a file for each kind of text; None for the package's texts.
-        tasks: KINDS, RECALL, or names of `kvexport.evaluate.tasks`; None for the first two, or for a task of its own
-            language and RECALL if the model has one.
-        progress: Shows the stages.
-
-    Raises:
-        UsageError: Heads of the recipe cannot have different budgets, its budget cannot hold sinks and recent slots, a
-            layer does not attend to every position alike (sliding windows, soft caps, sink logits), the checkpoint has
-            no tokenizer, a text is too short, or a task is unknown.
     """
     from kvexport.export.build import read_model
 
@@ -198,11 +168,7 @@ def asked_and_answered(passage: Passage) -> Sample:
 
 
 def share_of_text(recipe: Recipe, length: int) -> int:
-    """Return the recipe's share of a text of `length` tokens, in slots of a head.
-
-    Raises:
-        UsageError: That share cannot hold sinks, recent slots and two more.
-    """
+    """Return the recipe's share of a text of `length` tokens, in slots of a head."""
     at, least = recipe.budget / recipe.limits.max_length * length, math.ceil(least_slots(recipe))
     if not least < at < length:
         raise UsageError(
@@ -223,13 +189,7 @@ def grouped(measured: Measured) -> Measured:
 
 
 def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[list[float]], float]:
-    """Return budget shares [layers, heads], relative to their mean, and the shrinkage factor.
-
-    Args:
-        measured: The costs of evictions.
-        slots: The mean slots of a head.
-        least: The smallest number of slots of a head.
-    """
+    """Return budget shares [layers, heads], relative to their mean, and the shrinkage factor."""
     costs, shape = _rows(measured.costs), next(iter(measured.costs.values())).shape[:2]
     budgets, shrink = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
     return (budgets / slots).round(2).reshape(shape).tolist(), shrink

@@ -40,29 +40,15 @@ HINT = "--no-calibrate builds at once with uniform budgets"
 
 @dataclass(frozen=True)
 class Measured:
-    """The costs of evictions on texts of several kinds.
+    """The costs of evictions on texts of several kinds."""
 
-    Attributes:
-        length: The tokens that the budgets refer to.
-        budgets: The measured budgets, in slots of a head in a text of `length` tokens.
-        costs: By kind of text [layers, heads, budgets], nats.
-    """
-
-    length: int
-    budgets: list[int]
-    costs: dict[str, NDArray[np.float64]]
+    length: int  # tokens that the budgets refer to
+    budgets: list[int]  # measured budgets, in slots of a head in a text of `length` tokens
+    costs: dict[str, NDArray[np.float64]]  # by kind of text [layers, heads, budgets], nats
 
 
 def budgets_of(length: int, least: float) -> list[int]:
-    """Return the measured budgets of a text, in slots: from 1/32 to 1/2 of the text, in equal ratios.
-
-    Args:
-        length: Tokens of the text.
-        least: The smallest budget of a head.
-
-    Raises:
-        UsageError: The text is too short for budgets of different sizes.
-    """
+    """Return the measured budgets of a text, in slots: from 1/32 to 1/2 of the text, in equal ratios."""
     low, high = max(length / 32, least), length / 2
     if high < 2 * low:
         raise UsageError(
@@ -89,22 +75,7 @@ def measure(
     progress: Callable[[str, int | None], Progress],
     most_seconds: float | None = None,
 ) -> Measured:
-    """Return the costs of evictions on texts; costs that were measured before come from the cache folder.
-
-    Args:
-        recipe: The recipe.
-        shape: The model of the recipe.
-        samples: A text of every kind.
-        length: The tokens of a text that the budgets refer to. A shorter text has budgets in the same ratios.
-        progress: Shows the stages. The time that the texts take is estimated from the first of them.
-        most_seconds: The longest time for the texts after the first, in a build; None for no limit. If all texts would
-            take longer, only as many are read as this time allows.
-
-    Raises:
-        UsageError: The model cannot be measured.
-        EnvironmentProblem: There is too little memory, there is time for fewer than `FEWEST` texts, or the cache folder
-            cannot be written.
-    """
+    """Return the costs of evictions on texts; costs that were measured before come from the cache folder."""
     folder, least = folder_of(recipe, shape.checkpoint), least_slots(recipe)
     budgets = budgets_of(length, least)
     files = {kind: folder / f"{_digest(sample)}.json" for kind, sample in samples.items()}

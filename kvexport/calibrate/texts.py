@@ -30,15 +30,10 @@ SHORTEST = 256  # a shorter text has too few tokens for caches of several budget
 
 @dataclass(frozen=True)
 class KindOfText:
-    """A text of one kind as token ids.
-
-    Attributes:
-        kind: The name of the kind.
-        ids: The token ids, with the tokenizer's start tokens.
-    """
+    """A text of one kind as token ids."""
 
     kind: str
-    ids: Ids
+    ids: Ids  # token ids, with the tokenizer's start tokens
 
     @property
     def digest(self) -> str:
@@ -47,14 +42,7 @@ class KindOfText:
 
 
 def read_kinds(folder: Path | None = None) -> dict[str, str]:
-    """Return the text of every kind.
-
-    Args:
-        folder: A folder with one .txt or .md file for each kind of text; None for the package's texts.
-
-    Raises:
-        UsageError: The folder has no such file, or a file is not UTF-8.
-    """
+    """Return the text of every kind."""
     if folder is None:
         return {kind: path.read_text(encoding="utf-8") for kind, path in FILES.items()}
     files = sorted(path for path in folder.glob("*") if path.suffix in (".txt", ".md") and path.is_file())
@@ -67,16 +55,7 @@ def read_kinds(folder: Path | None = None) -> dict[str, str]:
 
 
 def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) -> list[KindOfText]:
-    """Return the beginning of every text as at most `length` token ids.
-
-    Args:
-        checkpoint: The folder of the checkpoint's tokenizer.
-        kinds: The text of every kind.
-        length: The largest number of tokens of a text.
-
-    Raises:
-        UsageError: There is no tokenizer, the tokenizer does not know the words of a text, or a text is too short.
-    """
+    """Return the beginning of every text as at most `length` token ids."""
     if not (checkpoint / FILE_NAME).is_file():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
     tokenizer, texts = Tokenizer.from_folder(checkpoint), []

@@ -29,31 +29,16 @@ PAYS = 0.5
 
 @dataclass
 class _Copied:
-    """The counters of one sequence in the drafter's small copy of the KV cache.
-
-    Attributes:
-        length: Tokens that the full cache had seen at the last copy.
-        used: Used slots of each cache.
-        since: Tokens since the entries were selected.
-    """
+    """The counters of one sequence in the drafter's small copy of the KV cache."""
 
     request: Request
-    length: int
-    used: list[int]
-    since: int = 0
+    length: int  # tokens that the full cache had seen at the last copy
+    used: list[int]  # used slots of each cache
+    since: int = 0  # tokens since the entries were selected
 
 
 class CacheDrafter:
-    """A drafter for speculative decoding that runs the engine's own model over smaller copies of its KV caches.
-
-    Args:
-        manifest: The artifact's manifest.
-        model: The loaded model.
-        plan: The plan of the drafter's own caches (`kvexport.cache_planning.selected_plan`).
-
-    Raises:
-        UsageError: The state is not in the host's memory.
-    """
+    """A drafter for speculative decoding that runs the engine's own model over smaller copies of its KV caches."""
 
     def __init__(self, manifest: Manifest, model: LoadedModel, plan: CachePlan) -> None:
         self._full, self._plan, self._settings = manifest.cache, plan, manifest.recipe.speculate

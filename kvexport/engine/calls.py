@@ -22,23 +22,15 @@ from kvexport.errors import KvexportError
 
 @dataclass(frozen=True)
 class Ahead:
-    """A decode call that the device computes while the host does not know its logits.
+    """A decode call that the device computes while the host does not know its logits."""
 
-    Attributes:
-        requests: The requests, in the order of their lanes. Those that have ended since do not need their logits.
-        rows: A function that waits for the logits.
-    """
-
+    # Requests, in the order of their lanes. Those that have ended since do not need their logits.
     requests: Sequence[Request]
-    rows: Pending
+    rows: Pending  # A function that waits for the logits
 
 
 class ModelCalls:
-    """The engine's calls of the model: they read chunks of prompts, decode, and verify drafted tokens.
-
-    Attributes:
-        ahead: The decode call whose logits the host has not read; None if the device has nothing to compute.
-    """
+    """The engine's calls of the model: they read chunks of prompts, decode, and verify drafted tokens."""
 
     def __init__(self, pool: LanePool, forks: Forks, chunk: int, max_length: int) -> None:
         self.ahead: Ahead | None = None
@@ -51,20 +43,13 @@ class ModelCalls:
 
         Args:
             seconds: The time; None for no limit.
-
-        Returns:
-            The number of rows; 0 before the first call, None for no limit.
         """
         if seconds is None:
             return None
         return int(seconds / self._row_seconds) if self._row_seconds else 0
 
     def prefill(self, requests: Sequence[Request], prefixes: Prefixes | None) -> list[Request]:
-        """Read the next chunk of each request's prompt in one model call. The requests must have neighbouring lanes.
-
-        Returns:
-            The requests whose prompt has been read. Each got its first token.
-        """
+        """Read the next chunk of each request's prompt in one model call. The requests must have neighbouring lanes."""
         start = time.perf_counter()
         chunks = [request.ids[request.done :][: self._chunk] for request in requests]
         unread = [request.lane for request, chunk in zip(requests, chunks, strict=True) if len(chunk) < request.unread]
@@ -89,12 +74,6 @@ class ModelCalls:
 
         The call covers all lanes up to the last of these requests. Other lanes among them get no token, and their state
         does not change.
-
-        Args:
-            requests: The requests, in the order of their lanes; those of `ahead` if there is such a call.
-            drafter: Drafts tokens; None for none.
-            steady: Whether the next step will probably decode for the same requests. If all of their tokens are
-                foreseen, the device then begins the next call before this one's logits are read.
         """
         start = time.perf_counter()
         if self.ahead is None and steady and drafter is None and self._may_follow(requests):
@@ -132,9 +111,6 @@ class ModelCalls:
 
         A request may have ended since the call began. Its lane is then cleared before another request gets it, so the
         token that this call appended to it has no effect.
-
-        Args:
-            follow: Whether to begin the next call before, for the same requests, which must all decode.
         """
         start, call = time.perf_counter(), self.ahead
         assert call is not None

@@ -47,24 +47,6 @@ class EngineCore:
     A running request has one lane, which is one row of the batch. The engine allocates lanes when they are needed, at
     least doubling their number each time, up to `options.lanes`. The state of existing lanes is then copied. Further
     requests wait.
-
-    Attributes:
-        path: The folder of the artifact.
-        manifest: The artifact's description.
-        options: The options that the engine was constructed with.
-        plan: The shapes and bytes of the caches.
-        model: The graphs of the artifact, loaded.
-        vocabulary: The number of token ids.
-        max_length: The largest number of tokens of one sequence, prompt and answer together.
-        max_batch: The largest number of sequences that run at once.
-        tokenizer: The tokenizer; None if the artifact has no tokenizer.json.
-        grammars: The grammars that were compiled for the tokenizer.
-        generation_config: The content of the checkpoint's generation_config.json.
-        timing: The token counts and durations of the last call of `generate`, `stream` or `chat`.
-        prefixes: The states of prompt prefixes; None if none are kept.
-        drafter: The function that drafts tokens; None if nothing is drafted.
-        adapters: The LoRA adapters that requests may name.
-        preemptions: How often a request lost its lane to a request of a better priority.
     """
 
     def __init__(
@@ -75,18 +57,7 @@ class EngineCore:
         options: EngineOptions | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """Create an inference engine without requests. `kvexport.load` is the usual way to get one.
-
-        Args:
-            path: The folder of the artifact.
-            manifest: The artifact's description.
-            model: The graphs of the artifact, loaded.
-            options: The options; None takes the defaults.
-            adapters: The LoRA adapters that the model was loaded with.
-
-        Raises:
-            UsageError: `options.lanes` is above the artifact's limit, or this backend cannot make the recipe's drafts.
-        """
+        """Create an inference engine without requests. `kvexport.load` is the usual way to get one."""
         options = options or EngineOptions()
         limits = manifest.limits
         self.path, self.manifest, self.options, self.model = path, manifest, options, model
@@ -181,19 +152,7 @@ class EngineCore:
     # ---- requests ----
 
     def add(self, request: Request) -> int:
-        """Queue a request until it gets a lane of the batch.
-
-        Args:
-            request: The request. It can be added once.
-
-        Returns:
-            The number of the request, for `cancel` and `preempt`.
-
-        Raises:
-            UsageError: The prompt, its settings or its adapter cannot be used, or the engine is closed.
-            SnapshotError: `request.start` is a snapshot of another artifact or adapter.
-            QueueFullError: `options.max_waiting` requests wait already.
-        """
+        """Queue a request until it gets a lane of the batch."""
         with self._turns:
             self._require_open()
             limit = self.options.max_waiting
@@ -224,9 +183,6 @@ class EngineCore:
 
         `Request((), start=snapshot)` continues it, and gets the tokens that this request would have got. On a GPU the
         request may get one more token before it ends.
-
-        Raises:
-            UsageError: There is no such request, or it has finished.
         """
         with self._turns:
             if self._calls.ahead is not None:
@@ -240,15 +196,7 @@ class EngineCore:
             return request.snapshot
 
     def step(self) -> list[Request]:
-        """Run one engine step: prefill one chunk of a prompt, and decode one token of every request past its prompt.
-
-        Returns:
-            The requests that got a token or failed. If the logits of a request cannot be sampled, only this request
-            fails.
-
-        Raises:
-            Exception: An error of the model. It ends all requests of the call, because their state is unknown.
-        """
+        """Run one engine step: prefill one chunk of a prompt, and decode one token of every request past its prompt."""
         with self._turns:
             self._require_open()
             if self._calls.ahead is not None and not self._goes_on():
@@ -272,11 +220,7 @@ class EngineCore:
         return self._scheduler.decodes_only and all(request.state is DECODING for request in call.requests)
 
     def _catch_up(self) -> list[Request]:
-        """Read the logits of the call that runs ahead, so that every lane holds the tokens that the host knows.
-
-        Returns:
-            The requests that got a token or failed.
-        """
+        """Read the logits of the call that runs ahead, so that every lane holds the tokens that the host knows."""
         call = self._calls.ahead
         assert call is not None
         work = Schedule(decode=[request for request in call.requests if request.state is DECODING])
@@ -360,11 +304,7 @@ class EngineCore:
         return self.prefixes.leads(request, prefilling)
 
     def _give_lanes(self, admitted: Sequence[Request]) -> list[Request]:
-        """Bring each admitted request's lane to its starting state: empty, a prefix, a snapshot or a fork's parent.
-
-        Returns:
-            The forks among the requests, which get their first token here.
-        """
+        """Bring each admitted request's lane to its starting state: empty, a prefix, a snapshot or a fork's parent."""
         running = self._scheduler.running()
         self._pool.make(max(request.lane for request in admitted) + 1, others=len(running) > len(admitted))
         advanced = []
@@ -408,24 +348,9 @@ class EngineCore:
     # ---- text ----
 
     def settings(self, **overrides: Any) -> GenerationSettings:
-        """Return the checkpoint's default generation settings, changed by `overrides`.
-
-        Args:
-            overrides: Fields of `GenerationSettings`, or vLLM's names `max_tokens` and `stop`.
-
-        Raises:
-            UsageError: A setting does not exist or is out of range.
-        """
+        """Return the checkpoint's default generation settings, changed by `overrides`."""
         return GenerationSettings.from_generation_config(self.generation_config, **overrides)
 
     def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> NDArray[np.int64]:
-        """Return the token ids of a prompt, [n] int64.
-
-        Args:
-            prompt: Text or token ids.
-            after: A snapshot that the prompt follows. Its token ids come first in the result.
-
-        Raises:
-            UsageError: The prompt is empty, holds an id out of range, or is longer than `max_length`.
-        """
+        """Return the token ids of a prompt, [n] int64."""
         return encode(prompt, self.tokenizer, self.vocabulary, self.max_length, after)

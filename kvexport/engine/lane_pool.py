@@ -15,10 +15,6 @@ class LanePool:
 
     To add lanes while requests run, the pool copies their state into a larger state. The number of lanes at least
     doubles each time, so that copies are rare.
-
-    Args:
-        new: Makes empty lanes.
-        most: The largest number of lanes.
     """
 
     def __init__(self, new: Callable[[int], Lanes], most: int) -> None:

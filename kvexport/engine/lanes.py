@@ -24,16 +24,7 @@ Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class Lanes:
-    """The lanes (rows of the batch) of one state: tokens are appended here, and merges keep KV caches within capacity.
-
-    Attributes:
-        state: The state tensors, and the two graphs that change them.
-        count: The number of lanes.
-        prefill_chunk: The largest number of tokens of a lane in one call.
-        merge_every: Decoded tokens between merges.
-        length: The number of tokens that each lane has read.
-        merges: The number of merges, over all lanes.
-    """
+    """The lanes (rows of the batch) of one state. Tokens are appended, and merges keep KV caches within capacity."""
 
     def __init__(
         self,
@@ -158,17 +149,6 @@ class Lanes:
         """Append tokens to lanes, then merge (compress) the KV caches that are due, and return logits.
 
         A chunk of a prompt may merge at once; decoded tokens merge after every `merge_every` of them.
-
-        Args:
-            tokens: At most `prefill_chunk` token ids for each lane; an empty list leaves a lane as it is.
-            first: The lane of tokens[0]; the next lists belong to the next lanes, and all other lanes take no part.
-                None if there is a list for every lane.
-            prefill: Whether the tokens belong to prompts.
-            unread: Lanes whose prompts continue after this chunk. If prompts merge at their end, these lanes do not
-                merge.
-
-        Returns:
-            Logits as from `LaneState.decode`.
         """
         decode = self.state.decode if prefill else self.state.advance
         return self.append_by(decode, tokens, first=first, prefill=prefill, unread=unread)
@@ -268,15 +248,7 @@ class Lanes:
     def prefill(
         self, prompts: Sequence[NDArray[np.int64]], on_chunk: Callable[[int, int], None] | None = None
     ) -> NDArray[np.float32]:
-        """Append a whole prompt to each lane, chunk by chunk.
-
-        Args:
-            prompts: A prompt for each lane.
-            on_chunk: Called with (tokens read, all tokens) after every chunk.
-
-        Returns:
-            The logits [lanes, vocabulary] after each prompt's last token.
-        """
+        """Append a whole prompt to each lane, chunk by chunk."""
         last: NDArray[np.float32] | None = None
         longest = max(len(p) for p in prompts)
         for start in range(0, longest, self.prefill_chunk):

@@ -24,15 +24,7 @@ _REMEMBERED = 1 << 16  # the most hashes of passed borders that are stored
 
 
 class Prefixes:
-    """A prefix cache: saved KV caches of prompt beginnings, at most `limit` bytes, least recently used dropped first.
-
-    Attributes:
-        chunk: The number of tokens between two chunk borders.
-        limit: The largest total size of all saved lanes in bytes.
-        nbytes: The bytes of all saved lanes.
-        queries: Prompt tokens that were looked up.
-        hits: Prompt tokens that came from a saved prefix.
-    """
+    """A prefix cache: saved KV caches of prompt beginnings in at most `limit` bytes; the least recently used go first."""
 
     def __init__(self, chunk: int, limit: int) -> None:
         self.chunk, self.limit = chunk, limit
@@ -48,10 +40,6 @@ class Prefixes:
         """Return the hashes of a prompt's tokens up to each chunk border before its last token.
 
         The last token is always read, because its logits are needed. Prompts of different adapters share no hash.
-
-        Args:
-            ids: The prompt's tokens [n].
-            adapter: The digest of the adapter that reads them; None for the model without one.
         """
         hashed, keys = hashlib.sha256((adapter or "").encode()), Keys()
         for border in range(self.chunk, len(ids), self.chunk):

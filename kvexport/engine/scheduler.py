@@ -28,37 +28,18 @@ MOVED_TOKENS = 8
 
 
 class Schedule(NamedTuple):
-    """The work of one engine step: which requests get lanes, read a prompt chunk, decode, or move to another lane.
+    """The work of one engine step: which requests get lanes, read a prompt chunk, decode, or move to another lane."""
 
-    Attributes:
-        admitted: Requests that got their lane for this step.
-        prefill: Requests in neighbouring lanes that read their next chunk.
-        decode: Requests that decode, in the order of their lanes.
-        moved: At most one request that moves to another lane.
-        source: The lane that the moved request leaves; -1 for none.
-    """
-
-    admitted: Sequence[Request] = ()
-    prefill: Sequence[Request] = ()
-    decode: Sequence[Request] = ()
-    moved: Sequence[Request] = ()
-    source: int = -1
+    admitted: Sequence[Request] = ()  # requests that got their lane for this step
+    prefill: Sequence[Request] = ()  # requests in neighbouring lanes that read their next chunk
+    decode: Sequence[Request] = ()  # requests that decode, in the order of their lanes
+    moved: Sequence[Request] = ()  # at most one request that moves to another lane
+    source: int = -1  # lane that the moved request leaves; -1 for none
     expired: Sequence[Request] = ()
 
 
 class Scheduler:
-    """The scheduler of an engine: it assigns lanes of the batch to requests and plans each step.
-
-    Args:
-        lanes: The largest number of requests that run at once.
-        chunk: The largest number of prompt tokens of a lane in one call.
-        follows: Returns whether a request should wait for a prefix that one of the given requests is reading.
-
-    Attributes:
-        rows: The largest number of rows of a call that reads several chunks; None for any number.
-        waiting: Waiting requests, in the order in which they get lanes.
-        lanes: The request of each lane; None for a free lane.
-    """
+    """The scheduler of an engine: it assigns lanes of the batch to requests and plans each step."""
 
     def __init__(
         self, lanes: int, chunk: int, follows: Callable[[Request, Sequence[Request]], bool] = lambda *_: False
@@ -144,11 +125,7 @@ class Scheduler:
         return (last,), source
 
     def update(self, step: Schedule) -> list[Request]:
-        """Remove the requests that finished in a step, free their lanes, and return them.
-
-        Returns:
-            The requests that finished.
-        """
+        """Remove the requests that finished in a step, free their lanes, and return them."""
         self._prefilling = [request for request in self._prefilling if request.state is PREFILLING]
         joining = [r for r in (*step.prefill, *self._joining) if r.state is DECODING]
         if joining:

@@ -29,11 +29,7 @@ LONGEST, SHORTEST = 4, 2  # tokens of an n-gram
 
 
 def drafter_of(manifest: Manifest, model: LoadedModel) -> Drafter | None:
-    """Return the drafter of an artifact's recipe (`speculate.draft`) for speculative decoding; None without one.
-
-    Raises:
-        UsageError: The recipe's drafts cannot be made on this backend.
-    """
+    """Return the drafter of an artifact's recipe (`speculate.draft`) for speculative decoding; None without one."""
     speculate = manifest.recipe.speculate
     plan = selected_plan(manifest.recipe, manifest.cache)
     if speculate.draft == "cache" and plan is not None:
@@ -44,14 +40,7 @@ def drafter_of(manifest: Manifest, model: LoadedModel) -> Drafter | None:
 
 
 def draft_ngrams(requests: Sequence[Request], lanes: Lanes, *, tokens: int, max_length: int) -> list[list[int]]:
-    """Draft tokens by prompt lookup: those that followed an earlier occurrence of each sequence's last n-gram.
-
-    Args:
-        requests: The requests.
-        lanes: The lanes.
-        tokens: The largest number of tokens of a draft.
-        max_length: The largest number of tokens of prompt and answer together.
-    """
+    """Draft tokens by prompt lookup: those that followed an earlier occurrence of each sequence's last n-gram."""
     # The last token of an answer is never drafted, because the step that verifies the earlier ones gives it anyway.
     counts = [min(tokens, request.room(max_length) - 1) for request in requests]
     return [follow(request.seen, count) if count > 0 else [] for request, count in zip(requests, counts, strict=True)]

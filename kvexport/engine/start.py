@@ -32,12 +32,7 @@ def resumes(request: Request) -> bool:
 
 
 def adapter_of(request: Request, adapters: Adapters) -> Adapter | None:
-    """Return the LoRA adapter of a request; None for the model without an adapter.
-
-    Raises:
-        UsageError: No adapter of the request's name is loaded.
-        SnapshotError: The request goes on with a snapshot of another adapter, or of the model without one.
-    """
+    """Return the LoRA adapter of a request; None for the model without an adapter."""
     start = request.start
     adapter = adapters.get(request.adapter)
     if start is None:
@@ -55,17 +50,7 @@ def adapter_of(request: Request, adapters: Adapters) -> Adapter | None:
 
 
 def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: Grammars) -> None:
-    """Set a request's sampler, detokenizer and token ids before it waits for a lane.
-
-    Args:
-        request: The request.
-        ids: All of its token ids [n], those of its snapshot first.
-        default: The settings if neither the request nor the answer that it resumes has any.
-        grammars: The grammars of the engine's tokenizer.
-
-    Raises:
-        UsageError: There is nothing to resume, or the grammar cannot be used.
-    """
+    """Set a request's sampler, detokenizer and token ids before it waits for a lane."""
     start, again = request.start, resumes(request)
     settings = request.settings or (start.settings if start is not None and again else None) or default
     state = start.sampler if start is not None and again else None

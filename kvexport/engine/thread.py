@@ -19,11 +19,7 @@ log = logging.getLogger("kvexport.engine")
 
 
 class EngineThread:
-    """Runs the steps of an engine while there are requests, and calls functions for other threads between two steps.
-
-    Attributes:
-        engine: The engine.
-    """
+    """Runs the steps of an engine while there are requests, and calls functions for other threads between two steps."""
 
     def __init__(
         self,
@@ -31,13 +27,7 @@ class EngineThread:
         advanced: Callable[[Sequence[Request]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Make a thread that has not started.
-
-        Args:
-            engine: The engine.
-            advanced: Called in the thread after each step, with the requests that got a token or finished.
-            failed: Called in the thread when an error ends it. Later calls are refused.
-        """
+        """Make a thread that has not started."""
         self.engine = engine
         self._advanced, self._failed = advanced, failed
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -45,7 +35,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="kvexport-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     @property
@@ -54,14 +43,7 @@ class EngineThread:
         return self._thread.is_alive() and not (self._ending or self._dead)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in the thread, between two steps.
-
-        Returns:
-            A future of the function's result.
-
-        Raises:
-            EngineEndedError: The thread has ended. The future has this error if the thread ends before the call.
-        """
+        """Call a function in the thread, between two steps."""
         if self._dead:
             raise EngineEndedError("the engine's thread has ended, so the engine answers nothing any more")
         future: Future[T] = Future()

@@ -34,11 +34,7 @@ def library_sources(held_out: bool) -> dict[str, str]:
 
 
 def manual() -> str:
-    """Return Python's reference manual from the interpreter's `help`: 450 kB of prose with examples, by topic.
-
-    Raises:
-        EnvironmentProblem: The installation lacks the manual.
-    """
+    """Return Python's reference manual from the interpreter's `help`: 450 kB of prose with examples, by topic."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:

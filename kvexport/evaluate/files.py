@@ -48,11 +48,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder within the `with` block, so that no other process uses it.
-
-    Raises:
-        UsageError: Another process holds the lock.
-    """
+    """Hold a lock on a folder within the `with` block, so that no other process uses it."""
     with (folder / ".lock").open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

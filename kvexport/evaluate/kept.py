@@ -14,14 +14,7 @@ from kvexport.evaluate.result import Result
 
 
 def read_result(path: Path, key: str) -> Result | None:
-    """Read the evaluation result stored at `path`, if it was measured under the same `key`.
-
-    Returns:
-        The result; None if there is none, or if it was measured under another key.
-
-    Raises:
-        UsageError: The file is damaged.
-    """
+    """Read the evaluation result stored at `path`, if it was measured under the same `key`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         whole = content["sha256"] == digest_of(content["key"], content["result"])

@@ -40,14 +40,10 @@ class Language(Protocol):
     """Interface of a wording of evaluation tasks: statements, questions and filler text as token ids.
 
     An answer follows its question without a space or line break between them.
-
-    Attributes:
-        names: Distinct words that a fact can be about.
-        things: Distinct words that a fact can assign to a name.
     """
 
-    names: tuple[str, ...]
-    things: tuple[str, ...]
+    names: tuple[str, ...]  # distinct words that a fact can be about
+    things: tuple[str, ...]  # distinct words that a fact can assign to a name
     lacks: frozenset[str]  # names of tasks that this language cannot express
     start: Ids  # the beginning of a sequence
 
@@ -60,15 +56,7 @@ class Language(Protocol):
         ...
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return the token ids of a question about `name` in a recall task, and of its answer.
-
-        Args:
-            kind: "one" (the thing of `name`), "every" (all its things in order, comma-separated), "mostly" (the thing
-                stated most often), "count" (the number of statements) or "chain" (the aliases in order, then the thing
-                of the last).
-            name: The subject of the question.
-            answer: The answer.
-        """
+        """Return the token ids of a question about `name` in a recall task, and of its answer."""
         ...
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
@@ -131,12 +119,7 @@ class Text:
     lacks: frozenset[str] = frozenset()
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
-        """Prepare the wording of evaluation tasks for a model's tokenizer.
-
-        Args:
-            tokenizer: The model's tokenizer.
-            source: The text that `filler` and `text` take lines from; None for the held-out modules of `corpus`.
-        """
+        """Prepare the wording of evaluation tasks for a model's tokenizer."""
         self._tokenizer = tokenizer
         self.names, self.things = tiny_language().NAMES, tiny_language().THINGS
         self.start = tokenizer.encode("")
@@ -207,15 +190,7 @@ class Text:
 
 
 def language_of(tokenizer: Tokenizer | None, source: str | None = None) -> Language:
-    """Return the wording of evaluation tasks for a model's tokenizer.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        source: The text that filler is taken from; None for the default.
-
-    Raises:
-        UsageError: There is no tokenizer.
-    """
+    """Return the wording of evaluation tasks for a model's tokenizer."""
     if tokenizer is None:
         raise UsageError(
             "the checkpoint has no tokenizer.json, so no task can be written for it", "put its tokenizer.json beside it"

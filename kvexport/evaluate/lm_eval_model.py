@@ -27,16 +27,7 @@ NEW_TOKENS = 256  # if a task names no limit; the harness's own models use the s
 
 @register_model("kvexport")
 class KvexportLM(LM):  # type: ignore[misc]
-    """A model class for lm-evaluation-harness that runs an artifact (exported model).
-
-    Args:
-        artifact: Folder of the artifact.
-        batch_size: The number of sequences at once, at most the artifact's limits.max_batch.
-        threads: The number of threads, as in `kvexport.load`.
-
-    Raises:
-        UsageError: The artifact has no tokenizer.
-    """
+    """A model class for lm-evaluation-harness that runs an artifact (exported model)."""
 
     def __init__(
         self, artifact: str | Path, batch_size: int | str | None = None, threads: int | None = None, **_: Any

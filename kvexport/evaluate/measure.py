@@ -22,18 +22,12 @@ BLOCK = 16  # rows compared at once: 6 MB in float64 for a vocabulary of 50,000
 
 @dataclass(frozen=True)
 class Outcome:
-    """The evaluation figures of one sample (sequence).
+    """The evaluation figures of one sample (sequence)."""
 
-    Attributes:
-        right: Whether every evaluated token was the most likely one.
-        nll: Mean -ln p of the evaluated tokens, in nats.
-        kl: KL(full || engine) at every evaluated position, in nats; empty without a reference.
-        agrees: Whether the most likely token equals the full cache's, by position; empty without a reference.
-    """
-
-    right: bool
-    nll: float
-    kl: NDArray[np.float64]
+    right: bool  # whether every evaluated token was the most likely one
+    nll: float  # mean -ln p of the evaluated tokens, in nats
+    kl: NDArray[np.float64]  # KL(full || engine) at every evaluated position, in nats; empty without a reference
+    # Whether the most likely token equals the full cache's, by position; empty without a reference
     agrees: NDArray[np.bool_]
 
 
@@ -41,13 +35,6 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
     """Run samples through an engine in one batch, and yield the logits at every sample's evaluated positions.
 
     Prompts are read in chunks, then the given tokens one by one. Only the logits of one call are in memory at a time.
-
-    Yields:
-        The number of the sample, the number of its first evaluated position in this call, and the rows of logits.
-
-    Raises:
-        UsageError: An evaluated position lies inside a prompt, and the artifact returns logits of the last token only,
-            or merges nothing before the end of the prompt.
     """
     lanes = engine.lanes(len(samples))
     counted = [np.array(sample.counted, dtype=np.int64) for sample in samples]
@@ -94,10 +81,6 @@ class Judge:
     """Accumulator that compares one sample's predictions with the true tokens and with the full KV cache's predictions.
 
     Rows may come in pieces, each row once.
-
-    Args:
-        against: `against(first, count)` returns the full cache's log-probabilities at `count` evaluated positions from
-            number `first` on; None to compare with the true tokens only.
     """
 
     def __init__(self, sample: Sample, against: Callable[[int, int], Logs] | None) -> None:
@@ -134,16 +117,7 @@ def run_samples(
     writer: Writer | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Run evaluation samples on an engine, and return the figures of each.
-
-    Args:
-        engine: The engine.
-        samples: The samples.
-        batch: The number of samples that run at once.
-        reference: The full cache's predictions to compare with; None for no comparison.
-        writer: Stores these predictions as a reference, if the engine has the full cache.
-        advance: Called with the number of samples that finished.
-    """
+    """Run evaluation samples on an engine, and return the figures of each."""
     outcomes = []
     for start in range(0, len(samples), batch):
         batch_samples = samples[start : start + batch]
@@ -178,36 +152,18 @@ def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:
 
 @dataclass(frozen=True)
 class Window:
-    """The figures of one interval of a very long sequence, in a test of stability.
+    """The figures of one interval of a very long sequence, in a test of stability."""
 
-    Attributes:
-        end: Tokens seen at its end.
-        nll: Mean -ln p over its evaluated positions, in nats.
-        key_norm: The largest norm of a cached key at its end.
-        finite: Whether every logit and the whole state were finite.
-    """
-
-    end: int
-    nll: float
-    key_norm: float
-    finite: bool
+    end: int  # tokens seen at its end
+    nll: float  # mean -ln p over its evaluated positions, in nats
+    key_norm: float  # largest norm of a cached key at its end
+    finite: bool  # whether every logit and the whole state were finite
 
 
 def run_long(
     engine: Engine, ids: Sequence[int], counted: Sequence[int], window: int, decoded: int = 64
 ) -> list[Window]:
-    """Run one very long sequence on an engine in chunks, its last `decoded` tokens one by one, to test stability.
-
-    Args:
-        engine: An engine whose artifact returns the logits of every token.
-        ids: The token ids.
-        counted: The evaluated positions (see `Sample`).
-        window: Tokens of an interval.
-        decoded: The number of tokens to decode one by one.
-
-    Returns:
-        The figures of every interval.
-    """
+    """Run one very long sequence on an engine in chunks, its last `decoded` tokens one by one, to test stability."""
     lanes = engine.lanes(1)
     tokens = np.array(ids, dtype=np.int64)
     predicted = np.zeros(len(tokens), dtype=bool)

@@ -19,45 +19,29 @@ TAIL = 64  # tokens; longer than any method's window of last queries
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a passage that a model has read, in a recall test, with its answer.
+    """A question about a passage that a model has read, in a recall test, with its answer."""
 
-    Attributes:
-        ids: Token ids of the question, which continue the passage.
-        answer: Token ids of the answer.
-        digits: The number of tokens of the fact itself, which are at the end of `answer`.
-    """
-
-    ids: Ids
-    answer: Ids
-    digits: int
+    ids: Ids  # token ids of the question, which continue the passage
+    answer: Ids  # token ids of the answer
+    digits: int  # number of tokens of the fact itself, which are at the end of `answer`
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A text with facts in it, and questions about these facts.
+    """A text with facts in it, and questions about these facts."""
 
-    Attributes:
-        ids: Token ids of the text.
-        questions: One question about each fact.
-    """
-
-    ids: Ids
-    questions: list[Question]
+    ids: Ids  # token ids of the text
+    questions: list[Question]  # one question about each fact
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Evaluation figures of a model's answer to one question about a passage.
+    """Evaluation figures of a model's answer to one question about a passage."""
 
-    Attributes:
-        exact: Whether greedy decoding gives the answer: every token is the most likely one after the tokens before it.
-        digits: The share of the fact's tokens that are most likely, each after the true tokens before it.
-        nll: Mean -ln p of all tokens of the answer, in nats.
-    """
-
+    # Whether greedy decoding gives the answer: every token is the most likely one after the tokens before it
     exact: bool
-    digits: float
-    nll: float
+    digits: float  # share of the fact's tokens that are most likely, each after the true tokens before it
+    nll: float  # mean -ln p of all tokens of the answer, in nats
 
 
 def passage(
@@ -68,16 +52,7 @@ def passage(
     rng: np.random.Generator,
     frame: tuple[str, str] = ("", "\n\n"),
 ) -> Passage:
-    """Compose a passage of about `length` tokens: sentences in order, with facts at random places between them.
-
-    Args:
-        encode: Encodes a text.
-        sentences: The sentences.
-        facts: (statement, question, answer) triples; the answer is a number or words.
-        length: The number of tokens.
-        rng: Chooses the places.
-        frame: The text before the passage, and the text between the passage and a question.
-    """
+    """Compose a passage of about `length` tokens: sentences in order, with facts at random places between them."""
     room = length - sum(len(encode(f" {fact[0]}")) for fact in facts) - sum(len(encode(ids)) for ids in frame)
     statements: list[str] = []
     for sentence in sentences:
@@ -97,15 +72,7 @@ def passage(
 
 
 def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Answer]:
-    """Let an engine read a passage, and return the figures of its answers to all questions about it.
-
-    Args:
-        engine: The engine.
-        source: The passage and its questions.
-        known: False reads the passage in the artifact's chunks, with merges after each, and then the question in a call
-            of its own. True reads passage and question as one chunk and merges once, so the question is known when the
-            cache is compressed. This needs enough slack in every layer.
-    """
+    """Let an engine read a passage, and return the figures of its answers to all questions about it."""
     reader, lanes = engine.lanes(1), engine.lanes(len(source.questions))
     if known:
         _read_unmerged(reader, source.ids[:-TAIL])

@@ -76,14 +76,10 @@ def require_space(folder: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """The full cache's log-probabilities at the evaluated positions of a task's samples, memory-mapped from a file.
-
-    Attributes:
-        starts: The first row of every sample.
-    """
+    """The full cache's log-probabilities at the evaluated positions of a task's samples, memory-mapped from a file."""
 
     steps: NDArray[np.uint16]
-    starts: tuple[int, ...]
+    starts: tuple[int, ...]  # first row of every sample
 
     def logs(self, sample: int, first: int, count: int) -> Logs:
         """Return the full cache's log-probabilities at `count` evaluated positions of a sample, from `first` on."""
@@ -118,18 +114,7 @@ class References:
         return self._folder / f"full-{key[:32]}.logs"
 
     def open(self, key: str, counts: Sequence[int]) -> Reference | None:
-        """Open the file of full-cache predictions for the digest `key`.
-
-        Args:
-            key: The digest of model and samples.
-            counts: The number of evaluated positions of each sample.
-
-        Returns:
-            The reference, or None if there is none.
-
-        Raises:
-            UsageError: The file is damaged.
-        """
+        """Open the file of full-cache predictions for the digest `key`."""
         path = self.path(key)
         note = path.with_suffix(".json")
         if not note.exists():
@@ -153,9 +138,6 @@ class References:
         """Yield a writer of the file of full-cache predictions for the digest `key`.
 
         The file gets its name when the block ends without an error.
-
-        Raises:
-            OSError: The disk is full; the error names the file.
         """
         path = self.path(key)
         partial = path.with_suffix(".part")

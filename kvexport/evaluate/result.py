@@ -19,36 +19,27 @@ KL, ACCURACY = "kl", "accuracy"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvexport eval`, an evaluation of compressed KV caches.
+    """The options of `kvexport eval`, an evaluation of compressed KV caches."""
 
-    Attributes:
-        methods: Labels such as "keepkv:threshold=0.7"; () for streaming, h2o and the recipe's own method.
-        budgets: Shares of `length`, or numbers of slots.
-        length: Tokens of a prompt; None for half of the recipe's limits.max_length, or all of it with suites.
-        samples: The number of samples for each task and length.
-        training_length: The length that the model was trained on; None for the model's maximum of positions.
-        source: The text that samples are made from.
-        suites: Items of LongBench or RULER, by data set.
-        telemetry: Whether to measure the effect of every merge on the attention output, on one batch of text (or of the
-            first task).
-        against: The label of the method that the others are compared with in paired differences; None for the recipe's
-            own method, or for the last label if the recipe's method is not compared.
-        timed: Whether to measure the time of a decode step.
-    """
-
+    # Labels such as "keepkv:threshold=0.7"; () for streaming, h2o and the recipe's own method
     methods: tuple[str, ...] = ()
-    budgets: tuple[float, ...] = (0.125, 0.25, 0.5)
+    budgets: tuple[float, ...] = (0.125, 0.25, 0.5)  # shares of `length`, or numbers of slots
     tasks: tuple[str, ...] = ALL_TASKS
-    samples: int = 40
+    samples: int = 40  # number of samples for each task and length
+    # Tokens of a prompt; None for half of the recipe's limits.max_length, or all of it with suites
     length: int | None = None
     seed: int = 0
     batch: int = 8
+    # Length that the model was trained on; None for the model's maximum of positions
     training_length: int | None = None
-    source: str | None = None
-    suites: dict[str, list[Item]] = field(default_factory=dict)
+    source: str | None = None  # text that samples are made from
+    suites: dict[str, list[Item]] = field(default_factory=dict)  # items of LongBench or RULER, by data set
+    # Whether to measure the effect of every merge on the attention output, on one batch of text (or of the first task)
     telemetry: bool = False
+    # Label of the method that the others are compared with in paired differences; None for the recipe's own method, or
+    # for the last label if the recipe's method is not compared
     against: str | None = None
-    timed: bool = True
+    timed: bool = True  # whether to measure the time of a decode step
 
 
 @dataclass(frozen=True)
@@ -63,47 +54,33 @@ class Cell:
 
 @dataclass(frozen=True)
 class Score:
-    """The figures of one compression setting on one evaluation task.
-
-    Attributes:
-        accuracy: The share of samples whose whole answer is right (for a suite, the suite's score from 0 to 1); None
-            for text.
-        nll: Mean -ln p of evaluated tokens, in nats per token; None if not measured.
-        kl: KL(full || setting) in nats per position: the mean over samples, and the 99th percentile over positions.
-        agreement: The share of positions whose most likely token equals the full cache's.
-        samples: The "accuracy" (1 for right), "nll" and "kl" of every sample, in an order that all settings share.
-    """
+    """The figures of one compression setting on one evaluation task."""
 
     task: str
+    # Share of samples whose whole answer is right (for a suite, the suite's score from 0 to 1); None for text
     accuracy: Estimate | None = None
-    nll: Estimate | None = None
+    nll: Estimate | None = None  # mean -ln p of evaluated tokens, in nats per token; None if not measured
+    # KL(full || setting) in nats per position: the mean over samples, and the 99th percentile over positions
     kl: Estimate | None = None
     kl_99: float | None = None
-    agreement: float | None = None
+    agreement: float | None = None  # share of positions whose most likely token equals the full cache's
     cells: tuple[Cell, ...] = ()
+    # "accuracy" (1 for right), "nll" and "kl" of every sample, in an order that all settings share
     samples: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass
 class Result:
-    """Everything that an evaluation measured for one compression setting (method and budget).
-
-    Attributes:
-        budget: The budget as the user wrote it; None for the full cache.
-        bytes: Bytes of the whole state of one sequence.
-        step_seconds: Seconds of one decode step of one sequence at the run's length; None if not measured.
-        windows: The intervals of the stability run; empty without one.
-        telemetry: The effect of merges; None if it was off, and for the full cache.
-    """
+    """Everything that an evaluation measured for one compression setting (method and budget)."""
 
     label: str
-    budget: float | None
+    budget: float | None  # budget as the user wrote it; None for the full cache
     slots: int
-    bytes: int
-    step_seconds: float | None
+    bytes: int  # bytes of the whole state of one sequence
+    step_seconds: float | None  # seconds of one decode step of one sequence at the run's length; None if not measured
     scores: dict[str, Score] = field(default_factory=dict)
-    windows: list[Window] = field(default_factory=list)
-    telemetry: list[Perturbation] | None = None
+    windows: list[Window] = field(default_factory=list)  # intervals of the stability run; empty without one
+    telemetry: list[Perturbation] | None = None  # effect of merges; None if it was off, and for the full cache
 
 
 @dataclass(frozen=True)
@@ -124,26 +101,19 @@ class Difference:
 
 @dataclass
 class Evaluation:
-    """The results of an evaluation: those of the full KV cache, and of every compression method at every budget.
-
-    Attributes:
-        full: The full cache. Its bytes are those of `length` tokens.
-        tasks: The tasks that the user chose.
-        skipped: The tasks that could not run, each with the reason.
-        differences: Paired differences of all other labels to `against`.
-    """
+    """The results of an evaluation: those of the full KV cache, and of every compression method at every budget."""
 
     recipe: str
     length: int
     seed: int
     samples: int
     training_length: int
-    full: Result
+    full: Result  # full cache. Its bytes are those of `length` tokens.
     results: list[Result]
-    tasks: list[str]
-    skipped: dict[str, str]
+    tasks: list[str]  # tasks that the user chose
+    skipped: dict[str, str]  # tasks that could not run, each with the reason
     against: str = ""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)  # paired differences of all other labels to `against`
 
     def to_json(self) -> dict[str, Any]:
         """Return all results of the evaluation as JSON values."""

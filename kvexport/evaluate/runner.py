@@ -64,22 +64,7 @@ def evaluate(
     progress: Show = silent,
     tell: Tell = lambda _: None,
 ) -> Evaluation:
-    """Build and measure every compression setting (method and budget) of a recipe.
-
-    Args:
-        recipe: Name or file of the recipe.
-        overrides: Changes of the recipe, as `--set` takes them.
-        options: What to measure.
-        work: Folder for artifacts, the full cache's predictions and results. If an earlier run measured a setting in
-            the same way, its result is read from this folder. None for a temporary folder.
-        progress: Shows the stages.
-        tell: Called with a line of text for each result, and with an estimate of the remaining time.
-
-    Raises:
-        UsageError: A task or method is unknown, a budget cannot hold sinks and recent slots, a task does not fit the
-            length or the model, or a stored file is damaged.
-        EnvironmentProblem: The disk cannot hold the files.
-    """
+    """Build and measure every compression setting (method and budget) of a recipe."""
     with ExitStack() as stack:
         folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvexport-eval-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,12 +73,7 @@ def evaluate(
 
 
 class Run:
-    """An evaluation in progress: the data that all compression settings share.
-
-    Attributes:
-        settings: The settings to measure, by budget. The full cache is measured first.
-        kept: Whether the built artifacts stay in the folder.
-    """
+    """An evaluation in progress: the data that all compression settings share."""
 
     def __init__(
         self,
@@ -282,12 +262,7 @@ class Run:
         self.tell(text)
 
     def stability(self, label: str, slots: int | None) -> list[Window]:
-        """Run a method over text of TIMES times the training length, and return its figures by interval.
-
-        Args:
-            label: The method.
-            slots: Slots of a layer; None for those that the label sets. The full cache needs none.
-        """
+        """Run a method over text of TIMES times the training length, and return its figures by interval."""
         length = TIMES * self.training_length
         self.source.require_folder("the task stability")
         longer = longer_checkpoint(self.checkpoint, self.folder / "longer", length)
@@ -310,13 +285,7 @@ class Run:
         return load(build(recipe, self.folder / _file_name(name), shared=shared), verify=False)
 
     def _measure(self, setting: Setting, budget: float | None, writers: Mapping[str, Writer]) -> Result:
-        """Build a compression setting and measure it on every task.
-
-        Args:
-            setting: The setting.
-            budget: The budget as the user wrote it; None for the full cache.
-            writers: Writers for the full cache's predictions, by task; empty for other settings.
-        """
+        """Build a compression setting and measure it on every task."""
         start, name = time.monotonic(), _name(setting)
         with self.progress(f"building {name}", None):
             engine = self._engine(name, setting.recipe)

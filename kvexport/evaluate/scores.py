@@ -15,14 +15,6 @@ from kvexport.evaluate.tasks import TASKS, Sample
 
 
 def score_of(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], compared: bool) -> Score:
-    """Return the score of a task.
-
-    Args:
-        task: A key of TASKS.
-        samples: The samples of the task.
-        outcomes: The outcome of every sample.
-        compared: Whether the outcomes have a reference, the full cache.
-    """
     every: dict[str, tuple[float, ...]] = {"nll": tuple(o.nll for o in outcomes)}
     score = Score(task, nll=mean(every["nll"]), samples=every)
     if TASKS[task].exact:

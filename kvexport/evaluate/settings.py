@@ -20,19 +20,12 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Setting:
-    """A compression method with its parameters at one cache budget.
+    """A compression method with its parameters at one cache budget."""
 
-    Attributes:
-        label: The method as the user wrote it, such as "keepkv:threshold=0.7".
-        budget: The budget as the user wrote it: a share of the run's length, or slots.
-        slots: The mean number of slots of a layer that fit into the budget's bytes.
-        bytes: Bytes of the whole state of one sequence.
-    """
-
-    label: str
-    budget: float
-    slots: int
-    bytes: int
+    label: str  # method as the user wrote it, such as "keepkv:threshold=0.7"
+    budget: float  # budget as the user wrote it: a share of the run's length, or slots
+    slots: int  # mean number of slots of a layer that fit into the budget's bytes
+    bytes: int  # bytes of the whole state of one sequence
     recipe: Recipe
 
 
@@ -40,9 +33,6 @@ def parse_budgets(text: str) -> list[float]:
     """Parse a list of cache budgets such as "0.125, 1/4, 64".
 
     Numbers below 1 or with a slash are shares of the length, all others are slots.
-
-    Raises:
-        UsageError: The text is not a list of budgets.
     """
     budgets = []
     for word in text.split(","):
@@ -72,14 +62,7 @@ def overrides_of(label: str) -> list[str]:
 
 
 def load_setting(recipe: str, label: str, slots: int | None, common: Sequence[str]) -> Recipe:
-    """Load a recipe with a compression method, its budget and the settings that all compared methods share.
-
-    Args:
-        recipe: Name or file of the recipe.
-        label: The compression method with its own overrides, such as "keepkv:threshold=0.7".
-        slots: The budget in cache slots; None takes the budget of the recipe or of `label`.
-        common: Overrides that all compared methods share.
-    """
+    """Load a recipe with a compression method, its budget and the settings that all compared methods share."""
     budget = [] if slots is None else [f"cache.budget={slots}"]
     return load_recipe(recipe, [*common, *overrides_of(label), *budget]).recipe
 
@@ -97,9 +80,6 @@ def equal_bytes(
     The bytes of a budget are those of the method with the smallest cache of that many slots. Votes, scores, positions
     and slack count; for a cache that reads whole prompts, the bytes after the prompt count. Every method gets as many
     slots as fit into these bytes.
-
-    Raises:
-        UsageError: A budget cannot hold sinks and recent slots.
     """
     settings = []
     for budget in budgets:
@@ -130,9 +110,6 @@ def longer_checkpoint(checkpoint: Path, folder: Path, positions: int) -> Path:
     """Write a copy of a checkpoint whose config allows `positions` positions.
 
     Weights are hard links where the file system allows it.
-
-    Raises:
-        UsageError: The model's rotary embedding depends on the length.
     """
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -15,19 +15,12 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimated figure with its 95 % confidence interval.
+    """An estimated figure with its 95 % confidence interval."""
 
-    Attributes:
-        value: The figure.
-        low: The lower end of the interval.
-        high: The upper end of the interval.
-        count: The number of independent samples.
-    """
-
-    value: float
-    low: float
-    high: float
-    count: int
+    value: float  # figure
+    low: float  # lower end of the interval
+    high: float  # upper end of the interval
+    count: int  # number of independent samples
 
     def __str__(self) -> str:
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"

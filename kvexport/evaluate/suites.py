@@ -26,18 +26,14 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 @dataclass(frozen=True)
 class Item:
-    """One item of a benchmark suite: a prompt and the scoring of its answer.
-
-    Attributes:
-        cut: Whether the middle of a prompt that is too long is removed (LongBench); otherwise the prompt is refused.
-        stops: Texts that end the generation; they are not part of the answer.
-    """
+    """One item of a benchmark suite: a prompt and the scoring of its answer."""
 
     prompt: str
     max_new_tokens: int
     score: Callable[[str], float]
+    # Whether the middle of a prompt that is too long is removed (LongBench); otherwise the prompt is refused
     cut: bool = False
-    stops: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()  # texts that end the generation; they are not part of the answer
 
 
 def normalize(text: str) -> list[str]:
@@ -187,11 +183,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def run_items(engine: Engine, items: Sequence[Item], batch: int) -> list[float]:
-    """Generate greedy answers to benchmark items, and return their scores, item by item.
-
-    Raises:
-        UsageError: A prompt is too long and must not be cut.
-    """
+    """Generate greedy answers to benchmark items, and return their scores, item by item."""
     scores: list[float] = []
     for start in range(0, len(items), batch):
         batch_items = items[start : start + batch]

@@ -24,15 +24,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def complete_tokenizer(folder: Path, older: Mapping[str, Any]) -> None:
-    """Add to `folder`/tokenizer.json what it lacks; leave the file unchanged if it lacks nothing.
-
-    Args:
-        folder: The folder with tokenizer.json, tokenizer_config.json and special_tokens_map.json.
-        older: The content of added_tokens.json, token ids by text.
-
-    Raises:
-        UsageError: A token cannot get the id that its file says, or an entry is malformed.
-    """
+    """Add to `folder`/tokenizer.json what it lacks; leave the file unchanged if it lacks nothing."""
     import tokenizers
 
     config = read_json(folder / CONFIG)

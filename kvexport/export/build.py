@@ -24,21 +24,7 @@ if TYPE_CHECKING:
 
 
 def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
-    """Read a checkpoint's headers, make its model without weights, and plan the recipe's KV cache.
-
-    Args:
-        recipe: The recipe.
-        weights: Whether the headers of the weights are read. False reads no more of a hub model than its config.json
-            and small files, unless its config.json says that the weights are quantized; `checkpoint` of the result is
-            then None.
-
-    Returns:
-        The checkpoint, the model with fake tensors as parameters, the attention geometry of every layer, and the cache
-        plan.
-
-    Raises:
-        UsageError: This checkpoint or recipe cannot be built. All reasons are checked here, before the build.
-    """
+    """Read a checkpoint's headers, make its model without weights, and plan the recipe's KV cache."""
     import torch
 
     from kvexport.export.hooks.experts import expert_modules
@@ -94,25 +80,7 @@ def build(
     shared: SharedWeights | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
-    """Build the artifact of `recipe` in the directory `out`, and replace an older artifact there as the last step.
-
-    Args:
-        recipe: The recipe.
-        out: The directory of the artifact. In every case it contains the old artifact, the new one, or nothing.
-        name: The user's name for the artifact.
-        graphs_only: Whether to leave the files that the backend prepares, such as engines, to `kvexport.export.rebuild`
-            on the machine that will run them.
-        plan: The cache plan, in place of the recipe's.
-        shared: Weights to link to, if they equal those of this recipe (`share_weights`).
-        progress: Shows each stage.
-
-    Returns:
-        `out`.
-
-    Raises:
-        UsageError: The recipe, the checkpoint or the target cannot be used.
-        EnvironmentProblem: The disk is full, a package is missing, or the backend cannot prepare its files here.
-    """
+    """Build the artifact of `recipe` in the directory `out`, and replace an older artifact there as the last step."""
     backend = backends.get(recipe.backend.name)
     prepare = None if graphs_only else backend.preparation(recipe)
     with staging(out) as folder, _collector_paused():
@@ -146,10 +114,6 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
     """Write the weights of a recipe's checkpoint into `folder`, for several builds to link to.
 
     The checkpoint's files are hard-linked where no tensor needs a cast. Earlier contents of `folder` are removed.
-
-    Raises:
-        UsageError: The recipe or the checkpoint cannot be used.
-        EnvironmentProblem: The disk is full, or a package is missing.
     """
     from kvexport.export.stages import write_and_digest
     from kvexport.export.weights.specs import weight_specs

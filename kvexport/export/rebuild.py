@@ -35,20 +35,6 @@ def rebuild(
     """Let the recipe's backend prepare a copy of an artifact for this machine. Its ONNX graphs stay unchanged.
 
     This needs the package onnx, but neither torch nor the checkpoint.
-
-    Args:
-        source: The artifact.
-        out: The directory of the copy; None for `source` itself.
-        overrides: Settings of the form "backend.key=value".
-        progress: Shows each stage.
-
-    Returns:
-        The directory of the prepared artifact.
-
-    Raises:
-        UsageError: The settings cannot be used.
-        ArtifactError: `source` is damaged.
-        EnvironmentProblem: The backend cannot prepare its files here.
     """
     manifest = load_manifest(source)
     recipe = _with_backend(manifest.recipe, overrides)

@@ -58,21 +58,14 @@ ShowProgress = Callable[[str, int | None], Progress]
 
 @dataclass(frozen=True)
 class Traced:
-    """A decoder's trace, and the other results of the stage that traces it.
-
-    Attributes:
-        decoder: The trace.
-        adapters: The numbers of inputs and outputs of each projection that takes adapters, by its module.
-        functions: The functions of each layer's VoteAttention.
-        merge: The merge graph, or None if no layer merges.
-        written: The weights in the artifact.
-    """
+    """A decoder's trace, and the other results of the stage that traces it."""
 
     decoder: ir.Model
+    # Numbers of inputs and outputs of each projection that takes adapters, by its module
     adapters: dict[str, tuple[int, int]]
-    functions: list[list[onnx.FunctionProto]]
-    merge: onnx.ModelProto | None
-    written: WrittenWeights
+    functions: list[list[onnx.FunctionProto]]  # functions of each layer's VoteAttention
+    merge: onnx.ModelProto | None  # merge graph, or None if no layer merges
+    written: WrittenWeights  # weights in the artifact
 
 
 def vocabulary_of(shape: ModelShape) -> int:
@@ -82,11 +75,7 @@ def vocabulary_of(shape: ModelShape) -> int:
 
 
 def choose_weights(shape: ModelShape, recipe: Recipe, progress: ShowProgress) -> list[Spec]:
-    """Return the specs of an artifact's weights (copied, cast or rounded), and show notes for the user.
-
-    Raises:
-        UsageError: Parameters are missing or have another shape, or the backend does not support the rounded weights.
-    """
+    """Return the specs of an artifact's weights (copied, cast or rounded), and show notes for the user."""
     specs = stored_specs(weight_specs(shape.checkpoint, shape.model, recipe), recipe)
     config = shape.model.config
     notes = [*text_part_notes(config), *length_notes(config, recipe.rotary_length)]
@@ -140,11 +129,7 @@ def trace_and_write(
 
 
 def write_graphs(traced: Traced, shape: ModelShape, specs: list[Spec], recipe: Recipe, folder: Path) -> Graphs:
-    """Finish the ONNX graphs of an artifact, check them, write them into `folder`, and return their file names.
-
-    Raises:
-        KvexportError: A check of a finished graph fails.
-    """
+    """Finish the ONNX graphs of an artifact, check them, write them into `folder`, and return their file names."""
     # On GPUs the products of adapters are nodes of their own.
     on_gpu = backends.get(recipe.backend.name).needs_gpu(recipe)
     passes = [one for one in DECODER_PASSES if not (on_gpu and one is ADAPTERS)]

@@ -25,13 +25,7 @@ _MOST_STOPS = 64  # each is compared with the text after every token; kvexport s
 
 
 def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
-    """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder, and load them.
-
-    Raises:
-        UsageError: A link leads out of the checkpoint, a tokenizer or chat template cannot be read, or with the
-            generation settings an answer would be empty or never end.
-        EnvironmentProblem: There is not enough memory to try them, or a package is missing.
-    """
+    """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder, and load them."""
     from kvexport.export.model.checkpoint import TOKENIZER_FILES, refuse_link
 
     for name in TOKENIZER_FILES:

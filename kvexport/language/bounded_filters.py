@@ -14,29 +14,13 @@ _NUMBER = re.compile(r"\d+")
 
 
 def check_width(value: Any) -> None:
-    """Check that a width or count which a chat template passes to a Jinja filter is at most 1000.
-
-    Args:
-        value: A number, or a text that is repeated. Values of other types pass.
-
-    Raises:
-        ValueError: The number, or the length of the text in characters, is above 1000.
-    """
+    """Check that a width or count which a chat template passes to a Jinja filter is at most 1000."""
     if (isinstance(value, int) and value > MOST) or (isinstance(value, str) and len(value) > MOST):
         raise ValueError(f"a width or count of {str(value)[:40]} is larger than {MOST}")
 
 
 def format_text(value: Any, *arguments: Any, **named: Any) -> str:
-    """Return `value % arguments`, as Jinja's filter `format` does.
-
-    Args:
-        value: The text with %-fields.
-        *arguments: The values of the fields.
-        **named: The values by name. They replace `arguments`.
-
-    Raises:
-        ValueError: A number in the text is above 1000, or a width is an argument (`*`).
-    """
+    """Return `value % arguments`, as Jinja's filter `format` does."""
     text = str(value)
     for number in _NUMBER.findall(text):
         if len(number) > 4 or int(number) > MOST:
@@ -47,17 +31,7 @@ def format_text(value: Any, *arguments: Any, **named: Any) -> str:
 
 
 def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Return a text with indented lines, as Jinja's filter `indent` does.
-
-    Args:
-        value: The text.
-        width: The number of spaces, or the text before each line.
-        first: Whether the first line is indented too.
-        blank: Whether empty lines are indented too.
-
-    Raises:
-        ValueError: The width is above 1000.
-    """
+    """Return a text with indented lines, as Jinja's filter `indent` does."""
     check_width(width)
     space = width if isinstance(width, str) else " " * width
     lines = str(value).split("\n")
@@ -66,16 +40,7 @@ def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = 
 
 
 def batch(value: Any, linecount: int, fill_with: Any = None) -> list[list[Any]]:
-    """Split items into lists of equal length, as Jinja's filter `batch` does.
-
-    Args:
-        value: The items.
-        linecount: The length of each list.
-        fill_with: The item that fills up the last list. None leaves the last list shorter.
-
-    Raises:
-        ValueError: The length is above 1000.
-    """
+    """Split items into lists of equal length, as Jinja's filter `batch` does."""
     check_width(linecount)
     items, rows = list(value), []
     for start in range(0, len(items), max(1, linecount)):
@@ -85,16 +50,7 @@ def batch(value: Any, linecount: int, fill_with: Any = None) -> list[list[Any]]:
 
 
 def slices(value: Any, count: int, fill_with: Any = None) -> list[list[Any]]:
-    """Split items into a given number of lists, as Jinja's filter `slice` does. The first lists may be longer by one.
-
-    Args:
-        value: The items.
-        count: The number of lists.
-        fill_with: The item that fills up the shorter lists. None leaves them shorter.
-
-    Raises:
-        ValueError: The count is below 1 or above 1000.
-    """
+    """Split items into a given number of lists, as Jinja's filter `slice` does. The first lists may have one more."""
     check_width(count)
     items = list(value)
     if count < 1:

@@ -35,17 +35,11 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A model's chat template, which renders messages as a prompt.
+    """A model's chat template, which renders messages as a prompt."""
 
-    Attributes:
-        sources: The templates by name: "default" and perhaps "tool_use", for messages with tools.
-        tokens: The special tokens by the names that templates use ("bos_token").
-        where: The file, for messages.
-    """
-
-    sources: Mapping[str, str]
-    tokens: Mapping[str, str]
-    where: str
+    sources: Mapping[str, str]  # templates by name: "default" and perhaps "tool_use", for messages with tools
+    tokens: Mapping[str, str]  # special tokens by the names that templates use ("bos_token")
+    where: str  # file, for messages
 
     def render(
         self,
@@ -55,18 +49,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation with its special tokens. Encode this text without further special tokens.
-
-        Args:
-            messages: Mappings with "role" and "content", and further keys that the template reads.
-            tools: JSON schemas of tools.
-            add_generation_prompt: Whether the text ends with the beginning of an answer.
-            continue_final_message: Whether the text ends with the last message, which the answer continues.
-            **variables: Variables of the template, such as `enable_thinking`.
-
-        Raises:
-            UsageError: The messages are malformed, or the template fails or refuses them. The message names the line.
-        """
+        """Return the text of a conversation with its special tokens; encode it without further special tokens."""
         source = (self.sources.get("tool_use") if tools else None) or self.sources.get("default")
         if source is None:
             raise UsageError(
@@ -185,11 +168,7 @@ def _is_whole(text: str, messages: list[dict[str, Any]]) -> bool:
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Return the chat template in an artifact's folder; None if its checkpoint has none.
-
-    Raises:
-        ArtifactError: A file cannot be read.
-    """
+    """Return the chat template in an artifact's folder; None if its checkpoint has none."""
     config = read_json(folder / CONFIG)
     template = config.get("chat_template")
     sources = {}
@@ -326,11 +305,7 @@ def _as_python(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in an artifact's JSON file; an empty object if there is no file.
-
-    Raises:
-        ArtifactError: The file holds anything else.
-    """
+    """Return the object in an artifact's JSON file; an empty object if there is no file."""
     if not path.is_file():
         return {}
     try:

@@ -24,14 +24,10 @@ _SORTED_AT_ONCE = 256
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities of the token that one decode step chose, and of the likeliest tokens.
+    """Log probabilities of the token that one decode step chose, and of the likeliest tokens."""
 
-    Attributes:
-        chosen: The log probability of the chosen token.
-        top: The likeliest tokens and their log probabilities, descending. Among equal tokens the lowest id is first.
-    """
-
-    chosen: float
+    chosen: float  # log probability of the chosen token
+    # Likeliest tokens and their log probabilities, descending. Among equal tokens the lowest id is first.
     top: tuple[tuple[int, float], ...]
 
 
@@ -46,11 +42,7 @@ def logprobs_of(logits: Floats, token: int, count: int) -> Logprobs:
 
 
 def distribution_of(scores: Floats, settings: GenerationSettings, step: int) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Return the tokens that temperature, top_k, top_p and min_p keep in transformers' order, and their probabilities.
-
-    Returns:
-        The kept token ids, ascending, and their probabilities.
-    """
+    """Return the tokens that temperature, top_k, top_p and min_p keep, in transformers' order, with probabilities."""
     if settings.temperature != 1.0:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             scores = scores / settings.temperature
@@ -62,14 +54,7 @@ def distribution_of(scores: Floats, settings: GenerationSettings, step: int) -> 
 
 
 def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Return the tokens that top_p and min_p keep, with their probabilities.
-
-    Args:
-        ids: Token ids.
-        values: Their scores, all finite.
-        top_p: The probability mass to keep.
-        min_p: The least probability relative to that of the likeliest token.
-    """
+    """Return the tokens that top_p and min_p keep, with their probabilities."""
     if top_p < 1.0:
         kept = _top_p_indices(values, top_p)
         ids, values = ids[kept], values[kept]
@@ -165,16 +150,7 @@ def draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
 
 
 def check_maximum(scores: Floats, step: int, where: str = "") -> None:
-    """Check that the largest score (processed logit) of a row is finite.
-
-    Args:
-        scores: The scores [vocabulary].
-        step: The number of the new token, for the message.
-        where: The operation that computed the scores, for the message; "" for the model.
-
-    Raises:
-        KvexportError: The row contains NaN or +inf, or only -inf.
-    """
+    """Check that the largest score (processed logit) of a row is finite."""
     # argmax stops at the first NaN, so the maximum alone tells NaN, +inf and "all -inf" apart from a usable row.
     best = int(scores.argmax())
     value = float(scores[best])

@@ -50,23 +50,15 @@ _INSTALL = "pip install 'kvexport[serve]'"
 
 @dataclass(frozen=True)
 class Grammar:
-    """The grammar that a model's answer must follow: a JSON schema, a regular expression or a Lark grammar.
+    """The grammar that a model's answer must follow: a JSON schema, a regular expression or a Lark grammar."""
 
-    Attributes:
-        kind: The language of `source`.
-        source: The JSON of a schema; a regular expression in Rust's syntax (no look-around, no back references), which
-            the whole answer must match; or a grammar in llguidance's dialect of Lark.
-    """
-
-    kind: Kind
+    kind: Kind  # language of `source`
+    # JSON of a schema; a regular expression in Rust's syntax (no look-around, no back references), which the whole
+    # answer must match; or a grammar in llguidance's dialect of Lark
     source: str
 
     def __post_init__(self) -> None:
-        """Raise UsageError if the grammar's kind is unknown, or its source is empty, too long or no text.
-
-        Raises:
-            UsageError: The kind is unknown, or the source is empty, too long or no text.
-        """
+        """Raise UsageError if the grammar's kind is unknown, or its source is empty, too long or no text."""
         if self.kind not in get_args(Kind) or not isinstance(self.source, str):
             raise UsageError(f"the kind of the grammar is {self.kind!r}", f"use one of: {', '.join(get_args(Kind))}")
         if not self.source.strip() or len(self.source) > MOST_CHARACTERS:
@@ -77,12 +69,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, lenient: bool = False) -> Grammar:
-        """Return the grammar of the JSON texts that a schema allows.
-
-        Args:
-            schema: The schema.
-            lenient: Whether unsupported keywords are ignored instead of refused.
-        """
+        """Return the grammar of the JSON texts that a schema allows."""
         if not isinstance(schema, Mapping):
             raise UsageError(f"a JSON schema is an object, found {type(schema).__name__}", 'pass {"type": ...}')
         return cls("json_schema", json_text({**schema, "x-guidance": json_options(lenient=lenient)}))
@@ -94,11 +81,7 @@ class Grammar:
 
 
 def json_text(value: Any) -> str:
-    """Return a value from a client, such as a schema, as JSON text.
-
-    Raises:
-        UsageError: JSON cannot express the value, or it is nested too deep.
-    """
+    """Return a value from a client, such as a schema, as JSON text."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -111,12 +94,7 @@ def json_options(*, lenient: bool) -> dict[str, Any]:
 
 
 def gbnf(text: str) -> Grammar:
-    """Return the grammar that a text in llama.cpp's syntax (GBNF) describes.
-
-    Raises:
-        UsageError: The text is no such grammar, or longer than 16,384 characters.
-        EnvironmentProblem: llguidance is not installed.
-    """
+    """Return the grammar that a text in llama.cpp's syntax (GBNF) describes."""
     if len(text) > _MOST_GBNF:
         raise UsageError(f"the grammar in GBNF has {len(text)} characters", f"give at most {_MOST_GBNF}, or Lark")
     try:
@@ -140,15 +118,7 @@ class Constraint:
         return bool(self._matcher.is_stopped())
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens the grammar allows next.
-
-        Returns:
-            [vocabulary] bool. An eos token may come where the answer may end.
-
-        Raises:
-            KvexportError: No token may come.
-            UsageError: The grammar takes too long.
-        """
+        """Return which tokens the grammar allows next."""
         if self._mask is None:
             start = time.thread_time()
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -159,11 +129,7 @@ class Constraint:
         return self._mask
 
     def accept(self, token: int) -> None:
-        """Advance the grammar's state by the token that was generated.
-
-        Raises:
-            UsageError: The mask does not allow this token.
-        """
+        """Advance the grammar's state by the token that was generated."""
         self._mask = None
         if not self._matcher.consume_token(token):
             raise UsageError(
@@ -202,10 +168,6 @@ class Grammars:
     """A cache of compiled grammars for constrained decoding with one model's tokenizer.
 
     Several threads may use it at once, so a server can compile a grammar while its engine steps.
-
-    Args:
-        tokenizer: The tokenizer. Without one no grammar can be used.
-        vocabulary: The length of the logits.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocabulary: int) -> None:
@@ -216,12 +178,7 @@ class Grammars:
         self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], llguidance.LLMatcher] = OrderedDict()
 
     def start(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> Constraint:
-        """Return the grammar's state for a new sequence, which any of the eos tokens may end.
-
-        Raises:
-            UsageError: The grammar cannot be compiled within the limits.
-            EnvironmentProblem: llguidance is not installed.
-        """
+        """Return the grammar's state for a new sequence, which any of the eos tokens may end."""
         key = self._key(grammar, eos_token_ids)
         with self._lock:
             matcher = self._compiled.get(key)

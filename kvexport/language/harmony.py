@@ -33,12 +33,7 @@ def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class ChannelReader:
-    """A streaming parser that splits an answer in channels into reasoning, tool calls and text.
-
-    Args:
-        names: The names of the tools.
-        final: Whether the prompt ends with `FINAL`, so that the answer begins as text.
-    """
+    """A streaming parser that splits an answer in channels into reasoning, tool calls and text."""
 
     def __init__(self, names: Collection[str], final: bool = False) -> None:
         self._names = frozenset(names)
@@ -47,12 +42,7 @@ class ChannelReader:
         self._lacks_arguments = False
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final.
-
-        Args:
-            text: The text that follows the earlier text.
-            last: Whether the answer ends here.
-        """
+        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final."""
         self._waiting += text
         pieces: list[Piece] = []
         while found := [(at, marker) for marker in _MARKERS if (at := self._waiting.find(marker)) >= 0]:

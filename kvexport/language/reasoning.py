@@ -24,12 +24,7 @@ class Reader(Protocol):
     """Interface of a streaming parser of the answer text after the reasoning."""
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final.
-
-        Args:
-            text: The text that follows the earlier text.
-            last: Whether the answer ends here.
-        """
+        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final."""
         ...
 
 
@@ -51,12 +46,7 @@ def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def reasoning_tokens(tokens: Sequence[Token], opened: bool) -> int:
-    """Return how many tokens of an answer are reasoning, the markers <think> and </think> included.
-
-    Args:
-        tokens: The tokens of the answer.
-        opened: Whether the prompt ends within reasoning.
-    """
+    """Return how many tokens of an answer are reasoning, the markers <think> and </think> included."""
     text = OPENING if opened else ""
     for count, token in enumerate(tokens, 1):
         text = (text + token.text).lstrip()
@@ -73,10 +63,6 @@ class ReasoningReader:
     """A streaming parser that separates the reasoning (<think> ... </think>) of one answer from the text after it.
 
     White space around the reasoning, and before the text that follows it, is dropped.
-
-    Args:
-        opened: Whether the answer begins within reasoning.
-        then: The parser of the text after the reasoning.
     """
 
     def __init__(self, opened: bool, then: Reader) -> None:
@@ -86,12 +72,7 @@ class ReasoningReader:
         self._begun = False  # whether some reasoning was shown
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final.
-
-        Args:
-            text: The text that follows the earlier text.
-            last: Whether the answer ends here.
-        """
+        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final."""
         self._waiting += text
         pieces: list[Piece] = []
         if self._at == "start":

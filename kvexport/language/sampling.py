@@ -40,13 +40,6 @@ class Sampler:
     """The sampler of one sequence, which chooses tokens and remembers them.
 
     Its draws depend only on its settings, its prompt and the logits, never on the batch.
-
-    Args:
-        settings: The settings of the sequence.
-        prompt_ids: The token ids of the prompt. They count only for the repetition penalty.
-        vocab_size: The length of the logits.
-        constraint: The state of the settings' grammar for this sequence.
-        processors: The user's functions that change logits, called in this order with prompt and answer.
     """
 
     def __init__(
@@ -57,11 +50,7 @@ class Sampler:
         constraint: Constraint | None = None,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """Create the sampler of a sequence that has no generated tokens yet.
-
-        Raises:
-            UsageError: A token id of the prompt is out of range.
-        """
+        """Create the sampler of a sequence that has no generated tokens yet."""
         self.settings = settings
         self.vocab_size = vocab_size
         self._constraint = constraint
@@ -86,12 +75,7 @@ class Sampler:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Return why the sequence ends with the last sampled token, or None if it goes on.
-
-        Returns:
-            "stop" for an eos token or the end of the grammar, "length" for max_new_tokens, None if the sequence goes
-            on. `kvexport.language.text_stream.TextStream` finds stop strings in the text.
-        """
+        """Return why the sequence ends with the last sampled token, or None if it goes on."""
         if self.generated and self.generated[-1] in self.ends:
             return "stop"
         if self._constraint is not None and self._constraint.finished:
@@ -99,18 +83,7 @@ class Sampler:
         return "length" if len(self.generated) >= self.settings.max_new_tokens else None
 
     def next(self, logits: npt.ArrayLike) -> int:
-        """Sample the next token from a row of logits, and remember it.
-
-        Args:
-            logits: [vocab_size] float32 or float16, not changed.
-
-        Returns:
-            The token id. Greedy decoding takes the lowest id among equal maxima, as torch.argmax does on the CPU.
-
-        Raises:
-            KvexportError: The logits hold NaN or +inf, or leave no token possible.
-            UsageError: The logits have another shape.
-        """
+        """Sample the next token from a row of logits, and remember it."""
         scores = self._scores(logits)
         if self._random is None:
             token = int(scores.argmax())
@@ -122,11 +95,7 @@ class Sampler:
         return self._remember(token)
 
     def next_of(self, top: TopLogits) -> int | None:
-        """Sample the next token as `next` does, but only from the row's n largest logits.
-
-        Returns:
-            The token id. None, and no token is chosen, if the largest logits do not determine it.
-        """
+        """Sample the next token as `next` does, but only from the row's n largest logits."""
         if self._processors:
             return None
         if top.ids.size == self.vocab_size:
@@ -189,11 +158,7 @@ class Sampler:
         return {"generated": list(self.generated), "random": drawn}
 
     def restore(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Restore the `state` of a sampler with equal settings and prompt, so that the same tokens follow.
-
-        Raises:
-            UsageError: The state is damaged, or belongs to other settings.
-        """
+        """Restore the `state` of a sampler with equal settings and prompt, so that the same tokens follow."""
         try:
             generated, random = [int(i) for i in state["generated"]], [int(i) for i in state["random"]]
         except (KeyError, TypeError, ValueError) as error:
@@ -216,18 +181,7 @@ class Sampler:
             }
 
     def distribution(self, logits: npt.ArrayLike) -> tuple[Ids, npt.NDArray[np.float64]]:
-        """Return the tokens that `next` could sample with their probabilities, without sampling one.
-
-        Args:
-            logits: [vocab_size] float32 or float16, not changed.
-
-        Returns:
-            Token ids [n], ascending, and their probabilities [n], whose sum is 1; one token for greedy decoding.
-
-        Raises:
-            KvexportError: The logits hold NaN or +inf, or leave no token possible.
-            UsageError: The logits have another shape.
-        """
+        """Return the tokens that `next` could sample with their probabilities, without sampling one."""
         scores = self._scores(logits)
         if self._random is None:
             return np.array([scores.argmax()], dtype=np.int64), np.ones(1)

@@ -30,14 +30,6 @@ class TextStream:
 
     The time for a token does not depend on the number of earlier tokens: a window of the last few tokens is decoded
     with and without the new one.
-
-    Args:
-        tokenizer: The tokenizer.
-        stop_strings: Texts that end the sequence, none of them empty.
-        skip_special_tokens: Whether special tokens have no text.
-        context_ids: The tokens before the first one (the prompt), so that the first token keeps the space before it.
-            Without them the text begins as `decode` begins, which drops that space for most sentencepiece models.
-        shown_ids: Special tokens whose names are part of the text while others are skipped.
     """
 
     def __init__(
@@ -49,11 +41,7 @@ class TextStream:
         context_ids: Sequence[int] = (),
         shown_ids: Sequence[int] = (),
     ) -> None:
-        """Create the streaming detokenizer of a sequence.
-
-        Raises:
-            UsageError: A stop string is empty.
-        """
+        """Create the streaming detokenizer of a sequence."""
         if isinstance(stop_strings, str) or not all(stop_strings):
             raise UsageError(f"stop strings are {stop_strings!r}", "give a list of strings, none of them empty")
         self._tokenizer = tokenizer
@@ -94,11 +82,7 @@ class TextStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the `state` of a streaming detokenizer that had the same tokenizer and stop strings.
-
-        Raises:
-            UsageError: The state is damaged.
-        """
+        """Restore the `state` of a streaming detokenizer that had the same tokenizer and stop strings."""
         try:
             context, waiting = ([_whole(i) for i in state[name]] for name in ("context", "waiting"))
             decoded, kept_back = _whole(state["decoded"]), str(state["held"])
@@ -116,11 +100,7 @@ class TextStream:
         )
 
     def push(self, token_id: int) -> str:
-        """Append the next token to the text, and return the new text that no later token can change (often "").
-
-        Raises:
-            KvexportError: The text has ended by `flush`.
-        """
+        """Append the next token to the text, and return the new text that no later token can change (often "")."""
         if self._flushed:
             raise KvexportError("a token came after the end of its text", "begin a new TextStream for a new sequence")
         if token_id in self._shown and not self.stopped:

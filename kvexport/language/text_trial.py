@@ -34,15 +34,7 @@ _TEXTS = ("", "Hello, world! 123", "ab " * 300, "\u00e9\u4e2d\U0001f600 \n\t")
 
 
 def try_texts(folder: Path) -> None:
-    """Try a checkpoint's tokenizer and chat template on sample texts, in a child process with limits.
-
-    Args:
-        folder: A folder with tokenizer.json, and perhaps the files of a chat template.
-
-    Raises:
-        UsageError: A signal ended the child, it exceeded its limits, or it produced a text that is far too long.
-        EnvironmentProblem: The child failed, and this process may use less memory than the child's bound.
-    """
+    """Try a checkpoint's tokenizer and chat template on sample texts, in a child process with limits."""
     command = [sys.executable, "-m", __name__, str(folder.resolve())]
     root = str(Path(__file__).resolve().parents[2])
     environment = {"PATH": "", "PYTHONPATH": ":".join([root, *sys.path]), "TOKENIZERS_PARALLELISM": "false"}

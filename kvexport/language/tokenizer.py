@@ -41,12 +41,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Load the tokenizer (tokenizer.json) of an artifact's folder.
-
-        Raises:
-            ArtifactError: tokenizer.json is missing or cannot be read.
-            EnvironmentProblem: The `tokenizers` package cannot be imported.
-        """
+        """Load the tokenizer (tokenizer.json) of an artifact's folder."""
         try:
             import tokenizers
         except ImportError as error:
@@ -105,16 +100,7 @@ class Tokenizer:
         return self._inner.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            text: The text.
-            add_special_tokens: Whether the tokenizer's post-processor adds its special tokens. A chat template writes
-                them itself.
-
-        Raises:
-            UsageError: The text is no Unicode (a lone surrogate), or the tokenizer fails on it.
-        """
+        """Return the token ids of a text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -157,9 +143,6 @@ class Tokenizer:
         """Return the text of token ids. Ids that are not in the vocabulary have no text.
 
         Ids without a token have no text. Bytes that are no UTF-8 become U+FFFD.
-
-        Raises:
-            UsageError: The tokenizer fails on these ids.
         """
         try:
             return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)

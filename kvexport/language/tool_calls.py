@@ -22,30 +22,17 @@ _BETWEEN = _SPACE + "[],;"  # the characters that may stand around the objects o
 
 
 class Piece(NamedTuple):
-    """A piece of a streamed answer: text, reasoning, the start of a tool call, or some of its arguments.
+    """A piece of a streamed answer: text, reasoning, the start of a tool call, or some of its arguments."""
 
-    Attributes:
-        kind: "text" and "reasoning" bring more text; "call" begins a call of the tool `name`; "arguments" brings more
-            of the JSON of its arguments.
-    """
-
+    # "text" and "reasoning" bring more text; "call" begins a call of the tool `name`; "arguments" brings more of the
+    # JSON of its arguments
     kind: Literal["text", "call", "arguments", "reasoning"]
     text: str = ""
     name: str = ""
 
 
 class CallReader:
-    """A streaming parser that splits one answer into text and tool calls.
-
-    Args:
-        names: The names of the tools.
-        openings: The markers before calls. After the first, a call may lack arguments.
-        closings: The markers that may follow each call.
-        first: Whether calls may also begin the answer without a marker.
-        parser: Returns the parser of a call.
-        inside: The openings that belong to the call itself.
-        begins: The characters that may begin a call.
-    """
+    """A streaming parser that splits one answer into text and tool calls."""
 
     def __init__(
         self,
@@ -68,12 +55,7 @@ class CallReader:
         self._closed = False  # whether a closing marker has come since, so that an opening one has to come first
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Parse more text of an answer, and return the pieces (text and tool calls) that are now final.
-
-        Args:
-            text: The text that follows the earlier text.
-            last: Whether the answer ends here.
-        """
+        """Parse more text of an answer, and return the pieces (text and tool calls) that are now final."""
         pieces: list[Piece] = []
         self._waiting += text
         while self._waiting:
@@ -266,11 +248,7 @@ class CallParser:
 
 
 class NamedParser(CallParser):
-    """A streaming parser of a tool call that is a name and, behind it, the JSON object of the arguments.
-
-    Args:
-        head: A regular expression of all before the arguments, with the group `name`.
-    """
+    """A streaming parser of a tool call that is a name and, behind it, the JSON object of the arguments."""
 
     def __init__(self, head: str) -> None:
         super().__init__(("arguments",))
@@ -300,15 +278,7 @@ class NamedParser(CallParser):
 
 
 class TaggedParser(CallParser):
-    """A streaming parser of a tool call that is a name and, behind it, a pair of tags for each argument.
-
-    Args:
-        head: A regular expression of all before the arguments, with the group `name`.
-        argument: One of an argument, with the groups `key` and `value`.
-        end: One of all behind the arguments.
-        schemas: The schemas of the arguments, by the names of tool and argument. A text is taken as it is; every other
-            value is JSON.
-    """
+    """A streaming parser of a tool call that is a name and, behind it, a pair of tags for each argument."""
 
     def __init__(self, head: str, argument: str, end: str, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(())

@@ -28,42 +28,25 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 @dataclass(frozen=True)
 class CallForm:
-    """The syntax in which a model writes tool calls.
-
-    Attributes:
-        name: The name of the form.
-        signs: Texts that are all in the chat templates of this form.
-        openings: The markers before each call, or before a list of calls; first the one that the template writes.
-        closings: The markers behind a call.
-        before: What stands before the arguments of the tool NAME, as the template writes it.
-        after: What stands behind the arguments.
-        begin: What stands before the first call.
-        between: What stands between two calls; None if an answer has one call.
-        end: What stands behind the last call.
-        parameter: How arguments in tags are written, with KEY and VALUE; "" for arguments in JSON.
-        head: A regular expression of what stands before the arguments, with NAME; "" for a call that is one JSON
-            object.
-        tail: One of what stands behind arguments in tags.
-        first: Whether a call may be the whole answer without a marker.
-        inside: The openings that belong to the call itself.
-        id_length: The length of the ids that the template accepts.
-    """
+    """The syntax in which a model writes tool calls."""
 
     name: str
-    signs: tuple[str, ...]
+    signs: tuple[str, ...]  # texts that are all in the chat templates of this form
+    # Markers before each call, or before a list of calls; first the one that the template writes
     openings: tuple[str, ...]
-    closings: tuple[str, ...]
-    before: str
-    after: str
-    begin: str = ""
-    between: str | None = "\n"
-    end: str = ""
-    parameter: str = ""
+    closings: tuple[str, ...]  # markers behind a call
+    before: str  # what stands before the arguments of the tool NAME, as the template writes it
+    after: str  # what stands behind the arguments
+    begin: str = ""  # what stands before the first call
+    between: str | None = "\n"  # what stands between two calls; None if an answer has one call
+    end: str = ""  # what stands behind the last call
+    parameter: str = ""  # how arguments in tags are written, with KEY and VALUE; "" for arguments in JSON
+    # A regular expression of what stands before the arguments, with NAME; "" for a call that is one JSON object
     head: str = ""
-    tail: str = ""
-    first: bool = False
-    inside: tuple[str, ...] = ()
-    id_length: int = 24
+    tail: str = ""  # one of what stands behind arguments in tags
+    first: bool = False  # whether a call may be the whole answer without a marker
+    inside: tuple[str, ...] = ()  # openings that belong to the call itself
+    id_length: int = 24  # length of the ids that the template accepts
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
         """Return a streaming parser that finds tool calls in one answer.
@@ -160,11 +143,7 @@ FORMS = (HARMONY, XML, GLM, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_31, KIMI, HERMES, M
 
 
 def form_of(template: ChatTemplate | None) -> CallForm:
-    """Return the syntax of tool calls that a chat template's text reveals.
-
-    Raises:
-        UsageError: The template takes no tools, or its form of calls is unknown.
-    """
+    """Return the syntax of tool calls that a chat template's text reveals."""
     sources = {} if template is None else template.sources
     source = sources.get("tool_use") or sources.get("default") or ""
     if not re.search(r"\btools\b", source):
@@ -182,11 +161,7 @@ def form_of(template: ChatTemplate | None) -> CallForm:
 
 
 def check_tools(tools: Sequence[Any]) -> list[Tool]:
-    """Check the descriptions of tools that a client sent, and return them.
-
-    Raises:
-        UsageError: A description is malformed. The message names it.
-    """
+    """Check the descriptions of tools that a client sent, and return them."""
     if len(tools) > MOST_TOOLS:
         raise UsageError(f"there are {len(tools)} tools", f"give at most {MOST_TOOLS}")
     seen: set[str] = set()
@@ -208,15 +183,7 @@ def check_tools(tools: Sequence[Any]) -> list[Tool]:
 
 
 def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
-    """Return the tools that a request's `tool_choice` allows, and whether the model must call one.
-
-    Args:
-        tools: All tools.
-        choice: "none", "auto" or "required" (None is "auto"), or {"type": "function", "function": {"name": ...}}.
-
-    Raises:
-        UsageError: The choice is another value, or names no tool.
-    """
+    """Return the tools that a request's `tool_choice` allows, and whether the model must call one."""
     if choice is None or choice == "auto":
         return list(tools), False
     if choice == "none":
@@ -241,12 +208,6 @@ def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *
 
     Keywords of a schema that are not supported are ignored, unless the tool is strict. Of a text in tags only `enum`
     and `maxLength` are kept to; it has no "</".
-
-    Args:
-        form: The form of calls.
-        tools: The tools. The arguments of a call match the schema of its tool.
-        tokenizer: The tokenizer, which decides which markers are special tokens.
-        parallel: Whether the answer may have several calls.
     """
 
     def written(text: str) -> str:

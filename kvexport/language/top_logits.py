@@ -19,19 +19,12 @@ ROUNDING = 1e-5  # of a probability, in sums of float32 numbers
 
 @dataclass(frozen=True)
 class Scores:
-    """The n largest scores of a row: logits after temperature and penalties, with bounds on all other scores.
+    """The n largest scores of a row: logits after temperature and penalties, with bounds on all other scores."""
 
-    Attributes:
-        ids: Token ids [n] int64.
-        values: Scores [n] float32.
-        floor: No other token of the row has a higher score.
-        rest: Bounds of the sum of exp(score - largest score) over the other tokens.
-    """
-
-    ids: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]  # token ids [n] int64
     values: npt.NDArray[np.float32]
-    floor: np.float32
-    rest: tuple[float, float]
+    floor: np.float32  # no other token of the row has a higher score
+    rest: tuple[float, float]  # bounds of the sum of exp(score - largest score) over the other tokens
 
     def top_k(self, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
         """Return the ids and scores of the `k` tokens of highest score (more if scores tie).
@@ -81,17 +74,7 @@ class Scores:
 
 
 def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: float) -> Scores | None:
-    """Return the n largest logits divided by the temperature, with bounds on all other scores.
-
-    Args:
-        top: The largest logits of the row, and the mass of the whole row.
-        values: The largest logits after penalties [n] float32. The penalties raise no logit, neither of these tokens
-            nor of others.
-        temperature: The divisor, above 0.
-
-    Returns:
-        The scores, or None if the row cannot be sampled from. The whole row then gives the error.
-    """
+    """Return the n largest logits divided by the temperature, with bounds on all other scores."""
     ids, floor = top.ids.astype(np.int64), top.values[-1:]
     if not (math.isfinite(top.mass) and math.isfinite(top.values[0])):
         return None

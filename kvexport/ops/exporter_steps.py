@@ -71,13 +71,7 @@ def mismatches_skipped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: str, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute within this context, if its owner has one.
-
-    Args:
-        owner: The module that has the attribute, or ``module:class``.
-        name: The attribute's name.
-        make: Returns the replacement for the original.
-    """
+    """Replace an attribute within this context, if its owner has one."""
     module, _, inner = owner.partition(":")
     holder: Any
     try:

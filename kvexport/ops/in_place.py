@@ -26,9 +26,6 @@ def without_changes_in_place(exported: ExportedProgram) -> bool:
 
     An operator stays if its tensor is an input or a weight, if a view other than a slice or a single index leads to the
     tensor, or if another view of the tensor is read later.
-
-    Returns:
-        Whether no operator in place is left.
     """
     graphs: list[Graph] = [module.graph for module in exported.graph_module.modules() if hasattr(module, "graph")]
     changes = [(graph, node) for graph in graphs for node in graph.nodes if _changes(node)]

@@ -36,14 +36,7 @@ NEW = {"query": 1, "key": 1, "value": 1, "sink_logits": 0}  # the dimension that
 def split_state(
     state: Sequence[Tensor], tensors: Sequence[StateTensor], capacity: Sequence[int], *, together: bool
 ) -> list[tuple[Tensor, ...]]:
-    """Return views [B, H, C, ...] of a layer's state: one of all its KV heads, or one of each.
-
-    Args:
-        state: The state tensors.
-        tensors: Their schema.
-        capacity: The slots of every KV head.
-        together: Whether one view has all heads, which then have one capacity.
-    """
+    """Return views [B, H, C, ...] of a layer's state: one of all its KV heads, or one of each."""
     if together:
         return [tuple(_view(x, tensor, len(capacity)) for x, tensor in zip(state, tensors, strict=True))]
     parts = [
@@ -169,16 +162,7 @@ def layer_read_attention(
 def layer_merge_cache(
     *state: Tensor, attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int] = ()
 ) -> tuple[Tensor, ...]:
-    """Return a layer's state with at most as many occupied slots as the budget of each head: the operator MergeCache.
-
-    Args:
-        state: The state tensors.
-        attributes: For each KV head, the attributes of its merge. They differ only in budget and recent.
-        capacity: The slots of every KV head; omitted: every head has S / H.
-
-    Returns:
-        The state tensors in the same order and shapes.
-    """
+    """Return a layer's state with at most each head's budget of occupied slots: the operator MergeCache."""
     heads = len(attributes)
     capacity = capacity or [state[2].shape[1] // heads] * heads
     tensors = state_of(state[0].dtype, attributes[0].method.extra_state)
@@ -202,17 +186,7 @@ def vote_attention_functions(
     sinks: bool = False,
     capacity: Sequence[int] = (),
 ) -> list[onnx.FunctionProto]:
-    """Return the ONNX function of VoteAttention, and the function of equal KV heads that it calls.
-
-    Args:
-        attributes: The attributes of the node.
-        heads: The numbers of query heads and of KV heads.
-        head_sizes: The sizes of a key and of a value.
-        dtype: The type of the query.
-        cache_type: The type of the cache's keys and values, if it differs from the query's.
-        sinks: Whether the function has the input sink_logits.
-        capacity: The slots of every KV head; omitted: every head has S / H.
-    """
+    """Return the ONNX function of VoteAttention, and the function of equal KV heads that it calls."""
     query_heads, count = heads
     stored = cache_type or str(dtype).removeprefix("torch.")
     tensors = state_of(stored, attributes.method.extra_state if attributes.method else ())
@@ -248,14 +222,7 @@ def merge_cache_functions(
     cache_type: str,
     capacity: Sequence[int] = (),
 ) -> list[onnx.FunctionProto]:
-    """Return the ONNX function of MergeCache, and the function of equal KV heads that it calls.
-
-    Args:
-        attributes: For each KV head, the attributes of its merge. They differ only in budget and recent.
-        head_sizes: The sizes of a key and of a value.
-        cache_type: The type of the cache's keys and values.
-        capacity: The slots of every KV head; omitted: every head has S / H.
-    """
+    """Return the ONNX function of MergeCache, and the function of equal KV heads that it calls."""
     first, equal = attributes[0], are_equal(attributes, capacity)
     if not equal and not capacity:
         raise ValueError("KV heads of several budgets need their capacities")
@@ -292,16 +259,7 @@ class _Body:
         heads: int,
         value_in_key: bool,
     ) -> None:
-        """Begin a function.
-
-        Args:
-            tensors: The state tensors.
-            cache_type: The type of the cache.
-            sizes: The sizes D, Dv and K.
-            capacity: The slots of each KV head, if the function calls the inner function for each.
-            heads: The number of KV heads in each call.
-            value_in_key: Whether the state tensor `value` is empty. The inner function has no such tensor.
-        """
+        """Begin a function."""
         self.nodes: list[onnx.NodeProto] = []
         self.tensors = [x for x in tensors if not (value_in_key and x.name == "value")]
         self.capacity, self.heads, self.value_in_key = capacity, heads, value_in_key

@@ -90,10 +90,6 @@ def merge_cache_node_attributes(
     """Return the attributes of a MergeCache node by their names in the contract.
 
     They include the policy, if the method has one, and the layer's rotary embedding, if there is one.
-
-    Args:
-        attributes: For each KV head, the attributes of its merge. They differ only in budget and recent.
-        capacity: The slots of every KV head.
     """
     own = {"budget": [x.budget for x in attributes], "recent": [x.recent for x in attributes]}
     return MERGE_CACHE.node_attributes(_merge_cache_values(attributes[0]) | own | _capacity(capacity))
@@ -143,14 +139,6 @@ def heads_vote_attention_function(
     """Return the ONNX function of VoteAttention over equal KV heads.
 
     It has no state tensor `value` if values are read from keys.
-
-    Args:
-        attributes: The attributes of the node.
-        heads: The numbers of query heads and of KV heads.
-        head_sizes: The sizes of a key and of a value.
-        dtype: The type of the query.
-        cache_type: The type of the cache's keys and values, if it differs from the query's.
-        sinks: Whether the function has the input sink_logits.
     """
     query_heads, kv_heads = heads
     key_size, value_size = head_sizes
@@ -221,13 +209,6 @@ def heads_merge_cache_function(
     """Return the ONNX function of MergeCache over equal KV heads.
 
     Its attributes are one budget and one recent window. It has no state tensor `value` if values are read from keys.
-
-    Args:
-        attributes: The attributes of the node. Its budget and recent do not matter.
-        kv_heads: The number of KV heads.
-        head_sizes: The sizes of a key and of a value.
-        statistics: The number K of statistics.
-        cache_type: The type of the cache's keys and values.
     """
     shared = _merge_cache_values(attributes)
     has_own = attributes.method.policy() is None or attributes.method.extra_state
@@ -293,13 +274,7 @@ def _stored(state: Sequence[StateTensor], value_prefix: int) -> list[StateTensor
 
 
 def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], cache_type: str) -> list[Tensor]:
-    """Return views [B, H, C, ...] of zeros of every state tensor, as example arguments of a trace.
-
-    Args:
-        state: The state tensors.
-        sizes: Their sizes, in which S is that of one head.
-        cache_type: The type of the cache.
-    """
+    """Return views [B, H, C, ...] of zeros of every state tensor, as example arguments of a trace."""
     shapes = [x.stored_shape(cache_type, sizes) for x in state]
     views = [
         shape if x.slot_axis is None else (shape[0], sizes["H"], *shape[1:])
@@ -359,13 +334,6 @@ def _function(
     """Return a traced graph as an ONNX function.
 
     Inputs and outputs are renamed, and initializers become constants.
-
-    Args:
-        name: The function's name.
-        graph: The traced graph.
-        inputs: The names of the function's inputs, in the order of the graph's inputs.
-        outputs: The names of the function's outputs.
-        prologue: Nodes that compute the last inputs of the graph.
     """
     renamed = dict(zip((v.name for v in graph.input), inputs, strict=True)) | dict(
         zip((v.name for v in graph.output), outputs, strict=True)

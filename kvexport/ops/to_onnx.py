@@ -33,13 +33,6 @@ def to_onnx(
     """Convert a PyTorch module to an ONNX IR model of opset `OPSET`, without optimizations.
 
     Errors of torch.export and torch.onnx pass through.
-
-    Args:
-        module: The module.
-        arguments: An example of every argument, for torch.export.
-        shapes: The dynamic dimensions of every argument, for torch.export.
-        translations: ONNX translations of PyTorch operators, which take precedence over torch.onnx's own.
-        **names: `input_names` and `output_names`.
     """
     with quiet_exporter(), torch.no_grad(), steps_skipped():
         exported = torch.export.export(

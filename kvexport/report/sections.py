@@ -17,23 +17,13 @@ Highlight = Callable[[int, int], Flag | None] | Mapping[tuple[int, int], Flag] |
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report.
-
-    Attributes:
-        title: Title.
-        columns: Names of the columns.
-        rows: Rows with one cell per column.
-        note: Text below the table.
-        highlight: Flags by (row, column), counted from 0. The members of a plain set are flagged "bad".
-
-    Raises:
-        ValueError: A row has more or fewer cells than there are columns.
-    """
+    """A table of a report."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    note: str = ""
+    rows: Sequence[Sequence[Cell]]  # rows with one cell per column
+    note: str = ""  # text below the table
+    # Flags by (row, column), counted from 0. The members of a plain set are flagged "bad".
     highlight: Highlight = frozenset[tuple[int, int]]()
 
     def __post_init__(self) -> None:
@@ -45,24 +35,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a plot.
+    """A line of a plot."""
 
-    Attributes:
-        name: Name in the legend.
-        x: Places of the points.
-        y: Values of the points. None or NaN is a gap.
-        low: Lower ends of a band; None means that the band ends at the line.
-        high: Upper ends of a band; None means that the band ends at the line.
-
-    Raises:
-        ValueError: The sequences differ in length.
-    """
-
-    name: str
-    x: Sequence[float | None]
-    y: Sequence[float | None]
-    low: Sequence[float | None] | None = None
-    high: Sequence[float | None] | None = None
+    name: str  # name in the legend
+    x: Sequence[float | None]  # places of the points
+    y: Sequence[float | None]  # values of the points. None or NaN is a gap.
+    low: Sequence[float | None] | None = None  # lower ends of a band; None means that the band ends at the line
+    high: Sequence[float | None] | None = None  # upper ends of a band; None means that the band ends at the line
 
     def __post_init__(self) -> None:
         if len({len(values) for values in (self.x, self.y, self.low, self.high) if values is not None}) > 1:
@@ -74,58 +53,32 @@ class Plot:
     """A plot of a report: lines over common axes.
 
     Points that an axis cannot show (NaN, infinity, zero on a logarithmic axis) are left out and counted in the note.
-
-    Attributes:
-        title: Title.
-        x_label: Label of the x axis.
-        y_label: Label of the y axis.
-        series: Lines.
-        x_log: Whether the x axis is logarithmic.
-        y_log: Whether the y axis is logarithmic.
-        note: Text below the plot.
-        x_also: Further values that the x axis includes, so that several plots can have equal axes.
-        y_also: Further values that the y axis includes.
     """
 
     title: str
-    x_label: str
-    y_label: str
-    series: Sequence[Series]
-    x_log: bool = False
-    y_log: bool = False
-    note: str = ""
-    x_also: tuple[float, ...] = ()
-    y_also: tuple[float, ...] = ()
+    x_label: str  # label of the x axis
+    y_label: str  # label of the y axis
+    series: Sequence[Series]  # lines
+    x_log: bool = False  # whether the x axis is logarithmic
+    y_log: bool = False  # whether the y axis is logarithmic
+    note: str = ""  # text below the plot
+    x_also: tuple[float, ...] = ()  # further values that the x axis includes, so that several plots can have equal axes
+    y_also: tuple[float, ...] = ()  # further values that the y axis includes
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A heat map of a report: a grid of coloured values.
-
-    Attributes:
-        title: Title.
-        x_label: Label of the x axis.
-        y_label: Label of the y axis.
-        x_ticks: Names of the columns.
-        y_ticks: Names of the rows, from the top.
-        values: `values[row][column]`; None is an empty cell.
-        low: Lower end of the colour scale; None is the smallest value.
-        high: Upper end of the colour scale; None is the largest value.
-        note: Text below the grid.
-
-    Raises:
-        ValueError: The values are not one row per y tick and one column per x tick.
-    """
+    """A heat map of a report: a grid of coloured values."""
 
     title: str
-    x_label: str
-    y_label: str
-    x_ticks: Sequence[Cell]
-    y_ticks: Sequence[Cell]
-    values: Sequence[Sequence[float | None]]
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
+    x_label: str  # label of the x axis
+    y_label: str  # label of the y axis
+    x_ticks: Sequence[Cell]  # names of the columns
+    y_ticks: Sequence[Cell]  # names of the rows, from the top
+    values: Sequence[Sequence[float | None]]  # `values[row][column]`; None is an empty cell
+    low: float | None = None  # lower end of the colour scale; None is the smallest value
+    high: float | None = None  # upper end of the colour scale; None is the largest value
+    note: str = ""  # text below the grid
 
     def __post_init__(self) -> None:
         if [len(row) for row in self.values] != [len(self.x_ticks)] * len(self.y_ticks):

@@ -211,14 +211,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def contract(text: str) -> str:
-    """Return the text of docs/reference/contract.md with current tables.
-
-    Args:
-        text: The present text.
-
-    Raises:
-        ValueError: If the text does not have each table exactly once.
-    """
+    """Return the text of docs/reference/contract.md with current tables."""
     for name, table in tables().items():
         mark = re.escape(f"<!-- schema: {name} -->")
         text, count = re.subn(
@@ -240,15 +233,7 @@ FILES: dict[str, Callable[[str], str]] = {
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
-    """Write the files that are derived from the schema, or with ``--check`` report those that are not current.
-
-    Args:
-        arguments: The command line arguments.
-        root: The folder of the repository.
-
-    Returns:
-        The exit code.
-    """
+    """Write the files that are derived from the schema, or with ``--check`` report those that are not current."""
     stale = 0
     for name, write in FILES.items():
         path = root / name

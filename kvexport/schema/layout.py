@@ -19,19 +19,12 @@ _C_TYPES = {"query": "void", "cache": "void", "float32": "float", "int32": "int3
 
 @dataclass(frozen=True)
 class Field:
-    """A member of a C struct.
+    """A member of a C struct."""
 
-    Attributes:
-        type: The C type of the member, or of the elements of an array.
-        name: The name.
-        meaning: A comment.
-        count: The size of an array; 0 for a single value.
-    """
-
-    type: str
+    type: str  # C type of the member, or of the elements of an array
     name: str
-    meaning: str = ""
-    count: int = 0
+    meaning: str = ""  # A comment
+    count: int = 0  # size of an array; 0 for a single value
 
 
 def _heads_list(name: str, meaning: str) -> Field:

@@ -16,35 +16,21 @@ Role = Literal["query", "cache", "float32", "float16", "int32", "int64"]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an ONNX node reads or writes.
-
-    Attributes:
-        name: The name.
-        dims: The dimensions, like those of `StateTensor`.
-        role: The type; ``query`` is the type of the new tokens, and ``cache`` that of the cache.
-        optional: Whether a node may omit the tensor.
-    """
+    """A tensor that an ONNX node reads or writes."""
 
     name: str
-    dims: tuple[str | int, ...]
-    role: Role
-    optional: bool = False
+    dims: tuple[str | int, ...]  # dimensions, like those of `StateTensor`
+    role: Role  # type; ``query`` is the type of the new tokens, and ``cache`` that of the cache
+    optional: bool = False  # whether a node may omit the tensor
 
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the ONNX domain `kvexport`.
-
-    Attributes:
-        name: The name.
-        inputs: The input tensors in order.
-        outputs: The output tensors in order.
-        attributes: The attributes.
-    """
+    """An operator of the ONNX domain `kvexport`."""
 
     name: str
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
+    inputs: tuple[Operand, ...]  # input tensors in order
+    outputs: tuple[Operand, ...]  # output tensors in order
     attributes: tuple[Attribute, ...]
 
     @property
@@ -58,24 +44,12 @@ class Operator:
         return [operand.name for operand in self.outputs]
 
     def with_state(self, extra: Iterable[StateTensor]) -> Operator:
-        """Return the operator with the extra state tensors of a compression method, after all other inputs and outputs.
-
-        Args:
-            extra: The extra state tensors.
-        """
+        """Return the operator with a method's extra state tensors after all other inputs and outputs."""
         past, present = _past_and_present(self.name, extra)
         return replace(self, inputs=(*self.inputs, *past), outputs=(*self.outputs, *present))
 
     def node_attributes(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return attribute values in the form that an ONNX node of the operator stores.
-
-        Args:
-            values: The values by attribute name.
-
-        Raises:
-            ValueError: If the operator does not have an attribute of that name, one is missing, or a value is out of
-                range.
-        """
+        """Return attribute values in the form that an ONNX node of the operator stores."""
         known = {attribute.name: attribute for attribute in self.attributes}
         if unknown := sorted(values.keys() - known.keys()):
             raise ValueError(f"{self.name} has no attribute {unknown[0]}; it has {', '.join(known)}")

@@ -84,9 +84,6 @@ class MergePolicy:
     """The rules by which cache slots are evicted and merged.
 
     The metadata of each field describes it.
-
-    Raises:
-        ValueError: If a field is out of its range, or two fields contradict each other.
     """
 
     select: Literal["position", "score", "average", "pooled", "mean", "attended"] = _word(

@@ -24,21 +24,15 @@ DIMENSIONS = {
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a layer's KV cache state; zeros are an empty cache.
-
-    Attributes:
-        name: The name.
-        dims: Letters of `DIMENSIONS`, or fixed sizes; the first is always B. A tensor with the letter S has one element
-            or row for every slot, those of one KV head after those of another. It is moved, zeroed and cut with the
-            slots. It has no dimension H.
-        dtype: The type; ``cache`` is the type of the cache's keys and values.
-        meaning: A description for tables.
-    """
+    """One tensor of a layer's KV cache state; zeros are an empty cache."""
 
     name: str
+    # Letters of `DIMENSIONS`, or fixed sizes; the first is always B. A tensor with the letter S has one element or row
+    # for every slot, those of one KV head after those of another. It is moved, zeroed and cut with the slots. It has no
+    # dimension H.
     dims: tuple[str | int, ...]
-    dtype: DType
-    meaning: str
+    dtype: DType  # type; ``cache`` is the type of the cache's keys and values
+    meaning: str  # A description for tables
 
     def __post_init__(self) -> None:
         unknown = [d for d in self.dims if isinstance(d, str) and d not in DIMENSIONS]

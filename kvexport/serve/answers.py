@@ -26,15 +26,7 @@ def stop_string(request: Request) -> str | None:
 
 
 def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
-    """Return the token counts of an HTTP response: prompt, completion and total tokens.
-
-    Args:
-        requests: The finished requests.
-        answers: The number of consecutive requests that share one prompt; its tokens count once.
-
-    Returns:
-        The object `usage` as OpenAI defines it.
-    """
+    """Return the token counts of an HTTP response: prompt, completion and total tokens."""
     prompts = requests[::answers]
     read, generated = sum(len(request.ids) for request in prompts), sum(len(request.tokens) for request in requests)
     return {

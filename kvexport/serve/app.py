@@ -51,18 +51,7 @@ requests_log = logging.getLogger("kvexport.serve.requests")
 
 
 def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlette:
-    """Return the ASGI application that serves an engine over HTTP. While it runs, nothing else may use the engine.
-
-    Args:
-        engine: The engine that answers.
-        settings: The limits. None takes the defaults.
-
-    Returns:
-        The application; `app.state.service` is its `Service`.
-
-    Raises:
-        UsageError: The checkpoint's generation settings need something that the sampler does not support.
-    """
+    """Return the ASGI application that serves an engine over HTTP. While it runs, nothing else may use the engine."""
     engine.settings()
     service = Service(engine, settings or ServeSettings())
     measure(service)

@@ -12,16 +12,7 @@ _SECONDS = 60  # a client has for its whole body
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
-    """Read and return the body of an HTTP request.
-
-    Args:
-        request: The request.
-        limit: Bytes that the body may have.
-
-    Raises:
-        ApiError: The body is longer (413), or did not arrive within 60 seconds (408).
-        ClientGone: The client closed the connection.
-    """
+    """Read and return the body of an HTTP request."""
     chunks, size = [], 0
     try:
         with anyio.fail_after(_SECONDS):

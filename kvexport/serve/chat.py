@@ -49,11 +49,7 @@ class ChatBody(Sampling):
     parallel_tool_calls: bool | None = None
 
     def conversation(self, request: Request) -> Conversation:
-        """Return the conversation that a chat completion request describes, with messages as chat templates read them.
-
-        Raises:
-            ApiError: A field asks for something that the server does not support.
-        """
+        """Return the conversation of a chat completion request, with messages as chat templates read them."""
         refuse(self, "modalities", (["text"],), "answers are text")
         refuse(self, "audio", (), "answers are text")
         refuse(self, "functions", ([],), "send tools")
@@ -106,14 +102,7 @@ def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenText
 
 
 class ChatStream:
-    """Writer of the server-sent events of a streamed chat completion.
-
-    Args:
-        head: The fields that all chunks share.
-        prepared: The requests of the answers.
-        texts: The texts of tokens, for log probabilities; None omits log probabilities.
-        usage: Whether to end with a chunk of token counts.
-    """
+    """Writer of the server-sent events of a streamed chat completion."""
 
     def __init__(self, head: dict[str, Any], prepared: Prepared, texts: TokenTexts | None, *, usage: bool) -> None:
         self._head = {**head, "object": "chat.completion.chunk"}

@@ -35,11 +35,7 @@ class CompletionBody(Sampling):
     best_of: int | None = None
 
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """Return the prompts of a completion request, each as text or token ids.
-
-        Raises:
-            ApiError: A prompt is empty, or a field asks for something that the server does not support.
-        """
+        """Return the prompts of a completion request, each as text or token ids."""
         refuse(self, "suffix", ("",), "the model continues a prompt and fills no gap in it")
         refuse(self, "best_of", (1, self.n or 1), "the server returns all n answers")
         if self.echo and self.logprobs is not None:
@@ -97,15 +93,7 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 class CompletionStream:
-    """Writer of the server-sent events of a streamed completion.
-
-    Args:
-        head: The fields that all chunks share.
-        requests: One request for each answer.
-        echoes: The text before each answer.
-        texts: The texts of tokens, for log probabilities; None omits log probabilities.
-        usage: The number of answers that share a prompt, for a last chunk of token counts; 0 for no such chunk.
-    """
+    """Writer of the server-sent events of a streamed completion."""
 
     def __init__(
         self,

@@ -34,12 +34,6 @@ def connection_limit(most: int = _MOST) -> int:
     16 of the free descriptors are reserved for files. For every 2 connections one more descriptor stays free, for
     connections that are accepted before they are counted, and for those that are closed but not yet freed: asyncio
     takes four turns of its event loop from the one to the other, and accepts `backlog` connections in each.
-
-    Args:
-        most: The largest result, even if the descriptor limit allows more.
-
-    Raises:
-        EnvironmentProblem: The descriptor limit leaves fewer than 4 connections.
     """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed == resource.RLIM_INFINITY:
@@ -59,11 +53,7 @@ def backlog(limit: int) -> int:
 
 
 class Connection(H11Protocol):
-    """A client's HTTP connection (uvicorn's protocol class) with deadlines and a limit on the number of connections.
-
-    Attributes:
-        limit: The number of connections that may be open at once.
-    """
+    """A client's HTTP connection (uvicorn's protocol class) with deadlines and a limit on the number of connections."""
 
     limit = _MOST
     _deadline: asyncio.TimerHandle | None = None

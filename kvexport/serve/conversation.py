@@ -21,47 +21,28 @@ from kvexport.serve.sessions import RESTARTED, Turn
 
 @dataclass
 class Conversation:
-    """A conversation that an HTTP request wants answered, in the same form for every chat API.
+    """A conversation that an HTTP request wants answered, in the same form for every chat API."""
 
-    Attributes:
-        messages: The messages in the form that chat templates read.
-        tools: The tools, as OpenAI defines them.
-        tool_choice: The choice of tools, as OpenAI defines it.
-        parallel: Whether an answer may have several tool calls.
-        variables: Variables of the chat template.
-        form: The grammar of the answer; None for free text.
-        turn: The turn of a session, which stores the state; None without one.
-        adapter: The LoRA adapter that answers; None for the model without one.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    tool_choice: str | dict[str, Any] | None = None
-    parallel: bool = True
-    variables: dict[str, Any] = field(default_factory=dict)
-    form: Grammar | None = None
-    turn: Turn | None = None
-    adapter: str | None = None
+    messages: list[dict[str, Any]]  # messages in the form that chat templates read
+    tools: list[dict[str, Any]] = field(default_factory=list)  # tools, as OpenAI defines them
+    tool_choice: str | dict[str, Any] | None = None  # choice of tools, as OpenAI defines it
+    parallel: bool = True  # whether an answer may have several tool calls
+    variables: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
+    form: Grammar | None = None  # grammar of the answer; None for free text
+    turn: Turn | None = None  # turn of a session, which stores the state; None without one
+    adapter: str | None = None  # LoRA adapter that answers; None for the model without one
 
 
 @dataclass
 class Prepared:
-    """Engine requests that answer one HTTP chat request, ready to be queued.
+    """Engine requests that answer one HTTP chat request, ready to be queued."""
 
-    Attributes:
-        requests: One request for each answer.
-        turn: The turn of a session, which stores the state; only with a single request.
-        tools: The tools that the answer may call.
-        calls: The format of the model's tool calls.
-        reasoning: Whether the prompt ends within reasoning; None for a model without reasoning.
-        channels: Whether the prompt ends with the header of the final channel; None for a model without channels.
-    """
-
-    requests: Sequence[Request]
-    turn: Turn | None = None
-    tools: Sequence[Tool] = ()
-    calls: CallForm | None = None
-    reasoning: bool | None = None
+    requests: Sequence[Request]  # one request for each answer
+    turn: Turn | None = None  # turn of a session, which stores the state; only with a single request
+    tools: Sequence[Tool] = ()  # tools that the answer may call
+    calls: CallForm | None = None  # format of the model's tool calls
+    reasoning: bool | None = None  # whether the prompt ends within reasoning; None for a model without reasoning
+    # Whether the prompt ends with the header of the final channel; None for a model without channels
     channels: bool | None = None
 
     @property
@@ -101,11 +82,7 @@ _ROLES = {"developer": "system"}  # the newer name in OpenAI's API; templates kn
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages of an API client into messages for a chat template: contents as texts, arguments as objects.
-
-    Raises:
-        ApiError: A message has no role, brings media, or is malformed.
-    """
+    """Convert messages of an API client into messages for a chat template: contents as texts, arguments as objects."""
     converted, left = [], MOST_VALUES
     for i, message in enumerate(messages):
         where = f"messages.{i}"
@@ -122,11 +99,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def template_variables(variables: Mapping[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
-    """Return the variables that a client sets for the chat template, such as `enable_thinking`.
-
-    Raises:
-        ApiError: A variable has a name that the server itself sets.
-    """
+    """Return the variables that a client sets for the chat template, such as `enable_thinking`."""
     if taken := _TAKEN & (variables or {}).keys():
         message = f"chat_template_kwargs.{min(taken)}: the server itself sets this variable"
         raise ApiError(400, message, param="chat_template_kwargs")
@@ -135,17 +108,7 @@ def template_variables(variables: Mapping[str, Any] | None, add_generation_promp
 
 
 def continuation(messages: Sequence[Mapping[str, Any]], asked: bool | None, new_turn: bool | None) -> dict[str, Any]:
-    """Return the template's variable that lets an answer continue the last message, an assistant's; else nothing.
-
-    Args:
-        messages: The messages in the form that chat templates read.
-        asked: The request's `continue_final_message`; None continues a message with a true `prefix`, as Mistral's and
-            DeepSeek's clients send.
-        new_turn: The request's `add_generation_prompt`.
-
-    Raises:
-        ApiError: The request asks for both.
-    """
+    """Return the template's variable that lets an answer continue the last message, an assistant's; else nothing."""
     if asked and new_turn:
         message = "continue_final_message and add_generation_prompt are both true"
         raise ApiError(400, message, param="continue_final_message")
@@ -162,11 +125,7 @@ def effort(asked: str | None) -> dict[str, Any]:
 
 
 def text_of(content: Any, where: str) -> str | None:
-    """Return the text of a message's content. Several content parts are joined by line breaks.
-
-    Raises:
-        ApiError: The content is neither text nor a list of texts.
-    """
+    """Return the text of a message's content. Several content parts are joined by line breaks."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

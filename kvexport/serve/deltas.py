@@ -14,36 +14,23 @@ from kvexport.serve.worker import Update
 
 
 class Delta(NamedTuple):
-    """A piece of a streamed answer: new text, new reasoning, the start of a tool call, or a part of its arguments.
+    """A piece of a streamed answer: new text, new reasoning, the start of a tool call, or a part of its arguments."""
 
-    Attributes:
-        kind: "text" or "reasoning" for new text; "call" for the start of a call; "arguments" for new arguments.
-        text: The new text, or new JSON of the arguments.
-        id: The id of the call.
-        name: The tool that is called.
-        nth: The number of the call in the answer, from 0.
-    """
-
+    # "text" or "reasoning" for new text; "call" for the start of a call; "arguments" for new arguments
     kind: Literal["text", "call", "arguments", "reasoning"]
-    text: str = ""
+    text: str = ""  # new text, or new JSON of the arguments
     id: str = ""
-    name: str = ""
-    nth: int = -1
+    name: str = ""  # tool that is called
+    nth: int = -1  # number of the call in the answer, from 0
 
 
 @dataclass
 class ToolCall:
-    """A tool call in a generated answer: the tool's name and JSON arguments.
-
-    Attributes:
-        id: The id of the call.
-        name: The tool that is called.
-        arguments: The arguments, as JSON text.
-    """
+    """A tool call in a generated answer: the tool's name and JSON arguments."""
 
     id: str
-    name: str
-    arguments: str = ""
+    name: str  # tool that is called
+    arguments: str = ""  # arguments, as JSON text
 
 
 class PlainReader:
@@ -56,23 +43,14 @@ class PlainReader:
 
 @dataclass
 class Answer:
-    """One generated answer so far, separated into text, reasoning and tool calls.
+    """One generated answer so far, separated into text, reasoning and tool calls."""
 
-    Attributes:
-        reader: Splits the text into pieces.
-        new_id: Returns an id for a new call.
-        text: The text so far.
-        reasoning: The reasoning so far.
-        calls: The calls so far.
-        finish_reason: The reason in OpenAI's words, None while the answer runs.
-    """
-
-    reader: Reader
+    reader: Reader  # splits the text into pieces
     new_id: Callable[[], str]
-    text: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    finish_reason: str | None = None
+    text: str = ""  # text so far
+    reasoning: str = ""  # reasoning so far
+    calls: list[ToolCall] = field(default_factory=list)  # calls so far
+    finish_reason: str | None = None  # reason in OpenAI's words, None while the answer runs
 
     def add(self, text: str, finish_reason: FinishReason | None) -> list[Delta]:
         """Add new text to the answer, and return the pieces (text, reasoning, tool calls) that it completes."""

@@ -18,15 +18,7 @@ _ANTHROPIC = {**_OPENAI, 413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(Exception):
-    """An exception that the server answers with an HTTP error status.
-
-    Args:
-        status: The HTTP status.
-        message: The reason, as text for people.
-        code: The reason, as a fixed word for programs.
-        param: The field of the body that is wrong.
-        retry_after: Seconds after which a client may try again, 0 for none.
-    """
+    """An exception that the server answers with an HTTP error status."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0

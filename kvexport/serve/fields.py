@@ -91,27 +91,12 @@ class Sampling(Body):
     min_tokens: int | None = Field(None, ge=0)
 
     def form(self) -> Grammar | None:
-        """Return the grammar of the answer that the request sets; None for free text.
-
-        Raises:
-            ApiError: The field with the grammar is malformed.
-            UsageError: The grammar itself is wrong.
-        """
+        """Return the grammar of the answer that the request sets; None for free text."""
         older = older_form({name: getattr(self, name) for name in OLDER_FORMS})
         return structured_form(self.structured_outputs) or older or response_form(self.response_format)
 
     def settings(self, engine: Engine, tokens: int, **more: Any) -> list[GenerationSettings]:
-        """Return the generation settings of each of the request's `n` answers. They differ in their seed.
-
-        Args:
-            engine: The engine. Its defaults apply to missing fields.
-            tokens: The largest number of tokens of an answer.
-            **more: Further fields of GenerationSettings.
-
-        Raises:
-            ApiError: `logit_bias` names a token that does not exist.
-            UsageError: A value is out of range.
-        """
+        """Return the generation settings of each of the request's `n` answers. They differ in their seed."""
         drawn = [self.top_p, self.top_k, self.min_p, self.seed]
         sample = self.temperature > 0 if self.temperature is not None else None
         if sample is None and any(value is not None for value in drawn):
@@ -160,12 +145,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """Parse and validate the JSON body of an HTTP request with the schema `kind`.
-
-    Raises:
-        ApiError: The body is no JSON, or has more than 250,000 values and keys, or one of its fields is wrong. The
-            error names the first such field.
-    """
+    """Parse and validate the JSON body of an HTTP request with the schema `kind`."""
     try:
         content = read_json(data or b"{}")
     except TooManyValues as error:
@@ -185,17 +165,7 @@ def parse(kind: type[B], data: bytes) -> B:
 
 
 def refuse(body: BaseModel, name: str, allowed: Sequence[Any], reason: str) -> None:
-    """Raise an HTTP error if a request sets a field to a value that the server does not support.
-
-    Args:
-        body: The body of the request.
-        name: The field.
-        allowed: The allowed values, which change nothing. A missing field is allowed too.
-        reason: The reason, for the message.
-
-    Raises:
-        ApiError: The field has another value.
-    """
+    """Raise an HTTP error if a request sets a field to a value that the server does not support."""
     value = getattr(body, name)
     if value is not None and value not in allowed:
         shown = json.dumps(value, default=str)[:80]

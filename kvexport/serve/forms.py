@@ -19,18 +19,7 @@ OLDER_FORMS = {
 
 
 def response_form(fields: Any, where: str = "response_format") -> Grammar | None:
-    """Return the grammar of a request's `response_format`; None for free text.
-
-    Args:
-        fields: OpenAI's {"type": "json_schema", "json_schema": {"schema": {...}}}, or the flat {"type": "json_schema",
-            "schema": {...}} of responses and of Anthropic. Two more types are `regex` with a `pattern` and `grammar`
-            with a `grammar`.
-        where: The field, for messages.
-
-    Raises:
-        ApiError: The object is malformed.
-        UsageError: The grammar itself is wrong, see `Grammar`.
-    """
+    """Return the grammar of a request's `response_format`; None for free text."""
     if fields is None:
         return None
     if not isinstance(fields, Mapping):
@@ -56,17 +45,7 @@ def response_form(fields: Any, where: str = "response_format") -> Grammar | None
 
 
 def structured_form(fields: Mapping[str, Any] | None, where: str = "structured_outputs") -> Grammar | None:
-    """Return the grammar of vLLM's request field `structured_outputs`; None for free text.
-
-    Args:
-        fields: One of the keys `json` (a schema, or its JSON text), `regex`, `choice` (a list of texts), `grammar` and
-            `json_object`.
-        where: The field, for messages.
-
-    Raises:
-        ApiError: The object is malformed.
-        UsageError: The grammar itself is wrong, see `Grammar`.
-    """
+    """Return the grammar of vLLM's request field `structured_outputs`; None for free text."""
     values = {key: fields[key] for key in _STRUCTURED if fields.get(key) is not None} if fields else {}
     if not values:
         return None
@@ -92,12 +71,7 @@ def structured_form(fields: Mapping[str, Any] | None, where: str = "structured_o
 
 
 def older_form(fields: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar that the fields of `OLDER_FORMS` set; None for free text.
-
-    Raises:
-        ApiError: A field is malformed, or two are set.
-        UsageError: The grammar itself is wrong, see `Grammar`.
-    """
+    """Return the grammar that the fields of `OLDER_FORMS` set; None for free text."""
     named = {name: fields[name] for name in OLDER_FORMS if fields.get(name) is not None}
     if len(named) > 1:
         raise ApiError(400, f"{' and '.join(named)} at once", param=next(iter(named)))

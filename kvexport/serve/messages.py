@@ -37,11 +37,7 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
 
     def conversation(self) -> Conversation:
-        """Return the conversation that an Anthropic request describes, with messages as chat templates read them.
-
-        Raises:
-            ApiError: A field asks for something that the server does not support.
-        """
+        """Return the conversation that an Anthropic request describes, with messages as chat templates read them."""
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": text_of(self.system, "system")})
@@ -76,11 +72,7 @@ class MessagesBody(CountBody):
     session_id: str | None = None
 
     def template_variables(self, service: Service) -> dict[str, Any]:
-        """Return the chat template's variables for the request field `thinking`.
-
-        Raises:
-            ApiError: The request asks for reasoning, but the model's chat template has none.
-        """
+        """Return the chat template's variables for the request field `thinking`."""
         kind = (self.thinking or {}).get("type")
         if kind is None:
             return {}

@@ -14,12 +14,7 @@ from kvexport.version import __version__
 def describe(
     routes: Iterable[tuple[str, str, Callable[..., Any]]], bodies: Mapping[str, type[BaseModel]]
 ) -> dict[str, Any]:
-    """Return the OpenAPI document of a server.
-
-    Args:
-        routes: The method, the path and the handler of each route.
-        bodies: The schemas of the bodies of POST requests, by path.
-    """
+    """Return the OpenAPI document of a server."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = {}
     for method, path, handler in routes:

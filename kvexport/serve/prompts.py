@@ -32,12 +32,7 @@ class Beside(Protocol):
 
 
 class Prompts:
-    """Encoder of clients' prompts and conversations, with the tokenizer and the chat template of a server's engine.
-
-    Args:
-        engine: The engine. It continues its steps while a prompt is encoded.
-        beside: Runs a function outside the event loop's thread.
-    """
+    """Encoder of clients' prompts and conversations, with the tokenizer and the chat template of a server's engine."""
 
     def __init__(self, engine: Engine, beside: Beside) -> None:
         self.engine = engine
@@ -46,16 +41,7 @@ class Prompts:
     async def encode(
         self, prompt: str | Sequence[int], *, special: bool = True, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a prompt, encoded outside the event loop's thread.
-
-        Args:
-            prompt: A text, or token ids.
-            special: Whether a text gets the tokenizer's special tokens.
-            fits: Whether to refuse a prompt that fills the context.
-
-        Raises:
-            ApiError: The prompt is too long.
-        """
+        """Return the token ids of a prompt, encoded outside the event loop's thread."""
 
         def work() -> Sequence[int] | NDArray[Any]:
             tokenizer = self.engine.tokenizer
@@ -69,18 +55,7 @@ class Prompts:
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a conversation, rendered by the model's chat template.
-
-        Args:
-            messages: The messages in the form that chat templates read.
-            tools: The tools that the template lists.
-            variables: The template's own variables.
-            fits: Whether to refuse a prompt that fills the context.
-
-        Raises:
-            ApiError: The prompt is too long.
-            UsageError: The artifact has no tokenizer or no chat template.
-        """
+        """Return the token ids of a conversation, rendered by the model's chat template."""
         engine = self.engine
 
         def work() -> Sequence[int] | NDArray[Any]:
@@ -103,11 +78,7 @@ class Prompts:
         return await self._beside(work, _characters(messages))
 
     async def text_of(self, prompt: str | Sequence[int]) -> str:
-        """Return a prompt as text; a prompt of token ids is decoded.
-
-        Raises:
-            ApiError: A token id is out of range, or the artifact has no tokenizer.
-        """
+        """Return a prompt as text; a prompt of token ids is decoded."""
         tokenizer = self.engine.tokenizer
         if isinstance(prompt, str):
             return prompt
@@ -118,15 +89,7 @@ class Prompts:
         return await self._beside(lambda: tokenizer.decode(prompt, skip_special_tokens=False), len(prompt))
 
     def check_length(self, tokens: int, *, at_least: bool = False) -> None:
-        """Check that a prompt leaves room for at least one more token in the model's context.
-
-        Args:
-            tokens: The tokens of the prompt.
-            at_least: Whether `tokens` is only a lower bound, for the error message.
-
-        Raises:
-            ApiError: The prompt fills the model's context.
-        """
+        """Check that a prompt leaves room for at least one more token in the model's context."""
         limit = self.engine.max_length
         if tokens >= limit:
             count = f"at least {tokens}" if at_least else str(tokens)

@@ -15,17 +15,11 @@ _RESPONSES, _CHARACTERS = 4096, 64 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A stored response of /v1/responses and the conversation that led to it.
+    """A stored response of /v1/responses and the conversation that led to it."""
 
-    Attributes:
-        body: The response as JSON.
-        messages: The conversation up to the answer, in the form that chat templates read.
-        size: Characters of both as JSON.
-    """
-
-    body: Mapping[str, Any]
-    messages: Sequence[dict[str, Any]]
-    size: int
+    body: Mapping[str, Any]  # response as JSON
+    messages: Sequence[dict[str, Any]]  # conversation up to the answer, in the form that chat templates read
+    size: int  # characters of both as JSON
 
 
 class ResponseStore:
@@ -44,11 +38,7 @@ class ResponseStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, param: str | None = None) -> Stored:
-        """Return a stored response by its id.
-
-        Raises:
-            ApiError: No response has this id, or it was dropped (404).
-        """
+        """Return a stored response by its id."""
         if name not in self._stored:
             message = f"there is no response {name[:80]!r}, or no longer"
             raise ApiError(404, message, param=param, code="previous_response_not_found" if param else None)

@@ -42,15 +42,7 @@ class ResponsesBody(Body):
     conversation: str | dict[str, Any] | None = None
 
     def to_conversation(self, service: Service) -> tuple[Conversation, list[dict[str, Any]]]:
-        """Return the conversation that the request describes, with the messages of the response that it continues.
-
-        Returns:
-            The conversation, and its messages without the instructions, which apply only to this response.
-
-        Raises:
-            ApiError: A field asks for something that the server does not support, or the earlier response no longer
-                exists.
-        """
+        """Return the conversation that the request describes, with the messages of the response that it continues."""
         refuse(self, "background", (False,), "the client waits for its answer")
         refuse(self, "conversation", (), "send previous_response_id")
         earlier: list[dict[str, Any]] = []
@@ -104,14 +96,7 @@ _KINDS = {"text": "message", "reasoning": "reasoning"}  # the kind of item for e
 
 
 class Item:
-    """One output item of a response of OpenAI's Responses API: reasoning, a message, or a function call.
-
-    Args:
-        kind: "reasoning", "message" or "function_call".
-        call_id: The id of the call.
-        name: The function that is called.
-        text: The text, or the JSON of the call's arguments.
-    """
+    """One output item of a response of OpenAI's Responses API: reasoning, a message, or a function call."""
 
     def __init__(self, kind: str, call_id: str = "", name: str = "", text: str = "") -> None:
         self.kind, self.call_id, self.name, self.text = kind, call_id, name, text
@@ -136,14 +121,7 @@ class Item:
 
 
 class OpenResponse:
-    """A response of the Responses API whose answer is still being generated.
-
-    Args:
-        service: The server.
-        head: The fields that are known before the answer.
-        prepared: The request.
-        messages: The conversation before the answer; None if the response is not stored.
-    """
+    """A response of the Responses API whose answer is still being generated."""
 
     def __init__(
         self, service: Service, head: dict[str, Any], prepared: Prepared, messages: list[dict[str, Any]] | None

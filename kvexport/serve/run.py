@@ -22,16 +22,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 
 def listen(host: str, port: int, stall: float) -> socket.socket:
-    """Return a listening TCP socket.
-
-    Args:
-        host: The address or name to listen on.
-        port: The port, 0 for any free one.
-        stall: Seconds after which the system closes a connection whose client receives no data (Linux).
-
-    Raises:
-        EnvironmentProblem: The address is in use or not allowed.
-    """
+    """Return a listening TCP socket."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -50,12 +41,7 @@ def _not_listening(address: str, error: OSError) -> EnvironmentProblem:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that ends gracefully on the first signal, and at once on the second.
-
-    Args:
-        app: The application of `create_app`.
-        on_ready: Called once when the server takes requests.
-    """
+    """A uvicorn server that ends gracefully on the first signal, and at once on the second."""
 
     def __init__(self, app: Starlette, on_ready: Callable[[], None] = lambda: None) -> None:
         self._service: Service = app.state.service
@@ -79,11 +65,7 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the HTTP server as uvicorn does, then call `on_ready`.
-
-        Raises:
-            EnvironmentProblem: Another server listens on the address, which it bound while this one loaded its model.
-        """
+        """Start the HTTP server as uvicorn does, then call `on_ready`."""
         self._logged.attach()
         try:
             await super().startup(sockets)

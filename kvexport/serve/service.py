@@ -74,12 +74,7 @@ class Rendering(Protocol):
 
 
 class Service:
-    """The state of one HTTP server: the engine behind its worker thread, the limits, the sessions and the metrics.
-
-    Args:
-        engine: The engine. From now on only the worker's thread may use it.
-        settings: The limits.
-    """
+    """The state of one HTTP server: the engine behind its worker thread, the limits, the sessions and the metrics."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         options = replace(
@@ -123,11 +118,7 @@ class Service:
         self.prompts = Prompts(engine, self.beside)
 
     async def read(self, request: Request, kind: type[B]) -> B:
-        """Read the body of an HTTP request, and return it as an object of its schema `kind`.
-
-        Raises:
-            ApiError: The body is too long, too slow, no JSON, or has a wrong field.
-        """
+        """Read the body of an HTTP request, and return it as an object of its schema `kind`."""
         media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise ApiError(415, f"the body is {media_type[:80]}: send JSON, with Content-Type: application/json")
@@ -141,11 +132,7 @@ class Service:
         return body
 
     def check_model(self, name: str | None) -> str:
-        """Check the model name of a request, and return the name for the response.
-
-        Raises:
-            ApiError: The server has no model or adapter of this name.
-        """
+        """Check the model name of a request, and return the name for the response."""
         if name is None or name in self.settings.names or "*" in self.settings.names or self.adapter(name):
             return name or self.model
         names = ", ".join(sorted({self.model, *self.settings.names, *self.engine.adapters.by_name} - {"*"}))
@@ -171,18 +158,7 @@ class Service:
     async def requests_for(
         self, conversation: Conversation, sampling: Sampling, tokens: int | None, **settings: Any
     ) -> Prepared:
-        """Return engine requests that answer a conversation, ready to be queued.
-
-        Args:
-            conversation: The conversation.
-            sampling: The fields that all APIs share.
-            tokens: The largest number of tokens of an answer; None allows as many as fit.
-            **settings: Further generation settings.
-
-        Raises:
-            ApiError: The conversation is too long, or a field cannot be used.
-            UsageError: The template, a tool or a setting cannot be used.
-        """
+        """Return engine requests that answer a conversation, ready to be queued."""
         tools, form = check_tools(conversation.tools), conversation.form
         callable_, must = choose(tools, conversation.tool_choice)
         calls = form_of(self.engine.chat_template) if callable_ else None
@@ -237,18 +213,7 @@ class Service:
         adapter: str | None = None,
         **settings: Any,
     ) -> Prepared:
-        """Return engine requests that generate answers to token ids, possibly after a session's saved state.
-
-        Args:
-            ids: The new token ids [n].
-            turn: The turn of a session, which stores the state after the answer; None without one.
-            sampling: The fields that all APIs share.
-            tokens: The largest number of tokens of an answer; None takes `default`.
-            default: The largest number of tokens if the request has no limit; None allows as many as fit.
-            form: The grammar of the answer.
-            adapter: The LoRA adapter that answers; None for the model without one.
-            **settings: Further generation settings.
-        """
+        """Return engine requests that generate answers to token ids, possibly after a session's saved state."""
         self.check_choices(sampling.n or 1)
         loaded = self.engine.adapters.get(adapter)
         snapshot = None if turn is None else turn.snapshot
@@ -276,11 +241,7 @@ class Service:
         return max(0.0, self.settings.timeout - (0.0 if turn is None else turn.waited))
 
     def check_choices(self, answers: int) -> None:
-        """Check that an HTTP request asks for no more answers than the server allows.
-
-        Raises:
-            ApiError: The server allows fewer.
-        """
+        """Check that an HTTP request asks for no more answers than the server allows."""
         if answers > self.settings.choices:
             message = f"the request asks for {answers} answers, and {self.settings.choices} are allowed"
             raise ApiError(400, message[:200], param="n")
@@ -291,11 +252,7 @@ class Service:
         return min(x for x in (limit or default or room, room, self.settings.max_tokens) if x is not None)
 
     async def submit(self, prepared: Prepared, *, streams: bool) -> Job:
-        """Queue engine requests until they get lanes of the batch. Call `end` on the returned job afterwards.
-
-        Raises:
-            ApiError: The queue is full, or the server is shutting down.
-        """
+        """Queue engine requests until they get lanes of the batch. Call `end` on the returned job afterwards."""
         job = Job(prepared.requests, streams=streams, buffer=self.settings.buffer)
         job.parent = None if self.tracing is None else self.tracing.parent()
         seconds = self._seconds(prepared.turn)
@@ -318,12 +275,7 @@ class Service:
         self.worker.cancel(job)
 
     async def whole(self, request: Request, prepared: Prepared) -> None:
-        """Run all engine requests of a non-streaming HTTP request to their end.
-
-        Raises:
-            Exception: The error that ended a request.
-            ClientGone: The client went away.
-        """
+        """Run all engine requests of a non-streaming HTTP request to their end."""
 
         async def work() -> None:
             job = await self.submit(prepared, streams=False)

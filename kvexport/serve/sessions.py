@@ -39,25 +39,15 @@ log = logging.getLogger("kvexport.serve")
 
 @dataclass(eq=False)
 class Turn:
-    """One turn of a session (conversation): an HTTP request that names the session.
+    """One turn of a session (conversation): an HTTP request that names the session."""
 
-    Attributes:
-        name: The session.
-        request: The HTTP request.
-        snapshot: The stored state that the turn begins from; None for a new session or a lost state.
-        mark: The mark that identifies the state in the folder, which `Sessions.keep` compares.
-        lost: "evicted" or "damaged" for a state that was stored but cannot be used, otherwise "".
-        waited: Seconds that the turn waited for earlier turns.
-        superseded: "deleted" or "replaced" if a client did that to the session while the turn ran, otherwise "".
-    """
-
-    name: str
-    request: Request
-    snapshot: Snapshot | None = None
-    mark: bytes | None = ANY
-    lost: str = ""
-    waited: float = 0.0
-    superseded: str = ""
+    name: str  # session
+    request: Request  # HTTP request
+    snapshot: Snapshot | None = None  # stored state that the turn begins from; None for a new session or a lost state
+    mark: bytes | None = ANY  # mark that identifies the state in the folder, which `Sessions.keep` compares
+    lost: str = ""  # "evicted" or "damaged" for a state that was stored but cannot be used, otherwise ""
+    waited: float = 0.0  # seconds that the turn waited for earlier turns
+    superseded: str = ""  # "deleted" or "replaced" if a client did that to the session while the turn ran, otherwise ""
 
 
 @dataclass
@@ -73,10 +63,6 @@ class Sessions:
     """Asynchronous access to the server's stored sessions (conversations with their KV caches).
 
     One thread works on their files, so that the event loop never waits for them.
-
-    Args:
-        manifest: The manifest of the artifact.
-        settings: The bounds and the folder.
     """
 
     def __init__(self, manifest: Manifest, settings: ServeSettings) -> None:
@@ -97,15 +83,6 @@ class Sessions:
         """Wait for the earlier turns of a session, and read the stored state that a turn begins from.
 
         The turn has the lock of its session until the response to its request has been sent. A lost state is logged.
-
-        Args:
-            turn: The turn, whose state is set.
-            required: Whether a lost state is an error. A completion cannot continue without the state. A chat request
-                can, because it contains the whole conversation.
-
-        Raises:
-            ApiError: A required state is lost (410), or cannot be read now (503), or too many turns wait (503).
-            ClientGone: The client went away while the turn waited.
         """
         ends: contextlib.AsyncExitStack = turn.request.scope[ENDS]
         began = time.monotonic()
@@ -137,12 +114,7 @@ class Sessions:
             raise _unusable(name, error) from error
 
     async def keep(self, turn: Turn, snapshot: Snapshot) -> None:
-        """Store the state (KV cache and tokens) of a session after a turn of its conversation.
-
-        Raises:
-            ApiError: The state cannot be stored (507), or the session was changed or deleted meanwhile (409). The
-                session then has the state before the turn, or the later one.
-        """
+        """Store the state (KV cache and tokens) of a session after a turn of its conversation."""
 
         def work() -> None:
             if turn.superseded:
@@ -160,11 +132,7 @@ class Sessions:
             raise ApiError(507, message, code="session_not_kept") from error
 
     async def delete(self, name: str) -> bool:
-        """Delete a stored session, and return whether there was one. A turn that runs is not kept.
-
-        Raises:
-            ApiError: Another server runs the first turn of the session for longer than a request may take (503).
-        """
+        """Delete a stored session, and return whether there was one. A turn that runs is not kept."""
 
         def work() -> bool:
             known = self.store.delete(name)
@@ -179,12 +147,7 @@ class Sessions:
         return await self._in_thread(work)
 
     async def take(self, name: str, data: bytes) -> None:
-        """Store a session whose bytes came from another server. A turn that runs is not kept.
-
-        Raises:
-            SnapshotError: The bytes are damaged, or of another artifact.
-            EnvironmentProblem: The session cannot be stored.
-        """
+        """Store a session whose bytes came from another server. A turn that runs is not kept."""
 
         def work() -> None:
             self.store.put(name, Snapshot.from_bytes(data, self._manifest))
@@ -262,16 +225,7 @@ class Sessions:
 
 
 def turn_of(request: Request, body_name: str | None, answers: int = 1) -> Turn | None:
-    """Return the turn that an HTTP request is, by the name of its session in the body or the header; None without one.
-
-    Args:
-        request: The request with its headers.
-        body_name: The name in the body.
-        answers: How many answers the request asks for.
-
-    Raises:
-        ApiError: No session can have the name, or the request asks for several answers.
-    """
+    """Return an HTTP request's turn of the session that its body or header names; None without a session."""
     name = body_name if body_name is not None else request.headers.get(HEADER)
     if name is None:
         return None

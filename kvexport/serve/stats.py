@@ -81,13 +81,7 @@ def measure(service: Service) -> None:
 
 
 def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
-    """Return the state of each batch lane as JSON.
-
-    Returns:
-        One entry for each lane: `state`, the number of `tokens` that its cache has read, and its occupied `slots`, the
-        mean over the KV heads of all layers. An idle lane shows its last request. For a lane in use there are also the
-        numbers of prompt tokens, of prompt tokens that have been read, and of generated tokens.
-    """
+    """Return the state of each batch lane as JSON."""
     holders = {request.lane: request for request in engine.running()}
     entries = []
     for lane in range(lanes.count):

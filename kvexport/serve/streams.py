@@ -36,11 +36,7 @@ def error_event(error: ApiError, path: str) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` and return its result, unless the HTTP client disconnects first.
-
-    Raises:
-        ClientGone: The client went away. `work` was cancelled.
-    """
+    """Await `work` and return its result, unless the HTTP client disconnects first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

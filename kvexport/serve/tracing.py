@@ -33,27 +33,16 @@ class Times(NamedTuple):
     """The times at which an engine request changed its state, in seconds of time.perf_counter().
 
     A time is 0 if the request did not reach the state.
-
-    Attributes:
-        added: When it was queued.
-        begun: When it got its lane (row of the batch).
-        first: When it got its first token.
-        ended: When it finished.
     """
 
-    added: float
-    begun: float
-    first: float
-    ended: float
+    added: float  # when it was queued
+    begun: float  # when it got its lane (row of the batch)
+    first: float  # when it got its first token
+    ended: float  # when it finished
 
 
 class Tracing:
-    """The OpenTelemetry tracing of one server's requests.
-
-    Args:
-        model: The name of the model.
-        provider: A tracer provider of OpenTelemetry.
-    """
+    """The OpenTelemetry tracing of one server's requests."""
 
     def __init__(self, model: str, provider: Any) -> None:
         self._api = importlib.import_module("opentelemetry.trace")
@@ -100,12 +89,7 @@ class Tracing:
 
 
 def start(model: str) -> Tracing | None:
-    """Set up OpenTelemetry tracing as the environment variables configure it; return None if they enable none.
-
-    Raises:
-        UsageError: The exporter is unknown.
-        EnvironmentProblem: OpenTelemetry is not installed.
-    """
+    """Set up OpenTelemetry tracing as the environment variables configure it; return None if they enable none."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     if is_there("opentelemetry.trace"):

@@ -30,30 +30,18 @@ log = logging.getLogger("kvexport.serve")
 
 
 class Update(NamedTuple):
-    """The result of one step for one request of a job.
+    """The result of one step for one request of a job."""
 
-    Attributes:
-        choice: The number of the request within its job, from 0.
-        tokens: The new tokens.
-        finish_reason: The reason if the request has finished, else None.
-        error: The error if finish_reason is "error".
-    """
-
-    choice: int
+    choice: int  # number of the request within its job, from 0
     tokens: Sequence[Token]
-    finish_reason: FinishReason | None = None
-    error: Exception | None = None
+    finish_reason: FinishReason | None = None  # reason if the request has finished, else None
+    error: Exception | None = None  # error if finish_reason is "error"
 
 
 class Job:
     """The requests of one client, and the updates that the client has not received yet.
 
     Only the event loop uses a job. Its requests belong to the worker's thread until they finish.
-
-    Args:
-        requests: The requests.
-        streams: Whether updates contain tokens. Otherwise the only update of a request is its end.
-        buffer: The largest number of tokens that may wait for the client; a job with more is cancelled.
     """
 
     def __init__(self, requests: Sequence[Request], *, streams: bool, buffer: int = 0) -> None:
@@ -68,11 +56,7 @@ class Job:
         self._error: ApiError | None = None
 
     def put(self, update: Update) -> bool:
-        """Pass the new tokens of one engine step to the HTTP handler that reads the job.
-
-        Returns:
-            False if the job is streamed and its handler is too many tokens behind.
-        """
+        """Pass the new tokens of one engine step to the HTTP handler that reads the job."""
         self._updates.append(update)
         self._behind += len(update.tokens)
         self.open -= update.finish_reason is not None
@@ -85,14 +69,7 @@ class Job:
         self._ready.set()
 
     async def updates(self, every: float) -> AsyncIterator[Update | None]:
-        """Yield the updates, such as new tokens, of the requests of an HTTP call, until all requests have finished.
-
-        Args:
-            every: Seconds without an update after which None is yielded.
-
-        Raises:
-            ApiError: The error that `fail` was called with.
-        """
+        """Yield the updates, such as new tokens, of the requests of an HTTP call, until all requests have finished."""
         loop, quiet = asyncio.get_running_loop(), False
         timer: asyncio.TimerHandle
 
@@ -127,34 +104,18 @@ class Job:
 
 @dataclass
 class _Entry:
-    """A request that has not finished. Times are of time.perf_counter().
+    """A request that has not finished. Times are of time.perf_counter()."""
 
-    Attributes:
-        job: The job of the request.
-        choice: The number of the request within the job.
-        added: The time at which it was queued.
-        sent: The number of tokens that were sent to the job.
-        first: The time of its first token.
-        last: The time of its last token so far.
-    """
-
-    job: Job
-    choice: int
-    added: float
-    sent: int = 0
-    first: float = 0.0
-    last: float = 0.0
+    job: Job  # job of the request
+    choice: int  # number of the request within the job
+    added: float  # time at which it was queued
+    sent: int = 0  # number of tokens that were sent to the job
+    first: float = 0.0  # time of its first token
+    last: float = 0.0  # time of its last token so far
 
 
 class Worker:
-    """The requests of all clients, and the thread in which an engine answers them.
-
-    Args:
-        engine: The engine. After `start` only the worker's thread may use it.
-        metrics: The metrics, which count requests and tokens.
-        room: The largest number of running and waiting requests together.
-        tracing: The tracing, which exports the spans of finished requests.
-    """
+    """The requests of all clients, and the thread in which an engine answers them."""
 
     def __init__(self, engine: Engine, metrics: Metrics, room: int, tracing: Tracing | None = None) -> None:
         self.engine = engine
@@ -183,24 +144,11 @@ class Worker:
         return self._thread.alive and not self.draining
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `function` in the engine's thread, between two steps.
-
-        Returns:
-            A future of its result.
-
-        Raises:
-            EngineEndedError: The thread has ended. The future has this error if the thread ends before the call.
-        """
+        """Run `function` in the engine's thread, between two steps."""
         return asyncio.wrap_future(self._thread.call(function), loop=self._loop)
 
     async def submit(self, job: Job) -> None:
-        """Queue the requests of a job. The caller must call `cancel` afterwards in every case.
-
-        Raises:
-            ApiError: The queue is full, the server is shutting down, or the thread has failed.
-            EngineEndedError: The thread has just ended.
-            UsageError: The engine cannot answer a request.
-        """
+        """Queue the requests of a job. The caller must call `cancel` afterwards in every case."""
         if self.failed:
             raise engine_failed()
         if self.draining:

@@ -9,18 +9,13 @@ from numpy.typing import NDArray
 
 
 class Counters(NamedTuple):
-    """Token and slot counters of one batch lane (one sequence's KV cache).
+    """Token and slot counters of one batch lane (one sequence's KV cache)."""
 
-    Attributes:
-        held: The number of slots of each KV head of all layers that were occupied after the last merge. It is an upper
-            bound, because a sliding window may have dropped some since.
-        added: Tokens added since the last merge.
-        length: Tokens seen in all.
-    """
-
+    # Number of slots of each KV head of all layers that were occupied after the last merge. It is an upper bound,
+    # because a sliding window may have dropped some since.
     held: tuple[int, ...]
-    added: int
-    length: int
+    added: int  # tokens added since the last merge
+    length: int  # tokens seen in all
 
 
 class Saved(NamedTuple):

@@ -19,17 +19,6 @@ def mapped(size: int, folder: str, limit: int | None) -> NDArray[np.uint8]:
     The name of the file is removed as soon as it is open, so the system frees the file with the array, or when the
     process ends. All blocks are allocated at once, so a full disk raises an error here instead of a signal during a
     step.
-
-    Args:
-        size: Bytes of the file.
-        folder: The folder of the file.
-        limit: Bytes that the file may have, None for any.
-
-    Returns:
-        Zeros [size] uint8.
-
-    Raises:
-        EnvironmentProblem: The folder is missing or read-only, the disk has no room, or `size` is above `limit`.
     """
     if limit is not None and size > limit:
         raise EnvironmentProblem(

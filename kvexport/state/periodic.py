@@ -38,41 +38,24 @@ _Selection = tuple[list[Slots], list[dict[str, NDArray[Any]]]]
 
 @dataclass(frozen=True)
 class _Next:
-    """A pending selection of the KV-cache entries that later decode steps will read.
+    """A pending selection of the KV-cache entries that later decode steps will read."""
 
-    Attributes:
-        selection: The slots, and copies of their content.
-        start: The number of tokens in the full cache when the slots were selected.
-    """
-
-    selection: Future[_Selection]
-    start: int
+    selection: Future[_Selection]  # slots, and copies of their content
+    start: int  # number of tokens in the full cache when the slots were selected
 
 
 @dataclass(frozen=True)
 class _Content:
-    """The content of one lane's selected cache: copied slots of the full cache, then the tokens from `start` on.
+    """The content of one lane's selected cache: copied slots of the full cache, then the tokens from `start` on."""
 
-    Attributes:
-        slots: The copied slots of the full cache, for each layer.
-        start: The number of the first token behind the copied slots.
-        copied: The number of tokens that are in the full cache. Later tokens are only in the selected cache.
-        next: The next selection of slots, if one was started.
-    """
-
-    slots: list[Slots]
-    start: int
-    copied: int
-    next: _Next | None = None
+    slots: list[Slots]  # copied slots of the full cache, for each layer
+    start: int  # number of the first token behind the copied slots
+    copied: int  # number of tokens that are in the full cache. Later tokens are only in the selected cache.
+    next: _Next | None = None  # next selection of slots, if one was started
 
 
 def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> PeriodicState:
-    """Return empty KV caches for `lanes` sequences, whose decode steps read selected entries of the full cache.
-
-    Raises:
-        UsageError: State is not in the host's memory.
-        EnvironmentProblem: The recipe's file cannot hold the full cache.
-    """
+    """Return empty KV caches for `lanes` sequences, whose decode steps read selected entries of the full cache."""
     settings, plan = manifest.recipe.cache.periodic, selected_plan(manifest.recipe, manifest.cache)
     assert plan is not None
     fix = "--set cache.periodic.slots=null, or backend.device=cpu"
@@ -199,12 +182,6 @@ class PeriodicState(ModelState):
         """Fill a lane's selected cache with copies of slots of the full cache, then of the tokens from `start` on.
 
         The full cache must be up to date.
-
-        Args:
-            lane: The lane.
-            slots: The slots of each layer.
-            start: The first token after the slots.
-            copies: The content of the slots for each layer. None reads it from the full cache.
         """
         full, own, length = self._view(lane), self._selected.view(lane), self._length[lane]
         for i, selected in enumerate(slots):

@@ -24,12 +24,7 @@ ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the
 
 
 def by_heads(plan: CachePlan, tensors: Mapping[str, NDArray[Any]]) -> LaneTensors:
-    """Return views [KV heads, slots, ...] of one lane's state tensors; of a score, [KV heads, K, slots].
-
-    Args:
-        plan: A plan with the lane's numbers of KV heads, which have one capacity in every layer.
-        tensors: The lane's tensors by input name.
-    """
+    """Return views [KV heads, slots, ...] of one lane's state tensors; of a score, [KV heads, K, slots]."""
     views = dict(tensors)
     for i, cache in enumerate(plan.caches):
         for tensor in cache.state:
@@ -48,16 +43,6 @@ class SelectedCache:
     The copied entries are the sinks, the latest entries, and the entries of highest score if slots have scores. There
     is
     one lane at first.
-
-    Args:
-        manifest: The manifest of the artifact.
-        model: The loaded model.
-        plan: The plan of the smaller cache (`kvexport.cache_planning.selected_plan`).
-        what: The feature that needs the copies, as the subject of the error message.
-        fix: The remedy that the error message prints.
-
-    Raises:
-        UsageError: State is not in the host's memory.
     """
 
     def __init__(self, manifest: Manifest, model: LoadedModel, plan: CachePlan, what: str, fix: str) -> None:

@@ -64,19 +64,7 @@ class SessionConflict(SnapshotError):
 
 
 class SessionStore:
-    """The stored conversations (sessions) of one artifact, in memory and in a folder.
-
-    Args:
-        manifest: The manifest of the artifact.
-        memory: Bytes that sessions in memory may take. The most recently used session stays in memory even if it is
-            larger.
-        folder: The folder of files, created if it is missing. None keeps sessions only in memory.
-        disk: Bytes that all files may take. The files that were written longest ago are deleted first.
-        shared: Whether other processes use the folder too. Otherwise they are refused until `close`.
-
-    Raises:
-        EnvironmentProblem: The folder cannot be used, or another process uses it.
-    """
+    """The stored conversations (sessions) of one artifact, in memory and in a folder."""
 
     def __init__(
         self, manifest: Manifest, *, memory: int, folder: Path | None = None, disk: int = 0, shared: bool = False
@@ -114,14 +102,7 @@ class SessionStore:
         return [*(name for name in files if NAME.fullmatch(name) and name not in self._loaded), *self._loaded]
 
     def get(self, name: str) -> Snapshot | None:
-        """Return the stored state (snapshot) of a session; None if the name is new.
-
-        Raises:
-            UsageError: No session can have the name.
-            SessionLost: The session was kept before, and its state is gone.
-            SnapshotError: The file is damaged, or belongs to another artifact. The file stays.
-            EnvironmentProblem: The file cannot be read. The file stays.
-        """
+        """Return the stored state (snapshot) of a session; None if the name is new."""
         mark = self.mark(name)
         if mark is None:
             self._loaded.pop(name, None)
@@ -142,18 +123,7 @@ class SessionStore:
         return self._loaded[name][0] if name in self._loaded else None
 
     def put(self, name: str, snapshot: Snapshot, expected: bytes | None = ANY) -> None:
-        """Store the state of a session in place of an earlier one. If that fails, the earlier state stays.
-
-        Args:
-            name: The session.
-            snapshot: Its new state.
-            expected: The mark of the state that the turn began from, None if there was none; ANY replaces any state.
-
-        Raises:
-            UsageError: No session can have the name.
-            SessionConflict: The session has another state than the expected one.
-            EnvironmentProblem: The file cannot be written.
-        """
+        """Store the state of a session in place of an earlier one. If that fails, the earlier state stays."""
         check_name(name)
         if self._folder is None:
             self._check_mark(name, expected)
@@ -182,15 +152,7 @@ class SessionStore:
                 self._bound_disk(name)
 
     def delete(self, name: str) -> bool:
-        """Delete a session, a stored conversation, from memory and from the folder. If that fails, it stays.
-
-        Returns:
-            Whether the session was known.
-
-        Raises:
-            UsageError: No session can have the name.
-            EnvironmentProblem: The file cannot be deleted.
-        """
+        """Delete a session, a stored conversation, from memory and from the folder. If that fails, it stays."""
         check_name(name)
         known = name in self._known
         if self._folder is None:
@@ -293,20 +255,6 @@ def next_turn(
     """Return the token ids that a conversation adds to a snapshot of its beginning.
 
     The ids are the end of the last answer, and everything after it.
-
-    Args:
-        engine: The engine whose chat template and tokenizer write the conversation.
-        snapshot: The state after the last answer.
-        messages: The whole conversation.
-        tools: The tools that the template lists, as JSON schemas.
-        **variables: The template's own variables.
-
-    Returns:
-        Token ids [n] int64. None if the snapshot is not the beginning of the conversation, or the template writes
-        earlier messages in another way than the model did.
-
-    Raises:
-        UsageError: The conversation cannot be encoded, see `Engine.encode_chat`.
     """
     if engine.chat_template is None or engine.tokenizer is None:
         return None
@@ -441,11 +389,7 @@ def _claimed(folder: Path, shared: bool) -> int:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of the folder, so that no other process changes it between a check and a rename.
-
-    Raises:
-        EnvironmentProblem: Another process has held the lock for 5 seconds.
-    """
+    """Hold the lock of the folder, so that no other process changes it between a check and a rename."""
     with problems("the folder of sessions"):
         number = _open_lock(folder / ".lock")
     try:

@@ -43,19 +43,13 @@ _AGAIN = "make the snapshot again, with this artifact"
 
 @dataclass(frozen=True)
 class Origin:
-    """Digests of the model, the recipe and the contract that a snapshot of a sequence belongs to.
+    """Digests of the model, the recipe and the contract that a snapshot of a sequence belongs to."""
 
-    Attributes:
-        model: The checkpoint and its weights.
-        recipe: The recipe without the parts that may differ between machines (backend, largest batch, speculation,
-            bounds of adapters).
-        contract: The contract's version, the cache plan, chunks, merge intervals, and the entries that decode steps
-            read.
-    """
-
-    model: str
+    model: str  # checkpoint and its weights
+    # Recipe without the parts that may differ between machines (backend, largest batch, speculation, bounds of
+    # adapters)
     recipe: str
-    contract: str
+    contract: str  # contract's version, the cache plan, chunks, merge intervals, and the entries that decode steps read
 
     @classmethod
     def of(cls, manifest: Manifest) -> Origin:
@@ -85,14 +79,7 @@ class Origin:
         return cls(*(_digest_of(content) for content in ([manifest.model.fingerprint, weights], recipe, contract)))
 
     def check(self, origin: Origin) -> None:
-        """Check that a snapshot comes from the same model, recipe and contract.
-
-        Args:
-            origin: The origin of the snapshot.
-
-        Raises:
-            SnapshotError: The snapshot has another origin. The message names the difference.
-        """
+        """Check that a snapshot comes from the same model, recipe and contract."""
         for field in fields(self):
             digest, expected = getattr(origin, field.name), getattr(self, field.name)
             if digest != expected:
@@ -104,28 +91,19 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The state of one sequence at a moment: its tokens, KV cache, sampler and settings. Nothing in it may be changed.
+    """The state of one sequence at a moment: its tokens, KV cache, sampler and settings. It is not changed."""
 
-    Attributes:
-        origin: The digests of its artifact.
-        ids: The tokens of prompt and answer [n] int64. The cache contains the first `counters.length` of them, never
-            the last token of an answer.
-        state: The lane's tensors (see `ModelState.read`).
-        counters: The lane's counters.
-        sampler: The state that `Sampler.state` returned.
-        text: The state that `TextStream.state` returned. None if the answer has ended, or there is no tokenizer.
-        settings: The settings of the answer.
-        adapter: The digest of the LoRA adapter that computed the state; None for the model without one.
-    """
-
-    origin: Origin
+    origin: Origin  # digests of its artifact
+    # Tokens of prompt and answer [n] int64. The cache contains the first `counters.length` of them, never the last
+    # token of an answer.
     ids: NDArray[np.int64]
-    state: Mapping[str, NDArray[Any]]
-    counters: Counters
-    sampler: Mapping[str, Any] | None = None
+    state: Mapping[str, NDArray[Any]]  # lane's tensors (see `ModelState.read`)
+    counters: Counters  # lane's counters
+    sampler: Mapping[str, Any] | None = None  # state that `Sampler.state` returned
+    # State that `TextStream.state` returned. None if the answer has ended, or there is no tokenizer.
     text: Mapping[str, Any] | None = None
-    settings: GenerationSettings | None = None
-    adapter: str | None = None
+    settings: GenerationSettings | None = None  # settings of the answer
+    adapter: str | None = None  # digest of the LoRA adapter that computed the state; None for the model without one
 
     @property
     def length(self) -> int:
@@ -143,7 +121,6 @@ class Snapshot:
         return self.ids.nbytes + sum(array.nbytes for array in self.state.values())
 
     def to_bytes(self) -> bytes:
-        """Return the snapshot as bytes, which `from_bytes` reads."""
         arrays = {"ids": self.ids, **self.state}
         contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
         header = {
@@ -172,9 +149,6 @@ class Snapshot:
         Args:
             data: The bytes. The arrays of the snapshot are views of them.
             manifest: The artifact that continues the snapshot.
-
-        Raises:
-            SnapshotError: The bytes are damaged, or the snapshot belongs to another artifact.
         """
         header, rest = _read_header(memoryview(data).cast("B"))
         try:

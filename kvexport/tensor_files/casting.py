@@ -41,11 +41,7 @@ def require_float(entry: TensorEntry) -> None:
 
 
 def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
-    """Read a small tensor of a checkpoint as an array of shape `entry.shape`, cast to `dtype`.
-
-    Raises:
-        UsageError: The tensor's type is no float, a value is not finite or overflows, or the file ends early.
-    """
+    """Read a small tensor of a checkpoint as an array of shape `entry.shape`, cast to `dtype`."""
     require_float(entry)
     tensor = np.empty(entry.shape, WANTED[dtype])
     flat, begin = tensor.reshape(-1).view(np.uint8), 0
@@ -56,12 +52,7 @@ def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
 
 
 def cast_blocks(entry: TensorEntry, dtype: Dtype) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a checkpoint's tensor, cast to the data type `dtype`, a few MiB at a time.
-
-    Raises:
-        UsageError: A value is infinite or NaN, the file ends early, or values overflowed in the cast. An overflow is
-            raised after the last block.
-    """
+    """Yield the bytes of a checkpoint's tensor, cast to the data type `dtype`, a few MiB at a time."""
     lost = at = 0
     for block in read_blocks(entry):
         require_finite(entry, block, at)
@@ -134,11 +125,7 @@ def _cast(block: bytes, stored: str, dtype: Dtype) -> tuple[np.ndarray[Any, Any]
 
 
 def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
-    """Return neighbouring rows of a checkpoint's tensor in float32.
-
-    Raises:
-        UsageError: A value is infinite or NaN, or the file ends early.
-    """
+    """Return neighbouring rows of a checkpoint's tensor in float32."""
     with entry.file.open("rb") as stream:
         block = read_at(entry, stream, rows)
     require_finite(entry, block, rows.start * (entry.nbytes // entry.shape[0]))

@@ -8,20 +8,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The place of one tensor in a file of the checkpoint.
-
-    Attributes:
-        name: The tensor's name.
-        file: The real file, symlinks resolved.
-        dtype: The safetensors name of the type ("BF16").
-        shape: The tensor's shape.
-        offset: Bytes from the beginning of the file.
-        nbytes: Bytes at that offset, row-major and little-endian.
-    """
+    """The place of one tensor in a file of the checkpoint."""
 
     name: str
-    file: Path
-    dtype: str
+    file: Path  # real file, symlinks resolved
+    dtype: str  # safetensors name of the type ("BF16")
     shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+    offset: int  # bytes from the beginning of the file
+    nbytes: int  # bytes at that offset, row-major and little-endian

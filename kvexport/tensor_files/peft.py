@@ -47,19 +47,13 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """A LoRA adapter as PEFT saved it.
-
-    Attributes:
-        folder: The folder of the adapter.
-        config: The content of adapter_config.json.
-        pairs: The matrices A [rank, inputs] and B [outputs, rank] of each module that the adapter changes.
-        digest: The SHA-256 of the settings and the matrices, in hexadecimal.
-    """
+    """A LoRA adapter as PEFT saved it."""
 
     folder: Path
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # content of adapter_config.json
+    # Matrices A [rank, inputs] and B [outputs, rank] of each module that the adapter changes
     pairs: Mapping[str, tuple[TensorEntry, TensorEntry]]
-    digest: str
+    digest: str  # SHA-256 of the settings and the matrices, in hexadecimal
 
     def __str__(self) -> str:
         base = self.base
@@ -77,11 +71,7 @@ class AdapterFiles:
         return bool(self.config.get("fan_in_fan_out"))
 
     def scale(self, module: str) -> float:
-        """Return the factor s of the product B A of a module.
-
-        Raises:
-            UsageError: `lora_alpha` is no number, or a name in `alpha_pattern` is a regular expression.
-        """
+        """Return the factor s of the product B A of a module."""
         rank, alpha = self.pairs[module][0].shape[0], self._alpha(module)
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
@@ -104,15 +94,7 @@ class AdapterFiles:
 
 
 def read_adapter(folder: Path, setting: str) -> AdapterFiles:
-    """Read the settings of a LoRA adapter and the header of its matrices.
-
-    Args:
-        folder: The folder of the adapter, with adapter_config.json and adapter_model.safetensors.
-        setting: The user's setting that names the folder, for messages.
-
-    Raises:
-        UsageError: A file is missing or damaged, or the adapter is not plain LoRA.
-    """
+    """Read the settings of a LoRA adapter and the header of its matrices."""
     config = _read_config(folder, setting)
     pairs = _pairs(folder, read_shard(folder / WEIGHTS).tensors)
     weights = (folder / WEIGHTS).resolve()  # in the hub's cache a link to a blob

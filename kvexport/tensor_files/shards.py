@@ -38,11 +38,7 @@ class Shard:
 
 
 def list_shards(path: Path) -> dict[str, frozenset[str] | None]:
-    """Return for each shard's file name the tensors that the checkpoint's index takes from it; None for all of them.
-
-    Raises:
-        UsageError: There are no shards.
-    """
+    """Return for each shard's file name the tensors that the checkpoint's index takes from it; None for all of them."""
     for name in ("model.safetensors", INDEX):
         if is_present(path / name):
             return {name: None} if name != INDEX else _read_index(path / name)
@@ -100,11 +96,7 @@ def _read_index(file: Path) -> dict[str, frozenset[str] | None]:
 
 
 def read_shard(file: Path) -> Shard:
-    """Return the header of a safetensors file, checked at least as strictly as safetensors checks it.
-
-    Raises:
-        UsageError: The file is not valid, has a name twice, or has an unknown dtype.
-    """
+    """Return the header of a safetensors file, checked at least as strictly as safetensors checks it."""
     again = f"download {file.name} again"
     if not file.is_file():
         raise UsageError(f"shard {file} is missing", again)
@@ -221,9 +213,6 @@ def parse_object(file: Path, data: bytes, unique: bool = False) -> dict[str, Any
         file: The file, for messages.
         data: The bytes.
         unique: Whether a repeated key is refused, as in a safetensors header.
-
-    Raises:
-        UsageError: The bytes are not a JSON object.
     """
     where, again = f"the header of {file}" if unique else str(file), f"download {file.name} again"
     try:

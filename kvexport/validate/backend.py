@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 
 class ReferenceBackend(LaneState):
-    """KV caches of a batch whose decode and merge calls are computed by the PyTorch reference (a `LaneState`).
+    """KV caches of a batch whose decode and merge calls are computed by the PyTorch reference (a `LaneState`)."""
 
-    Attributes:
-        telemetry: Receives the inputs of every attention and every merge; None for no telemetry.
-        hidden: If not None, each call stores the hidden state at the start of every layer here, by layer.
-    """
-
+    # If not None, each call stores the hidden state at the start of every layer here, by layer
     hidden: dict[int, NDArray[Any]] | None = None
 
     def __init__(

@@ -20,21 +20,13 @@ NO_SCORE = 1e-7  # a probability too small to affect any selection
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The tolerances of a comparison with PyTorch, by kind of tensor, for one operator or one layer.
+    """The tolerances of a comparison with PyTorch, by kind of tensor, for one operator or one layer."""
 
-    Attributes:
-        hidden: Relative to the norm of what a layer adds to the hidden state.
-        vectors: Relative to the norm of a key or a value.
-        scores: Relative to a score, or absolute for the logarithm of a score if that is below 1.
-        votes: Relative to the votes of a slot.
-        rounding: Relative to the norm of the hidden state, whose sums are rounded to the model's type.
-    """
-
-    hidden: float
-    vectors: float
-    scores: float
-    votes: float
-    rounding: float
+    hidden: float  # relative to the norm of what a layer adds to the hidden state
+    vectors: float  # relative to the norm of a key or a value
+    scores: float  # relative to a score, or absolute for the logarithm of a score if that is below 1
+    votes: float  # relative to the votes of a slot
+    rounding: float  # relative to the norm of the hidden state, whose sums are rounded to the model's type
 
 
 # Engine and PyTorch get the same inputs for each layer, so no layer magnifies an earlier error. Differences measured
@@ -78,23 +70,14 @@ def tolerance_of(table: Mapping[str, Tolerance], *types: str) -> Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between two versions of a tensor, with its tolerance and its place.
-
-    Attributes:
-        tensor: Name of the tensor.
-        difference: The difference itself.
-        allowed: The largest difference that passes.
-        lane: Row of the batch.
-        head: KV head; None for tensors without heads.
-        slot: Slot of the cache, or index of the token within the call.
-    """
+    """The largest difference between two versions of a tensor, with its tolerance and its place."""
 
     tensor: str
-    difference: float
-    allowed: float
-    lane: int
-    head: int | None
-    slot: int
+    difference: float  # difference itself
+    allowed: float  # largest difference that passes
+    lane: int  # row of the batch
+    head: int | None  # KV head; None for tensors without heads
+    slot: int  # slot of the cache, or index of the token within the call
 
     def at(self, lane: int, head: int) -> Difference:
         """Return a copy with another lane and head, for a difference in one head that was cut out of a batch."""
@@ -113,9 +96,6 @@ def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference 
         tensor: Name for the result.
         difference: [B, ..., slots]. NaN and infinity exceed every tolerance.
         allowed: Tolerances that broadcast to `difference`.
-
-    Returns:
-        The largest excess, or None if no entry exceeds its tolerance.
     """
     difference = np.nan_to_num(difference, nan=np.inf)
     allowed = np.broadcast_to(allowed, difference.shape)
@@ -219,9 +199,6 @@ def largest_differences(name: str, a: Array, b: Array, heads: Array | None = Non
         a: One state.
         b: The state to compare with, of the same shape.
         heads: [B, H] bool, the heads to compare; None for all.
-
-    Returns:
-        The largest difference; infinite if a value is not finite. Two values that both stand for ln(0) are equal.
     """
     if heads is not None:
         a, b = a[heads], b[heads]

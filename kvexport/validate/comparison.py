@@ -81,14 +81,7 @@ class Comparison:
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
 
     def step(self, tokens: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
-        """Run and compare one decoder call and the merges that are due after it.
-
-        Args:
-            tokens: Token ids for each lane; empty for an idle lane.
-            prefill: Whether the tokens belong to a prompt.
-            unread: Lanes whose prompts continue in the next call. See `Lanes.append`.
-            whole: Whether to compare the full depth with float64 as well, and the in-place run with separate buffers.
-        """
+        """Run and compare one decoder call and the merges that are due after it."""
         self.locked.whole = whole
         self.merges.clear()
         reference = self.reference_lanes.append(tokens, prefill=prefill, unread=unread)

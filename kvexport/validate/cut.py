@@ -83,9 +83,6 @@ class CutDecoder:
         Args:
             feed: The inputs of decoder.onnx.
             hidden: The hidden state [B, T, hidden] at the start of each layer with a border.
-
-        Returns:
-            The outputs of decoder.onnx, and the hidden state that arrived at each border.
         """
         border_values = {border_name(i): np.ascontiguousarray(hidden[i]) for i in self.borders}
         outputs = dict(zip(self._names, self._session.run(self._names, {**feed, **border_values}), strict=True))

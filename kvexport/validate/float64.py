@@ -63,14 +63,7 @@ def _is_float(x: Any) -> bool:
 
 @contextlib.contextmanager
 def in_float64(roundings: float = 0.0, seed: int = 0) -> Iterator[None]:
-    """Compute every operation of PyTorch in float64 within this context, for inputs of any type.
-
-    Args:
-        roundings: Adds a random error of up to this many float32 roundings to every result (Monte Carlo arithmetic,
-            Parker 1997). The error simulates another order of sums, or an equivalent formula. Results that are only
-            moved, compared or selected get no error.
-        seed: Seed of the random errors.
-    """
+    """Compute every operation of PyTorch in float64 within this context, for inputs of any type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -38,17 +38,11 @@ MAGNIFIED = 10.0  # times the largest relative difference of a row before the me
 
 
 class Merge(NamedTuple):
-    """One recorded merge (compression) of KV caches: the state before and after it.
+    """One recorded merge (compression) of KV caches: the state before and after it."""
 
-    Attributes:
-        first: The first merged lane.
-        past: The state of the merged lanes before the merge, by the input names of merge.onnx.
-        present: Their state after the merge, by its output names.
-    """
-
-    first: int
-    past: Arrays
-    present: Arrays
+    first: int  # first merged lane
+    past: Arrays  # state of the merged lanes before the merge, by the input names of merge.onnx
+    present: Arrays  # their state after the merge, by its output names
 
     def lane(self, lane: int) -> Merge | None:
         """Return the record of the merge for one lane of the batch; None if that lane did not merge."""
@@ -59,29 +53,16 @@ class Merge(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """A call in which the engine's run and PyTorch's select different entries in a lane.
-
-    Attributes:
-        lane: The lane.
-        own: The engine's merges of the lane in this call.
-        expected: The reference's merges of the lane in this call.
-        caches: The numbers of the caches in which the selections differ.
-    """
+    """A call in which the engine's run and PyTorch's select different entries in a lane."""
 
     lane: int
-    own: list[Merge]
-    expected: list[Merge]
-    caches: list[int]
+    own: list[Merge]  # engine's merges of the lane in this call
+    expected: list[Merge]  # reference's merges of the lane in this call
+    caches: list[int]  # numbers of the caches in which the selections differ
 
 
 class WatchedState:
-    """A wrapper of a `ModelState` (KV caches of a batch) that records the merges of the current call.
-
-    Args:
-        state: The state.
-        source: The cache plan of the state.
-        plan: The cache plan with the slots that are recorded.
-    """
+    """A wrapper of a `ModelState` (KV caches of a batch) that records the merges of the current call."""
 
     def __init__(self, state: Any, source: CachePlan, plan: CachePlan) -> None:
         self._state, self._source, self._plan = state, source, plan
@@ -105,24 +86,7 @@ class WatchedState:
 
 
 class IndependentRun:
-    """The engine's own run over the validation sequences, and its distance from PyTorch's run.
-
-    Args:
-        state: The engine's state.
-        plan: The cache plan of the engine.
-        used: The cache plan of PyTorch's run, which may have fewer slots.
-        method: The compression method.
-        lanes: The number of sequences.
-        tolerance: The tolerances of a merge.
-        **options: Further arguments of `Lanes`.
-
-    Attributes:
-        lanes: The engine's lanes.
-        kl: KL(PyTorch || engine) in nats for every call and lane.
-        logits: For each lane the engine's logits [vocabulary] by position.
-        parted: For each lane that parted, the numbers of tokens that it had read each time.
-        ended: The lanes that parted without an explanation.
-    """
+    """The engine's own run over the validation sequences, and its distance from PyTorch's run."""
 
     def __init__(
         self,
@@ -150,18 +114,7 @@ class IndependentRun:
         prefill: bool,
         unread: Collection[int],
     ) -> list[Parting]:
-        """Run one call of the engine on the engine's own caches, and compare its logits and merges with PyTorch's.
-
-        Args:
-            tokens: Token ids for each lane; empty for an idle lane.
-            reference: The reference's logits of the call.
-            reference_merges: The reference's merges of the call.
-            prefill: Whether the tokens belong to a prompt.
-            unread: Lanes whose prompts continue in the next call.
-
-        Returns:
-            The lanes that part in this call.
-        """
+        """Run one call of the engine on the engine's own caches, and compare its logits and merges with PyTorch's."""
         self._state.merges.clear()
         logits = self.lanes.append(tokens, prefill=prefill, unread=unread)
         parting: dict[int, Parting] = {}
@@ -217,18 +170,7 @@ class IndependentRun:
         tolerance: Tolerance,
         merge_tolerance: Tolerance,
     ) -> Iterator[tuple[int, Difference]]:
-        """Yield the differences of a lane's merges between engine and PyTorch that rounding cannot explain.
-
-        Args:
-            own: The engine's merges of the lane in one call.
-            expected: The reference's merges of the lane in that call.
-            merge: PyTorch's merge, from merge.onnx's inputs to its outputs.
-            tolerance: The largest difference of the two states before the first merge.
-            merge_tolerance: The largest difference of two merges with the same selection.
-
-        Yields:
-            The number of the cache, and the difference.
-        """
+        """Yield the differences of a lane's merges between engine and PyTorch that rounding cannot explain."""
         if len(own) != len(expected):
             yield 0, Difference("merges", abs(len(own) - len(expected)), 0.0, 0, None, 0)
         for each, other in list(zip(own, expected, strict=False))[:1]:

@@ -33,18 +33,6 @@ def first_layers(
     """Build the first `count` layers of the artifact at `path`, with embeddings and head, without engines.
 
     The yielded artifact is deleted when the block ends, as is the checkpoint at its recipe's model.path.
-
-    Args:
-        path: The whole artifact.
-        count: The number of layers.
-        checkpoint: The folder of the weights; None for the recipe's own path.
-        progress: Shows the stages of the build.
-
-    Yields:
-        The folder of the shortened artifact.
-
-    Raises:
-        UsageError: The model has fewer layers, or the weights are not the artifact's. Also everything `build` raises.
     """
     from kvexport.export.model.checkpoint import own_links, read_checkpoint, resolve_checkpoint
 
@@ -117,17 +105,7 @@ def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> No
 
 
 def shorten_config(config: dict[str, Any], key: str, total: int, count: int) -> dict[str, Any]:
-    """Return a model's config.json, shortened from `total` layers to the first `count`.
-
-    Args:
-        config: The content of config.json.
-        key: The config's name for the number of layers.
-        total: The number of layers now.
-        count: The number of layers to keep.
-
-    Returns:
-        The shortened config. Lists with one entry for each layer are cut as well, in `text_config` if there is one.
-    """
+    """Return a model's config.json, shortened from `total` layers to the first `count`."""
     if isinstance(config.get("text_config"), dict):
         return {**config, "text_config": shorten_config(config["text_config"], key, total, count)}
     cut = {

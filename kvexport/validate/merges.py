@@ -45,27 +45,17 @@ MOST_EXAMINED = 24  # heads that one run merges again in float64; a wrong engine
 
 @dataclass(frozen=True)
 class Flip:
-    """A KV head whose merge selected other entries than PyTorch's merge.
+    """A KV head whose merge selected other entries than PyTorch's merge."""
 
-    Attributes:
-        layer: Number of the cache.
-        lane: Row of the batch.
-        head: KV head.
-        slot: The first slot that differs.
-        tensor: The first tensor that differs.
-        difference: The difference from PyTorch at that slot.
-        allowed: The tolerance there.
-        roundings: The size of error, in float32 roundings, with which float64 makes the engine's selection (0: without
-            any error). None if float64 never made it, or was not tried.
-    """
-
-    layer: int
-    lane: int
-    head: int
-    slot: int
-    tensor: str
-    difference: float
-    allowed: float
+    layer: int  # number of the cache
+    lane: int  # row of the batch
+    head: int  # KV head
+    slot: int  # first slot that differs
+    tensor: str  # first tensor that differs
+    difference: float  # difference from PyTorch at that slot
+    allowed: float  # tolerance there
+    # Size of error, in float32 roundings, with which float64 makes the engine's selection (0: without any error). None
+    # if float64 never made it, or was not tried.
     roundings: float | None
 
     @property
@@ -83,17 +73,7 @@ def compare_merge(
     tolerance: Tolerance,
     examined: int,
 ) -> Iterator[Flip]:
-    """Compare a merge of KV caches with PyTorch's, and yield every head that differs.
-
-    Args:
-        plan: The cache plan.
-        method: The compression method.
-        past: The state before the merge, by the input names of merge.onnx; lanes count from 0.
-        engine: The state after the engine's merge.
-        reference: The state after PyTorch's merge.
-        tolerance: The largest difference for heads with the same selection.
-        examined: The number of heads that have been merged again in float64 so far in this run.
-    """
+    """Compare a merge of KV caches with PyTorch's, and yield every head that differs."""
     for i, layer in enumerate(plan.caches):
         if not layer.merges:
             continue
@@ -183,18 +163,7 @@ def _draws(
 
 
 def _among(engine: Arrays, draws: Sequence[Arrays], single: Arrays) -> bool:
-    """Return whether the engine's merge of one KV head [1, 1, ...] could be one of the random float64 merges.
-
-    Args:
-        engine: The head's cache after the engine's merge.
-        draws: The head's caches after merges in float64 with random rounding errors.
-        single: The head's cache after PyTorch's merge in float32.
-
-    Returns:
-        True if the engine's cache is as near to `single`, or to a random merge, as random merges are to one another.
-        The distance of two merges is the number of positions that only one of them keeps. Among the slots whose
-        positions all merges keep, at most as many may differ as there are such positions.
-    """
+    """Return whether the engine's merge of one KV head [1, 1, ...] could be one of the random float64 merges."""
     every = (single, engine, *draws)
     in_float32, *rows = [
         {int(p): i for i, p in enumerate(x["position"][0, 0]) if x["votes"][0, 0, i] > 0} for x in every

@@ -25,29 +25,18 @@ def theorem_5(epsilon: Any, gamma: Any) -> Any:
     """Return the bound of KeepKV's Theorem 5 (arXiv 2504.09936) on the change of an attention output by a merge.
 
     The bound is ``|o' - o| <= 2 eps (1 + eps) gamma / (1 - eps)^2``. It holds for eps < 1 only.
-
-    Args:
-        epsilon: The largest relative error of an estimated score, over slots and merged slots. A number or an array.
-        gamma: ``sum A_i |v_i - o|`` over the slots that merge, where A is their attention.
     """
     return 2 * epsilon * (1 + epsilon) * gamma / (1 - epsilon) ** 2
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Statistics of the error bound of KeepKV's Theorem 5 over attention heads, next to observed errors.
+    """Statistics of the error bound of KeepKV's Theorem 5 over attention heads, next to observed errors."""
 
-    Attributes:
-        heads: The number of heads for which the bound is defined.
-        below_one: The number of heads whose bound is below 1, the norm of the output itself.
-        median: The median bound over the heads with a defined bound; None if there are none.
-        observed: The median observed error over the same heads; None if there are none.
-    """
-
-    heads: int
-    below_one: int
-    median: float | None
-    observed: float | None
+    heads: int  # number of heads for which the bound is defined
+    below_one: int  # number of heads whose bound is below 1, the norm of the output itself
+    median: float | None  # median bound over the heads with a defined bound; None if there are none
+    observed: float | None  # median observed error over the same heads; None if there are none
 
 
 @dataclass(frozen=True)
@@ -55,33 +44,24 @@ class Perturbation:
     """The change of one query's attention output by one merge of one layer.
 
     Errors are relative, ``|o' - o| / |o|``, over the query heads of all sequences that evicted entries.
-
-    Attributes:
-        step: Number of the merge.
-        tokens: Tokens that the longest sequence has seen.
-        layer: Number of the cache.
-        query: "current" for the last query before the merge, "next" for the first one after it (which sees its own
-            token).
-        heads: The number of heads, over all sequences.
-        mean: Mean difference between the attention outputs over the cache before the merge and over the cache after it.
-        largest: The largest such difference.
-        to_full: Mean difference between the attention output over all keys and values of this run and over the cache
-            after the merge.
-        by_slot: Mean of the theorem's bound with each slot's own error instead of the largest error. None if the method
-            has no estimates of scores.
-        theorem: The theorem's bound; None if the method has no estimates of scores.
     """
 
-    step: int
-    tokens: int
-    layer: int
+    step: int  # number of the merge
+    tokens: int  # tokens that the longest sequence has seen
+    layer: int  # number of the cache
+    # "current" for the last query before the merge, "next" for the first one after it (which sees its own token)
     query: Literal["current", "next"]
-    heads: int
+    heads: int  # number of heads, over all sequences
+    # Mean difference between the attention outputs over the cache before the merge and over the cache after it
     mean: float
-    largest: float
+    largest: float  # largest such difference
+    # Mean difference between the attention output over all keys and values of this run and over the cache after the
+    # merge
     to_full: float
+    # Mean of the theorem's bound with each slot's own error instead of the largest error. None if the method has no
+    # estimates of scores.
     by_slot: float | None = None
-    theorem: Bound | None = None
+    theorem: Bound | None = None  # theorem's bound; None if the method has no estimates of scores
 
 
 OBSERVED = ("merges", "current, mean", "next, median", "next, 95 %", "next, largest", "to full, mean")
@@ -98,12 +78,7 @@ BOUND_NOTE = (
 
 
 def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> list[Section]:
-    """Return tables of the attention errors of merges, with one row for each name, and tables of bounds.
-
-    Args:
-        named: (name, merges) pairs; the names are layers or methods.
-        what: The heading of the first column.
-    """
+    """Return tables of the attention errors of merges, with one row for each name, and tables of bounds."""
     observed = [(name, *_observed(rows)) for name, rows in named]
     out: list[Section] = [Table("Perturbation by merging", (what, *OBSERVED), observed, NOTE)]
     bounded = [(name, [r for r in rows if r.query == "next"]) for name, rows in named if any(r.theorem for r in rows)]
@@ -125,12 +100,7 @@ def layer_sections(rows: Sequence[Perturbation]) -> list[Section]:
 
 
 def drawings(rows: Sequence[Perturbation], name: str) -> list[Section]:
-    """Return plots of attention errors and bounds merge by merge, and a heat map of layers and merges.
-
-    Args:
-        rows: The merges of one run.
-        name: The end of the titles; "" for none.
-    """
+    """Return plots of attention errors and bounds merge by merge, and a heat map of layers and merges."""
     current, following = ([r for r in rows if r.query == query] for query in QUERIES)
     if not following:
         return []

@@ -131,9 +131,6 @@ class TorchReference:
             telemetry: Receives the inputs of every layer's attention.
             hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer that has a cache,
                 by the number of its cache.
-
-        Returns:
-            logits, present_length and present.*.
         """
         ids, query_length, past_length = (
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")

@@ -22,29 +22,17 @@ KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A difference between the exported model and PyTorch that exceeds its tolerance.
-
-    Attributes:
-        step: Number of the call.
-        phase: "prefill", "decode" or "merge".
-        layer: Number of the cache; None for logits.
-        tensor: Name of the tensor.
-        largest: The difference.
-        allowed: The tolerance.
-        lane: Row of the batch.
-        head: KV head; None for hidden states and logits.
-        slot: Slot of the cache; index of the token within the call for hidden states and logits.
-    """
+    """A difference between the exported model and PyTorch that exceeds its tolerance."""
 
     step: int
-    phase: str
-    layer: int | None
+    phase: str  # "prefill", "decode" or "merge"
+    layer: int | None  # number of the cache; None for logits
     tensor: str
-    largest: float
-    allowed: float = 0.0
-    lane: int | None = None
-    head: int | None = None
-    slot: int | None = None
+    largest: float  # difference
+    allowed: float = 0.0  # tolerance
+    lane: int | None = None  # row of the batch
+    head: int | None = None  # KV head; None for hidden states and logits
+    slot: int | None = None  # slot of the cache; index of the token within the call for hidden states and logits
 
     def line(self) -> str:
         """Return the difference and its place as one line of text."""
@@ -59,19 +47,12 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles of the relative rounding errors of vectors, measured against float64.
-
-    Attributes:
-        median: The median.
-        checked: The quantile that the validation checks (`level_of`).
-        p99: The 99th percentile.
-        largest: The largest error.
-    """
+    """Quantiles of the relative rounding errors of vectors, measured against float64."""
 
     median: float
-    checked: float
-    p99: float
-    largest: float
+    checked: float  # quantile that the validation checks (`level_of`)
+    p99: float  # 99th percentile
+    largest: float  # largest error
 
 
 def level_of(count: int) -> float:
@@ -93,22 +74,13 @@ def quantiles_of(errors: NDArray[Any]) -> Quantiles:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding errors against float64 over the model's full depth, of the engine and of PyTorch from the same state.
+    """Rounding errors against float64 over the model's full depth, of the engine and of PyTorch from the same state."""
 
-    Attributes:
-        phase: "prefill" or "decode".
-        tensor: Name of the tensor.
-        count: The number of vectors.
-        engine: The engine's errors.
-        pytorch: PyTorch's errors.
-        least: The largest insignificant error: one rounding of the model's type.
-    """
-
-    phase: str
+    phase: str  # "prefill" or "decode"
     tensor: str
-    count: int
-    engine: Quantiles
-    pytorch: Quantiles
+    count: int  # number of vectors
+    engine: Quantiles  # engine's errors
+    pytorch: Quantiles  # pyTorch's errors
     least: float  # insignificant: one rounding of the model's type
 
     @property
@@ -125,75 +97,52 @@ class Rounding:
 
 @dataclass
 class ValidationResult:
-    """The result of a validation: all comparisons of an exported model with PyTorch, and the differences.
+    """The result of a validation: all comparisons of an exported model with PyTorch, and the differences."""
 
-    Attributes:
-        artifact: Path of the artifact.
-        recipe: Name of the recipe.
-        backend: Name of the backend.
-        tokens: The number of tokens of each sequence.
-        texts: The content of each sequence, "text" or "random".
-        budgets: The budget of each KV head of every layer, in slots.
-        tolerance: The tolerances, by kind of tensor.
-        operators: How this machine runs each operator.
-        steps: For each call: its number, phase, tokens seen by the longest sequence, and largest difference by kind of
-            tensor (relative for vectors).
-        mismatches: The first `KEPT` mismatches.
-        mismatched: The number of all mismatches.
-        head_merges: The number of heads whose merges were compared.
-        flips: Heads whose selection differs from PyTorch's because of rounding.
-        rounding: Rounding errors against float64.
-        in_place_identical: Whether the in-place run gave the same bits as separate buffers.
-        top_logits_hold: Whether the top logits from a device are the largest of the row; None if the host has the whole
-            row.
-        own_kl: Mean KL(PyTorch || engine) in nats, where each runs independently from the first token to the last.
-        own_kl_allowed: The largest value of `own_kl` that passes.
-        own_compared: The number of logits rows behind `own_kl`.
-        first_kl: Mean KL(transformers || engine) in nats at the positions before which nothing was evicted. The model
-            of transformers runs with its own attention, cache and positions, and reads a whole sequence at once. The
-            largest value that passes is `own_kl_allowed`.
-        first_compared: The number of logits rows behind `first_kl`.
-        parted: For each lane in which a tie made the independent run select other entries than PyTorch's, the numbers
-            of tokens seen each time. PyTorch's run then continues from the engine's caches of that lane, unless no tie
-            explains the difference.
-        kl: For each sequence KL(full cache || engine) in nats at `positions`.
-        agrees: For each sequence whether the top token equals the full cache's at `positions`.
-        positions: For each sequence the compared positions.
-        telemetry: The effect of merges on the reference's attention; None if telemetry was off.
-        layers: The number of layers that were compared, and the number that the model has; None for all.
-        unmerged: The number of KV heads that can merge, but whose budget is at least the longest sequence.
-        seconds: Duration of the validation.
-    """
-
-    artifact: str
+    artifact: str  # path of the artifact
     recipe: str
     backend: str
-    tokens: list[int]
-    texts: list[str]
-    budgets: list[int]
-    tolerance: dict[str, float]
-    operators: dict[str, str]
+    tokens: list[int]  # number of tokens of each sequence
+    texts: list[str]  # content of each sequence, "text" or "random"
+    budgets: list[int]  # budget of each KV head of every layer, in slots
+    tolerance: dict[str, float]  # tolerances, by kind of tensor
+    operators: dict[str, str]  # how this machine runs each operator
+    # For each call: its number, phase, tokens seen by the longest sequence, and largest difference by kind of tensor
+    # (relative for vectors)
     steps: list[dict[str, Any]] = field(default_factory=list)
-    mismatches: list[Mismatch] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)  # first `KEPT` mismatches
     mismatched: int = 0
-    head_merges: int = 0
+    head_merges: int = 0  # number of heads whose merges were compared
+    # Heads whose selection differs from PyTorch's because of rounding
     flips: list[dict[str, Any]] = field(default_factory=list)
-    rounding: list[Rounding] = field(default_factory=list)
-    in_place_identical: bool = True
+    rounding: list[Rounding] = field(default_factory=list)  # rounding errors against float64
+    in_place_identical: bool = True  # whether the in-place run gave the same bits as separate buffers
+    # Whether the top logits from a device are the largest of the row; None if the host has the whole row
     top_logits_hold: bool | None = None
+    # Mean KL(PyTorch || engine) in nats, where each runs independently from the first token to the last
     own_kl: float = 0.0
-    own_kl_allowed: float = 0.0
-    own_compared: int = 0
+    own_kl_allowed: float = 0.0  # largest value of `own_kl` that passes
+    own_compared: int = 0  # number of logits rows behind `own_kl`
+    # Mean KL(transformers || engine) in nats at the positions before which nothing was evicted. The model of
+    # transformers runs with its own attention, cache and positions, and reads a whole sequence at once. The largest
+    # value that passes is `own_kl_allowed`.
     first_kl: float = 0.0
-    first_compared: int = 0
+    first_compared: int = 0  # number of logits rows behind `first_kl`
+    # For each lane in which a tie made the independent run select other entries than PyTorch's, the numbers of tokens
+    # seen each time. PyTorch's run then continues from the engine's caches of that lane, unless no tie explains the
+    # difference.
     parted: dict[int, list[int]] = field(default_factory=dict)
+    # For each sequence KL(full cache || engine) in nats at `positions`
     kl: list[list[float]] = field(default_factory=list)
+    # For each sequence whether the top token equals the full cache's at `positions`
     agrees: list[list[bool]] = field(default_factory=list)
-    positions: list[list[int]] = field(default_factory=list)
+    positions: list[list[int]] = field(default_factory=list)  # for each sequence the compared positions
+    # Effect of merges on the reference's attention; None if telemetry was off
     telemetry: list[Perturbation] | None = None
+    # Number of layers that were compared, and the number that the model has; None for all
     layers: tuple[int, int] | None = None
-    unmerged: int = 0
-    seconds: float = 0.0
+    unmerged: int = 0  # number of KV heads that can merge, but whose budget is at least the longest sequence
+    seconds: float = 0.0  # duration of the validation
 
     def note(self, mismatch: Mismatch) -> None:
         """Count a difference beyond tolerance, and store it if fewer than `KEPT` are stored."""

@@ -50,28 +50,7 @@ def validate_artifact(
     device: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> ValidationResult:
-    """Compare the exported model in the folder `path` with PyTorch.
-
-    Args:
-        path: The artifact.
-        length: Tokens of the longest sequence, at most limits.max_length. By default enough for some merges in prefill
-            and in decode.
-        batch: The number of sequences. By default three, or fewer if their states would take too much memory. The
-            others are shorter, so that some lanes become idle.
-        checkpoint: The folder of the weights; None for the recipe's path.
-        seed: Seed of the random tokens.
-        telemetry: Whether to measure the effect of every merge on the attention output.
-        backend: Name of the backend; None for the recipe's.
-        device: Name of the device; None for the recipe's.
-        progress: Shows the stages.
-
-    Returns:
-        The differences and the verdict.
-
-    Raises:
-        UsageError: The weights are missing, or are not the artifact's.
-        EnvironmentProblem: torch, transformers, polygraphy or a package of the backend is missing.
-    """
+    """Compare the exported model in the folder `path` with PyTorch."""
     require("validate")
     from kvexport.export.build import read_model
     from kvexport.validate.compare import LAYERS, tolerance_of

@@ -24,10 +24,6 @@ def used_plan(plan: CachePlan, tokens: int) -> CachePlan:
     """Return a cache plan whose caches have slots for at most about `tokens` tokens, and no more than in `plan`.
 
     Caches whose KV heads have several capacities stay as they are: the graphs contain these capacities.
-
-    Args:
-        plan: The cache plan of an artifact.
-        tokens: The tokens of the longest sequence, and of the padding of a call.
     """
     most = -(-tokens // MULTIPLE) * MULTIPLE
 
@@ -38,13 +34,7 @@ def used_plan(plan: CachePlan, tokens: int) -> CachePlan:
 
 
 def with_slots(source: CachePlan, target: CachePlan, arrays: Arrays) -> dict[str, NDArray[Any]]:
-    """Return arrays whose state tensors have the slots of a plan: slots are cut off, or empty slots are added.
-
-    Args:
-        source: The cache plan of `arrays`.
-        target: The cache plan of the result.
-        arrays: State tensors by their names in ONNX graphs, and other arrays, which stay unchanged.
-    """
+    """Return arrays whose state tensors have the slots of a plan: slots are cut off, or empty slots are added."""
     result = dict(arrays)
     for i, (before, after) in enumerate(zip(source.caches, target.caches, strict=True)):
         for tensor in before.state:

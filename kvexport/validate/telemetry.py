@@ -32,19 +32,12 @@ When = Literal["current", "next"]
 
 @dataclass(frozen=True)
 class Cache:
-    """The KV-cache slots of one sequence in one layer, in float64.
-
-    Attributes:
-        key: [H, C, D].
-        value: [H, C, Dv].
-        votes: [H, C]; 0 marks an empty slot.
-        position: [H, C] int64.
-    """
+    """The KV-cache slots of one sequence in one layer, in float64."""
 
     key: Tensor
-    value: Tensor
-    votes: Tensor
-    position: Tensor
+    value: Tensor  # [H, C, Dv]
+    votes: Tensor  # [H, C]; 0 marks an empty slot
+    position: Tensor  # [H, C] int64
 
 
 def joined(caches: Sequence[Cache]) -> Cache:
@@ -58,32 +51,20 @@ def _cache(key: Tensor, value: Tensor, votes: Tensor, _: Tensor, position: Tenso
 
 @dataclass(frozen=True)
 class Query:
-    """The query vectors of one token's attention, with its position and sinks.
+    """The query vectors of one token's attention, with its position and sinks."""
 
-    Attributes:
-        vector: [Hq, D] float64.
-        position: Position of the token.
-        sinks: [Hq] float64, the layer's sink logits; None if it has none.
-    """
-
-    vector: Tensor
-    position: int
-    sinks: Tensor | None
+    vector: Tensor  # [Hq, D] float64
+    position: int  # position of the token
+    sinks: Tensor | None  # [Hq] float64, the layer's sink logits; None if it has none
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of one query over one KV cache: outputs and logarithms of weights.
+    """The attention of one query over one KV cache: outputs and logarithms of weights."""
 
-    Attributes:
-        output: [H, G, Dv], where G query heads share a KV head.
-        mass: [H, G, C], ``ln(votes^alpha exp(logit))``; -inf for invisible slots.
-        total: [H, G], the logarithm of the sum of all masses and of the sink's.
-    """
-
-    output: Tensor
-    mass: Tensor
-    total: Tensor
+    output: Tensor  # [H, G, Dv], where G query heads share a KV head
+    mass: Tensor  # [H, G, C], ``ln(votes^alpha exp(logit))``; -inf for invisible slots
+    total: Tensor  # [H, G], the logarithm of the sum of all masses and of the sink's
 
 
 def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> Attention:
@@ -104,38 +85,23 @@ def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> A
 
 @dataclass(frozen=True)
 class _Followed:
-    """The new place of each KV-cache slot of one sequence in one layer after a merge.
+    """The new place of each KV-cache slot of one sequence in one layer after a merge."""
 
-    Attributes:
-        to: [H, C] int64, the slot after the merge; -1 if the entry was dropped.
-        estimate: [H, C] float64, the logarithm of the score that the method estimated.
-    """
-
-    to: Tensor
-    estimate: Tensor
+    to: Tensor  # [H, C] int64, the slot after the merge; -1 if the entry was dropped
+    estimate: Tensor  # [H, C] float64, the logarithm of the score that the method estimated
 
 
 @dataclass(frozen=True)
 class _Merge:
-    """One merge of the KV cache of one sequence in one layer, as telemetry records it.
-
-    Attributes:
-        step: Number of the merge.
-        layer: Number of the cache.
-        before: The cache before the merge.
-        after: The cache after the merge.
-        full: All keys and values that the run has appended.
-        evicted: [H] bool, the heads that evicted entries.
-        followed: The new slots; None if the method keeps no estimates.
-    """
+    """One merge of the KV cache of one sequence in one layer, as telemetry records it."""
 
     step: int
-    layer: int
+    layer: int  # number of the cache
     before: Cache
     after: Cache
-    full: Cache
-    evicted: Tensor
-    followed: _Followed | None
+    full: Cache  # all keys and values that the run has appended
+    evicted: Tensor  # [H] bool, the heads that evicted entries
+    followed: _Followed | None  # new slots; None if the method keeps no estimates
 
 
 def _bounds(

@@ -28,12 +28,6 @@ def later_calls(limits: Limits, merge_prompts: str) -> list[int]:
     """Return the number of tokens in each decoder call that follows the prompt of a validation sequence.
 
     A call of one token is a decode call, and a call of more tokens reads the prompt of a later turn.
-
-    Args:
-        limits: The limits of the artifact.
-        merge_prompts: The recipe's `cache.merge_prompts`. If it is "end", a later prompt merges only when
-            `merge_every` tokens have been appended. Most tokens between two merges can then be one prompt, which takes
-            less time than a decode step for each token.
     """
     steps = MERGES * limits.merge_every + 4
     if merge_prompts == "chunks" or steps <= MOST_STEPS:
@@ -48,11 +42,6 @@ def default_length(plan: CachePlan, limits: Limits, later: int) -> int:
     """Return the default length of the longest validation sequence: enough for some merges in prefill and decode.
 
     A cache of more than `LARGEST` times the mean capacity may be too large for this length to make it merge.
-
-    Args:
-        plan: The cache plan.
-        limits: The limits of the artifact.
-        later: The tokens that follow the prompt.
     """
     capacities = [slots for layer in plan.caches if layer.merges for slots in layer.capacity]
     merging = min(max(capacities), int(LARGEST * sum(capacities) / len(capacities))) if capacities else 0
@@ -70,9 +59,6 @@ def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> 
 
     The longest sequence comes first; the others are 2/3, 1/2, ... as long. Contents are "text" and "random" in turn if
     the artifact has a tokenizer that returns its own text unchanged, else all are "random".
-
-    Raises:
-        UsageError: The artifact was not built for such a batch.
     """
     limits = engine.manifest.limits
     batch = default_batch(engine.plan, limits) if batch is None else batch
@@ -110,11 +96,6 @@ def schedule(tokens: list[Ids], chunk: int, later: Sequence[int] | None = None) 
 
     The first two thirds of every sequence, or more, are its prompt and come in chunks. Shorter sequences become idle
     first.
-
-    Args:
-        tokens: The token ids of every sequence.
-        chunk: The largest number of tokens of a sequence in one call.
-        later: The number of tokens of each call after the prompt (`later_calls`); by default one token each.
     """
     rest = max(len(t) for t in tokens) if later is None else sum(later)
     split = [max(2 * len(t) // 3, len(t) - rest) for t in tokens]
@@ -132,11 +113,7 @@ def schedule(tokens: list[Ids], chunk: int, later: Sequence[int] | None = None) 
 
 
 def continued_prompts(later: Sequence[tuple[list[Ids], bool]]) -> list[int]:
-    """Return the numbers of the sequences whose prompts the next decoder call continues.
-
-    Args:
-        later: The decoder calls that follow: the token ids of each sequence, and whether the call is a prefill.
-    """
+    """Return the numbers of the sequences whose prompts the next decoder call continues."""
     if not later or not later[0][1]:
         return []
     return [lane for lane, tokens in enumerate(later[0][0]) if len(tokens)]

@@ -17,13 +17,7 @@ from kvexport.tensor_files.casting import load_tensor
 
 
 def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
-    """Load the Hugging Face model of a checkpoint in eval mode, with the weights rounded as the recipe says.
-
-    Args:
-        checkpoint: The checkpoint.
-        recipe: The recipe, for its type and its rounding of weights.
-        attention: Name of an attention implementation of transformers.
-    """
+    """Load the Hugging Face model of a checkpoint in eval mode, with the weights rounded as the recipe says."""
     dtype = getattr(torch, recipe.model.dtype)
     if not checkpoint.computed and recipe.weights.bits is None:
         model: Any = auto_class(load_config(str(checkpoint.path), recipe)).from_pretrained(

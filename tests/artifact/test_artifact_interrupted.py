@@ -36,13 +36,7 @@ def test_a_failed_build_leaves_the_old_artifact_and_nothing_else(tmp_path: Path,
 
 
 def after_kill(target: Path, labels: set[str], load_first: bool) -> None:
-    """Check the state after a kill: a complete artifact or none, and the next build removes the remains.
-
-    Args:
-        target: The path of the artifact.
-        labels: The labels that the artifact may have; "absent" allows none.
-        load_first: Whether a reader comes before the next build.
-    """
+    """Check the state after a kill: a complete artifact or none, and the next build removes the remains."""
     absent_allowed = "absent" in labels
     if not load_first:
         with pytest.raises(ZeroDivisionError), staging(target):

@@ -69,20 +69,14 @@ PROFILES = [
 
 @dataclass(frozen=True)
 class Scenario:
-    """A ragged batch.
-
-    Attributes:
-        lanes: The used slots and new tokens of each sequence.
-        seen: The tokens before this call, as a multiple of the capacity.
-        peak: The largest magnitude of a logit.
-    """
+    """A ragged batch."""
 
     name: str
     capacity: int
     tokens: int
-    lanes: tuple[tuple[int, int], ...]
-    seen: float = 1.5
-    peak: float = 6.0
+    lanes: tuple[tuple[int, int], ...]  # used slots and new tokens of each sequence
+    seen: float = 1.5  # tokens before this call, as a multiple of the capacity
+    peak: float = 6.0  # largest magnitude of a logit
 
 
 SCENARIOS = [
@@ -253,20 +247,14 @@ MERGE_PROFILES += [
 
 @dataclass(frozen=True)
 class MergeScenario:
-    """A batch of caches to merge.
-
-    Attributes:
-        used: The used slots of each sequence and KV head.
-        seen: The position of the last token, as a multiple of the capacity.
-        peak: The largest magnitude of a logit.
-    """
+    """A batch of caches to merge."""
 
     name: str
     capacity: int
     budget: int
-    used: tuple[tuple[int, int], ...]
-    seen: float = 3.0
-    peak: float = 4.0
+    used: tuple[tuple[int, int], ...]  # used slots of each sequence and KV head
+    seen: float = 3.0  # position of the last token, as a multiple of the capacity
+    peak: float = 4.0  # largest magnitude of a logit
 
 
 MERGE_SCENARIOS = [

@@ -20,11 +20,7 @@ def state_of(outputs: Arrays) -> Arrays:
 
 
 def by_position(state: Arrays, b: int, h: int) -> Arrays:
-    """Return the used slots of one head in order of position. The score is [K, slots].
-
-    Raises:
-        AssertionError: The used slots are not the first ones.
-    """
+    """Return the used slots of one head in order of position. The score is [K, slots]."""
     used = int((state["votes"][b, h] > 0).sum())
     assert (state["votes"][b, h, :used] > 0).all(), "used slots are no prefix"
     assert (state["votes"][b, h, used:] == 0).all()

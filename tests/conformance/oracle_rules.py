@@ -30,23 +30,16 @@ class Slot:
 
 @dataclass
 class Head:
-    """One head before a merge, with its slots in order of position.
-
-    Attributes:
-        free: The slots that are neither sinks nor recent.
-        count: How many slots are evicted.
-        now: The position of the latest token.
-        queries: The reference queries, each with the number of tokens that it has seen.
-    """
+    """One head before a merge, with its slots in order of position."""
 
     slots: list[Slot]
-    free: list[Slot]
-    count: int
-    now: int
+    free: list[Slot]  # slots that are neither sinks nor recent
+    count: int  # how many slots are evicted
+    now: int  # position of the latest token
     sinks: int
     method: Any
     rotary: Any
-    queries: list[tuple[np.ndarray, int]]
+    queries: list[tuple[np.ndarray, int]]  # reference queries, each with the number of tokens that it has seen
 
     def seen(self, slot: Slot) -> int:
         """Return how many queries have seen a slot since its latest token, including the query of that token."""

@@ -69,19 +69,12 @@ def make_plan(model: Any, mode: Any) -> CachePlan:
 
 @dataclass(frozen=True)
 class Traces:
-    """The traces of one decoder.
+    """The traces of one decoder."""
 
-    Attributes:
-        copied: The decoder whose layers were copied.
-        whole: The decoder that was traced whole.
-        given: The arguments of replicate_layers.
-        traced: The layers of every trace.
-    """
-
-    copied: ir.Model
-    whole: ir.Model
-    given: tuple[ir.Model, Layers, CachePlan]
-    traced: list[tuple[int, ...]]
+    copied: ir.Model  # decoder whose layers were copied
+    whole: ir.Model  # decoder that was traced whole
+    given: tuple[ir.Model, Layers, CachePlan]  # arguments of replicate_layers
+    traced: list[tuple[int, ...]]  # layers of every trace
 
 
 @cache

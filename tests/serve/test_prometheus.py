@@ -75,7 +75,6 @@ def asked(address: str, path: str, **parameters: str) -> Any:
 
 
 def without_data(address: str, expressions: list[str]) -> list[str]:
-    """Return the expressions that have no values, or values that are no numbers."""
     answers = {one: asked(address, "query", query=one)["result"] for one in expressions}
     return [one for one, found in answers.items() if not found or any(x["value"][1] == "NaN" for x in found)]
 

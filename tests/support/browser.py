@@ -42,11 +42,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Tab:
-    """A browser tab.
-
-    Attributes:
-        problems: Errors of the page's script, of the files it loads, and of its content security policy.
-    """
+    """A browser tab."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = os.fdopen(commands, "wb", 0), os.fdopen(answers, "rb", 0)

@@ -34,13 +34,7 @@ class cudaStreamCaptureMode(IntEnum):
 
 
 class Stream:
-    """A queue of work. While the stream is captured, new work goes into a graph and is not executed.
-
-    Attributes:
-        waiting: The work that has not been executed.
-        done: How much work has been executed.
-        graph: The work that is captured; None if no capture runs.
-    """
+    """A queue of work. While the stream is captured, new work goes into a graph and is not executed."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
@@ -68,12 +62,7 @@ class Event:
 
 
 class FakeCuda:
-    """The functions of the module.
-
-    Attributes:
-        errors: The error that a function returns, by the function's name.
-        log: The calls of functions, with their arguments.
-    """
+    """The functions of the module."""
 
     cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode = cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode
     cudaEventDisableTiming = 2

@@ -14,12 +14,7 @@ from kvexport.backends.onnxruntime import devices
 
 
 class Driver:
-    """The fake of CUDA's driver.
-
-    Attributes:
-        log: The calls of functions.
-        answers: The error codes of functions that fail, by name.
-    """
+    """The fake of CUDA's driver."""
 
     def __init__(self, gpus: int = 1) -> None:
         self.gpus = gpus

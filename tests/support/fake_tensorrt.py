@@ -200,14 +200,7 @@ LEAN = (
 def install(
     monkeypatch: pytest.MonkeyPatch, cuda: fake_cuda.FakeCuda, *, version: str = VERSION, lean: bool = False
 ) -> ModuleType:
-    """Make `import tensorrt` give this fake on the GPU `cuda`, with no plugin registered.
-
-    Args:
-        monkeypatch: Undoes the installation.
-        cuda: The fake GPU.
-        version: The value of `tensorrt.__version__`.
-        lean: Install `tensorrt_lean` instead, so that `import tensorrt` fails.
-    """
+    """Make `import tensorrt` give this fake on the GPU `cuda`, with no plugin registered."""
     global _cuda
     _cuda = cuda
     forget_plugins()

@@ -97,12 +97,6 @@ def decoder(
     """Return a decoder as a GGUF file with Q8_0 matrices, and the values that its weights represent.
 
     A Llama's query and key weights have their rows in llama.cpp's order.
-
-    Args:
-        config: The model's config. Its model_type names the architecture.
-        weights: The weights, by the names of transformers.
-        tokens: The vocabulary.
-        **more: Further entries of the metadata; None takes one out.
     """
     kind_of_model = config["model_type"]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}

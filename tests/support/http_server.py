@@ -41,11 +41,7 @@ def prompt(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Connections(set[Any]):
-    """The open connections of a server, as uvicorn keeps them.
-
-    Attributes:
-        accepted: How many connections were ever open.
-    """
+    """The open connections of a server, as uvicorn keeps them."""
 
     accepted = 0
 
@@ -55,14 +51,7 @@ class Connections(set[Any]):
 
 
 class Running:
-    """A running server.
-
-    Attributes:
-        url: The address of the server.
-        service: The service behind its routes.
-        server: The uvicorn server.
-        connections: Its open connections.
-    """
+    """A running server."""
 
     def __init__(self, url: str, service: Any = None, server: Any = None) -> None:
         """Describe a server. A server in another process has only its address."""
@@ -79,9 +68,6 @@ class Running:
         A client that closed its connection may not have been accepted yet, and the request of an accepted client may
         reach the engine after all others have finished. So the conditions are awaited in the order in which a request
         passes through the server: none of them can become false again.
-
-        Args:
-            accepted: The value of `connections.accepted` once the last client is accepted.
         """
         worker = self.service.worker
         wait_until(lambda: self.connections.accepted >= accepted)
@@ -99,9 +85,6 @@ class Running:
             body: An object that is sent as JSON, or bytes that are sent unchanged.
             method: GET or POST if it is empty, depending on the body.
             headers: Further headers.
-
-        Returns:
-            The body is parsed if it is JSON.
         """
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         all_headers = {"Content-Type": "application/json", **headers}

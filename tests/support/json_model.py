@@ -36,15 +36,7 @@ def json_tokenizer() -> tokenizers.Tokenizer:
 
 
 def make_tool_artifact(checkpoint: Path, folder: Path) -> Path:
-    """Build an artifact whose own tokenizer and chat template take tools.
-
-    Args:
-        checkpoint: The tiny checkpoint, whose weights are used.
-        folder: An empty folder, for a checkpoint and its artifact.
-
-    Returns:
-        The folder of the artifact.
-    """
+    """Build an artifact whose own tokenizer and chat template take tools."""
     import kvexport
     from kvexport.recipe.fields import Recipe
 

@@ -119,12 +119,6 @@ def given_tokens_logits(
 
     The artifact must give the logits of all tokens. Prompts are read in chunks, all other tokens one by one. A sequence
     that has ended is an idle lane.
-
-    Args:
-        engine: The engine.
-        sequences: The tokens of each sequence.
-        prompt_lengths: How many tokens of each sequence are its prompt.
-        after_call: A function that is called with the lanes after each call.
     """
     lanes = engine.lanes(len(sequences))
     rows: list[list[Logits]] = [[] for _ in sequences]

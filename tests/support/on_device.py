@@ -12,12 +12,7 @@ from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, TOP_LOG
 
 
 class LateStream:
-    """A stream whose runs are computed as late as a GPU may compute them: when somebody waits for them.
-
-    Attributes:
-        late: The number of runs that were not computed at once.
-        computed: The number of these that were computed meanwhile.
-    """
+    """A stream whose runs are computed as late as a GPU may compute them: when somebody waits for them."""
 
     address = None
 
@@ -47,13 +42,7 @@ class LateStream:
 
 
 def onto_device(engine: Any, *, graphs: bool = False, late: bool = False) -> Any:
-    """Return the engine with its state held as on a device.
-
-    Args:
-        engine: The engine, which is changed.
-        graphs: Whether to take the calls that capture and replay CUDA graphs. Here they run like all other calls.
-        late: Whether the runs that the host need not wait for are computed by a `LateStream`.
-    """
+    """Return the engine with its state held as on a device."""
     sessions = engine.model
     sessions.zeros = partial(DeviceArray, "cpu")
     sessions.graphs = {DECODER, MERGE, TOP_LOGITS} if graphs else set()

@@ -63,11 +63,7 @@ def awq(n: int, k: int, seed: int, *, group: int = 16) -> Made:
 def quantized(
     source: Path, folder: Path, config: dict[str, Any], make: Callable[[int, int, int], Made]
 ) -> dict[str, Array]:
-    """Write the checkpoint `source` to `folder` with every projection replaced by `make(outputs, inputs, seed)`.
-
-    Returns:
-        The values that the new tensors represent.
-    """
+    """Write the checkpoint `source` to `folder` with every projection replaced by `make(outputs, inputs, seed)`."""
     from safetensors.numpy import load_file, save_file
 
     shutil.copytree(source, folder)

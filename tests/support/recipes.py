@@ -24,5 +24,4 @@ def set_options(settings: list[str]) -> list[str]:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the path of a recipe of tests/recipes."""
     return ROOT / "tests" / "recipes" / f"{name}.yaml"

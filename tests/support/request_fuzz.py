@@ -94,17 +94,7 @@ def _value(random: random.Random, like: Any = None) -> Any:
 
 
 def mutations(server: Any, count: int, seed: int) -> Counter[str]:
-    """Send `count` changed requests, and count the answers by status.
-
-    Args:
-        server: A `Running` of tests.support.http_server.
-        count: How many requests to send.
-        seed: Seed of the changes.
-
-    Raises:
-        AssertionError: A status of 500 or above other than 501 and 503, an error without a message, or a message with a
-            traceback. The text holds the request's body.
-    """
+    """Send `count` changed requests, and count the answers by status."""
     for path, body in BODIES:
         status, _, answer = server.ask(path, body)
         assert status == 200, (path, body, answer)

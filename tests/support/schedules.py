@@ -56,17 +56,11 @@ class Alone:
 
 @dataclass
 class Talk:
-    """A conversation.
+    """A conversation."""
 
-    Attributes:
-        turns: The turns so far.
-        requests: The requests that answered the last turn, one after another.
-        name: The name of its session.
-    """
-
-    turns: tuple[Turn, ...]
-    requests: list[Request]
-    name: str = ""
+    turns: tuple[Turn, ...]  # turns so far
+    requests: list[Request]  # requests that answered the last turn, one after another
+    name: str = ""  # name of its session
     tokens: list[int] = field(default_factory=list)
     text: str = ""
 

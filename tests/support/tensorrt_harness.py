@@ -221,13 +221,7 @@ class Caller(OfHeads):
         return self._run("MergeCache", fields, feed, names, "", in_place)
 
     def node(self, node: onnx.NodeProto, tensors: Arrays, *, in_place: bool = False) -> Arrays:
-        """Run an ONNX node that `for_tensorrt` converted.
-
-        Args:
-            node: The node.
-            tensors: Its inputs by their names.
-            in_place: Whether an output `present_x` has the memory of the input `past_x`.
-        """
+        """Run an ONNX node that `for_tensorrt` converted."""
         feed = {name: tensors[name] for name in node.input}
         return self._run(node.op_type, fields_of(node), feed, list(node.output), "past_", in_place)
 

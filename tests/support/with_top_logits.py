@@ -12,14 +12,7 @@ from kvexport.export.graph import top_logits
 
 
 def with_top_logits(artifact: Path, out: Path, count: int, *, engines: bool = False) -> Path:
-    """Copy an artifact, and change the number of top logits that it finds.
-
-    Args:
-        artifact: The original.
-        out: The folder of the copy.
-        count: The number of top logits. With 0 the copy is like an artifact from before top logits existed.
-        engines: Whether the artifact has TensorRT engines.
-    """
+    """Copy an artifact, and change the number of top logits that it finds."""
     shutil.copytree(artifact, out)
     manifest = load_manifest(out)
     content = manifest.to_json()

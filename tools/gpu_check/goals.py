@@ -8,15 +8,7 @@ Row = dict[str, Any]
 
 
 def goals(parts: dict[str, Any]) -> list[Row]:
-    """Return the rows of figures and goals.
-
-    Args:
-        parts: The results of the parts, as in check.json.
-
-    Returns:
-        Rows with the figure, the measured number, the goal ("at least" or "at most" a number, or none), and whether it
-        is met.
-    """
+    """Return the rows of figures and goals."""
     figures = {name: part.get("figures", {}) for name, part in parts.items()}
     rows = [*_decode(figures.get("decode", {}).get("rows", [])), *_prefill(figures.get("prefill", {}).get("rows", []))]
     rows += _model(figures.get("model", {}), figures.get("transformers", {}))
@@ -38,7 +30,6 @@ def _goal(figure: str, measured: float | None, least: float | None = None, most:
 
 
 def _of(rows: list[Row], worst: Any, value: Any) -> float | None:
-    """Return the worst number of the rows that have the value."""
     values = [value(row) for row in rows if value(row) is not None]
     return worst(values) if values else None
 

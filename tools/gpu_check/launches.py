@@ -24,16 +24,12 @@ REPLAYS = 32  # replays of a step in one span: fewer than the slots that a cache
 
 @dataclass(frozen=True)
 class Shape:
-    """The layers of a Llama.
-
-    Attributes:
-        group: Query heads of a KV head.
-    """
+    """The layers of a Llama."""
 
     name: str
     layers: int
     heads: int
-    group: int
+    group: int  # query heads of a KV head
     size: int
     slots: int
 

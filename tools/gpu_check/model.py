@@ -220,7 +220,6 @@ class Nothing:
     """No attention, for the time of the rest of a step."""
 
     def __call__(self, layer: int, query: Any, key: Any, value: Any, position: Any) -> Any:
-        """Return the query."""
         return query
 
     def reset(self) -> None:
@@ -345,7 +344,6 @@ class StepTimes:
         return Decoder(self.llama, batch, slots, attention)
 
     def row(self, method: str, budget: int, batch: int) -> Figures:
-        """Return the row of one budget and batch."""
         row: Figures = {"method": method, "batch": batch, "budget": budget}
         if self.fits(Slots.bytes_of(self.llama.shape, budget)) < batch:
             return row | {"why": "it does not fit into this GPU's memory"}

@@ -58,11 +58,7 @@ def onnxruntime(target: Target) -> Figures:
 
 
 def prepare(target: Target) -> None:
-    """Check that the needed packages, devices and headers are there.
-
-    Raises:
-        Skipped: Something is missing; the message names it.
-    """
+    """Check that the needed packages, devices and headers are there."""
     require_packages(NEEDED)
     if not target.on_host:
         from kvexport.backends.onnxruntime.devices import problems
@@ -76,11 +72,7 @@ def prepare(target: Target) -> None:
 
 
 def require_packages(names: Sequence[str]) -> None:
-    """Check that packages are installed, and pydantic with them.
-
-    Raises:
-        Skipped: One is missing; the message names it.
-    """
+    """Check that packages are installed, and pydantic with them."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise Skipped(f"{missing[0]} is not installed")

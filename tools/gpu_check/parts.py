@@ -263,11 +263,7 @@ def torch_attention(step: Step, slots: int) -> Callable[[], Any]:
 
 
 def flashinfer_attention(step: Step, slots: int) -> Callable[[], Any]:
-    """Return FlashInfer's attention with one page per sequence.
-
-    Raises:
-        ImportError: FlashInfer is not installed.
-    """
+    """Return FlashInfer's attention with one page per sequence."""
     import flashinfer
     import torch
 

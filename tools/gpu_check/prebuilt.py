@@ -34,11 +34,7 @@ def library(capability: str, folder: Path = FOLDER) -> Path:
 
 
 def write(capabilities: Sequence[str], folder: Path = FOLDER) -> list[Path]:
-    """Compile for each capability, and write the compiler's report next to the library.
-
-    Raises:
-        Missing: Nvcc is missing or failed.
-    """
+    """Compile for each capability, and write the compiler's report next to the library."""
     libraries = []
     for capability in capabilities:
         objects, report = make.compile_kernels([capability])

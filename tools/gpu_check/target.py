@@ -18,13 +18,7 @@ class Skipped(Exception):
 
 
 class Target:
-    """The library under test, and the timing of its calls: on a GPU by events around a graph, on the host by the clock.
-
-    Attributes:
-        small: Whether sizes are small enough for the host, as they always are on the host.
-        keep: Receives a part's figures up to the last row, after every row.
-        until: The time when a part must end, by time.monotonic.
-    """
+    """The library under test, and the timing of its calls: on a GPU by events around a graph, else by the clock."""
 
     def __init__(
         self,

@@ -32,11 +32,7 @@ VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
 
 
 def tensorrt(target: Target) -> Figures:
-    """Measure for each artifact the operators of the engines, their distance from PyTorch, and milliseconds of a step.
-
-    Raises:
-        RuntimeError: An engine differs from PyTorch.
-    """
+    """Measure each artifact's operators in engines, their distance from PyTorch, and milliseconds of a step."""
     from kvexport.engine.load import load
     from kvexport.validate.runner import validate_artifact
 
@@ -60,11 +56,7 @@ def tensorrt(target: Target) -> Figures:
 
 
 def prepare(target: Target) -> None:
-    """Check that TensorRT, its GPU and the needed packages are there.
-
-    Raises:
-        Skipped: Something is missing; the message names it.
-    """
+    """Check that TensorRT, its GPU and the needed packages are there."""
     if target.on_host:
         raise Skipped("TensorRT needs a GPU")
     require_packages(NEEDED)
@@ -80,11 +72,7 @@ def prepare(target: Target) -> None:
 
 
 def build_for_this_gpu() -> Path:
-    """Compile the plugins for this machine's GPU, and return the library's path.
-
-    Raises:
-        Skipped: Nvcc or a header is missing.
-    """
+    """Compile the plugins for this machine's GPU, and return the library's path."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
@@ -95,13 +83,7 @@ def build_for_this_gpu() -> Path:
 
 
 def engines(folder: Path, name: str, changes: dict[str, Any]) -> Path:
-    """Build a random Llama of two layers for TensorRT, with plugins or not at all.
-
-    Args:
-        folder: The folder of the checkpoint and of the artifacts.
-        name: The name of the artifact.
-        changes: Its cache, beyond CACHE, and its weights.
-    """
+    """Build a random Llama of two layers for TensorRT, with plugins or not at all."""
     from kvexport.export.build import build
     from kvexport.recipe.fields import Recipe
     from tests.support.models import llama, make_recipe, save_checkpoint

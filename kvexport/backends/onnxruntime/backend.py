@@ -33,21 +33,13 @@ DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # in addition to 
 
 @dataclass(frozen=True)
 class Native:
-    """Status of the library of native operators (kernels) on this machine.
+    """Status of the library of native operators (kernels) on this machine."""
 
-    Attributes:
-        instruction_set: The instruction set that it uses here; "" if the library cannot be used.
-        problem: Why the library cannot be used.
-        fix: The line that fixes it.
-        small_pages: Why weights stay in small memory pages; "" if they do not.
-        packed: The layout in which the library reads packed weights with groups of 32 inputs.
-    """
-
-    instruction_set: str
-    problem: str = ""
-    fix: str = ""
-    small_pages: str = ""
-    packed: str = ""
+    instruction_set: str  # instruction set that it uses here; "" if the library cannot be used
+    problem: str = ""  # why the library cannot be used
+    fix: str = ""  # line that fixes it
+    small_pages: str = ""  # why weights stay in small memory pages; "" if they do not
+    packed: str = ""  # layout in which the library reads packed weights with groups of 32 inputs
 
 
 class OnnxRuntime(Backend):

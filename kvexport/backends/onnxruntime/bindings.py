@@ -123,10 +123,6 @@ def in_one_piece(
     """Allocate zero arrays that share one allocation, and return them by name.
 
     numpy asks for huge pages for a large allocation. Decoding reads these faster than many small arrays in small pages.
-
-    Args:
-        tensors: The shape and type of each array.
-        memory: A function that allocates the memory, or None for numpy's own allocation.
     """
     offsets, size = _laid_out(tensors)
     size += CACHE_LINE

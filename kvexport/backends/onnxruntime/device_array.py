@@ -43,12 +43,7 @@ class DeviceArray:
         return array
 
     def lanes(self, lanes: slice, session: Any) -> DeviceArray:
-        """Return a GPU tensor over some batch lanes of this one, in the same memory.
-
-        Args:
-            lanes: The lanes, which are dimension 0.
-            session: Any session. ONNX Runtime creates a tensor over existing memory only as an output of a session.
-        """
+        """Return a GPU tensor over some batch lanes of this one, in the same memory."""
         binding = session.io_binding()
         place = self.place(lanes)
         binding.bind_output(session.get_outputs()[0].name, *place)
@@ -82,14 +77,7 @@ def read(array: Array) -> NDArray[Any]:
 
 
 def copy(source: Array, target: Array, source_lanes: slice = ALL, target_lanes: slice = ALL) -> None:
-    """Copy batch lanes of one tensor to lanes of another. Both tensors are in host memory, or both are on the GPU.
-
-    Args:
-        source: The tensor to copy from.
-        target: The tensor to copy to.
-        source_lanes: The lanes to copy.
-        target_lanes: The lanes to overwrite.
-    """
+    """Copy batch lanes of one tensor to lanes of another. Both tensors are in host memory, or both are on the GPU."""
     if not (isinstance(source, DeviceArray) and isinstance(target, DeviceArray)):
         write(target[target_lanes], read(source)[source_lanes])  # type: ignore[index]
         return
@@ -113,13 +101,7 @@ def _copy_on_cuda(source: int, target: int, count: int) -> None:
 
 
 def lanes_of(array: Array, lanes: slice, session: Any) -> Array:
-    """Return a tensor over some batch lanes of `array`, in the same host or GPU memory.
-
-    Args:
-        array: The tensor.
-        lanes: The lanes, which are dimension 0.
-        session: See `DeviceArray.lanes`.
-    """
+    """Return a tensor over some batch lanes of `array`, in the same host or GPU memory."""
     return array.lanes(lanes, session) if isinstance(array, DeviceArray) else array[lanes]
 
 

@@ -25,12 +25,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def require_device(device: str) -> None:
-    """Check that ONNX Runtime can run graphs on `device` ("cpu" or "cuda").
-
-    Raises:
-        EnvironmentProblem: Something is missing. The message lists everything that is missing, and the fix of the
-            first.
-    """
+    """Check that ONNX Runtime can run graphs on `device` ("cpu" or "cuda")."""
     reasons = problems(device)
     if reasons:
         problem = f"nothing can run on {device} here: {'; '.join(text for text, _ in reasons)}"
@@ -38,12 +33,7 @@ def require_device(device: str) -> None:
 
 
 def fix_of(device: str, reasons: list[tuple[str, str]]) -> str:
-    """Return the line that fixes the problems of a device. No package helps on a machine without a driver.
-
-    Args:
-        device: The device: cpu or cuda.
-        reasons: Its problems, at least one, as (reason, fix) pairs.
-    """
+    """Return the line that fixes the problems of a device. No package helps on a machine without a driver."""
     return f"--device cpu, or {A_GPU}" if device == "cuda" and driver_problem() else reasons[0][1]
 
 
@@ -147,15 +137,7 @@ def driver_problem() -> str:
 
 
 def drive(name: str, *arguments: Any) -> None:
-    """Call a function of CUDA's driver (libcuda) by name and check its status.
-
-    Args:
-        name: The function.
-        *arguments: Its arguments.
-
-    Raises:
-        EnvironmentProblem: If the function returns an error, or there is no driver.
-    """
+    """Call a function of CUDA's driver (libcuda) by name and check its status."""
     library = driver()
     check(library, name, getattr(library, name)(*arguments))
 
@@ -169,13 +151,7 @@ def driver() -> Any:
 
 
 def check(library: Any, name: str, code: int) -> None:
-    """Raise EnvironmentProblem if `code`, the result of the driver's function `name`, is an error.
-
-    Args:
-        library: The driver's library.
-        name: The function.
-        code: Its result.
-    """
+    """Raise EnvironmentProblem if `code`, the result of the driver's function `name`, is an error."""
     if code:
         text = ctypes.c_char_p()
         library.cuGetErrorName(code, ctypes.byref(text))

@@ -29,22 +29,13 @@ _NO_ROWS = range(0)
 
 
 class _BoundCall(NamedTuple):
-    """An ONNX Runtime session with its inputs and outputs bound to some batch lanes of the state.
-
-    Attributes:
-        session: The session.
-        binding: The ONNX Runtime binding.
-        graph: The id of its CUDA graph, or NO_GRAPH; None if the session captures none.
-        inputs: The tensors that the host writes.
-        outputs: The tensors that the host reads.
-        logits: The logits.
-    """
+    """An ONNX Runtime session with its inputs and outputs bound to some batch lanes of the state."""
 
     session: Any
-    binding: Any
-    graph: int | None
-    inputs: SmallTensors | None = None
-    outputs: SmallTensors | None = None
+    binding: Any  # ONNX Runtime binding
+    graph: int | None  # id of its CUDA graph, or NO_GRAPH; None if the session captures none
+    inputs: SmallTensors | None = None  # tensors that the host writes
+    outputs: SmallTensors | None = None  # tensors that the host reads
     logits: Array | None = None
 
 
@@ -267,14 +258,7 @@ class OnnxRuntimeState(ModelState):
         write(self._lanes_of(self.past_length, 0, len(past_length)), past_length)
 
     def _decoder(self, first: int, count: int, tokens: int, turn: int = 0) -> _BoundCall:
-        """Return the decoder session bound to the state of `count` batch lanes.
-
-        Args:
-            first: The first lane.
-            count: The number of lanes.
-            tokens: The number of tokens of each lane in a call.
-            turn: Which buffers a call of one token has: 0 or 1.
-        """
+        """Return the decoder session bound to the state of `count` batch lanes."""
         adapted = any(self._adapters[first : first + count])
         key, stays = (first, count, tokens, adapted, turn), tokens == 1 and first == 0
         if not stays and key != self._other:

@@ -38,21 +38,7 @@ def _run_options(graph: int | None, wait: bool) -> Any:
 
 
 class Sessions:
-    """The ONNX Runtime sessions of one exported model, with one copy of the weights for any number of states.
-
-    Attributes:
-        vocabulary: The number of logits in a row.
-        all_logits: Whether a call returns logits of every token.
-        device: The device: cpu or cuda.
-        graphs: The names of the sessions whose calls are replayed as CUDA graphs.
-        graph_problem: Why sessions do not use CUDA graphs although the caller enabled them.
-        stream: The stream in which the sessions run.
-        adapters: The LoRA adapters.
-        adapter_tensors: The adapters' matrices on the device, by the name of the decoder's input.
-
-    Raises:
-        EnvironmentProblem: If ONNX Runtime cannot use the device.
-    """
+    """The ONNX Runtime sessions of one exported model, with one copy of the weights for any number of states."""
 
     def __init__(
         self,
@@ -69,22 +55,7 @@ class Sessions:
         float_input: bool = False,
         adapters: Adapters | None = None,
     ) -> None:
-        """Open the ONNX Runtime sessions of an exported model.
-
-        Args:
-            decoder: The file of the decoder's ONNX graph.
-            merge: The file of the merge's ONNX graph, or None if no layer merges.
-            threads: The number of threads; 0 for ONNX Runtime's own choice.
-            vocabulary: The number of logits in a row.
-            all_logits: Whether a call returns logits of every token.
-            operators: For each operator the native library to register, or None to run its ONNX function.
-            top_logits: The file of the ONNX graph that finds the largest logits, and their number. The CPU does not use
-                it.
-            device: The device: cpu or cuda.
-            graphs: Whether calls are replayed as CUDA graphs.
-            float_input: Whether packed weights are multiplied with unrounded inputs.
-            adapters: The LoRA adapters, for a decoder that was built for adapters.
-        """
+        """Open the ONNX Runtime sessions of an exported model."""
         if device != "cpu":  # before adapters take memory of the device
             import onnxruntime
 
@@ -157,16 +128,7 @@ class Sessions:
         return TOP_LOGITS in self._open and any(node.name == "token" for node in self.finder.get_outputs())
 
     def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
-        """Run an ONNX Runtime session with bound inputs and outputs.
-
-        Args:
-            name: The name of the session.
-            binding: Its binding.
-            graph: The id of the CUDA graph to replay, or to capture if it is new; None if the session has no CUDA
-                graphs.
-            wait: Whether to wait for the end of the run. Otherwise the run is enqueued in `stream`. ONNX Runtime from
-                before its pull request 28686 (June 2026) waits for a replayed CUDA graph all the same.
-        """
+        """Run an ONNX Runtime session with bound inputs and outputs."""
         session = self.session(name)
         if graph is None and wait:
             session.run_with_iobinding(binding)
@@ -182,26 +144,13 @@ class Sessions:
         return self._open[DECODER](graphs=False, model=model)
 
     def new_graph(self, name: str, stays: bool) -> int | None:
-        """Return an id for a new CUDA graph of a session.
-
-        Args:
-            name: The name of the session.
-            stays: Whether the call will be repeated, so that a CUDA graph saves time.
-
-        Returns:
-            The id; NO_GRAPH for a call without a CUDA graph; None if the session captures none.
-        """
+        """Return an id for a new CUDA graph of a session."""
         if name not in self.graphs:
             return None
         return next(self._new_graphs) if stays else NO_GRAPH
 
     def without_graphs(self, name: str, why: str) -> None:
-        """Reopen a session that cannot capture CUDA graphs without them.
-
-        Args:
-            name: The name of the session.
-            why: The reason, which is added to `graph_problem`.
-        """
+        """Reopen a session that cannot capture CUDA graphs without them."""
         self.graphs.discard(name)
         self._report(f"{name}: {why}")
         self._opened.pop(name, None)  # releases the old session before the new one is opened

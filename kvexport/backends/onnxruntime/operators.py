@@ -29,15 +29,10 @@ TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "k8v4"
 
 @dataclass(frozen=True)
 class Implementation:
-    """How a custom operator of the ONNX graph runs on this machine: as a native kernel or as its ONNX function.
+    """How a custom operator of the ONNX graph runs on this machine: as a native kernel or as its ONNX function."""
 
-    Attributes:
-        native: Whether the native operator runs.
-        detail: The instruction set of the native operator, or why the function runs instead.
-    """
-
-    native: bool
-    detail: str
+    native: bool  # whether the native operator runs
+    detail: str  # instruction set of the native operator, or why the function runs instead
 
     def __str__(self) -> str:
         return f"native, {self.detail}" if self.native else f"function: {self.detail}"
@@ -84,19 +79,7 @@ def why_small_pages(path: Path) -> str:
 
 
 def packed_layout(path: Path, group: int, inputs: int) -> str:
-    """Return the memory layout in which the native operator `Linear` reads a packed (quantized) weight.
-
-    Args:
-        path: A library of native operators for the CPU.
-        group: Consecutive inputs of a row that share a scale.
-        inputs: Inputs of a row.
-
-    Returns:
-        "panels of 16 columns", or "at rest" and the reason, for a weight that is dequantized at every step.
-
-    Raises:
-        EnvironmentProblem: The library cannot be loaded, or was built before there were panels.
-    """
+    """Return the memory layout in which the native operator `Linear` reads a packed (quantized) weight."""
     function = getattr(loaded(path), "kvexport_why_no_panels", None)
     if function is None:
         raise EnvironmentProblem(f"{path} was built before there were panels", how_to_build("cpu"))
@@ -106,25 +89,14 @@ def packed_layout(path: Path, group: int, inputs: int) -> str:
 
 
 def require_runnable(path: Path, device: str) -> None:
-    """Check that the kernels of a native operator library can run on this machine's processor or GPU.
-
-    Raises:
-        EnvironmentProblem: If it cannot.
-    """
+    """Check that the kernels of a native operator library can run on this machine's processor or GPU."""
     problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""
     if problem:
         raise EnvironmentProblem(f"{path.name} cannot be used: {problem}", f"{how_to_build(device)}, or {VARIABLE}=off")
 
 
 def why_function(path: Path | None, op: str, method: Method, device: str = "cpu") -> str | None:
-    """Return why a custom operator runs as its ONNX function; None if the native kernel runs it.
-
-    Args:
-        path: The library, or None.
-        op: The operator.
-        method: The compression method.
-        device: The device.
-    """
+    """Return why a custom operator runs as its ONNX function; None if the native kernel runs it."""
     if path is None:
         return why_no_library(device)[0]
     if method.extra_state and (device != "cpu" or not method.reference_queries):
@@ -140,12 +112,7 @@ def why_function(path: Path | None, op: str, method: Method, device: str = "cpu"
 
 
 def implementations(manifest: Manifest, device: str | None = None) -> dict[str, Implementation]:
-    """Return how this machine runs an artifact's operators VoteAttention and MergeCache: natively or as ONNX functions.
-
-    Args:
-        manifest: The manifest of the artifact.
-        device: The device, if it is not the recipe's.
-    """
+    """Return how this machine runs an artifact's VoteAttention and MergeCache: natively or as ONNX functions."""
     from kvexport.backends.onnxruntime import section
 
     recipe = manifest.recipe

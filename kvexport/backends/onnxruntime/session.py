@@ -36,10 +36,6 @@ def open_session(
         model: The bytes of another ONNX graph to run over the weights of the one at `path`.
         float_input: Whether packed weights are multiplied with unrounded inputs; needs the package onnx.
         stream: The CUDA stream of the session's runs; None for a stream of its own.
-
-    Raises:
-        EnvironmentProblem: If ONNX Runtime cannot use the device.
-        ArtifactError: If ONNX Runtime can use the device but does not open the ONNX graph.
     """
     import onnxruntime as ort
 
@@ -93,15 +89,6 @@ def require_interface(session: Any, path: Path, plan: CachePlan, others: Mapping
     """Check that an ONNX graph takes and returns exactly the state tensors of the cache plan, in its shapes.
 
     Buffers of the plan's size are bound to the graph, so other shapes would write beyond them.
-
-    Args:
-        session: The session of the graph.
-        path: The file of the graph.
-        plan: The cache plan.
-        others: The other inputs with the shapes of the buffers that are bound to them; None for token ids and lengths.
-
-    Raises:
-        ArtifactError: If the graph has another interface.
     """
     shapes = {name: layer.shapes(1)[kind] for name, _, layer, kind in plan.state_names()}
     present = {name: present for name, present, *_ in plan.state_names()}
@@ -137,12 +124,7 @@ def _with_float_input(model: bytes) -> bytes | None:
 
 
 def _fits(shape: Sequence[int | str], expected: Sequence[int]) -> bool:
-    """Return whether a graph input takes tensors of the shape `expected`, for any batch size.
-
-    Args:
-        shape: The shape of the input; names are dimensions of any size.
-        expected: The shape of the tensors.
-    """
+    """Return whether a graph input takes tensors of the shape `expected`, for any batch size."""
     sizes = zip(shape[1:], expected[1:], strict=False)
     return len(shape) == len(expected) and all(isinstance(x, str) or x == size for x, size in sizes)
 

@@ -14,13 +14,9 @@ _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
 class HostStream:
-    """The stream of sessions on the CPU, where a run has ended when its call returns.
+    """The stream of sessions on the CPU, where a run has ended when its call returns."""
 
-    Attributes:
-        address: None; see `CudaStream`.
-    """
-
-    address: int | None = None
+    address: int | None = None  # none; see `CudaStream`
 
     def mark(self) -> Callable[[], None]:
         """Return a function that waits for all runs enqueued so far: it does nothing."""
@@ -34,9 +30,6 @@ class CudaStream(HostStream):
     """A CUDA stream: its runs are enqueued, and execute one after another.
 
     It stays for the rest of the process, because sessions need it until they end.
-
-    Attributes:
-        address: The stream as a number, for ONNX Runtime's option `user_compute_stream`.
     """
 
     def __init__(self) -> None:

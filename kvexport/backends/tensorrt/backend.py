@@ -52,12 +52,7 @@ class TensorRT(Backend):
         return reasons
 
     def preparation(self, recipe: Recipe) -> Preparation:
-        """Return the function that builds TensorRT engines and adds them to an artifact.
-
-        Raises:
-            UsageError: If the recipe has a setting that TensorRT does not support.
-            EnvironmentProblem: If this machine lacks something that the build needs.
-        """
+        """Return the function that builds TensorRT engines and adds them to an artifact."""
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.engines import EngineBuilder
 

@@ -121,14 +121,7 @@ class Phase:
         past_length: NDArray[np.int64],
         first: int,
     ) -> None:
-        """Enqueue a decoder call for n batch lanes; wait for its end before `inputs` is written again.
-
-        Args:
-            input_ids: [n, T] token ids, or the calls whose latest one found the tokens on the GPU.
-            query_length: [n, 1], the number of real tokens of each lane.
-            past_length: [n, 1], the number of tokens that each lane has seen.
-            first: The first lane.
-        """
+        """Enqueue a decoder call for n batch lanes; wait for its end before `inputs` is written again."""
         leader = input_ids if isinstance(input_ids, Phase) else None
         count, width = query_length.shape if isinstance(input_ids, Phase) else input_ids.shape
         # The shapes of prompts change, and streamed weights are copied outside of the stream.
@@ -169,15 +162,7 @@ class Call:
         self._replays = [engines.replay(phase.stream, "decode") for _ in range(2)]
 
     def run(self, width: int, first: int, count: int, *, replayed: bool, leader: Phase | None) -> None:
-        """Enqueue the call for `count` lanes from `first` on, of `width` tokens each.
-
-        Args:
-            width: The tokens of each lane.
-            first: The first lane.
-            count: The number of lanes.
-            replayed: Whether the call becomes a CUDA graph. All its runs then have the same lanes and width.
-            leader: The calls whose latest one found the tokens; None if the host has written them to `inputs`.
-        """
+        """Enqueue the call for `count` lanes from `first` on, of `width` tokens each."""
         if (width, first, count) != self._bound:
             self._bind(width, first, count)
         enqueue = partial(self._enqueue, leader, count)

@@ -47,15 +47,7 @@ class Cuda:
         self.api: Any = runtime
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the CUDA runtime by name, and return its results without the error code.
-
-        Args:
-            name: The function.
-            *arguments: Its arguments.
-
-        Raises:
-            EnvironmentProblem: If the function returns an error.
-        """
+        """Call a function of the CUDA runtime by name, and return its results without the error code."""
         try:
             error, *values = getattr(self.api, name)(*arguments)
         except RuntimeError as failure:  # cuda-bindings found no libcuda.so.1
@@ -157,14 +149,7 @@ class Arena:
     """Named tensors in one GPU allocation, each at a multiple of 256 bytes, with an optional pinned host copy."""
 
     def __init__(self, cuda: Cuda, tensors: Mapping[str, tuple[tuple[int, ...], Any]], *, pinned: bool = False) -> None:
-        """Allocate the GPU memory of all named tensors at once.
-
-        Args:
-            cuda: The CUDA runtime.
-            tensors: The shape and type of each tensor by name.
-            pinned: Whether the arena has a copy in page-locked host memory with the same layout, so that one transfer
-                moves all tensors.
-        """
+        """Allocate the GPU memory of all named tensors at once."""
         self._cuda = cuda
         self._layout: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
         self.nbytes = 0

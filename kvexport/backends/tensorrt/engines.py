@@ -53,10 +53,6 @@ def profiles(kind: str, limits: Limits) -> list[Profile]:
     The decoder has DECODE and, if a call may have more than one token, PREFILL, and last, if a call may have more than
     one sequence, one for a token of a single sequence. The merge has one, which is tuned for a single sequence. The top
     logits have one like DECODE.
-
-    Args:
-        kind: The graph: decoder, merge or top_logits.
-        limits: The largest batch and prefill chunk.
     """
     most, chunk = limits.max_batch, limits.prefill_chunk
     if kind == "merge":
@@ -69,12 +65,7 @@ def profiles(kind: str, limits: Limits) -> list[Profile]:
 
 
 def single_profile(limits: Limits, count: int) -> int:
-    """Return the number of the decoder's optimization profile for one token of a single sequence.
-
-    Args:
-        limits: The largest batch and prefill chunk.
-        count: The number of the engine's profiles. Engines of older versions have none for a single sequence.
-    """
+    """Return the number of the decoder's optimization profile for one token of a single sequence."""
     return count - 1 if limits.max_batch > 1 and count == len(profiles("decoder", limits)) else DECODE
 
 
@@ -82,9 +73,6 @@ class EngineBuilder:
     """A builder of TensorRT engines, with the GPU and, if the options ask for them, the plugins.
 
     A build creates it before all other work, so that missing requirements are reported at once.
-
-    Raises:
-        EnvironmentProblem: If the GPU, its driver, TensorRT or the plugins are missing.
     """
 
     def __init__(self, options: TensorRTSection) -> None:
@@ -108,18 +96,7 @@ class EngineBuilder:
     def add_engines(
         self, folder: Path, manifest: Manifest, progress: Callable[[str, int | None], Progress]
     ) -> Manifest:
-        """Build TensorRT engines from the ONNX graphs of a staged artifact, and return its manifest with their record.
-
-        Args:
-            folder: The folder of the staged artifact.
-            manifest: Its manifest.
-            progress: A function that starts a progress bar of a label and a number of steps.
-
-        Raises:
-            UsageError: If TensorRT does not support a packed weight.
-            EnvironmentProblem: If plugins are required and do not support a node, or the memory is too small.
-            KvexportError: If TensorRT cannot build an engine, with TensorRT's message.
-        """
+        """Build TensorRT engines from a staged artifact's ONNX graphs, and return its manifest with their record."""
         state, vocabulary = manifest.cache, manifest.model.vocabulary
         weights = [*folder.glob("*.weights"), *folder.glob("weights/*")]
         require_build_memory(sum(file.stat().st_size for file in weights))
@@ -256,15 +233,7 @@ class EngineBuilder:
 
 
 def require_sortable(state: CachePlan, why: str) -> None:
-    """Check that TensorRT can merge the caches by MergeCache's ONNX function, which sorts all slots of a cache.
-
-    Args:
-        state: The caches.
-        why: Why the plugin does not run MergeCache.
-
-    Raises:
-        EnvironmentProblem: If a cache that merges has more slots than TensorRT sorts.
-    """
+    """Check that TensorRT can merge the caches by MergeCache's ONNX function, which sorts all slots of a cache."""
     for i, cache in enumerate(state.caches):
         slots = max(cache.capacity)
         if cache.merges and slots > MOST_SORTED:

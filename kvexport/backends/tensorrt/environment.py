@@ -27,15 +27,10 @@ REBUILD = "kvexport build --from ARTIFACT --backend tensorrt, on the machine tha
 
 @dataclass(frozen=True)
 class Gpu:
-    """The name and compute capability of a GPU.
-
-    Attributes:
-        name: The name.
-        compute_capability: The major and minor number.
-    """
+    """The name and compute capability of a GPU."""
 
     name: str
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int]  # major and minor number
 
     def __str__(self) -> str:
         return f"{self.name} (compute capability {dotted(self.compute_capability)})"
@@ -53,11 +48,7 @@ def version_of(text: str) -> tuple[int, ...]:
 
 
 def import_tensorrt() -> Any:
-    """Import and return the Python module tensorrt, with builder and parser.
-
-    Raises:
-        EnvironmentProblem: If it is missing, lacks its libraries, or is too old.
-    """
+    """Import and return the Python module tensorrt, with builder and parser."""
     return _import("tensorrt")
 
 
@@ -65,9 +56,6 @@ def import_runtime(*, version_compatible: bool) -> Any:
     """Import and return a Python module that can open TensorRT plans.
 
     This is tensorrt, or tensorrt_lean if tensorrt cannot be imported and the plan is version-compatible.
-
-    Raises:
-        EnvironmentProblem: If there is no such module.
     """
     try:
         return _import("tensorrt")
@@ -89,12 +77,7 @@ def install() -> str:
 
 
 def build_memory(weight_bytes: int, *, packed: bool) -> str:
-    """Return a text with the memory that a build of engines takes on a machine whose CPU and GPU share memory.
-
-    Args:
-        weight_bytes: Bytes of the weights of the ONNX graphs.
-        packed: Whether the recipe packs the weights in 4 bits.
-    """
+    """Return a text with the memory that a build of engines takes on a machine whose CPU and GPU share memory."""
     least, most = (format_bytes(times * weight_bytes) for times in BUILD_TIMES)
     smaller = "" if packed else f"; 16-bit weights take a quarter of it with {PACK}"
     return f"about {least} to {most} of its memory, {BUILD_TIMES[0]} to {BUILD_TIMES[1]} times the weights{smaller}"
@@ -110,11 +93,7 @@ def most_weights() -> str:
 
 
 def require_build_memory(weight_bytes: int) -> None:
-    """Check that an engine and its plan fit into the memory of a Jetson, before TensorRT builds them for minutes.
-
-    Raises:
-        EnvironmentProblem: Two copies of the weights are larger than the memory.
-    """
+    """Check that an engine and its plan fit into the memory of a Jetson, before TensorRT builds them for minutes."""
     if JETSON.exists():
         require_memory(2 * weight_bytes, "an engine with its plan", f"{PACK}, at the export on another machine")
 
@@ -137,11 +116,7 @@ def _import(name: str) -> Any:
 
 
 def require_gpu(cuda: Any) -> Gpu:
-    """Return the name and compute capability of the GPU that CUDA uses, after a check that TensorRT supports it.
-
-    Raises:
-        EnvironmentProblem: If there is no driver or no GPU, or TensorRT no longer supports the GPU.
-    """
+    """Return the name and compute capability of the GPU that CUDA uses, after a check that TensorRT supports it."""
     gpu: Gpu = cuda.gpu()
     if gpu.compute_capability < OLDEST_GPU:
         raise EnvironmentProblem(

@@ -32,18 +32,7 @@ REFUSED = {"Experts": "a mixture of experts", "LinearAttention": "layers with re
 def for_tensorrt(
     model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None], *, alias_state: bool = False
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Convert an ONNX graph for TensorRT's parser, and return for each operator why it does not run as a plugin.
-
-    Args:
-        model: The ONNX graph.
-        refusal: A function that returns why the plugin does not support a node, or None if it does. Either all nodes of
-            an operator become plugins or none.
-        alias_state: Whether plugins declare that past and present of a state tensor are one buffer. TensorRT then
-            requires its preview feature ALIASED_PLUGIN_IO_10_03.
-
-    Returns:
-        The copy, and the reasons by operator; "" for an operator that runs as a plugin.
-    """
+    """Convert an ONNX graph for TensorRT's parser, and return for each operator why it does not run as a plugin."""
     import onnx
     from onnx import inliner
 
@@ -91,9 +80,6 @@ def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
 
     The rows are those of `kvexport.ops.merge_cache.rows_of`. If fewer slots are over the budget, the other evicted rows
     are empty slots. The result is therefore the same, but no shape depends on values.
-
-    Raises:
-        KvexportError: If the function has no input with the evicted rows.
     """
     import onnx
 

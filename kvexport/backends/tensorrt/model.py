@@ -84,17 +84,6 @@ class TensorRTState(ModelState):
         """Bind the state tensors of some batch lanes to a TensorRT execution context.
 
         Lanes are copied if their address is not aligned, or if the run must not overwrite them.
-
-        Args:
-            context: The execution context.
-            names: The input and output names of the state tensors.
-            first: The first lane.
-            count: The number of lanes.
-            width: The tokens of each lane.
-            kind: The engine of the context: decoder or merge.
-
-        Returns:
-            The copies that are needed before a run, and those after it.
         """
         before, after = [], []
         for name, present in names:

@@ -21,9 +21,6 @@ def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
     """Return by engine the state inputs whose memory may be that of their outputs: those that one plugin updates.
 
     A convolution's state is updated by several nodes, which TensorRT may run in any order.
-
-    Args:
-        manifest: The manifest of the artifact.
     """
     plugins = {operator for operator, how in manifest.operators.items() if how == "plugin"}
     cache = {past for past, _, layer, _ in manifest.cache.state_names() if not isinstance(layer, LayerStates)}
@@ -34,14 +31,7 @@ def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
 
 
 class Plans:
-    """The TensorRT engines of one exported model, deserialized from plan files, with one copy of the weights.
-
-    Raises:
-        EnvironmentProblem: If there is no driver, GPU, TensorRT or plugin, or a plan is for another TensorRT, GPU or
-            plugin version.
-        ArtifactError: If the artifact has no engines, or a plan does not have its digest. Such a plan is not opened,
-            because a plan is native code.
-    """
+    """The TensorRT engines of one exported model, deserialized from plan files, with one copy of the weights."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         engines = engine_record(path, manifest)
@@ -109,12 +99,7 @@ class Plans:
             raise KvexportError(f"TensorRT did not run an engine: {self._last_errors()}")
 
     def replay(self, stream: Any, label: str) -> Replay:
-        """Return a wrapper of repeated work of a CUDA stream, which turns the work into a CUDA graph.
-
-        Args:
-            stream: The stream.
-            label: The name of the work in the log if it cannot become a CUDA graph.
-        """
+        """Return a wrapper of repeated work of a CUDA stream, which turns the work into a CUDA graph."""
 
         def warn(why: str) -> None:
             self.log.lines.append(f"[WARNING] {label} runs without a CUDA graph: {why}")

@@ -55,14 +55,7 @@ def what_building_lacks() -> str | None:
 
 
 def register(trt: Any) -> Path | None:
-    """Register the library of kvexport's plugins with TensorRT's plugin registry.
-
-    Returns:
-        The path of the library; None if the plugins were registered already, by a plan or by an earlier call.
-
-    Raises:
-        EnvironmentProblem: If there is no library, TensorRT refuses it, or it has plugins of another version.
-    """
+    """Register the library of kvexport's plugins with TensorRT's plugin registry."""
     registry = trt.get_plugin_registry()
     if not _missing(registry):
         return None
@@ -97,10 +90,6 @@ def refusal(trt: Any, node: Any) -> str | None:
 
     To find out, the function asks the registered creator for a plugin with the fields that TensorRT's parser would
     derive from the node's attributes.
-
-    Args:
-        trt: The module tensorrt.
-        node: The node, an onnx.NodeProto.
     """
     if node.op_type in CACHE_OPERATORS:
         present = [name.rpartition(".")[2] for name in node.output[node.op_type == "VoteAttention" :]]

@@ -17,27 +17,16 @@ NAME = "tensorrt"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
-    """The record of an artifact's TensorRT engines in its manifest.
+    """The record of an artifact's TensorRT engines in its manifest."""
 
-    Attributes:
-        decoder: The file of the decoder's plan.
-        merge: The file of the merge's plan, or None.
-        top_logits: The file of the plan that finds the largest logits, or None.
-        tensorrt: The version of TensorRT that built the plans.
-        gpu: The GPU that they were built for.
-        plugin_version: The version of the plugins in the plans, or None without plugins.
-        functions: For each operator that runs as its ONNX function, the reason.
-        options: The recipe's options.
-    """
-
-    decoder: str
-    merge: str | None
-    top_logits: str | None = None
-    tensorrt: str
-    gpu: Gpu
-    plugin_version: str | None
-    functions: Mapping[str, str]
-    options: TensorRTSection
+    decoder: str  # file of the decoder's plan
+    merge: str | None  # file of the merge's plan, or None
+    top_logits: str | None = None  # file of the plan that finds the largest logits, or None
+    tensorrt: str  # version of TensorRT that built the plans
+    gpu: Gpu  # GPU that they were built for
+    plugin_version: str | None  # version of the plugins in the plans, or None without plugins
+    functions: Mapping[str, str]  # for each operator that runs as its ONNX function, the reason
+    options: TensorRTSection  # recipe's options
 
     def to_json(self) -> dict[str, Any]:
         """Return the record of the TensorRT engines as JSON data for the manifest."""
@@ -45,11 +34,7 @@ class EngineRecord:
 
 
 def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
-    """Return the record of the TensorRT engines in the artifact folder `root`; None if it has no engines.
-
-    Raises:
-        ArtifactError: If a field is wrong, or a plan is not a file of the artifact.
-    """
+    """Return the record of the TensorRT engines in the artifact folder `root`; None if it has no engines."""
     if NAME not in manifest.engines:
         return None
     place = f"engines.{NAME}"
@@ -61,16 +46,7 @@ def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
 
 
 def check_plan(engines: EngineRecord, version: str, gpu: Gpu) -> None:
-    """Check that an artifact's TensorRT plans run with this machine's TensorRT and GPU.
-
-    Args:
-        engines: The record of the plans.
-        version: The version of TensorRT on this machine.
-        gpu: The GPU of this machine.
-
-    Raises:
-        EnvironmentProblem: If the plans were built for another TensorRT or another GPU.
-    """
+    """Check that an artifact's TensorRT plans run with this machine's TensorRT and GPU."""
     built, options = engines.tensorrt, engines.options
     present, required = version_of(version), version_of(built)
     if options.version_compatible:

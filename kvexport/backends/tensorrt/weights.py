@@ -25,13 +25,7 @@ TABLE = "TensorRT takes no packed weights with a table of numbers"
 
 
 def problem(dtype: str, group: int, *, has_offset: bool) -> str:
-    """Return why TensorRT cannot dequantize the packed weight of a matrix product; "" if it can.
-
-    Args:
-        dtype: int4, uint4, int8 or uint8.
-        group: The number of inputs that share a scale.
-        has_offset: Whether the scales are accompanied by zero points or minima.
-    """
+    """Return why TensorRT cannot dequantize the packed weight of a matrix product; "" if it can."""
     if dtype != "int4" or has_offset:
         return "TensorRT takes only int4, without zero points and minima"
     if group not in BLOCKS:
@@ -40,15 +34,7 @@ def problem(dtype: str, group: int, *, has_offset: bool) -> str:
 
 
 def require_taken(model: onnx.ModelProto, folder: Path) -> None:
-    """Check that TensorRT can run every packed (quantized) weight of an ONNX graph.
-
-    Args:
-        model: The ONNX graph as TensorRT's parser reads it.
-        folder: The folder of its external data.
-
-    Raises:
-        UsageError: If TensorRT does not support one of them.
-    """
+    """Check that TensorRT can run every packed (quantized) weight of an ONNX graph."""
     import onnx
 
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}

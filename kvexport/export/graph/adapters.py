@@ -29,18 +29,7 @@ _WEIGHT = re.compile(rf"model\.(?P<module>{_MODULE.pattern})\.weight")
 
 
 def put_adapters(graph: ir.Graph, targets: Sequence[str] | None) -> dict[str, tuple[int, int]]:
-    """Add the products with adapters to a decoder's graph, and their matrices to its inputs.
-
-    Args:
-        graph: The graph of a traced decoder.
-        targets: The last names of the projections that take adapters; None for all projections of layers.
-
-    Returns:
-        The numbers of inputs and outputs of each projection that takes adapters, by the name of its module.
-
-    Raises:
-        UsageError: A name in `targets` is no projection of the model, or the model has none.
-    """
+    """Add the products with adapters to a decoder's graph, and their matrices to its inputs."""
     rows = known_shape(graph.inputs[0])  # [batch, tokens]
     products = {module: node for node in graph for module in [_projection(node, rows)] if module}
     names = {module.rpartition(".")[2] for module in products}
@@ -63,11 +52,6 @@ def projection_sizes(
 
     A forward pass on fake tensors shows which projections receive rows [batch, tokens]. Routers and shared experts of
     some models receive all tokens as one row of rows instead, and take no adapters.
-
-    Args:
-        model: The model.
-        mode: The mode of the fake tensors that are its parameters.
-        targets: The last names of the projections that take adapters; None for all projections of layers.
     """
     sizes: dict[str, tuple[int, int]] = {}
 

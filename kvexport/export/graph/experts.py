@@ -26,17 +26,7 @@ TRACED = ExpertsForm(bias=1).inputs
 def finish_experts(
     graph: ir.Graph, packings: Mapping[str, PackedFormat], *, float_input: bool = False
 ) -> list[ExpertsForm]:
-    """Name the function of every Experts node, and give it the inputs of its form.
-
-    Args:
-        graph: The trace.
-        packings: The formats of packed weights, by initializer. Packed weights of experts become initializers without
-            data, one for each tensor of their format.
-        float_input: Whether packed weights are multiplied with inputs that are not rounded.
-
-    Returns:
-        The forms of the nodes, each once, in the order of their functions' names.
-    """
+    """Name the function of every Experts node, and give it the inputs of its form."""
     forms = set()
     for node in list(graph):
         if not is_op(node, "Experts", DOMAIN):

@@ -42,14 +42,7 @@ PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 def attention_functions(
     plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
 ) -> list[list[onnx.FunctionProto]]:
-    """Return the ONNX functions of each layer's VoteAttention, its own first. Layers with equal attributes share them.
-
-    Args:
-        plan: The cache plan.
-        method: The compression method.
-        geometry: The attention geometry of every layer.
-        dtype: The type of queries.
-    """
+    """Return the ONNX functions of each layer's VoteAttention, its own first. Equal layers share them."""
     return [
         vote_attention_functions(
             layer_attributes(method, layer, cache.value_prefix),
@@ -96,9 +89,6 @@ def finish_decoder(
         float_input: Whether packed weights are multiplied with inputs that are not rounded.
         library: Whether products are operators of ONNX Runtime, for its CUDA provider, and packed weights are in their
             layout.
-
-    Returns:
-        The ONNX model.
     """
     expert_forms = finish_experts(model.graph, packings, float_input=float_input)
     matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
@@ -160,10 +150,6 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
 
     Its inputs and outputs are the cache state of every layer that can exceed its budget. The result is None if no layer
     can.
-
-    Args:
-        plan: The cache plan.
-        method: The compression method.
     """
     nodes, inputs, outputs = [], [], []
     functions: dict[tuple[str, str], onnx.FunctionProto] = {}

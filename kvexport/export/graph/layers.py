@@ -29,17 +29,11 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.lay
 
 @dataclass(frozen=True)
 class Layers:
-    """The decoder layers of a model, and which of them compute the same function.
+    """The decoder layers of a model, and which of them compute the same function."""
 
-    Attributes:
-        name: The name of the model's module list that has the layers.
-        modules: The layers.
-        first: For each layer the number of the first layer that computes the same.
-    """
-
-    name: str
+    name: str  # name of the model's module list that has the layers
     modules: tuple[nn.Module, ...]
-    first: tuple[int, ...]
+    first: tuple[int, ...]  # for each layer the number of the first layer that computes the same
 
     def traced(self) -> tuple[int, ...]:
         """Return the numbers of the layers to trace: the first two of each kind. The second one is a check."""
@@ -123,11 +117,7 @@ def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A recorder of the PyTorch operations that each decoder layer runs.
-
-    Attributes:
-        regular: False if a layer reads or changes a tensor that belongs neither to the layer nor to all layers.
-    """
+    """A recorder of the PyTorch operations that each decoder layer runs."""
 
     def __init__(self, model: Any, name: str, count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

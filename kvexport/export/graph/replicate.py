@@ -36,10 +36,6 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 
     Every other layer becomes a copy of the first layer of its kind, with its own parameters and state. The border nodes
     are removed.
-
-    Returns:
-        False if the graph contradicts `layers`: two traced layers of a kind differ, or something other than one hidden
-        state passes from layer to layer. The trace cannot be used then.
     """
     graph = model.graph
     prefix = f"model.{layers.name}."

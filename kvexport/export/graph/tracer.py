@@ -38,13 +38,7 @@ from kvexport.schema.state import STATE, StateTensor, scales_of
 
 
 def layer_attributes(method: Method, layer: LayerGeometry, value_prefix: int = 0) -> VoteAttentionAttributes:
-    """Return the attributes of a layer's VoteAttention node.
-
-    Args:
-        method: The compression method.
-        layer: The layer's attention.
-        value_prefix: That of the layer's cache (`LayerCache.value_prefix`).
-    """
+    """Return the attributes of a layer's VoteAttention node."""
     return VoteAttentionAttributes(
         scale=layer.scale,
         vote_exponent=method.vote_exponent,
@@ -210,16 +204,6 @@ def trace_decoder(
     The VoteAttention nodes have only the numbers of their layers as attributes. Initializers have no data;
     `initializer_names` returns their names. If several layers compute the same function, the first
     one is traced, and the second one as a check.
-
-    Args:
-        model: The decoder, whose parameters are fake tensors.
-        mode: The mode of these fake tensors.
-        plan: The cache plan.
-        last_logits: Whether the graph computes the logits of the last token alone.
-        attributes: The attributes of every cache's VoteAttention, for layers that read another layer's cache.
-
-    Raises:
-        UsageError: The model cannot be traced.
     """
     decoder = _Decoder(model, plan, attributes, last_logits).eval()
     layers = find_layers(model, mode) if not plan.attention_layers else None
@@ -344,13 +328,6 @@ def _operator(
     """Return the translation of a PyTorch placeholder operator to an ONNX node.
 
     Every input and output has a type variable of its own.
-
-    Args:
-        name: Name of the operator.
-        inputs: Names of its inputs.
-        outputs: Names of its outputs.
-        attributes: Names of its attributes, all integers; or their types (int, float, str) by name.
-        optional: Names of inputs that may be missing.
     """
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
     typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")

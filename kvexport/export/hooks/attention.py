@@ -74,10 +74,6 @@ class PassThroughCache(Cache):
     """A cache of transformers that returns only the new keys and values.
 
     The keys and values of earlier tokens are inputs of the ONNX graph instead.
-
-    Attributes:
-        model_type: The model's name in errors.
-        updated: The layers that called `update`.
     """
 
     def __init__(self, model_type: str = "the model") -> None:
@@ -98,11 +94,7 @@ class PassThroughCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Return 0 as the number of cached tokens: positions are always given explicitly.
-
-        Raises:
-            UsageError: An attention layer asks for the number of its cached tokens, which is an input of the graph.
-        """
+        """Return 0 as the number of cached tokens: positions are always given explicitly."""
         if layer_idx is not None:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes positions from the length of its cache, not from "
@@ -159,9 +151,6 @@ def _layers_of(module: nn.Module, key: Tensor) -> tuple[int | None, int | None]:
     Layers that share an attention module (Zamba 2) pass their numbers only to `Cache.update`, which returned `key`.
     Layers that share keys and values (Gemma 3n, Gemma 4) attend to the keys that another layer passed to
     `Cache.update`, after that layer has attended to them.
-
-    Returns:
-        The first number is None if the module has none; the second is None for a layer that reads its own keys.
     """
     number: int | None = getattr(module, "layer_idx", None)
     source = next((layer for layer, (own, _) in _cached.get().items() if own is key), None)
@@ -182,11 +171,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
 def output_projection(model: Any) -> Any:
-    """Return the module that projects hidden states to logits: that of a wrapper, or of the decoder inside it.
-
-    Raises:
-        UsageError: The model has no such module.
-    """
+    """Return the module that projects hidden states to logits: that of a wrapper, or of the decoder inside it."""
     for module in model.modules():
         head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
         if head is not None:
@@ -199,9 +184,6 @@ class TokenLogits:
 
     The hook on the model's output projection selects that token's row. Later changes of logits by the model (softcap,
     scaling) still happen.
-
-    Attributes:
-        query_length: [B, 1], the number of tokens that are not padding, set before a call; None keeps every token.
     """
 
     def __init__(self, model: Any) -> None:

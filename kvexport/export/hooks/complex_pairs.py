@@ -16,11 +16,7 @@ from torch import Tensor
 
 
 class Pairs:
-    """Complex numbers as pairs of real numbers, with the operations that rotary embeddings use.
-
-    Attributes:
-        parts: [..., 2], the real and the imaginary part of every number.
-    """
+    """Complex numbers as pairs of real numbers, with the operations that rotary embeddings use."""
 
     def __init__(self, parts: Tensor) -> None:
         self.parts = parts

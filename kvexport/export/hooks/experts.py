@@ -43,14 +43,10 @@ class Layout:
     """The layout of a tensor of expert weights in a module of transformers.
 
     An Experts node takes [E, outputs, inputs], with the rows of the gate before those of the up projection.
-
-    Attributes:
-        transposed: The module has [E, inputs, outputs].
-        interleaved: Gate and up rows alternate, as in gpt-oss.
     """
 
-    transposed: bool
-    interleaved: bool
+    transposed: bool  # module has [E, inputs, outputs]
+    interleaved: bool  # gate and up rows alternate, as in gpt-oss
 
     def artifact_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that a module's tensor of expert weights has in an artifact."""
@@ -118,9 +114,6 @@ def experts_form(module: Any) -> ExpertsForm:
 
     The module's own activation is run on a grid of gates and ups in float64. The form that gives the same values is
     returned. Candidates for the numbers (slope, limit) are the module's attributes.
-
-    Raises:
-        UsageError: No form gives the module's values, or the experts compute more than two products and an activation.
     """
     kind = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):

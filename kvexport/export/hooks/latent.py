@@ -38,7 +38,6 @@ def absorbed_query(module: Any, query: Tensor) -> Tensor:
 
 
 def latent_key(latent: Tensor, rotated: Tensor) -> Tensor:
-    """Return the key [B, 1, T, r + p] of latents [B, 1, T, r] and rotated keys [B, 1, T, p]."""
     return torch.cat([latent, rotated], -1)
 
 
@@ -53,11 +52,7 @@ def expansion_weights(model: nn.Module) -> set[str]:
 
 
 def check_expansions(model: Any) -> None:
-    """Compare the expansion of a model, on a few random numbers, with the one that this module assumes.
-
-    Raises:
-        UsageError: A layer expands its latent vectors in another way.
-    """
+    """Compare the expansion of a model, on a few random numbers, with the one that this module assumes."""
     for name, module in model.named_modules():
         if not is_latent(module):
             continue

@@ -44,14 +44,7 @@ LINEAR_ATTENTION: Any = torch.ops.kvexport.linear_attention.default
 
 
 class RecurrentCache(PassThroughCache):
-    """A cache of transformers for one call of a model whose layers may have recurrent states.
-
-    Attributes:
-        past: The states before the call; empty in a probe, whose states are zeros.
-        present: The states after the call.
-        query_length: [B, 1], the number of tokens of each sequence that are not padding; None: all.
-        traced: Whether linear attention becomes a placeholder of its operator.
-    """
+    """A cache of transformers for one call of a model whose layers may have recurrent states."""
 
     def __init__(
         self,
@@ -144,12 +137,7 @@ class RecurrentCache(PassThroughCache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Collect the state of a layer's linear attention after this call, and return it.
-
-        Raises:
-            UsageError: In a trace, the state does not come from a function that `recurring` replaced. (A reference in
-                float64 receives a copy.)
-        """
+        """Collect the state of a layer's linear attention after this call, and return it."""
         if self.traced and recurrent_states is not self._computed:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes its recurrent state in code of its own (state-space "

@@ -28,21 +28,13 @@ from kvexport.tensor_files.shards import some_names
 
 @dataclass(frozen=True)
 class Adapted:
-    """A weight of a checkpoint with an adapter's change added.
+    """A weight of a checkpoint with an adapter's change added."""
 
-    Attributes:
-        base: The weight without the change, in floats.
-        first: A [rank, inputs].
-        second: B [outputs, rank].
-        scale: The factor s of B A.
-        transposed: Whether the checkpoint stores the weight as [inputs, outputs] (`fan_in_fan_out`).
-    """
-
-    base: TensorEntry | Source
-    first: TensorEntry
-    second: TensorEntry
-    scale: float
-    transposed: bool = False
+    base: TensorEntry | Source  # weight without the change, in floats
+    first: TensorEntry  # A [rank, inputs]
+    second: TensorEntry  # B [outputs, rank]
+    scale: float  # factor s of B A
+    transposed: bool = False  # whether the checkpoint stores the weight as [inputs, outputs] (`fan_in_fan_out`)
     packing: None = None
 
     @property
@@ -57,11 +49,7 @@ class Adapted:
         return rows, columns
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rows of the changed weight in float32, block by block.
-
-        Raises:
-            UsageError: A value of the weight or of the adapter is infinite or NaN.
-        """
+        """Yield the rows of the changed weight in float32, block by block."""
         left, right = load_tensor(self.second, "float32"), load_tensor(self.first, "float32")
         if self.transposed:
             left, right = right.T, left.T
@@ -84,29 +72,13 @@ class Adapted:
 
 
 def read_recipe_checkpoint(folder: Path, recipe: Recipe) -> Checkpoint:
-    """Read the headers of a recipe's checkpoint in `folder`, with the adapter of `weights.merge_adapter` added.
-
-    Raises:
-        UsageError: See `kvexport.export.model.checkpoint.read_checkpoint` and `merge_adapter`.
-    """
+    """Read the headers of a recipe's checkpoint in `folder`, with the adapter of `weights.merge_adapter` added."""
     checkpoint, adapter = read_checkpoint(folder), recipe.weights.merge_adapter
     return checkpoint if adapter is None else merge_adapter(checkpoint, Path(adapter))
 
 
 def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """Return a checkpoint whose weights are those of `checkpoint` with an adapter added.
-
-    Args:
-        checkpoint: The base model of the adapter.
-        folder: The folder of the adapter, with adapter_config.json and adapter_model.safetensors.
-
-    Returns:
-        The checkpoint. Its fingerprint covers the base model and the adapter, with the adapter's weights.
-
-    Raises:
-        UsageError: A file of the adapter is missing or damaged, or the adapter is not plain LoRA; it changes a weight
-            that is packed or that the checkpoint does not have; or its matrices do not fit the weight.
-    """
+    """Return a checkpoint whose weights are those of `checkpoint` with an adapter added."""
     for name in (CONFIG, WEIGHTS):
         refuse_link(folder / name)
     adapter = read_adapter(folder, "--set weights.merge_adapter")

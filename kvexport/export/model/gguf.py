@@ -48,28 +48,17 @@ FLOATS = ("F32", "F16", "BF16", "F64")
 
 @dataclass(frozen=True)
 class Gguf:
-    """The header of a GGUF file.
-
-    Attributes:
-        file: Path of the file.
-        metadata: Values by key.
-        tensors: Tensors by name, row-major: a matrix is [outputs, inputs]. dtype is ggml's name of the type.
-        digest: SHA-256 (hex) of the header and of the file's size.
-    """
+    """The header of a GGUF file."""
 
     file: Path
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # values by key
+    # Tensors by name, row-major: a matrix is [outputs, inputs]. dtype is ggml's name of the type.
     tensors: dict[str, TensorEntry]
-    digest: str
+    digest: str  # SHA-256 (hex) of the header and of the file's size
 
 
 def read_gguf(file: Path) -> Gguf:
-    """Read the header of a GGUF file.
-
-    Raises:
-        UsageError: The file is no GGUF file of version 2 or 3, ends early, has an unknown type, or has tensors that
-            overlap or lie beyond its end.
-    """
+    """Read the header of a GGUF file."""
     try:
         with file.open("rb") as stream:
             size = file.stat().st_size
@@ -186,18 +175,13 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class GgufWeight:
-    """A weight matrix [outputs, inputs] in a GGUF file.
+    """A weight matrix [outputs, inputs] in a GGUF file."""
 
-    Attributes:
-        entry: Place and type of the tensor.
-        heads: The number of heads whose rows llama.cpp stores as rotary pairs (2i, 2i + 1), or 0. `blocks` yields their
-            rows in the order of transformers: (i, i + half).
-        expert: Whether the matrix belongs to an expert.
-    """
-
-    entry: TensorEntry
+    entry: TensorEntry  # place and type of the tensor
+    # Number of heads whose rows llama.cpp stores as rotary pairs (2i, 2i + 1), or 0. `blocks` yields their rows in the
+    # order of transformers: (i, i + half).
     heads: int = 0
-    expert: bool = False
+    expert: bool = False  # whether the matrix belongs to an expert
 
     @property
     def name(self) -> str:
@@ -220,11 +204,7 @@ class GgufWeight:
         return (EXPERT_LAYOUTS if self.expert else LAYOUTS).get(self.entry.dtype)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rows of the weight matrix as arrays by name (weight, scale, minimum), whole heads at a time.
-
-        Raises:
-            UsageError: The file ends early.
-        """
+        """Yield the rows of the weight matrix as arrays by name (weight, scale, minimum), whole heads at a time."""
         n, k = self.shape
         head = n // self.heads if self.heads else 1
         layout = self._layout

@@ -45,27 +45,18 @@ Meta = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp.
+    """An architecture of llama.cpp."""
 
-    Attributes:
-        model_type: transformers' name.
-        model_class: The name of transformers' class.
-        names: llama.cpp's names of tensors, without layer and ending -> those of transformers.
-        pairs: Whether the rows of queries and keys are stored as rotary pairs (2i, 2i + 1).
-        shifted: Whether the file stores the weights of norms plus 1. (transformers' module adds the 1 itself.)
-        partial: Whether the model has a setting for the part of a head that is rotated.
-        linear: The order of the tensors of linear attention (`gguf_linear_attention`); empty without such layers.
-        config: Function from the metadata and the rotary settings to entries of config.json beyond those that all
-            architectures have, or instead of them.
-    """
-
-    model_type: str
-    model_class: str
-    names: Mapping[str, str]
-    pairs: bool = False
+    model_type: str  # transformers' name
+    model_class: str  # name of transformers' class
+    names: Mapping[str, str]  # llama.cpp's names of tensors, without layer and ending -> those of transformers
+    pairs: bool = False  # whether the rows of queries and keys are stored as rotary pairs (2i, 2i + 1)
+    # Whether the file stores the weights of norms plus 1. (transformers' module adds the 1 itself.)
     shifted: bool = False
-    partial: bool = False
-    linear: str = ""
+    partial: bool = False  # whether the model has a setting for the part of a head that is rotated
+    linear: str = ""  # order of the tensors of linear attention (`gguf_linear_attention`); empty without such layers
+    # Function from the metadata and the rotary settings to entries of config.json beyond those that all architectures
+    # have, or instead of them
     config: Callable[[Meta, dict[str, Any]], dict[str, Any]] = lambda meta, rope: {}
 
 

@@ -38,14 +38,7 @@ PROJECTIONS = {"qwen3next": ("ssm_ba",), "qwen35": ("ssm_beta", "ssm_alpha")}
 
 @dataclass(frozen=True)
 class LinearHeads:
-    """The heads of linear attention.
-
-    Attributes:
-        keys: The number of key heads.
-        values: The number of value heads.
-        key_size: The size of a key.
-        value_size: The size of a value.
-    """
+    """The heads of linear attention."""
 
     keys: int
     values: int
@@ -59,7 +52,6 @@ class LinearHeads:
 
     @property
     def value_rows(self) -> int:
-        """The rows of all values."""
         return self.values * self.value_size
 
     def apart(self) -> Indices:
@@ -79,18 +71,12 @@ class LinearHeads:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """A weight matrix that consists of matrices of a file, with rows or columns in another order.
+    """A weight matrix that consists of matrices of a file, with rows or columns in another order."""
 
-    Attributes:
-        name: The parameter.
-        parts: The matrices, whose rows follow each other. All have one packed format, or all are floats.
-        rows: For each row its number in the parts; empty if the order is the same.
-        columns: For each of equally many columns its number in the parts, such as heads; empty for the same order.
-    """
-
-    name: str
-    parts: tuple[Source, ...]
-    rows: tuple[int, ...] = ()
+    name: str  # parameter
+    parts: tuple[Source, ...]  # matrices, whose rows follow each other. All have one packed format, or all are floats.
+    rows: tuple[int, ...] = ()  # for each row its number in the parts; empty if the order is the same
+    # For each of equally many columns its number in the parts, such as heads; empty for the same order
     columns: tuple[int, ...] = ()
 
     @property
@@ -124,21 +110,14 @@ class Rearranged:
 
 @dataclass(frozen=True)
 class Ordered:
-    """A small float tensor whose first dimension has another order.
+    """A small float tensor whose first dimension has another order."""
 
-    Attributes:
-        name: The parameter.
-        entry: The tensor of the file.
-        full_shape: The shape of the parameter.
-        first: For each index of the first dimension its index in the file; empty if the order is the same.
-        logarithm: Whether the parameter is the logarithm of minus the stored values.
-    """
-
-    name: str
-    entry: TensorEntry
-    full_shape: tuple[int, ...]
+    name: str  # parameter
+    entry: TensorEntry  # tensor of the file
+    full_shape: tuple[int, ...]  # shape of the parameter
+    # For each index of the first dimension its index in the file; empty if the order is the same
     first: tuple[int, ...] = ()
-    logarithm: bool = False
+    logarithm: bool = False  # whether the parameter is the logarithm of minus the stored values
     packing: None = None
 
     @property
@@ -147,11 +126,7 @@ class Ordered:
         return math.prod(self.full_shape[:-1]), self.full_shape[-1]
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the whole parameter in float32.
-
-        Raises:
-            UsageError: The file has a number that is not negative where a logarithm of minus the number is needed.
-        """
+        """Yield the whole parameter in float32."""
         values = load_tensor(self.entry, "float32").reshape(self.full_shape[0], -1)
         if self.first:
             values = values[list(self.first)]
@@ -170,17 +145,7 @@ class Ordered:
 
 
 def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Entries) -> dict[str, Source]:
-    """Return the parameters of a layer's linear attention by name.
-
-    Args:
-        prefix: The name of the layer's module `linear_attn`.
-        kind: `qwen3next`, or `qwen35` also for qwen35moe.
-        heads: The heads.
-        entries: The tensors.
-
-    Raises:
-        UsageError: A tensor is missing, or does not fit the heads.
-    """
+    """Return the parameters of a layer's linear attention by name."""
     _check(prefix, kind, heads, entries)
     apart = kind == "qwen35"
     head = heads.apart() if apart else np.arange(heads.values)
@@ -211,7 +176,6 @@ def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Ent
 
 
 def _rows_of_heads(heads: Indices, size: int) -> Indices:
-    """Return the rows of heads of `size` rows each, head by head."""
     return (heads[:, None] * size + np.arange(size)).reshape(-1)
 
 

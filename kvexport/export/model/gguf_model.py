@@ -46,11 +46,7 @@ _TEXTS_VERSION = 2  # of the files that `write_texts` writes, for the cache
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
-    """Return the float tensors of a GGUF file, and readers of its quantized weights, both by transformers' names.
-
-    Raises:
-        UsageError: A type or a name is unknown, or tensors do not fit each other.
-    """
+    """Return the float tensors of a GGUF file, and readers of its quantized weights, both by transformers' names."""
     plain: dict[str, TensorEntry] = {}
     computed: dict[str, Source] = {}
     experts: dict[str, dict[tuple[str, str], TensorEntry]] = {}
@@ -110,11 +106,7 @@ def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
 
 
 def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:
-    """Return the heads of linear attention that a GGUF file's metadata describes.
-
-    Raises:
-        UsageError: A number is missing, or does not fit the others.
-    """
+    """Return the heads of linear attention that a GGUF file's metadata describes."""
     names = ("group_count", "time_step_rank", "state_size", "inner_size")
     numbers: list[Any] = [gguf.metadata.get(f"{kind}.ssm.{name}") for name in names]
     if not all(type(x) is int and x > 0 for x in numbers) or numbers[1] % numbers[0] or numbers[3] % numbers[1]:
@@ -128,11 +120,7 @@ def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:
 
 
 def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, entry: TensorEntry) -> int:
-    """Return the number of heads whose rows a tensor stores as rotary pairs; 0 if it stores no pairs.
-
-    Raises:
-        UsageError: The rows are not those of as many heads as the metadata has.
-    """
+    """Return the number of heads whose rows a tensor stores as rotary pairs; 0 if it stores no pairs."""
     if not architecture.pairs or name not in ("attn_q", "attn_k"):
         return 0
     heads: Any = gguf.metadata.get(f"{kind}.attention.head_count")
@@ -159,23 +147,14 @@ def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
 
 
 def cached_texts(gguf: Gguf) -> Path:
-    """Return the cache folder with config.json and the tokenizer's files of a GGUF file, after writing it if needed.
-
-    Raises:
-        UsageError: The file's metadata is missing or has a wrong type.
-        EnvironmentProblem: The cache cannot be written.
-    """
+    """Return the cache folder with config.json and the tokenizer's files of a GGUF file, after writing it if needed."""
     folder = cache_folder("gguf") / f"{gguf.digest[:32]}-{_TEXTS_VERSION}"
     what = f"the tokenizer of {gguf.file}"
     return write_once(folder, what, lambda staged, _: write_texts(gguf, staged), "some megabytes")
 
 
 def write_texts(gguf: Gguf, folder: Path) -> None:
-    """Write a GGUF file's metadata as config.json, generation_config.json and the tokenizer's files, config.json last.
-
-    Raises:
-        UsageError: Metadata is missing or has a wrong type.
-    """
+    """Write a GGUF file's metadata as config.json, generation_config.json and the tokenizer's files. config.json is last."""
     meta = gguf.metadata
     try:
         write_tokenizer(gguf, folder, meta[f"{_architecture(gguf)[0]}.context_length"])

@@ -21,17 +21,11 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True)
 class SmallTensor:
-    """A float tensor: small tensors of a file, joined along the last dimension, plus a number.
+    """A float tensor: small tensors of a file, joined along the last dimension, plus a number."""
 
-    Attributes:
-        name: The parameter.
-        parts: The tensors, which have the same shape up to the last dimension.
-        plus: The number that is added to every value.
-    """
-
-    name: str
-    parts: tuple[TensorEntry, ...]
-    plus: float = 0.0
+    name: str  # parameter
+    parts: tuple[TensorEntry, ...]  # tensors, which have the same shape up to the last dimension
+    plus: float = 0.0  # number that is added to every value
     packing: None = None
 
     @property
@@ -55,15 +49,7 @@ class SmallTensor:
 
 
 def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> dict[str, Source]:
-    """Return the weights and biases of a layer's experts, in the layout of an artifact, by the parameters' names.
-
-    Args:
-        prefix: The name of the module that has the parameters.
-        stored: The tensors by llama.cpp's name without layer and ending, and by their ending (weight or bias).
-
-    Raises:
-        UsageError: A tensor is missing, or tensors do not fit each other.
-    """
+    """Return the weights and biases of a layer's experts, in the layout of an artifact, by the parameters' names."""
     gate, up, down = (_required(stored, name, prefix) for name in (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS))
     for entry in (gate, up, down):
         if len(entry.shape) != 3 or entry.shape[0] != down.shape[0] or (entry is up and up.shape != gate.shape):

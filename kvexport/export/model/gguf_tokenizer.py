@@ -47,11 +47,7 @@ _WHOLE = (*_ADD_BOS, "glm4", "chatglm-bpe")  # a piece that is a token stays who
 
 
 def write_tokenizer(gguf: Gguf, folder: Path, length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; `length` is the model's number of positions.
-
-    Raises:
-        UsageError: The kind of tokenizer or its splitting rule is unknown.
-    """
+    """Write tokenizer.json and tokenizer_config.json; `length` is the model's number of positions."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
@@ -209,5 +205,4 @@ def _unknown(gguf: Gguf) -> UsageError:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write an object as JSON."""
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -38,12 +38,6 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
 
     Parameters are fake tensors (shape and type, no memory). Buffers that no checkpoint stores, such as rotary
     frequencies, are real. Buffers that checkpoints store become parameters.
-
-    Returns:
-        The model, and the mode of its fake tensors.
-
-    Raises:
-        UsageError: transformers cannot make the model, or the model does not use its attention interface.
     """
     _refuse_own_attention(config)
     try:
@@ -76,14 +70,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
 
 
 def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = IMPLEMENTATION) -> Any:
-    """Return the model of a config with parameters on the meta device and real buffers.
-
-    Args:
-        config: The config.
-        dtype: The type of parameters.
-        max_length: The longest sequence, for rotary frequencies that depend on the length.
-        attention: Name of an attention implementation of transformers.
-    """
+    """Return the model of a config with parameters on the meta device and real buffers."""
     with torch.device("meta"):
         experts = EXPERTS if attention == IMPLEMENTATION else "eager"
         model = auto_class(config).from_config(

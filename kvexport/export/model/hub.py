@@ -18,15 +18,6 @@ def download(hub_id: str, revision: str | None, *, weights: bool = True) -> Path
 
     Pickles and code are never downloaded. Offline this function fails within a second and prints nothing. transformers'
     own readers of single files would repeat every request for 25 seconds and print each failure.
-
-    Args:
-        hub_id: "organisation/name".
-        revision: A branch, tag or commit; None is the main branch.
-        weights: Whether to download the weights too, and not only the JSON files and chat templates.
-
-    Raises:
-        UsageError: The hub does not have the model or the revision.
-        EnvironmentProblem: The hub cannot be reached, or refuses the download.
     """
     try:
         from huggingface_hub import snapshot_download

@@ -28,11 +28,7 @@ class LayerwiseDecoder:
     """The float32 model of a checkpoint, for passes over one text at a time."""
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
-        """Make the model without weights.
-
-        Raises:
-            UsageError: The model's weights or layers cannot be read one at a time.
-        """
+        """Make the model without weights."""
         with quiet_exporter():
             self._model = float_model(checkpoint, recipe, IMPLEMENTATION)
         self._type = self._model.config.model_type
@@ -69,13 +65,7 @@ class LayerwiseDecoder:
             ) from error
 
     def passes(self, ids: Sequence[int], attention: Attending, advance: Callable[[], None] = lambda: None) -> _Passes:
-        """Run the layers forward over a text, and return an object for backward passes.
-
-        Args:
-            ids: Token ids of the text.
-            attention: Computes the attention of each layer.
-            advance: Called after each layer.
-        """
+        """Run the layers forward over a text, and return an object for backward passes."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         outputs: list[Any] = []
 
@@ -116,13 +106,7 @@ class _Passes:
     def last_gradients(
         self, kept: Sequence[int], attention: Attending, directions: Callable[[Tensor], Iterable[Tensor]]
     ) -> list[Tensor]:
-        """Return gradients [1, T, hidden] at the last layer's output.
-
-        Args:
-            kept: The positions whose logits count.
-            attention: Any attention; it is not called.
-            directions: Yields the gradients at the logits [kept, vocabulary].
-        """
+        """Return gradients [1, T, hidden] at the last layer's output."""
         decoder, is_tuple = self._decoder, isinstance(self._output, tuple)
         last = (self._output[0] if is_tuple else self._output).detach().requires_grad_(True)
         for layer in decoder.layers:
@@ -138,14 +122,7 @@ class _Passes:
     def layer_gradients(
         self, i: int, attention: Attending, output_of: Callable[[], Tensor], gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run layer i again, and return gradients at its attention output and at its input.
-
-        Args:
-            i: The number of the layer.
-            attention: Computes the layer's attention.
-            output_of: Returns the attention output for which gradients are computed, after the layer has run.
-            gradients: Gradients at the layer's output.
-        """
+        """Run layer i again, and return gradients at its attention output and at its input."""
         args, kwargs = self._calls[i]
         layer_input = args[0] if args else kwargs["hidden_states"]
         hidden = layer_input.detach().requires_grad_(True)

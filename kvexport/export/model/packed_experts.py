@@ -32,19 +32,7 @@ _ROUTER = re.compile(r"\.(gate|router)\.")
 def kept_packed(
     name: str, rule: Any, named: Mapping[str, Sequence[Any]], shape: tuple[int, ...], layout: Layout
 ) -> PackedExperts | None:
-    """Return the packed weight that a conversion rule of transformers assembles from the packed matrices of experts.
-
-    Args:
-        name: The parameter.
-        rule: The rule.
-        named: The tensors of the checkpoint by the rule's source patterns, in the order of experts.
-        shape: The shape of the parameter.
-        layout: The layout of the parameter in the module of transformers.
-
-    Returns:
-        The weight; None if the matrices are not packed, or not in one format, or the rule does more than put matrices
-        one after another.
-    """
+    """Return the packed weight that a conversion rule of transformers assembles from the packed matrices of experts."""
     operations = [(type(operation), operation.dim) for operation in rule.operations if hasattr(operation, "dim")]
     joins = operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
     if len(shape) != 3 or not joins or len(operations) != len(rule.operations):
@@ -74,17 +62,7 @@ def why_floats(matrices: Sequence[Any]) -> str:
 
 
 def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter: str) -> None:
-    """Check that a checkpoint has a tensor for each of a layer's experts, whose number is in config.json.
-
-    Args:
-        named: The names of the tensors of a layer's experts by the source patterns of a conversion rule, in which `*`
-            is the number of an expert.
-        experts: The number of experts of the model.
-        parameter: The parameter that is assembled from the tensors.
-
-    Raises:
-        UsageError: Experts are missing, or the checkpoint has more.
-    """
+    """Check that a checkpoint has a tensor for each of a layer's experts, whose number is in config.json."""
     numbered: dict[str, dict[int, str]] = {}
     for pattern, names in named.items():
         if "*" not in pattern:
@@ -119,15 +97,7 @@ def _any_name(numbers: Mapping[int, str], example: str) -> str:
 
 
 def refuse_other_router(model: Any, tensors: Iterable[str]) -> None:
-    """Refuse a checkpoint whose routers have tensors that those of the model do not have, such as a correction bias.
-
-    Args:
-        model: The model that config.json describes.
-        tensors: The names of the checkpoint's tensors.
-
-    Raises:
-        UsageError: A router of the checkpoint is of another type.
-    """
+    """Refuse a checkpoint whose routers have tensors that those of the model do not have, such as a correction bias."""
     parents = {prefix.rpartition(".")[0]: module for prefix, module in expert_modules(model)}
     rules = get_model_conversion_mapping(model) if parents else []
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

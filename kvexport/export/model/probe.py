@@ -29,11 +29,7 @@ STATELESS = ("moe", "mlp")  # names of layers in configs that compute each token
 
 
 class _Mask:
-    """An attention mask as a function of positions, instead of the tensor that a model expects.
-
-    Attributes:
-        visible: The function of batch, head, query position and key position.
-    """
+    """An attention mask as a function of positions, instead of the tensor that a model expects."""
 
     def __init__(self, visible: Any) -> None:
         self.visible = visible
@@ -98,9 +94,6 @@ class _Probe:
         """Return the size of a layer's sliding window, the number of positions that a query sees; 0 for all.
 
         A query's own position counts.
-
-        Raises:
-            UsageError: The mask is neither causal nor a plain window.
         """
         if mask_function is None:
             return 0
@@ -135,27 +128,16 @@ class _Probe:
 
 
 class Layout(NamedTuple):
-    """The layers of a model, found by a probe.
+    """The layers of a model, found by a probe."""
 
-    Attributes:
-        geometry: The attention of each layer that attends.
-        attention_layers: The numbers of these layers; empty if every layer attends.
-        states: The recurrent states of the layers that have one.
-        readers: For each layer that attends to the cache of another layer, the number of that layer.
-    """
-
-    geometry: list[LayerGeometry]
-    attention_layers: tuple[int, ...]
-    states: tuple[LayerStates, ...]
-    readers: dict[int, int]
+    geometry: list[LayerGeometry]  # attention of each layer that attends
+    attention_layers: tuple[int, ...]  # numbers of these layers; empty if every layer attends
+    states: tuple[LayerStates, ...]  # recurrent states of the layers that have one
+    readers: dict[int, int]  # for each layer that attends to the cache of another layer, the number of that layer
 
 
 def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
-    """Return the geometry of every layer's attention, and the recurrent states of the other layers.
-
-    Raises:
-        UsageError: A layer has a state that cannot be exported, or an unusual attention; the error names it.
-    """
+    """Return the geometry of every layer's attention, and the recurrent states of the other layers."""
     probe, reads = _Probe(model), _Reads()
     kind = model.config.model_type
     _refuse_other_inputs(model)

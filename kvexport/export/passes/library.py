@@ -141,14 +141,7 @@ def retype(value: ir.Value, shape: Sequence[int]) -> None:
 
 
 def library_function(form: Form, weights: Sequence[Weight], dtype: ir.DataType, rank: int) -> onnx.FunctionProto:
-    """Return the function of a Linear node whose products are operators of ONNX Runtime.
-
-    Args:
-        form: The steps of the node.
-        weights: Its weights, the gate's last.
-        dtype: The type of its input.
-        rank: The number of dimensions of the rows.
-    """
+    """Return the function of a Linear node whose products are operators of ONNX Runtime."""
 
     def multiply(_: Form, weight: str, i: int, rows: str, result: str) -> list[str]:
         return _product(weights[i], weight, {x: f"{weight}_{x}" for x in weights[i].parts}, rows, result, dtype, rank)
@@ -182,17 +175,7 @@ def _named(
 def _product(
     weight: Weight, name: str, parts: Mapping[str, str], rows: str, result: str, dtype: ir.DataType, rank: int
 ) -> list[str]:
-    """Return the nodes of a product, as text.
-
-    Args:
-        weight: The weight.
-        name: Its value.
-        parts: The values of its scale, zero point and minimum.
-        rows: The value of the rows.
-        result: The value of the product.
-        dtype: The type of the rows.
-        rank: Their number of dimensions.
-    """
+    """Return the nodes of a product, as text."""
     if not parts:
         return [f"{result} = {MICROSOFT}.FusedMatMul <transB = 1> ({rows}, {name})"]
     assert weight.numbers is not None

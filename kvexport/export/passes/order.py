@@ -23,9 +23,6 @@ def sort_nodes(model: ir.Model) -> PassReport:
 
     A fused Linear of several products is at the place of the last of them, so a node that reads the first one may come
     before it.
-
-    Returns:
-        The report; `applied` is the number of moved nodes.
     """
     before = list(model.graph)
     model.graph.sort()

@@ -90,9 +90,6 @@ def put_packed(
 
     Returns:
         {initializer: tensor} for each initializer that holds the bytes of a packed weight's tensor under another name.
-
-    Raises:
-        UsageError: A weight with ordered columns is not read by a product as its second factor.
     """
     renamed: dict[str, str] = {}
     ordered: dict[ir.Value, list[tuple[ir.Value, ir.Value]]] = {}  # a product's input: orders, and it in each

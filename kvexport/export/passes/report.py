@@ -15,17 +15,11 @@ Match = TypeVar("Match")
 
 @dataclass
 class PassReport:
-    """The report of a pass over one ONNX graph.
-
-    Attributes:
-        name: The name of the pass.
-        applied: How often the pass rewrote nodes.
-        refused: (name of the node or of its first output, reason) of every place where the pattern matched and the
-            check refused.
-    """
+    """The report of a pass over one ONNX graph."""
 
     name: str
-    applied: int = 0
+    applied: int = 0  # how often the pass rewrote nodes
+    # (name of the node or of its first output, reason) of every place where the pattern matched and the check refused
     refused: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -41,18 +35,14 @@ class Rewrite(Generic[Match]):
     """A pass over the nodes of an ONNX graph, one by one in order, that rewrites each match of a pattern.
 
     Nodes that the pass removed are left out.
-
-    Attributes:
-        name: The name of the pass.
-        pattern: Returns the matches that end at a node. It compares only operators and the connections between nodes.
-        check: Returns why a match must stay (shapes, types, other readers); empty if it may be rewritten.
-        rewrite: Changes the graph. The first match of a node without a reason is rewritten.
     """
 
-    name: str
+    name: str  # name of the pass
+    # Returns the matches that end at a node. It compares only operators and the connections between nodes.
     pattern: Callable[[ir.Node], Iterable[Match]]
+    # Returns why a match must stay (shapes, types, other readers); empty if it may be rewritten
     check: Callable[[Match], str]
-    rewrite: Callable[[Match], None]
+    rewrite: Callable[[Match], None]  # changes the graph. The first match of a node without a reason is rewritten.
 
     def __call__(self, model: ir.Model) -> PassReport:
         """Rewrite every match in the graph of `model`, and return the report of the pass."""

@@ -23,19 +23,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class ComputedSpec:
-    """An initializer whose bytes are computed from a weight of the checkpoint, and not copied.
+    """An initializer whose bytes are computed from a weight of the checkpoint, and not copied."""
 
-    Attributes:
-        name: The name in the graph.
-        source: The source of its rows.
-        dtype: The dtype that the graph declares.
-        shape: The shape that the graph declares.
-    """
-
-    name: str
-    source: Source
-    dtype: Dtype
-    shape: tuple[int, ...]
+    name: str  # name in the graph
+    source: Source  # source of its rows
+    dtype: Dtype  # dtype that the graph declares
+    shape: tuple[int, ...]  # shape that the graph declares
 
     @property
     def components(self) -> dict[str, PackedTensor]:
@@ -60,9 +53,6 @@ def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]
     """Yield (tensor, its bytes block by block) for each of an initializer's `spec.components`, in order.
 
     Each tensor is read to its end before the next.
-
-    Raises:
-        UsageError: A scale is infinite or NaN, or the dtype cannot represent a float.
     """
     packing, source = spec.source.packing, spec.source
     if packing is None:

@@ -31,17 +31,11 @@ _LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds a
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight of the checkpoint that is rounded to 4 or 8 bits while it is read.
+    """A weight of the checkpoint that is rounded to 4 or 8 bits while it is read."""
 
-    Attributes:
-        entry: The weight [outputs, inputs]: a tensor, or a source of floats.
-        packing: The format of the rounded numbers.
-        positive: Whether all scales are above 0.
-    """
-
-    entry: TensorEntry | Source
+    entry: TensorEntry | Source  # weight [outputs, inputs]: a tensor, or a source of floats
     packing: PackedFormat
-    positive: bool = False
+    positive: bool = False  # whether all scales are above 0
 
     @property
     def name(self) -> str:
@@ -61,11 +55,7 @@ class Rounded:
         return whole
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rounded rows of the weight with their scales and zero points, block by block.
-
-        Raises:
-            UsageError: A value is not finite, or float32 cannot represent it.
-        """
+        """Yield the rounded rows of the weight with their scales and zero points, block by block."""
         for rows in self._rows():
             groups = rows.reshape(len(rows), -1, self.packing.group)
             numbers, offsets = round_groups(groups, self.packing, positive=self.positive)
@@ -99,17 +89,7 @@ def fitting_group(group: int, inputs: int) -> int | None:
 def round_groups(
     groups: Floats, packing: PackedFormat, *, positive: bool = False
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-    """Round groups of weights to 4 or 8 bits.
-
-    Args:
-        groups: [rows, groups of a row, group].
-        packing: The format of the rounded numbers.
-        positive: Whether scales have to be above 0. A largest number above 0 then maps to the top of the range or is
-            clipped.
-
-    Returns:
-        Numbers of the shape of `groups`, int8 or uint8, and scale and zero [rows, groups of a row].
-    """
+    """Round groups of weights to 4 or 8 bits."""
     low, high = packing.lowest, packing.lowest + (1 << packing.bits) - 1
     # Groups are columns here: sums over the first dimension are of whole vectors.
     columns = np.ascontiguousarray(groups.reshape(-1, packing.group).T)
@@ -144,15 +124,7 @@ def _with_zero(columns: Floats, high: int, bits: int) -> tuple[Floats, Floats, F
 
 
 def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, high: int) -> tuple[Floats, ...]:
-    """Return the rounded numbers, scale and error of the scale with the least squared error for each column.
-
-    Args:
-        columns: [group, columns], a group of weights in each column.
-        starts: The first scale of each column.
-        zero: The zero point of each column.
-        low: The least number.
-        high: The largest number.
-    """
+    """Return the rounded numbers, scale and error of the scale with the least squared error for each column."""
     best: tuple[Floats, ...] = ()
     for start in starts:
         scale = _as_stored(start)

@@ -36,12 +36,7 @@ EXPANSION = "latent attention multiplies queries and outputs with it, head by he
 
 
 def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spec]:
-    """Return the source of every initializer's bytes: a checkpoint tensor to copy or cast, or a computed weight.
-
-    Raises:
-        UsageError: Parameters are missing or have another dtype or shape, or the backend does not support the rounded
-            weights.
-    """
+    """Return the source of every initializer's bytes: a checkpoint tensor to copy or cast, or a computed weight."""
     section, positive = recipe.weights, backends.get(recipe.backend.name).positive_scales(recipe)
     tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}
     if section.bits and any(source.packing for source in checkpoint.computed.values()):
@@ -113,9 +108,6 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
     """Yield (parameter, its format, or the reason why it stays in floats) if the recipe rounds weights.
 
     The parameters are projections, the head, the embeddings and the experts.
-
-    Raises:
-        UsageError: The backend does not support the format of the projections.
     """
     section = recipe.weights
     if section.bits is None:
@@ -173,26 +165,14 @@ def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> 
 
 
 def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> int:
-    """Return the bytes of the weights in an artifact; tied weights count once.
-
-    Args:
-        checkpoint: The checkpoint; None if only its config was read, which is possible for float weights.
-        model: The model without its weights.
-        recipe: The recipe.
-    """
+    """Return the bytes of the weights in an artifact; tied weights count once."""
     if checkpoint is not None:
         return total_bytes(stored_specs(weight_specs(checkpoint, model, recipe), recipe))
     return sum(_parameter_bytes(model, recipe).values())
 
 
 def expert_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> tuple[int, int]:
-    """Return the bytes of the experts' weights in an artifact, and the bytes that a decode step of one token reads.
-
-    Args:
-        checkpoint: The checkpoint; None if only its config was read.
-        model: The model without its weights, after its probe.
-        recipe: The recipe.
-    """
+    """Return the bytes of the experts' weights in an artifact, and the bytes that a decode step of one token reads."""
     shares = chosen_shares(model)
     if not shares:
         return 0, 0

@@ -47,19 +47,12 @@ _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An initializer whose bytes are those of a tensor of the checkpoint, copied or cast.
+    """An initializer whose bytes are those of a tensor of the checkpoint, copied or cast."""
 
-    Attributes:
-        name: The name in the graph.
-        entry: The tensor.
-        dtype: The dtype that the graph declares.
-        shape: The shape that the graph declares.
-    """
-
-    name: str
+    name: str  # name in the graph
     entry: TensorEntry
-    dtype: Dtype
-    shape: tuple[int, ...]
+    dtype: Dtype  # dtype that the graph declares
+    shape: tuple[int, ...]  # shape that the graph declares
 
     @property
     def nbytes(self) -> int:
@@ -69,17 +62,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Location:
-    """The place of an initializer's bytes, as ONNX external data.
+    """The place of an initializer's bytes, as ONNX external data."""
 
-    Attributes:
-        file: The file, relative to the staging folder, with forward slashes.
-        offset: Where the initializer begins in the file, in bytes.
-        nbytes: The initializer's size in bytes.
-    """
-
-    file: str
-    offset: int
-    nbytes: int
+    file: str  # file, relative to the staging folder, with forward slashes
+    offset: int  # where the initializer begins in the file, in bytes
+    nbytes: int  # initializer's size in bytes
 
 
 Spec: TypeAlias = "TensorSpec | ComputedSpec"
@@ -87,15 +74,11 @@ Key: TypeAlias = "tuple[TensorEntry | Source, Dtype]"
 
 
 class WrittenWeights(NamedTuple):
-    """The result of writing weights.
+    """The result of writing weights."""
 
-    Attributes:
-        locations: The place of each initializer; for packed weights of each of their tensors.
-        digests: sha256 (hex) of every written file, by its path in the staging folder. Hard-linked files have none,
-            because they were not read.
-    """
-
-    locations: dict[str, Location]
+    locations: dict[str, Location]  # place of each initializer; for packed weights of each of their tensors
+    # Sha256 (hex) of every written file, by its path in the staging folder. Hard-linked files have none, because they
+    # were not read.
     digests: dict[str, str]
 
 
@@ -160,16 +143,6 @@ def write_weights(
             some are computed. A hard link shares its bytes with the checkpoint: rewriting that file in place changes
             the artifact, which its digest detects.
         progress: Receives the number of bytes of initializers that were written since its last call.
-
-    Returns:
-        The place of every initializer, and the digests of the written files. Hard-linked files are not read here:
-        `linked_digests` reads them.
-
-    Raises:
-        UsageError: A shape is not the graph's, a dtype is not a float type, a value is infinite or NaN or overflows in
-            the cast, or a file is shorter than its header says.
-        ValueError: Two specs have one name.
-        OSError: Reading or writing fails.
     """
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError("two specs have the same initializer name")
@@ -196,11 +169,7 @@ def write_weights(
 
 
 def linked_digests(specs: Sequence[Spec], staging: Path, written: WrittenWeights) -> Iterator[tuple[str, str]]:
-    """Yield (file, sha256) of the hard-linked weight files in `stage`, and check that their values are finite.
-
-    Raises:
-        UsageError: A value is infinite or NaN.
-    """
+    """Yield (file, sha256) of the hard-linked weight files in `stage`, and check that their values are finite."""
     linked: dict[str, list[TensorEntry]] = {}
     for spec in _distinct(specs):
         file = written.locations[spec.name].file

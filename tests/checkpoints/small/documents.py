@@ -51,14 +51,6 @@ def statements(
     """Return statements about `people` persons as lines in order of appearance, and the questions about them.
 
     A question is the (asked, answer) halves of one line.
-
-    Args:
-        rng: Chooses the persons, the values and the order.
-        people: The number of persons.
-        names: The names of persons.
-        things: The values.
-        mark: The text between a name and its value.
-        link: The text between a name and another name.
     """
     who = [names[i] for i in rng.permutation(len(names))[:people]]
     what = iter([things[i] for i in rng.permutation(len(things))])
@@ -146,14 +138,6 @@ def recall_row(
     """Return a document of `length` ids and its labels.
 
     The labels of answers are the ids plus VOCABULARY, which distinguishes them from the labels of source.
-
-    Args:
-        data: The corpus.
-        rng: Chooses the document.
-        length: The number of ids.
-        lines: The lines of source.
-        dense: The share of documents that have only statements and questions, as many as fit.
-        marks: `mark` and `link` of `statements`.
     """
     full = dense > 0 and rng.random() < dense
     most = min(MAX_PEOPLE, length // 24)

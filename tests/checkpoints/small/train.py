@@ -171,12 +171,7 @@ def losses(model: LlamaForCausalLM, rows: list[tuple[list[int], list[int]]]) -> 
 
 
 def measure(model: LlamaForCausalLM, data: Data, rows: int) -> dict[str, Any]:
-    """Measure the model at the training length with a full cache.
-
-    Returns:
-        The loss on held-out source in nats per token and bits per byte, and for each kind of question the share of
-        answers that are right in every token.
-    """
+    """Measure the model at the training length with a full cache."""
     import torch
 
     rng = np.random.default_rng(1234)
@@ -213,12 +208,7 @@ def measure(model: LlamaForCausalLM, data: Data, rows: int) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """A training run that can be stopped and resumed.
-
-    Attributes:
-        seconds: The processor time of all threads in the steps so far. Unlike the time by the clock it depends little
-            on the machine's other work.
-    """
+    """A training run that can be stopped and resumed."""
 
     seed: int
     steps: int
@@ -227,6 +217,8 @@ class Run:
     state: Path
     step: int = 0
     formed: int | None = None
+    # Processor time of all threads in the steps so far. Unlike the time by the clock it depends little on the machine's
+    # other work.
     seconds: float = 0.0
 
     def train(self, model: LlamaForCausalLM, data: Data, log: list[dict[str, Any]]) -> None:

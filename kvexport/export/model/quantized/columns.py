@@ -63,11 +63,7 @@ class ColumnPacked:
         return (columns * numbers, rows) if self.layout == "awq" else (columns, rows * numbers)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the packed rows of the weight: blocks of outputs in order, with their scales and zero points.
-
-        Raises:
-            UsageError: A scale is 0, or the file ends early.
-        """
+        """Yield the packed rows of the weight: blocks of outputs in order, with their scales and zero points."""
         n, k = self.shape
         bits = self.packing.bits
         step = max(8, _BLOCK_BYTES * 8 // (k * bits) // 8 * 8)
@@ -124,11 +120,7 @@ def _zeros(entry: TensorEntry, bits: int, layout: Layout) -> NDArray[np.uint8]:
 
 
 def read_columns(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the packed weights of a GPTQ or AWQ checkpoint.
-
-    Raises:
-        UsageError: The number of bits or the version is unsupported, or tensors do not fit each other.
-    """
+    """Return the packed weights of a GPTQ or AWQ checkpoint."""
     method = str(config.get("quant_method")).lower()
     layout = _layout(method, config)
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size", -1))

@@ -74,11 +74,7 @@ class Float4:
         return n, 2 * half
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the packed rows of the weight with their scales.
-
-        Raises:
-            UsageError: A scale is 0, or the file ends early.
-        """
+        """Yield the packed rows of the weight with their scales."""
         n, k = self.shape
         scale = require_scales(self.scale.name, self._scales()) * np.float32(0.5)
         for rows in row_blocks(n, k // 2, BLOCK_BYTES):
@@ -110,9 +106,6 @@ def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: 
     """Return the 4-bit float weight (MXFP4 or NVFP4) of a module whose numbers are the tensor `entry`.
 
     The weight is MXFP4 if its scales are integers, else NVFP4 with a scale for the whole tensor, named `total`.
-
-    Raises:
-        UsageError: Tensors do not fit each other.
     """
     scale = require(tensors, f"{prefix}.weight_scale", name)
     if entry.dtype != "U8" or len(entry.shape) != 2:
@@ -130,11 +123,7 @@ def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: 
 
 
 def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the weights of a checkpoint in ModelOpt's NVFP4.
-
-    Raises:
-        UsageError: Tensors do not fit each other.
-    """
+    """Return the weights of a checkpoint in ModelOpt's NVFP4."""
     sources: dict[str, Source] = {}
     used: set[str] = set()
     for name, entry in tensors.items():
@@ -178,11 +167,7 @@ class TableOf16:
         return scale.astype(np.float32)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the dequantized rows of the weight in float32.
-
-        Raises:
-            UsageError: The file ends early.
-        """
+        """Yield the dequantized rows of the weight in float32."""
         (n, k), table = self.shape, whole(self.table).astype(np.float32)
         scale = self._scales
         for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
@@ -199,11 +184,7 @@ class TableOf16:
 
 
 def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the 4-bit weights of a bitsandbytes checkpoint, which are cast to floats when the artifact is written.
-
-    Raises:
-        UsageError: The weights have 8 bits, or tensors do not fit each other.
-    """
+    """Return the 4-bit weights of a bitsandbytes checkpoint, which are cast to floats when the artifact is written."""
     if not config.get("load_in_4bit"):
         raise refused("bitsandbytes of 8 bits")
     sources: dict[str, Source] = {}

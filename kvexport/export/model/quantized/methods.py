@@ -28,14 +28,7 @@ _READERS = {
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of quantized weights in config.json, its text_config, or ModelOpt's file beside it.
-
-    Returns:
-        The description; None for float weights.
-
-    Raises:
-        UsageError: The layout is unsupported.
-    """
+    """Return the description of quantized weights in config.json, its text_config, or ModelOpt's file beside it."""
     section: Any = None
     for candidate in (config, config.get("text_config")):
         if isinstance(candidate, Mapping):
@@ -61,15 +54,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] 
 
 
 def read_quantized(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the packed weights of a quantized checkpoint. Its other tensors are left out.
-
-    Args:
-        config: The description of the quantization, as `quantization_of` returns it.
-        tensors: The tensors of the checkpoint.
-
-    Raises:
-        UsageError: Tensors do not fit each other, or no weight is packed.
-    """
+    """Return the packed weights of a quantized checkpoint. Its other tensors are left out."""
     computed, used, notes = _READERS[config["quant_method"]](config, tensors)
     if not computed:
         raise UsageError(

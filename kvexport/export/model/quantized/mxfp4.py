@@ -30,19 +30,12 @@ PACKING = PackedFormat(4, False, GROUP, "none", "uint8", table=E2M1)
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """The weight [experts, outputs, inputs] of a layer's experts, in the order of an artifact: gates before ups.
+    """The weight [experts, outputs, inputs] of a layer's experts, in the order of an artifact: gates before ups."""
 
-    Attributes:
-        name: The parameter of the model.
-        weight: The numbers, two in a byte.
-        scale: The exponents.
-        packing: The format of the weight in an artifact.
-    """
-
-    name: str
-    weight: TensorEntry
-    scale: TensorEntry
-    packing: PackedFormat = PACKING
+    name: str  # parameter of the model
+    weight: TensorEntry  # numbers, two in a byte
+    scale: TensorEntry  # exponents
+    packing: PackedFormat = PACKING  # format of the weight in an artifact
 
     @property
     def full_shape(self) -> tuple[int, int, int]:
@@ -57,11 +50,7 @@ class Mxfp4Experts:
         return experts * outputs, inputs
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the packed rows of one expert after another.
-
-        Raises:
-            UsageError: A scale is NaN, or the file ends early.
-        """
+        """Yield the packed rows of one expert after another."""
         experts, outputs, inputs = self.full_shape
         for expert in range(experts):
             one = range(expert, expert + 1)
@@ -84,11 +73,7 @@ class Mxfp4Experts:
 
 
 def read_mxfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the experts of a checkpoint in MXFP4.
-
-    Raises:
-        UsageError: Tensors do not fit each other.
-    """
+    """Return the experts of a checkpoint in MXFP4."""
     sources: dict[str, Source] = {}
     used: set[str] = set()
     for name, entry in tensors.items():

@@ -86,11 +86,7 @@ def halves(stored: Array) -> NDArray[np.uint8]:
 
 
 def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
-    """Return the permutation of inputs that makes the groups of GPTQ's `g_idx` contiguous; None if they already are.
-
-    Raises:
-        UsageError: Groups differ in size.
-    """
+    """Return the permutation of inputs that makes the groups of GPTQ's `g_idx` contiguous; None if they already are."""
     groups = whole(entry)
     if (groups == -1).all():  # compressed-tensors writes -1 where inputs have no order
         return None

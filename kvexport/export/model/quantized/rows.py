@@ -58,11 +58,7 @@ class RowPacked:
         return self.weight.name
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the packed rows of the weight with their scales and zero points.
-
-        Raises:
-            UsageError: A scale is 0, or the file ends early.
-        """
+        """Yield the packed rows of the weight with their scales and zero points."""
         (n, k), bits = self.shape, self.packing.bits
         in_words = self.weight.dtype == "I32"
         scale = np.broadcast_to(require_scales(self.scale.name, whole(self.scale)), (n, k // self.packing.group))
@@ -123,11 +119,7 @@ class Float8:
         return n, k
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the dequantized rows of the weight in float32.
-
-        Raises:
-            UsageError: A scale is 0, or the file ends early.
-        """
+        """Yield the dequantized rows of the weight in float32."""
         n, k = self.shape
         tall, wide = self.block
         scale = require_scales(self.scale.name, whole(self.scale)).astype(np.float32)
@@ -144,11 +136,7 @@ class Float8:
 
 
 def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the weights of a compressed-tensors checkpoint.
-
-    Raises:
-        UsageError: The format is unsupported, or tensors do not fit each other.
-    """
+    """Return the weights of a compressed-tensors checkpoint."""
     groups = config.get("config_groups")
     schemes = (
         [scheme for scheme in groups.values() if isinstance(scheme, Mapping)] if isinstance(groups, Mapping) else []
@@ -241,11 +229,7 @@ def _packed(prefix: str, entry: TensorEntry, tensors: Tensors, shape: tuple[int,
 
 
 def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the 8-bit float weights of a checkpoint, which are cast to floats when the artifact is written.
-
-    Raises:
-        UsageError: Tensors do not fit each other.
-    """
+    """Return the 8-bit float weights of a checkpoint, which are cast to floats when the artifact is written."""
     size = config.get("weight_block_size")
     sources: dict[str, Source] = {}
     used: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -72,9 +73,9 @@ def figure(drawing: Plot | HeatMap) -> str:
         canvas: Any = FigureCanvasSVG(drawn)
         canvas.print_svg(text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = text.getvalue()
-    svg = svg[svg.index("<svg ") :].replace(
-        "<svg ", f'<svg class="drawing" role="img" aria-label="{escape(drawing.title)}" ', 1
-    )
+    # In a page of HTML the namespaces of SVG are known; a report names no address.
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg ") :]).replace("xlink:href", "href")
+    svg = svg.replace("<svg ", f'<svg class="drawing" role="img" aria-label="{escape(drawing.title)}" ', 1)
     caption = f"<figcaption><h2>{escape(drawing.title)}</h2></figcaption>"
     inner = f'<div class="scroll" tabindex="0">\n{svg}</div>\n<p class="note">{escape(note)}</p>'
     return f'<figure class="{"wide" * (columns > 8)}">\n{caption}\n{inner}\n</figure>'

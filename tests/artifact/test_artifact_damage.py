@@ -203,7 +203,7 @@ def test_a_missing_path_is_a_usage_error_and_an_empty_folder_an_artifact_error(t
     for name in ("absent", "absent/below", "file", "file/below", "dangling"):
         with pytest.raises(UsageError) as caught:
             load_checked(tmp_path / name)
-        assert "kvexport build" in caught.value.fix
+        assert "kvexport list" in caught.value.fix
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError, match=r"no manifest\.json"):
         load_checked(tmp_path / "empty")

@@ -98,6 +98,8 @@ def test_every_verb_of_the_command_line_is_judged() -> None:
         *VERBS,
         "docs",
         "doctor",
+        "list",
+        "rm",
     }
 
 

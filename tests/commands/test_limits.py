@@ -59,14 +59,6 @@ def test_a_build_into_a_folder_that_cannot_be_written(tiny_recipe: Path, read_on
     assert list(read_only.iterdir()) == []
 
 
-def test_a_calibration_without_room_for_temporary_files(
-    tiny_recipe: Path, read_only: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(read_only))
-    message = failure(3, "calibrate", "--recipe", tiny_recipe, "--of", "text", "--length", 128, "--passages", 1)
-    assert str(read_only) in message and "cannot be written or read: Permission denied" in message
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_sessions_in_a_folder_that_cannot_be_written(engine: Engine, read_only: Path, shared: bool) -> None:
     with pytest.raises(EnvironmentProblem, match=r"the folder of sessions .* cannot be used: Permission denied"):

@@ -23,7 +23,7 @@ from kvexport.recipe.load import load_recipe
 from kvexport.state.mapped_file import mapped
 from kvexport.state.sessions import SUFFIX, SessionStore
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH
-from tests.support.command_line import ENVIRONMENT, ROOT, failure
+from tests.support.command_line import ENVIRONMENT, ROOT
 from tests.support.http_server import running
 from tests.support.models import build_shared
 from tests.support.permissions import permissions_hold

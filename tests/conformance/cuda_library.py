@@ -308,7 +308,7 @@ def merge_cache_call(
     call.compresses, call.recent_receives = method.compresses, method.recent_receives
     for k, s in enumerate(method.statistics):
         call.statistic_kind[k] = number("statistic", s.kind)
-    policy = attributes.policy
+    policy = first.policy
     for attribute in POLICY:
         value = getattr(policy, attribute.name)
         setattr(call.policy, attribute.name, number(attribute.name, value) if attribute.kind == "word" else value)

@@ -189,7 +189,7 @@ def test_the_tensorrt_plugin_accepts_the_new_method(made_up: MergeProfile) -> No
     if missing := what_is_missing():
         pytest.skip(missing)
     harness = Harness(make.build("tensorrt-harness"))
-    fields = parsed(merge_cache_node_attributes(made_up.attributes(64)))
+    fields = parsed(merge_cache_node_attributes([made_up.attributes(64)] * 2))
     assert harness.create("MergeCache", fields), harness.log()
 
 

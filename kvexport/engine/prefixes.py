@@ -24,7 +24,7 @@ _REMEMBERED = 1 << 16  # the most hashes of passed borders that are stored
 
 
 class Prefixes:
-    """A prefix cache: saved KV caches of prompt beginnings in at most `limit` bytes, the least recently used dropped."""
+    """A prefix cache: saved KV caches of prompt beginnings, at most `limit` bytes; the least recently used go first."""
 
     def __init__(self, chunk: int, limit: int) -> None:
         self.chunk, self.limit = chunk, limit

@@ -7,7 +7,7 @@ Each text is read once with the full cache. The queries of every layer with a wi
 which merge after every 64 tokens. The figures are the KL that follows from the change of the layer's attention output,
 to second order (`kvexport.calibrate.head_costs`), in nats per evaluated token: every fourth of the second half. In the
 rows `merged` the layers merge as those without windows do, which was the rule before: a merged slot leaves the window
-with its latest token. The results are benchmarks/results/windows.json.
+with its latest token.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def cost(row: str, slots: int, recipe: Any, layer: Any, inputs: Any, output: Ten
     """Return the cost of one layer's evictions, times the number of evaluated tokens."""
     name, _, how = row.partition(", ")
     method = all_methods()[name]()
-    own = {**recipe["cache"], "method": name, "budget": slots}
+    own = {**recipe["cache"], "method": name, "parameters": {}, "budget": slots}
     cache = plan_cache(Recipe.model_validate({**recipe, "cache": own}), [layer]).caches[0]
     compressed.layer_merge_cache = merge_in_windows if how == "merged" else layer_merge_cache
     compressed.native_opener = (lambda *_: None) if how == "merged" else NATIVE

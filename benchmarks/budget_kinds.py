@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from kvexport.allocation import least_slots
 from kvexport.calibrate.head_shares import grouped, head_shares_of, samples_of
-from kvexport.calibrate.measured import Measured, measure
+from kvexport.calibrate.measured import measure
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.evaluate.corpus import manual
@@ -113,7 +114,7 @@ class Run:
     def label_of(self, kind: str, slots: int) -> str:
         """Return the method `ballot` with budgets of KV heads that are calibrated on all kinds of text but `kind`."""
         costs = {name: cost for name, cost in self.measured.costs.items() if name != kind}
-        others = Measured(self.measured.length, self.measured.budgets, costs)
+        others = replace(self.measured, costs=costs)
         shares, _ = head_shares_of(others, slots, self.least)
         rows = json.dumps(shares).replace(" ", "")
         return f"ballot:cache.allocation.kind=listed:cache.allocation.shares={rows}"

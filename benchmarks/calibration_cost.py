@@ -49,7 +49,7 @@ def measure_text(model: str, tokens: int) -> dict[str, float]:
     ids = [int(x) for x in np.random.default_rng(0).integers(3, shape.model.config.vocab_size, tokens)]
     budgets, counted = budgets_of(tokens, least_slots(recipe)), list(range(tokens // 2, tokens - 1))
     before, start = resident_bytes(), time.perf_counter()
-    HeadCosts(recipe, shape).of_text(ids, counted, budgets)
+    HeadCosts(recipe, shape).of_text(ids, counted, lambda _: budgets)
     seconds = time.perf_counter() - start
     return {
         "seconds": round(seconds, 1),

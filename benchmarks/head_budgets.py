@@ -242,7 +242,7 @@ def recall_texts(numbers: Sequence[int]) -> list[Sample]:
 
 def costs(model: Model, ids: Ids, counted: Sequence[int] = range(LENGTH // 2, LENGTH)) -> NDArray[np.float64]:
     """Return the costs [layers, heads, GRID] of `HeadCosts`, by default of a text's second half."""
-    return HeadCosts(model.recipe, read_model(model.recipe)).of_text(ids, counted, GRID)
+    return HeadCosts(model.recipe, read_model(model.recipe)).of_text(ids, counted, lambda _: GRID)
 
 
 def shares_of(kind: str, slots: int, cost: NDArray[np.float64]) -> list[Any]:

@@ -126,9 +126,9 @@ def calibrated_recipe(
         budget: See `model_recipe`.
         max_length: See `model_recipe`.
         overrides: See `model_recipe`. If they divide the budget (`cache.allocation`), nothing is measured.
-        calibrate: Whether budgets of KV heads or layers are measured on the package's texts. None measures them if the
-            model and the machine allow it and it does not take too long. True measures them even if it takes long.
-            False gives all heads equal budgets.
+        calibrate: Whether budgets of KV heads are measured on the package's texts. None measures them if the model and
+            the machine allow it, on fewer texts for a larger model. True measures them on all texts. False gives all
+            heads equal budgets.
         progress: Shows the stages of the measurement.
 
     Raises:

@@ -13,7 +13,11 @@ NOTHING = 1e-12  # nats
 
 
 def robust_budgets(
-    costs: Mapping[str, NDArray[np.float64]], budgets: Sequence[int], slots: int, least: int, most: int
+    costs: Mapping[str, NDArray[np.float64]],
+    budgets: Sequence[int] | NDArray[np.int64],
+    most: int | NDArray[np.int64],
+    slots: int,
+    least: int,
 ) -> tuple[NDArray[np.int64], float]:
     """Return cache budgets in slots, [n], that lower the costs of all kinds of text, and the shrinkage factor.
 
@@ -23,20 +27,27 @@ def robust_budgets(
     """
     curves = {kind: curves_of(cost, budgets, least, most) for kind, cost in costs.items()}
     equal = {kind: max(curve[:, slots - least].sum(), NOTHING) for kind, curve in curves.items()}
+    most = np.broadcast_to(most, len(next(iter(curves.values()))))
     relative = {kind: curve / equal[kind] for kind, curve in curves.items()}
     shrink = 0.0
     if len(costs) > 1:
         worst = dict.fromkeys(STEPS, 0.0)
         total = np.sum(list(relative.values()), 0)
         for curve, step in product(relative.values(), STEPS):
-            allotted = shrunk(cheapest(total - curve, slots, least), slots, step)
+            allotted = shrunk(cheapest(total - curve, slots, least, most), slots, step, most)
             worst[step] = max(worst[step], float(curve[np.arange(len(allotted)), allotted - least].sum()))
         shrink = min(STEPS, key=lambda step: worst[step])
-    return shrunk(cheapest(np.sum(list(relative.values()), 0), slots, least), slots, shrink), shrink
+    budgets = cheapest(np.sum(list(relative.values()), 0), slots, least, most)
+    return shrunk(budgets, slots, shrink, most), shrink
 
 
 def relative_cost(
-    cost: NDArray[np.float64], budgets: Sequence[int], allotted: NDArray[np.int64], slots: int, least: int, most: int
+    cost: NDArray[np.float64],
+    budgets: Sequence[int] | NDArray[np.int64],
+    most: int | NDArray[np.int64],
+    allotted: NDArray[np.int64],
+    slots: int,
+    least: int,
 ) -> float:
     """Return the estimated cost of the budgets `allotted`, relative to that of equal budgets of `slots`."""
     curve = curves_of(cost, budgets, least, most)
@@ -44,40 +55,54 @@ def relative_cost(
     return float(curve[np.arange(len(at)), at].sum() / max(curve[:, slots - least].sum(), NOTHING))
 
 
-def curves_of(cost: NDArray[np.float64], budgets: Sequence[int], least: int, most: int) -> NDArray[np.float64]:
-    """Return the cost [n, most - least + 1] of every number of slots from `least` to `most`.
+def curves_of(
+    cost: NDArray[np.float64],
+    budgets: Sequence[int] | NDArray[np.int64],
+    least: int,
+    most: int | NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Return the cost [n, slots] of every number of slots from `least` to the largest `most`; 0 from `most` on.
 
     Between the measured budgets the logarithm of the cost is interpolated linearly in the logarithm of the slots;
     beyond them it is extrapolated.
     """
-    slots = np.arange(least, most + 1)
-    x, y = np.log(budgets), np.log(np.maximum(np.minimum.accumulate(cost, -1), NOTHING))
-    piece = np.clip(np.searchsorted(x, np.log(slots)) - 1, 0, len(budgets) - 2)
-    slope = (y[:, 1:] - y[:, :-1]) / (x[1:] - x[:-1])
-    curve: NDArray[np.float64] = np.exp(y[:, piece] + slope[:, piece] * (np.log(slots) - x[piece]))
-    curve[:, -1] = 0.0
+    slots = np.arange(least, np.max(most) + 1)
+    x = np.broadcast_to(np.log(budgets), cost.shape)
+    y = np.log(np.maximum(np.minimum.accumulate(cost, -1), NOTHING))
+    slope = (y[:, 1:] - y[:, :-1]) / (x[:, 1:] - x[:, :-1])
+    curve = np.zeros((len(cost), len(slots)))
+    for row, bound in enumerate(np.broadcast_to(most, len(cost))):
+        piece = np.clip(np.searchsorted(x[row], np.log(slots)) - 1, 0, x.shape[1] - 2)
+        curve[row] = np.exp(y[row, piece] + slope[row, piece] * (np.log(slots) - x[row, piece]))
+        curve[row, max(int(bound) - least, 0) :] = 0.0
     return curve
 
 
-def cheapest(curve: NDArray[np.float64], slots: int, least: int) -> NDArray[np.int64]:
+def cheapest(
+    curve: NDArray[np.float64], slots: int, least: int, most: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
     """Return the budgets in slots, [n], with the least sum of costs at `slots` mean slots."""
     counts, total = least + np.arange(curve.shape[1]), slots * len(curve)
+    most = np.full(len(curve), counts[-1]) if most is None else most
     low, high = -40.0, 10.0
     for _ in range(100):
         price = (low + high) / 2
         enough = counts[(curve + np.exp(price) * counts).argmin(-1)].sum() >= total
         low, high = (price, high) if enough else (low, price)
     budgets: NDArray[np.int64] = counts[(curve + np.exp(high) * counts).argmin(-1)].astype(np.int64)
-    return _summing_to(budgets, total, least, int(counts[-1]))
+    return _summing_to(budgets, total, least, most)
 
 
-def shrunk(budgets: NDArray[np.int64], slots: int, step: float) -> NDArray[np.int64]:
+def shrunk(
+    budgets: NDArray[np.int64], slots: int, step: float, most: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
     """Return the budgets `budgets` with the part `step` of them replaced by equal budgets of `slots`."""
     mixed = np.floor((1 - step) * budgets + step * slots).astype(np.int64)
-    return _summing_to(mixed, slots * len(mixed), int(min(budgets)), int(max(budgets)))
+    most = np.full(len(mixed), max(budgets)) if most is None else np.minimum(most, max(budgets))
+    return _summing_to(np.minimum(mixed, most), slots * len(mixed), int(min(budgets)), most)
 
 
-def _summing_to(budgets: NDArray[np.int64], total: int, least: int, most: int) -> NDArray[np.int64]:
+def _summing_to(budgets: NDArray[np.int64], total: int, least: int, most: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return budgets with the sum `total`: the difference is spread, one slot for each head, within the bounds."""
     budgets, rest = budgets.copy(), total - int(budgets.sum())
     while rest:

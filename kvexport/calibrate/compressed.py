@@ -25,7 +25,12 @@ OPSETS = (("", 23), ("kvexport", 1))
 
 
 def compressed_attention(
-    cache: LayerCache, layer: LayerGeometry, method: Method, inputs: Sequence[Tensor], chunk: int
+    cache: LayerCache,
+    layer: LayerGeometry,
+    method: Method,
+    inputs: Sequence[Tensor],
+    chunk: int,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Return the attention output [1, Hq, T, Dv] of a layer whose cache merges after every chunk."""
     import torch
@@ -33,7 +38,7 @@ def compressed_attention(
     parts, dtypes = [], cache.dtypes()
     state: Sequence[Tensor] = [torch.from_numpy(np.zeros(x, dtypes[name])) for name, x in cache.shapes(1).items()]
     attend, merge = layer_attributes(method, layer, cache.value_prefix), merge_attributes(cache, method)
-    opener = native_opener(cache, method)
+    opener = native_opener(cache, method) if sink_logits is None else None
     for first in range(0, inputs[0].shape[2], chunk):
         new = [x[:, :, first : first + chunk].contiguous() for x in inputs]
         tokens = new[0].shape[2]
@@ -42,7 +47,7 @@ def compressed_attention(
         if opener is not None:
             output, *state = _run(_attention_session(attend, opener), arguments)
         else:
-            arguments = (*arguments[:10], None, *arguments[10:])
+            arguments = (*arguments[:10], sink_logits, *arguments[10:])
             output, *state = layer_vote_attention(*arguments, attributes=attend)
         parts.append(output)
         if int((state[2].reshape(cache.kv_heads, -1) > 0).sum(-1).max()) > cache.budget[0]:
@@ -58,8 +63,7 @@ def native_opener(cache: LayerCache, method: Method) -> NodeOpener | None:
 
     Native operators take plain float32 caches here.
     """
-    plain = len(cache.state) == 5 and not cache.sliding_window
-    if not plain or not {str(dtype) for dtype in cache.dtypes().values()} <= {"float32", "int32"}:
+    if len(cache.state) != 5 or not {str(dtype) for dtype in cache.dtypes().values()} <= {"float32", "int32"}:
         return None
     openers = (backend.node_opener(("VoteAttention", "MergeCache"), method) for backend in backends.all_backends())
     return next((opener for opener in openers if opener is not None), None)

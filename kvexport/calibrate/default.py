@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from kvexport import backends
@@ -12,8 +11,7 @@ from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import LoadedRecipe
 from kvexport.terminal import Progress, say, silent
 
-MOST_SECONDS = 1800.0  # a longer calibration runs only if the user asks for it
-COST = "at equal bytes they lose about twice as much as measured budgets (kvexport docs measurements/budgets)"
+MOST_PARAMETERS = 8e9  # a larger model is calibrated only if the user asks for it: three texts take half an hour
 
 Show = Callable[[str, "int | None"], Progress]
 
@@ -30,16 +28,11 @@ def with_measured_budgets(
     if calibrate is False or not _has_a_choice(loaded):
         return loaded
     try:
-        settings = _measured_settings(recipe, None if calibrate else MOST_SECONDS, progress)
-        from kvexport.export.build import read_model
-
-        measured = changed(settings)
-        read_model(measured.recipe, weights=False)  # some recipes cannot have budgets of single heads
-        return measured
+        return _measured(recipe, changed, bool(calibrate), progress)
     except (UsageError, EnvironmentProblem) as error:
         if calibrate:
             raise
-        say(f"budgets are equal in all layers and KV heads, because {error.problem}; {COST}")
+        say(f"budgets are equal in all layers and KV heads, because {error.problem}")
         return loaded
 
 
@@ -51,19 +44,21 @@ def _has_a_choice(loaded: LoadedRecipe) -> bool:
     return evicts and not own and cache.positions == "absolute" and cache.build_method().allocation == "uniform"
 
 
-def _measured_settings(recipe: Recipe, most_seconds: float | None, progress: Show) -> list[str]:
-    """Return the settings of a recipe with measured budgets."""
+def _measured(
+    recipe: Recipe, changed: Callable[[Sequence[str]], LoadedRecipe], all_texts: bool, progress: Show
+) -> LoadedRecipe:
+    """Return a recipe with measured budgets, and print how far its cache is from the full one."""
+    from kvexport.calibrate.guard import divergence
+    from kvexport.calibrate.head_shares import fitted_slots, grouped, head_shares_of, samples_of
+    from kvexport.calibrate.measured import measure
     from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
     from kvexport.export.model.checkpoint import resolve_checkpoint
 
     if recipe.cache.dtype != "model" and backends.get(recipe.backend.name).needs_gpu(recipe):
         problem = f"cache.dtype is {recipe.cache.dtype}: a merge on a GPU would be an ONNX function for each KV head"
         raise UsageError(problem, "--set cache.dtype=model, or no --calibrate")
-    least = math.ceil(least_slots(recipe))
-    if recipe.budget <= least:
-        problem = f"{recipe.budget} slots leave no choice: sinks, recent slots and two more take {least} of each head"
-        raise UsageError(problem, f"--budget {2 * least}, or more")
     length = min(LENGTH, recipe.limits.max_length)
+    slots = fitted_slots(recipe, length)
     with progress("reading the checkpoint", None):
         folder = resolve_checkpoint(recipe.model.path, recipe.model.revision)
         if folder.is_dir():
@@ -71,12 +66,18 @@ def _measured_settings(recipe: Recipe, most_seconds: float | None, progress: Sho
         from kvexport.export.build import read_model
 
         shape = read_model(recipe)
-    from kvexport.calibrate.head_shares import grouped, head_shares_of, samples_of
-    from kvexport.calibrate.measured import measure
-
+    parameters = sum(p.numel() for p in shape.model.parameters())
+    if not all_texts and parameters > MOST_PARAMETERS:
+        problem = f"the calibration of {parameters / 1e9:.1f} billion parameters takes more than half an hour"
+        raise UsageError(problem, "--calibrate")
     samples = samples_of(shape.checkpoint.path, length)
-    measured = grouped(measure(recipe, shape, samples, length, progress, most_seconds))
-    share = recipe.budget / recipe.limits.max_length * length
-    slots = min(max(round(share), length // 16, least + 1), length // 2)
-    shares, _ = head_shares_of(measured, slots, least)
-    return ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
+    measured = grouped(measure(recipe, shape, samples, length, progress, all_texts=all_texts))
+    shares, _ = head_shares_of(measured, slots, least_slots(recipe))
+    result = changed(["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"])
+    read_model(result.recipe, weights=False)  # some recipes have no place for caches of single heads
+    with progress("comparing with the full cache", None):
+        compared = divergence(result.recipe, shape, next(iter(samples.values())).ids, slots)
+    say(compared.line)
+    if compared.warning:
+        say(f"warning: {compared.warning}")
+    return result

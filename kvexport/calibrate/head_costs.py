@@ -20,8 +20,11 @@ from kvexport.cache_planning import plan_cache
 from kvexport.calibrate.compressed import compressed_attention
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Ids
+from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.model.layerwise import LayerwiseDecoder
 from kvexport.export.model.shape import ModelShape
+from kvexport.methods.base import Method
+from kvexport.ops.vote_attention import read_attention
 from kvexport.recipe.fields import Recipe
 
 if TYPE_CHECKING:
@@ -37,11 +40,6 @@ class HeadCosts:
     """The costs of evictions in one model under one cache method."""
 
     def __init__(self, recipe: Recipe, shape: ModelShape) -> None:
-        """Prepare the measurement."""
-        for i, layer in enumerate(shape.geometry):
-            if layer.sliding_window or layer.softcap or layer.sink_logits:
-                problem = f"layer {i} has a sliding window, a softcap or sink logits, which this measurement leaves out"
-                raise UsageError(problem, EQUAL)
         if len(heads := {layer.kv_heads for layer in shape.geometry}) > 1:
             problem = f"layers have different numbers of KV heads ({', '.join(map(str, sorted(heads)))})"
             raise UsageError(problem, EQUAL)
@@ -63,21 +61,27 @@ class HeadCosts:
         self,
         ids: Ids,
         counted: Sequence[int],
-        budgets: Sequence[int],
+        budgets: Callable[[int], Sequence[int]],
         advance: Callable[[int], None] = lambda _: None,
     ) -> NDArray[np.float64]:
-        """Return the cost [layers, heads, budgets] of every head's evictions, in nats per evaluated position."""
-        geometry, full = self._geometry, _Full(self._geometry)
-        recipes = [sized(self._resolved, len(ids), slots) for slots in budgets]
-        plans, chunk = [plan_cache(recipe, geometry) for recipe in recipes], recipes[0].export.prefill_chunk
+        """Return the cost [layers, heads, budgets] of every head's evictions, in nats per evaluated position.
+
+        `budgets` returns the slots of a head for the tokens that it sees: those of the text, or of a shorter window.
+        """
+        geometry, full = self._geometry, FullAttention(self._geometry, self._method)
+        slots = [budgets(min(len(ids), layer.sliding_window or len(ids))) for layer in geometry]
+        recipes = {n: sized(self._resolved, len(ids), n) for n in sorted({n for own in slots for n in own})}
+        plans = {n: plan_cache(recipe, geometry) for n, recipe in recipes.items()}
+        chunk = recipes[slots[0][0]].export.prefill_chunk
         passes = self._decoder.passes(ids, full, lambda: advance(FORWARD))
         gradients = passes.last_gradients(counted, full, _fisher_directions)
-        costs = np.zeros((len(geometry), geometry[0].kv_heads, len(budgets)))
+        costs = np.zeros((len(geometry), geometry[0].kv_heads, len(slots[0])))
         for i in reversed(range(len(geometry))):
             inner, gradients = passes.layer_gradients(i, full, lambda: full.last[-1], gradients)
             *inputs, output = (x.detach() for x in full.last)
-            for p, plan in enumerate(plans):
-                d = compressed_attention(plan.caches[i], geometry[i], self._method, inputs, chunk) - output
+            for p, n in enumerate(slots[i]):
+                cache = plans[n].caches[i]
+                d = compressed_attention(cache, geometry[i], self._method, inputs, chunk, full.sink_logits) - output
                 for gradient in inner:
                     change = (gradient * d).reshape(costs.shape[1], -1, *d.shape[2:]).sum((1, 3))  # [H, T]
                     costs[i, :, p] += 0.5 * change.square().sum(1).double().numpy() / PROBES / len(counted)
@@ -105,21 +109,30 @@ def _fisher_directions(logits: Tensor) -> Iterator[Tensor]:
         yield drawn.addcmul_(probability, (root * drawn).sum(-1, keepdim=True), value=-1)
 
 
-class _Full:
+class FullAttention:
     """Full attention that stores the query, key, value and output of the layer that ran last."""
 
-    def __init__(self, geometry: Sequence[LayerGeometry]) -> None:
-        self.geometry = geometry
+    def __init__(self, geometry: Sequence[LayerGeometry], method: Method) -> None:
+        self.geometry, self.method = geometry, method
         self.last: tuple[Tensor, Tensor, Tensor, Tensor]
+        self.sink_logits: Tensor | None = None
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return causal attention [1, Hq, T, Dv] over all positions, and store the layer's tensors."""
+        """Return causal attention [1, Hq, T, Dv] over all positions of the layer's window, and store its tensors."""
+        import torch
         from torch.nn.functional import scaled_dot_product_attention
 
-        layer: int = options["layer"]
-        scale = self.geometry[layer].scale
-        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        self.last = (query, key, value, output)
+        layer, sinks = self.geometry[options["layer"]], options.get("s_aux")
+        if layer.sliding_window or layer.softcap or sinks is not None:
+            position = torch.arange(query.shape[2])[None]
+            votes = key.new_ones(key.shape[:3])
+            state = key, value, votes, votes, position.expand(key.shape[:3])
+            attributes = layer_attributes(self.method, layer)
+            lengths = torch.tensor([[query.shape[2]]])
+            output = read_attention(query, position, lengths, state, sinks, attributes=attributes)
+        else:
+            output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=layer.scale, enable_gqa=True)
+        self.last, self.sink_logits = (query, key, value, output), None if sinks is None else sinks.detach()
         return output
 
     def mask(self, mask_function: Any) -> Any:

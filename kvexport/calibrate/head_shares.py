@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvexport.allocation import least_slots
 from kvexport.calibrate.allotment import relative_cost, robust_budgets
 from kvexport.calibrate.facts import fact_passages, text_language
-from kvexport.calibrate.measured import Measured, measure
+from kvexport.calibrate.measured import Measured, budgets_of, measure
 from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Words
@@ -97,19 +97,21 @@ def calibrate_heads(
     with progress("reading the checkpoint", None):
         shape = read_model(own.recipe)
     length = length or min(LENGTH, own.recipe.limits.max_length)
-    slots = share_of_text(own.recipe, length)
+    slots = fitted_slots(own.recipe, length)
     samples = samples_of(shape.checkpoint.path, length, tasks, texts, text, passages, seed)
     measured = grouped(measure(own.recipe, shape, samples, length, progress))
     shares, shrink = head_shares_of(measured, slots, least_slots(own.recipe))
     budgets = np.round(np.array(shares).reshape(-1) * slots).astype(np.int64)
     least = math.ceil(least_slots(own.recipe))
+    rows = rows_of(measured)
     changes = {
-        task: relative_cost(cost.reshape(-1, cost.shape[-1]), measured.budgets, budgets, slots, least, length)
+        task: relative_cost(cost.reshape(-1, cost.shape[-1]), *rows, budgets, slots, least)
         for task, cost in measured.costs.items()
     }
     counts = {task: sum(name.partition("/")[0] == task for name in samples) for task in measured.costs}
     nats = {task: np.vectorize(lambda x: float(f"{x:.4g}"))(each).tolist() for task, each in measured.costs.items()}
-    return HeadShares(own.name, length, counts, measured.budgets, nats, changes, shrink, shares)
+    sizes = budgets_of(length, least_slots(own.recipe))
+    return HeadShares(own.name, length, counts, sizes, nats, changes, shrink, shares)
 
 
 def _require_budgets(recipe: Recipe) -> None:
@@ -167,16 +169,19 @@ def asked_and_answered(passage: Passage) -> Sample:
     return Sample(ids, len(passage.ids), counted)
 
 
-def share_of_text(recipe: Recipe, length: int) -> int:
-    """Return the recipe's share of a text of `length` tokens, in slots of a head."""
-    at, least = recipe.budget / recipe.limits.max_length * length, math.ceil(least_slots(recipe))
-    if not least < at < length:
+def fitted_slots(recipe: Recipe, length: int) -> int:
+    """Return the slots of a head that shares are fitted to: the recipe's budget, at most a quarter of a text.
+
+    More than a quarter of a text of `length` tokens is fitted if the budget is such a part of the longest sequence.
+    """
+    least = math.ceil(least_slots(recipe))
+    if recipe.budget <= least:
         raise UsageError(
-            f"{recipe.budget} slots of {recipe.limits.max_length} positions are {at:.0f} of a text of {length} tokens, "
-            f"which should be above {least}, and less than the text",
-            "--length with more tokens, or another cache.budget",
+            f"{recipe.budget} slots leave no choice: sinks, recent slots and two more take {least} of each head",
+            f"--budget {2 * least}, or more",
         )
-    return round(at)
+    part = max(length // 4, round(recipe.budget / recipe.limits.max_length * length))
+    return max(min(recipe.budget, part, length // 2), least + 1)
 
 
 def grouped(measured: Measured) -> Measured:
@@ -185,14 +190,20 @@ def grouped(measured: Measured) -> Measured:
     for name, cost in measured.costs.items():
         groups.setdefault(name.partition("/")[0], []).append(cost)
     means = {task: np.mean(costs, 0) for task, costs in groups.items()}
-    return Measured(measured.length, measured.budgets, means)
+    return replace(measured, costs=means)
 
 
 def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[list[float]], float]:
     """Return budget shares [layers, heads], relative to their mean, and the shrinkage factor."""
     costs, shape = _rows(measured.costs), next(iter(measured.costs.values())).shape[:2]
-    budgets, shrink = robust_budgets(costs, measured.budgets, slots, math.ceil(least), measured.length)
+    budgets, shrink = robust_budgets(costs, *rows_of(measured), slots, math.ceil(least))
     return (budgets / slots).round(2).reshape(shape).tolist(), shrink
+
+
+def rows_of(measured: Measured) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return by KV head the measured budgets [n, budgets], and the most slots [n] that cost anything."""
+    heads = next(iter(measured.costs.values())).shape[1]
+    return np.repeat(np.array(measured.budgets), heads, 0), np.repeat(np.array(measured.seen), heads)
 
 
 def _rows(costs: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:

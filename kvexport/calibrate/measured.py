@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,10 @@ from kvexport.units import format_bytes
 
 VERSION = 1  # of the estimate: another one is not comparable
 BUDGETS = 5  # the number of measured budgets
-FEWEST = 3  # texts that a build needs if it has no time for all
-# The order in which a build that has no time for all texts reads them: each is unlike those before it.
+FEWEST = 3  # texts that a build reads of a large model
+PARAMETERS = 7.5e9  # parameters times texts that a build reads: 10 texts of 0.75B, 5 of 1.5B, 3 of 2.5B and more
+SECONDS = 8e-8  # of a text, for each parameter, on two cores: 1.1B takes 84 s
+# The order in which a build that does not read all texts reads them: each is unlike those before it.
 VARIED = ("prose", "python", "german", "recall/0", "chat", "tables", "french", "c++", "manual")
 HINT = "--no-calibrate builds at once with uniform budgets"
 
@@ -43,7 +44,8 @@ class Measured:
     """The costs of evictions on texts of several kinds."""
 
     length: int  # tokens that the budgets refer to
-    budgets: list[int]  # measured budgets, in slots of a head in a text of `length` tokens
+    budgets: list[list[int]]  # by layer the measured budgets, in slots of a head that sees at most `seen` tokens
+    seen: list[int]  # by layer the tokens that a head sees at most: `length`, or fewer in a sliding window
     costs: dict[str, NDArray[np.float64]]  # by kind of text [layers, heads, budgets], nats
 
 
@@ -73,11 +75,20 @@ def measure(
     samples: dict[str, Sample],
     length: int,
     progress: Callable[[str, int | None], Progress],
-    most_seconds: float | None = None,
+    *,
+    all_texts: bool = True,
 ) -> Measured:
-    """Return the costs of evictions on texts; costs that were measured before come from the cache folder."""
+    """Return the costs of evictions on texts; costs that were measured before come from the cache folder.
+
+    If not `all_texts`, only as many are read as `texts_of_build` says, the most unlike ones.
+    """
     folder, least = folder_of(recipe, shape.checkpoint), least_slots(recipe)
-    budgets = budgets_of(length, least)
+    seen = [min(length, layer.sliding_window or length) for layer in shape.geometry]
+    budgets = [budgets_of(tokens, least) for tokens in seen]
+    number = len(samples) if all_texts else min(texts_of_build(shape), len(samples))
+    if number < len(samples):
+        order = sorted(samples, key=lambda kind: VARIED.index(kind) if kind in VARIED else len(VARIED))
+        samples = {kind: samples[kind] for kind in order[:number]}
     files = {kind: folder / f"{_digest(sample)}.json" for kind, sample in samples.items()}
     costs = {kind: cost for kind, file in files.items() if (cost := _read(file, shape)) is not None}
     missing = [kind for kind in samples if kind not in costs]
@@ -86,31 +97,23 @@ def measure(
 
         _require_memory(recipe, shape, length)
         measurement = HeadCosts(recipe, shape)
+        about = duration(SECONDS * _parameters(shape) * len(missing))
+        say(f"calibrating on {len(missing)} texts, about {about} on two cores ({HINT})")
+        with progress("calibrating", measurement.units * len(missing)) as bar:
+            for kind in missing:
+                ids, counted = samples[kind].ids, samples[kind].counted
+                costs[kind] = measurement.of_text(ids, counted, lambda tokens: budgets_of(tokens, least), bar.advance)
+                _write(files[kind], costs[kind])
+    return Measured(length, budgets, seen, {kind: costs[kind] for kind in samples})
 
-        def measure_text(kind: str, advance: Callable[[int], None]) -> None:
-            ids, counted = samples[kind].ids, samples[kind].counted
-            costs[kind] = measurement.of_text(ids, counted, budgets_of(len(ids), least), advance)
-            _write(files[kind], costs[kind])
 
-        start = time.monotonic()
-        with progress(f"calibrating: the first of {len(missing)} texts", measurement.units) as bar:
-            measure_text(missing[0], bar.advance)
-        each, rest = time.monotonic() - start, missing[1:]
-        if most_seconds is not None and each * len(rest) > most_seconds:
-            whole = duration(each * len(rest))
-            rest = sorted(rest, key=lambda kind: VARIED.index(kind) if kind in VARIED else len(VARIED))
-            rest = rest[: max(0, int(most_seconds / each))]
-            if len(costs) + len(rest) < FEWEST:
-                raise EnvironmentProblem(f"the calibration would take about {whole}", "")
-            number = f"{len(costs) + len(rest)} of {len(samples)} texts"
-            say(f"budgets are measured on {number}; --calibrate reads all, which takes about {whole}")
-        if rest:
-            hint = "" if most_seconds is None else f" ({HINT})"
-            label = f"calibrating: {len(rest)} more texts, about {duration(each * len(rest))}{hint}"
-            with progress(label, measurement.units * len(rest)) as bar:
-                for kind in rest:
-                    measure_text(kind, bar.advance)
-    return Measured(length, budgets, {kind: costs[kind] for kind in samples if kind in costs})
+def texts_of_build(shape: ModelShape) -> int:
+    """Return how many texts a build reads: a number that depends on the model alone, so that builds agree."""
+    return max(FEWEST, round(PARAMETERS / _parameters(shape)))
+
+
+def _parameters(shape: ModelShape) -> int:
+    return sum(p.numel() for p in shape.model.parameters())
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,35 +152,35 @@ def test_the_reason_is_printed_if_budgets_cannot_be_measured(
     assert "of memory, and 1.05 MB are free" in refused(small, capsys)
 
 
-def test_a_long_calibration_is_left_to_the_user(
+def test_a_calibration_of_a_large_model_is_left_to_the_user(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "FILES", {"code": texts.FOLDER / "code.txt", **KINDS})
-    monkeypatch.setattr("kvexport.calibrate.default.MOST_SECONDS", -1.0)
+    monkeypatch.setattr("kvexport.calibrate.default.MOST_PARAMETERS", 1e5)
     os.utime(next(small.glob("*.safetensors")), (2, 2))
     monkeypatch.setattr(HeadCosts, "of_text", lambda *_: np.ones((6, 2, 5)))
     assert budgets(small).recipe.cache.allocation.kind is None
-    assert "the calibration would take about 0 s" in capsys.readouterr().err
+    assert "billion parameters takes more than half an hour" in capsys.readouterr().err
     assert budgets(small, calibrate=True).recipe.cache.allocation.kind == "listed"
 
 
-def test_a_build_reads_as_many_texts_as_it_has_time_for(
+def test_a_build_reads_a_number_of_texts_that_depends_on_the_model_alone(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each text takes a second of this clock, and there are two and a half for the texts after the first."""
-    read = [0.0]
+    """Texts that a longer calibration has measured change nothing for a build that reads fewer."""
+    done: list[object] = []
 
-    def of_text(*_: object) -> object:
-        read[0] += 1
-        return np.ones((6, 2, 5)) * read[0]
+    def of_text(_: object, ids: object, *__: object) -> object:
+        done.append(ids)
+        costs = np.ones((6, 2, 5)) / np.arange(1, 6)
+        costs[len(done) % 6] *= 50
+        return costs
 
-    monkeypatch.setattr("kvexport.calibrate.default.MOST_SECONDS", 2.5)
-    monkeypatch.setattr(measured, "time", SimpleNamespace(monotonic=lambda: read[0]))
+    monkeypatch.setattr(measured, "PARAMETERS", 1.0)
     monkeypatch.setattr(HeadCosts, "of_text", of_text)
     os.utime(next(small.glob("*.safetensors")), (3, 3))
-    assert budgets(small).recipe.cache.allocation.kind == "listed"
-    assert read == [3]
-    shown = capsys.readouterr().err
-    assert "budgets are measured on 3 of 4 texts; --calibrate reads all, which takes about 3 s" in shown
-    assert budgets(small, calibrate=True).recipe.cache.allocation.kind == "listed"
-    assert read == [4]
+    first = budgets(small).recipe.cache.allocation.shares
+    assert len(done) == measured.FEWEST
+    assert "calibrating on 3 texts, about" in capsys.readouterr().err
+    assert budgets(small, calibrate=True).recipe.cache.allocation.shares != first
+    assert len(done) == 4
+    assert budgets(small).recipe.cache.allocation.shares == first and len(done) == 4

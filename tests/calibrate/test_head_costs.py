@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from kvexport.cache import LayerGeometry
 from kvexport.cache_planning import plan_cache
 from kvexport.calibrate import compressed
 from kvexport.calibrate.compressed import compressed_attention
-from kvexport.calibrate.head_costs import PROBES, HeadCosts, _fisher_directions, _Full, sized
+from kvexport.calibrate.head_costs import PROBES, FullAttention, HeadCosts, _fisher_directions, sized
 from kvexport.export.build import read_model
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
 from kvexport.export.model.shape import ModelShape
+from kvexport.methods import all_methods
 from kvexport.recipe.load import LoadedRecipe, load_recipe
 from kvexport.validate.weights import load_model
 
@@ -32,7 +34,7 @@ def tiny() -> tuple[LoadedRecipe, ModelShape]:
     return loaded, read_model(loaded.recipe)
 
 
-class _Storing(_Full):
+class _Storing(FullAttention):
     def attend(self, module: Any, query: Any, key: Any, value: Any, options: Any) -> Any:
         output = super().attend(module, query, key, value, options).requires_grad_(True)
         self.calls: list[Any] = [*getattr(self, "calls", []), (query.detach(), key.detach(), value.detach(), output)]
@@ -42,7 +44,7 @@ class _Storing(_Full):
 def test_layers_one_at_a_time_have_the_costs_of_the_whole_model(tiny: tuple[LoadedRecipe, ModelShape]) -> None:
     loaded, shape = tiny
     model = load_model(shape.checkpoint, loaded.recipe, IMPLEMENTATION).requires_grad_(False)
-    full = _Storing(shape.geometry)
+    full = _Storing(shape.geometry, loaded.recipe.cache.build_method())
     with torch.enable_grad(), attending(full):
         inputs = {"input_ids": torch.tensor([IDS]), "position_ids": torch.arange(LENGTH)[None]}
         logits = model(**inputs, **PassThroughCache().as_arguments(model)).logits[0, COUNTED]
@@ -59,7 +61,7 @@ def test_layers_one_at_a_time_have_the_costs_of_the_whole_model(tiny: tuple[Load
             for gradient in gradients:
                 change = (gradient[i] * d).reshape(expected.shape[1], -1, *d.shape[2:]).sum((1, 3))
                 expected[i, :, p] += 0.5 * change.square().sum(1).double().numpy() / PROBES / len(COUNTED)
-    costs = HeadCosts(loaded.recipe, shape).of_text(IDS, COUNTED, BUDGETS)
+    costs = HeadCosts(loaded.recipe, shape).of_text(IDS, COUNTED, lambda _: BUDGETS)
     assert expected.max() > 0
     np.testing.assert_allclose(costs, expected, rtol=1e-3, atol=1e-4 * expected.max())
 
@@ -79,3 +81,20 @@ def test_native_operators_compute_the_compressed_attention_of_pytorch(
     native = compressed_attention(cache, layer, method, inputs, 4)
     monkeypatch.setattr(compressed, "native_opener", lambda *_: None)
     torch.testing.assert_close(native, compressed_attention(cache, layer, method, inputs, 4), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_with_a_window_a_softcap_and_sinks_has_the_output_of_the_operator() -> None:
+    """The full attention that costs refer to is that of a cache that evicts nothing."""
+    layer = LayerGeometry(4, 2, 8, 8, sliding_window=20, softcap=5.0, scale=0.3, sink_logits=True)
+    method = all_methods()["ballot"]()
+    rng = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(1, h, LENGTH, 8, generator=rng) for h in (4, 2, 2)]
+    sinks = torch.randn(4, generator=rng)
+    full = FullAttention([layer], method)
+    output = full.attend(torch.nn.Identity(), *inputs, {"layer": 0, "s_aux": sinks})
+    recipe = sized(load_recipe("tiny-base", ["cache.method=ballot"]).resolved, LENGTH, LENGTH)
+    cache = plan_cache(recipe, [layer]).caches[0]
+    assert cache.budget == (20, 20)
+    torch.testing.assert_close(
+        output, compressed_attention(cache, layer, method, inputs, 4, sinks), rtol=1e-4, atol=1e-5
+    )

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from kvexport.allocation import allocate
 from kvexport.calibrate.allotment import cheapest, curves_of, robust_budgets, shrunk
 from kvexport.calibrate.facts import fact_passages
-from kvexport.calibrate.head_shares import asked_and_answered, calibrate_heads, share_of_text
-from kvexport.calibrate.measured import budgets_of
+from kvexport.calibrate.head_shares import asked_and_answered, calibrate_heads, fitted_slots, head_shares_of
+from kvexport.calibrate.measured import Measured, budgets_of
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.evaluate.recall import Passage, Question
@@ -85,18 +85,40 @@ def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_m
 def test_budgets_are_shrunk_where_kinds_of_text_disagree() -> None:
     sizes, slots = (24, 48, 96, 192), np.array((24, 48, 96, 192), float)
     one, other = (np.stack([weight / slots for weight in weights]) for weights in ((1, 1, 1, 64), (64, 1, 1, 1)))
-    agreed, none = robust_budgets({"a": one, "b": one}, sizes, 100, 12, 1024)
+    agreed, none = robust_budgets({"a": one, "b": one}, sizes, 1024, 100, 12)
     assert none == 0 and agreed.sum() == 400 and agreed[3] > 3 * agreed[0]
-    budgets, shrink = robust_budgets({"a": one, "b": one, "c": other}, sizes, 100, 12, 1024)
+    budgets, shrink = robust_budgets({"a": one, "b": one, "c": other}, sizes, 1024, 100, 12)
     assert shrink == 0.75 and budgets.sum() == 400 and max(budgets) - min(budgets) < 100
     assert shrunk(agreed, 100, 1.0).tolist() == [100] * 4
+
+
+@pytest.mark.parametrize(
+    ("budget", "length", "slots"),
+    [(64, 8192, 64), (200, 8192, 200), (2048, 8192, 256), (4096, 8192, 512), (300, 1024, 300), (13, 1024, 13)],
+)
+def test_shares_are_fitted_to_the_budget_that_is_built(budget: int, length: int, slots: int) -> None:
+    settings = ["cache.method=ballot", f"cache.budget={budget}", f"limits.max_length={length}"]
+    assert fitted_slots(load_recipe("smollm2-135m-base", settings).recipe, 1024) == slots
+
+
+def test_shares_follow_the_costs_at_the_budget_and_windows_bound_them() -> None:
+    """One head saves much with few slots, another with many; a third sees no more than a window of 64."""
+    length, window = 1024, 64
+    seen, budgets = [length, length, window], [budgets_of(n, 12) for n in (length, length, window)]
+    few, many = (1e4 * np.array(budgets[0], float) ** -power for power in (4.0, 1.0))
+    costs = np.stack([1e5 * few, many, many])[:, None]
+    measured = Measured(length, budgets, seen, {"text": costs})
+    at = {slots: np.array(head_shares_of(measured, slots, 12)[0])[:, 0] for slots in (32, 256)}
+    assert at[32][0] > at[32][1] and at[256][1] > 2 * at[256][0]
+    assert all((slots * shares[2]).round() <= window for slots, shares in at.items())
+    assert at[256].sum() == pytest.approx(3, abs=0.02)
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
         (["cache.method=full"], "evicts nothing"),
-        (["cache.budget=16", "limits.max_length=1024"], "16 slots of 1024 positions are 4 of a text of 256 tokens"),
+        (["cache.budget=8", "limits.max_length=1024"], "8 slots leave no choice"),
         (["cache.positions=cache"], "all layers hold the same number"),
     ],
 )
@@ -106,8 +128,6 @@ def test_impossible_measurements_are_refused(settings: list[str], problem: str) 
 
 
 def test_the_measured_budgets_reach_from_the_least_to_half_the_text() -> None:
-    recipe = load_recipe("smollm2-135m-base", ["cache.method=ballot"]).recipe
-    assert share_of_text(recipe, 1024) == 64
     assert budgets_of(1024, 12) == [32, 64, 128, 256, 512] and budgets_of(256, 12)[0] == 12
     with pytest.raises(UsageError, match="a text of 40 tokens is too short"):
         budgets_of(40, 12)

@@ -86,6 +86,12 @@ class LayerwiseDecoder:
                 hook.remove()
         return _Passes(self, ids, calls, outputs[0])
 
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int], kept: Sequence[int], attention: Attending) -> Tensor:
+        """Return the logits [kept, vocabulary] of a text at the positions `kept`."""
+        with self._running(attention):
+            return self._call(ids, kept)
+
     def _call(self, ids: Sequence[int], kept: Sequence[int]) -> Tensor:
         """Return the logits [kept, vocabulary] of the model at the positions `kept`."""
         logits: Tensor = self._model(

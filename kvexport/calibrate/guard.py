@@ -1,0 +1,108 @@
+"""The divergence of a compressed model from the full cache on one text: a look at every build that measures budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvexport.cache import CachePlan, LayerGeometry
+from kvexport.cache_planning import plan_cache
+from kvexport.calibrate.compressed import compressed_attention
+from kvexport.calibrate.head_costs import FullAttention, sized
+from kvexport.evaluate.language import Ids
+from kvexport.export.model.layerwise import LayerwiseDecoder
+from kvexport.export.model.shape import ModelShape
+from kvexport.methods.base import Method
+from kvexport.recipe.fields import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+DROPPING = "h2o"  # evicts the least attended entries and merges none
+TIMES_WORSE = 10.0  # than dropping, where something is wrong
+NOISE = 1e-3  # nats: two caches that are both this near to the full one are not compared
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL divergences from the full cache on one text, in nats per token."""
+
+    slots: int  # of a head, on average
+    tokens: int  # of the text
+    built: float  # with the recipe's cache
+    dropped: float  # with a cache of as many slots that drops what it evicts
+
+    @property
+    def line(self) -> str:
+        """The figures in a line for the user."""
+        return (
+            f"with {self.slots} slots, the KL to the full cache over a text of {self.tokens} tokens is "
+            f"{self.built:.3g} nats a token, and {self.dropped:.3g} if entries are dropped"
+        )
+
+    @property
+    def warning(self) -> str:
+        """What to type if the recipe's cache is far worse than dropping; otherwise empty."""
+        times = self.built / max(self.dropped, NOISE)
+        if times <= TIMES_WORSE:
+            return ""
+        return (
+            f"this cache is {times:.0f} times as far from the full cache as one that drops "
+            f"entries: --set cache.method={DROPPING}, or a larger --budget"
+        )
+
+
+def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int) -> Divergence:
+    """Return the divergences of a recipe's cache, and of dropping, on the second half of a text."""
+    import torch
+
+    resolved = recipe.model_dump(mode="json")
+    plain = {
+        **resolved,
+        "model": {**resolved["model"], "dtype": "float32"},
+        "cache": {**resolved["cache"], "dtype": "model"},
+    }
+    base = sized(plain, len(ids), slots)
+    cache = {**base.model_dump(mode="json")["cache"], "allocation": resolved["cache"]["allocation"]}
+    dropping = {**cache, "method": DROPPING, "parameters": {}, "allocation": {"kind": "uniform"}}
+    recipes = [base.model_validate({**base.model_dump(mode="json"), "cache": x}) for x in (cache, dropping)]
+    kept = list(range(len(ids) // 2, len(ids) - 1, 4))
+    decoder, chunk = LayerwiseDecoder(shape.checkpoint, recipe), base.export.prefill_chunk
+    full = decoder.logits(ids, kept, FullAttention(shape.geometry, recipe.cache.build_method())).log_softmax(-1)
+    results = []
+    for own in recipes:
+        plan = plan_cache(own, shape.geometry)
+        attention = CompressedAttention(plan, shape.geometry, own.cache.build_method(), chunk)
+        logs = decoder.logits(ids, kept, attention).log_softmax(-1)
+        results.append(float((torch.exp(full) * (full - logs)).sum(-1).mean()))
+    return Divergence(slots, len(ids), *results)
+
+
+class CompressedAttention:
+    """Attention over the caches of a plan, which merge after every chunk."""
+
+    def __init__(self, plan: CachePlan, geometry: Sequence[LayerGeometry], method: Method, chunk: int) -> None:
+        self.plan, self.geometry, self.method, self.chunk = plan, geometry, method, chunk
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
+    ) -> Tensor:
+        """Return the attention output [1, Hq, T, Dv] of one layer; see `Attending`."""
+        import torch
+
+        layer, cache = self.geometry[options["layer"]], self.plan.caches[options["layer"]]
+        group, sinks = layer.query_heads // layer.kv_heads, options.get("s_aux")
+        one = replace(layer, query_heads=group, kv_heads=1)
+        outputs = []
+        for head in range(layer.kv_heads):
+            at, queries = slice(head, head + 1), slice(head * group, (head + 1) * group)
+            own = replace(cache, budget=cache.budget[at], capacity=cache.capacity[at], recent=cache.recent[at])
+            inputs = query[:, queries], key[:, at], value[:, at]
+            own_sinks = None if sinks is None else sinks[queries]
+            outputs.append(compressed_attention(own, one, self.method, inputs, self.chunk, own_sinks))
+        return torch.cat(outputs, 1)
+
+    def mask(self, mask_function: Any) -> Any:
+        """Return no mask, because operators know what is visible."""
+        return None

@@ -75,7 +75,9 @@ KV_DEVICE void split_pair(float first, float second, uint32_t* high, uint32_t* l
 template <int kKeyBits, int kValueBits, int kSize>
 struct DecodeQuantized : DecodeStep<DecodeQuantized<kKeyBits, kValueBits, kSize>, Quantized> {
   using Step = DecodeStep<DecodeQuantized<kKeyBits, kValueBits, kSize>, Quantized>;
-  static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
+  // Keys and values of different widths take more registers: with three blocks 8.6 would spill.
+  static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps,
+                       kBlocksPerMultiprocessor = kSize > 128 || kKeyBits != kValueBits ? 2 : 3;
   static constexpr int kRows = 16, kWarpHeads = kRows / kWarps, kSteps = kSize / 16;
   // A chunk is the 16 bytes that ldmatrix reads of a row. Per chunk: its columns; for keys the steps of 16 columns, one
   // product each; for values the tiles of 8 columns. A warp has every fourth chunk of values.

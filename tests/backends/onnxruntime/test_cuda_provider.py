@@ -37,7 +37,7 @@ from kvexport.export.build import build
 from plugins.building import make
 from tests.export.test_head_budgets import UNEQUAL, recipe_of
 from tests.support.on_device import onto_device
-from tests.support.one_node import VOTE_ATTENTION, model, session, vote_attention_inputs, vote_attention_shapes
+from tests.support.one_node import VOTE_ATTENTION, C, H, model, session, vote_attention_inputs, vote_attention_shapes
 from tests.support.paths import ROOT
 from tests.support.tiny_model import PROMPTS, generated
 
@@ -114,8 +114,8 @@ def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on
     feed |= {name: np.concatenate([feed[name]] * 2, -1) for name in ("value", "past_value")}
     feed = {name: bfloat16(x) if name in stored else np.ascontiguousarray(x) for name, x in feed.items()}
     attributes = VoteAttentionAttributes(VOTE_ATTENTION["scale"], 1.0, (Statistic("log_ema", 0.9),))
-    expected = CudaOnHost().vote_attention(feed, attributes)
-    shapes = {**vote_attention_shapes(), "value": ["B", 2, "T", 24], "past_value": ["B", 2, "C", 24]}
+    expected = CudaOnHost().layer_vote_attention(feed, attributes, [C] * H)
+    shapes = {**vote_attention_shapes(), "value": ["B", 2, "T", 24], "past_value": ["B", "S", 24]}
     one = session(model("VoteAttention", VOTE_ATTENTION, shapes, bfloat=True))
     binding = one.io_binding()
     actual = {name: np.zeros_like(x) for name, x in expected.items()}
@@ -239,7 +239,7 @@ def test_state_on_a_device_equals_state_on_the_host(tiny_artifact: Path) -> None
     for name, array in states[0].items():
         used = states[0][name.rpartition(".")[0] + ".votes"] > 0
         if name.endswith(".score"):
-            array, states[1][name] = (x.transpose(0, 1, 3, 2) for x in (array, states[1][name]))
+            array, states[1][name] = (x.transpose(0, 2, 1) for x in (array, states[1][name]))
         assert array[used].tobytes() == states[1][name][used].tobytes(), name
     assert (states[1]["past_key_values.0.votes"] == states[0]["past_key_values.0.votes"]).all()
 

@@ -239,10 +239,6 @@ RUNS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "tokens": ("position", wider, r"position is \[2, 6\], not \[2, 3\]"),
     "slots": ("past_votes", wider, r"votes is \[2, 64\], not \[2, 32\]"),
     "more-tokens-than-slots": ("tokens", lambda x: x, "more tokens than (the cache|a KV head) has slots"),
-        "tokens",
-        lambda x: x,
-        "the call brings more tokens than (the cache|a KV head) has slots",
-    ),
 }
 
 

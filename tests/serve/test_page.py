@@ -52,9 +52,10 @@ def test_the_page_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> N
         answer = server.ask("/v1/chat/completions", {**body, "temperature": 0}, headers=key)[2]
         assert answer_text == answer["choices"][0]["message"]["content"]
         tab.wait_for("document.querySelector('#lanes tr td:nth-child(2)').textContent > 200")
-        tab.wait_for("document.getElementById('slotted').textContent.includes('slots stand for')")
-        most = tab.run(r"Number(/at most ([\d.]+)\./.exec(document.getElementById('slotted').textContent)[1])")
-        assert 1 < most <= 204
+        # The page reads the numbers from time to time, so the first that it shows may precede the first merge.
+        shown = r"Number((/at most ([\d.]+)\./.exec(document.getElementById('slotted').textContent) || [0, 0])[1])"
+        tab.wait_for(f"{shown} > 1")
+        assert tab.run(shown) <= 204
         assert "kB: a full cache" in tab.run("document.getElementById('full').textContent")
         painted = "[...{}.getContext('2d').getImageData(0, 0, {}.width, {}.height).data].some(x => x)"
         for name in ("rates", "memory", "slots"):

@@ -41,7 +41,7 @@ SNAPKV = ("cache.sinks=0", f"cache.recent={WINDOW}", ONE_CHUNK)
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison."""
+    """The setting of one comparison of a method with a press of kvpress."""
 
     method: str  # method of kvexport
     press: Callable[[SimpleNamespace, float], Any]  # makes the press from kvpress's classes and a compression ratio

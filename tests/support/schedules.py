@@ -56,7 +56,7 @@ class Alone:
 
 @dataclass
 class Talk:
-    """A conversation."""
+    """A conversation that a drawn schedule of requests continues turn by turn."""
 
     turns: tuple[Turn, ...]  # turns so far
     requests: list[Request]  # requests that answered the last turn, one after another

@@ -232,7 +232,7 @@ WEIGHTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_an_artifact_for_cuda_computes_what_that_for_the_cpu_does(weights: dict[str, Any], tmp_path: Path) -> None:
-    """Its graphs have only nodes that the CUDA provider has a kernel for, and run on the CPU too."""
+    """A build for CUDA has only nodes that the CUDA provider has a kernel for, and its graphs run on the CPU too."""
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
     fields = models.make_recipe(checkpoint, limits={"max_length": 128}).model_dump() | {"weights": weights}
     engines = []

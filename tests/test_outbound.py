@@ -39,6 +39,8 @@ class Home:
         self.folder.mkdir()
         self.temporary.mkdir()
         own = {*QUIET, SWITCH, "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the last one in the process of the tests
+        # Under any of these ONNX Runtime reports nothing, so the tests would pass there whatever kvexport does.
+        own |= {"CI", "TF_BUILD", "GITHUB_ACTIONS", "GITLAB_CI", "CIRCLECI", "TRAVIS", "JENKINS_URL"}
         inherited = {k: v for k, v in os.environ.items() if k not in own and not k.startswith("XDG_")}
         self.environment = {
             **inherited,

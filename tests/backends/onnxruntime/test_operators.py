@@ -122,9 +122,9 @@ void linear_amx(const KvLinear&, const KvAdapters*, KvRunner) {}
 void experts(const KvExperts&, KvRunner) {}
 }  // namespace avx512vnni
 namespace avx512 {
-void vote_attention(const KvVoteAttention&, const KvHeadCache*, KvRunner) {}
-void keep_queries(const KvVoteAttention&, const KvRing*, const KvHeadCache*) {}
-void merge_cache(const KvMergeCache&, const KvFit*, const KvRing*, const KvHeadCache*, KvRunner) {}
+void vote_attention(const KvVoteAttention&, KvRunner) {}
+void keep_queries(const KvVoteAttention&, const KvRing&) {}
+void merge_cache(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner) {}
 void linear(const KvLinear&, const KvAdapters*, KvRunner) {}
 void experts(const KvExperts&, KvRunner) {}
 void linear_attention(const KvLinearAttention&, KvRunner) {}

@@ -60,9 +60,9 @@ $(STAMP): $(ENGINES)
 lock: setup
 	$(BIN)/python -m tools.lock
 
-# The native operators as `pip install` builds them, with ONNX Runtime's headers fetched where there are none.
+# The native operators as `pip install` builds them.
 native: setup
-	$(BIN)/python plugins/build.py onnxruntime --fetch-headers
+	$(BIN)/python plugins/build.py onnxruntime
 
 # The source distribution and the wheel of this machine, in dist. REPOSITORY=URL gives the metadata their addresses.
 wheel: native
@@ -75,7 +75,7 @@ release: native
 # The same for ONNX Runtime's CUDA provider; takes nvcc. CUDA="80 90" names compute capabilities, otherwise they are
 # this machine's.
 native-cuda: setup
-	$(BIN)/python plugins/build.py onnxruntime-cuda --fetch-headers $(if $(CUDA),--capabilities $(CUDA))
+	$(BIN)/python plugins/build.py onnxruntime-cuda $(if $(CUDA),--capabilities $(CUDA))
 
 # The compiler and the emulator that the kernels for Arm are tested with. Without them those tests say what they could
 # not reach.
@@ -106,7 +106,7 @@ models: $(PACKAGES)
 
 # The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:
-	$(PYTHON) plugins/build.py cuda-host onnxruntime-cuda-host --fetch-headers
+	$(PYTHON) plugins/build.py cuda-host onnxruntime-cuda-host
 
 # nvcc's PTX of the CUDA kernels, run on the host with every access to memory checked: the backend *cuda-ptx*.
 cuda-ptx:
@@ -128,7 +128,7 @@ demo: $(ENGINES) native-here smollm2-file
 
 native-here:
 	@echo "kvexport: compiling the native operators for this machine" >&2
-	@$(PYTHON) plugins/build.py onnxruntime --this-machine --fetch-headers \
+	@$(PYTHON) plugins/build.py onnxruntime --this-machine \
 	  && echo "kvexport: the native operators are compiled" >&2 || true
 
 # The documentation as a site, in build-cache/site. Warnings are errors.
@@ -180,7 +180,7 @@ endif
 PYTEST = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 native-machine:
-	$(PYTHON) plugins/build.py onnxruntime --this-machine --fetch-headers
+	$(PYTHON) plugins/build.py onnxruntime --this-machine
 
 # What a contributor runs on every change: lint, types, units, the exporter, the engine, the server, and the
 # conformance of the CPU's kernels on the best instruction set of this machine.

@@ -1,4 +1,4 @@
-"""Hatch's hooks: native operators in wheels, the headers to build them in source distributions, and the metadata.
+"""Hatch's hooks: native operators in wheels, and the metadata.
 
 Environment variables:
 
@@ -24,7 +24,6 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 NATIVE, MACHINE, REPOSITORY = "KVEXPORT_NATIVE", "KVEXPORT_MACHINE", "KVEXPORT_REPOSITORY"
-BROUGHT = "plugins/third_party/onnxruntime"
 WITHOUT = f"{NATIVE}=off pip install ... installs kvexport without native operators: every model runs, but slower"
 # The newest versions of symbols in systems of manylinux_2_28, as auditwheel lists them.
 OLDEST_GLIBC = 28
@@ -32,20 +31,18 @@ NEWEST = {"GLIBCXX_3.4": 24, "CXXABI_1.3": 11, "GCC": 7}
 
 
 class NativeOperators(BuildHookInterface):  # type: ignore[misc]
-    """The hook that adds the native operators to a wheel, and ONNX Runtime's headers to a source distribution."""
+    """The hook that adds the native operators to a wheel."""
 
     def dependencies(self) -> list[str]:
         """Return the packages that a build needs besides hatchling: cmake if the system has none."""
         return ["cmake"] if self._compiles() and not shutil.which("cmake") else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the wheel's native operators, or find the headers of a source distribution.
+        """Compile the wheel's native operators.
 
         Raises:
             RuntimeError: Something is missing. The message names it, and the way to continue without native operators.
         """
-        if self.target_name == "sdist" and os.environ.get(NATIVE) != "off":
-            build_data["force_include"].update(self._headers())
         if not self._compiles() or version == "editable":  # `make native` compiles in a checkout
             return
         machine = os.environ.get(MACHINE, "")
@@ -67,22 +64,10 @@ class NativeOperators(BuildHookInterface):  # type: ignore[misc]
             raise RuntimeError(f"{done.stderr.strip()}\n{WITHOUT}")
         return Path(done.stdout.strip().splitlines()[-1])
 
-    def _headers(self) -> dict[str, str]:
-        """Return the headers of ONNX Runtime for a source distribution: {file: its path there}."""
-        sys.path.insert(0, str(Path(self.root) / "plugins"))
-        from building import headers
-        from building.tools import Missing
-
-        try:
-            folder = headers.find("onnxruntime")
-        except Missing as error:
-            raise RuntimeError(f"a source distribution brings headers, and {error}") from error
-        return {str(path): f"{BROUGHT}/{path.name}" for path in sorted(folder.glob("onnxruntime_*.h"))}
-
     def _bill(self, library: Path) -> Path:
         """Write the bill of materials of the library's compiled code (CycloneDX) and return its path."""
-        headers = Path(next(iter(self._headers()))).parent / "onnxruntime_c_api.h"
-        minor = re.search(r"#define ORT_API_VERSION (\d+)", headers.read_text())
+        header = Path(self.root) / "plugins" / "third_party" / "onnxruntime" / "onnxruntime_c_api.h"
+        minor = re.search(r"#define ORT_API_VERSION (\d+)", header.read_text())
         content = library.read_bytes()
         compiler = re.search(rb"GCC: \([^)]*\) ([\d.]+)", content)
         entries = bill(

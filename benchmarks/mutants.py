@@ -3,7 +3,7 @@
     python benchmarks/mutants.py [--only NAME ...]
 
 Bugs are planted in a copy of the CPU kernels, one at a time. `kvexport validate` must fail with each of them and pass
-without. This needs g++ and ONNX Runtime's headers (`python plugins/build.py --fetch-headers` puts them in build-cache).
+without. This needs g++.
 Writes benchmarks/results/mutants.json: for every mutant its engine and the problems that the validation found.
 """
 

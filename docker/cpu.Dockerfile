@@ -10,7 +10,7 @@ ARG PYTHON_DIGEST=
 
 FROM python:${PYTHON_TAG}${PYTHON_DIGEST:+@${PYTHON_DIGEST}} AS build
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends cmake g++ libonnxruntime-dev make \
+    && apt-get install --yes --no-install-recommends cmake g++ make \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./

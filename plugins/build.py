@@ -19,8 +19,7 @@ def main() -> None:
     """Build the targets of the command line; exit with 3 if one was not built."""
     options = arguments()
     settings = {
-        key: getattr(options, key)
-        for key in ("capabilities", "sanitize", "machine", "here", "out", "fetch", "everything")
+        key: getattr(options, key) for key in ("capabilities", "sanitize", "machine", "here", "out", "everything")
     }
     failed = False
     for name in options.targets or ["onnxruntime"]:
@@ -46,9 +45,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("targets", nargs="*", metavar="TARGET")
     parser.add_argument("--check", action="store_true", help="only print what is missing, and build nothing")
-    parser.add_argument(
-        "--fetch-headers", dest="fetch", action="store_true", help="fetch ONNX Runtime's headers as a Debian package"
-    )
     parser.add_argument("--sanitize", default="", help="onnxruntime: address,undefined or thread")
     parser.add_argument("--machine", default="", help="onnxruntime: another processor to compile for, as in aarch64")
     parser.add_argument(

@@ -126,7 +126,7 @@ def release(root: Path, out: Path, processors: Sequence[str]) -> list[Path]:
     version = check(root)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    native = {"ONNXRUNTIME_INCLUDE_DIR": headers(root)} if processors else {"KVEXPORT_NATIVE": "off"}
+    native = {} if processors else {"KVEXPORT_NATIVE": "off"}
     repository = os.environ.get("KVEXPORT_REPOSITORY")
     shared = native | ({"KVEXPORT_REPOSITORY": repository} if repository else {})
     of_wheels = [{"KVEXPORT_MACHINE": x} if x != platform.machine() else {} for x in processors] or [{}]
@@ -147,18 +147,6 @@ def release(root: Path, out: Path, processors: Sequence[str]) -> list[Path]:
         (out / name).write_text(text)
         files.append(out / name)
     return files
-
-
-def headers(root: Path) -> str:
-    """Return the folder of ONNX Runtime's headers. Raise Refused if there are none."""
-    sys.path.insert(0, str(root / "plugins"))
-    from building.headers import find
-    from building.tools import Missing
-
-    try:
-        return str(find("onnxruntime"))
-    except Missing as error:
-        raise Refused(str(error), "make native, which fetches them") from error
 
 
 def has_auditwheel() -> bool:

@@ -1,18 +1,13 @@
-"""The folders of the headers of ONNX Runtime, TensorRT and CUDA, and a way to fetch those of ONNX Runtime."""
+"""The folders of the headers of ONNX Runtime, which are part of the checkout, and of TensorRT and CUDA."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 from .tools import CACHE, PLUGINS, Missing
-
-FETCHED = CACHE / "headers"
-BROUGHT = PLUGINS / "third_party" / "onnxruntime"  # part of source distributions
-ONNXRUNTIME_FOLDERS = ("include/onnxruntime", "include/onnxruntime/core/session")
 
 
 class Place(NamedTuple):
@@ -20,7 +15,7 @@ class Place(NamedTuple):
 
     Attributes:
         header: The file's name.
-        variable: The environment variable that names its folder.
+        variable: The environment variable that names its folder; "" if there is none.
         folders: The folders to search if the variable is not set.
         missing: The message if it is not found.
     """
@@ -34,14 +29,9 @@ class Place(NamedTuple):
 PLACES = {
     "onnxruntime": Place(
         "onnxruntime_cxx_api.h",
-        "ONNXRUNTIME_INCLUDE_DIR",
-        (
-            BROUGHT,
-            FETCHED / "usr/include/onnxruntime",
-            *(Path(root, folder) for folder in ONNXRUNTIME_FOLDERS for root in ("/usr", "/usr/local")),
-        ),
-        "ONNX Runtime's C headers were not found (ONNXRUNTIME_INCLUDE_DIR=DIR, with DIR the folder include of a "
-        "release of ONNX Runtime; in a checkout on Debian: python plugins/build.py --fetch-headers)",
+        "",
+        (PLUGINS / "third_party" / "onnxruntime",),
+        "the checkout lacks plugins/third_party/onnxruntime: git checkout plugins/third_party",
     ),
     "tensorrt": Place(
         "NvInferRuntime.h",
@@ -64,12 +54,11 @@ PLACES = {
 }
 
 
-def find(name: str, *, fetch: bool = False) -> Path:
+def find(name: str) -> Path:
     """Return the folder of these headers: that of the environment variable, or the first that has the header.
 
     Args:
         name: A key of PLACES.
-        fetch: Whether to fetch ONNX Runtime's headers as a Debian package if there are none.
 
     Raises:
         Missing: The headers were not found.
@@ -83,21 +72,4 @@ def find(name: str, *, fetch: bool = False) -> Path:
             return folder
     if configured:
         raise Missing(f"{place.variable}={configured} holds no {place.header}")
-    if fetch and name == "onnxruntime":
-        _fetch_onnxruntime()
-        return find(name)
     raise Missing(place.missing)
-
-
-def _fetch_onnxruntime() -> None:
-    """Unpack Debian's package under build-cache; nothing is installed."""
-    if not shutil.which("apt-get") or not shutil.which("dpkg"):
-        raise Missing(
-            "ONNX Runtime's C headers were not found, and this is not Debian, whose package libonnxruntime-dev has them"
-        )
-    FETCHED.mkdir(parents=True, exist_ok=True)
-    command = ["sh", str(PLUGINS / "building" / "fetch_headers.sh"), str(FETCHED)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        reason = (process.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise Missing(f"Debian's libonnxruntime-dev could not be fetched: {reason}")

@@ -30,7 +30,6 @@ def build(
     machine: str = "",
     here: bool = False,
     out: Path | None = None,
-    fetch: bool = False,
     everything: bool = False,
 ) -> Path:
     """Build a target and return the path of its library.
@@ -45,7 +44,6 @@ def build(
         here: Whether `onnxruntime` may leave out all instruction sets but the best that this machine has, unless it was
             built for all before. The library then runs on no lesser machine.
         out: The folder of the library.
-        fetch: Whether headers may be fetched.
         everything: For `cuda-ptx`, whether to build all kernels, as another library, instead of a sample.
 
     Raises:
@@ -58,12 +56,13 @@ def build(
         raise Missing(f"{name} takes no --machine; onnxruntime does")
     if out and target.compiler == "host":
         raise Missing(f"{name} takes no --out: tests look for it in {Path(target.output).parent}")
-    folders = [headers.find(one, fetch=fetch) for one in target.headers]  # first, since it may fail at once
+    for one in target.headers:  # first, since it may fail at once
+        headers.find(one)
     library = out / Path(target.output).name if out else ROOT / target.output
     if target.compiler == "ptx":
         return ptx.build(ptx.named(library, everything), everything=everything)
     if target.compiler == "cmake":
-        return _by_cmake(folders[0], sanitize, machine, library if out or not machine else None, here)
+        return _by_cmake(sanitize, machine, library if out or not machine else None, here)
     if target.compiler == "nvcc":
         objects, _ = compile_kernels(capabilities)
         return link_device(name, objects, capabilities, library)
@@ -118,13 +117,13 @@ def best_set(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
     return next((name for name, needed in SETS.items() if needed <= known), "")
 
 
-def _by_cmake(onnxruntime: Path, sanitize: str, machine: str, library: Path | None, here: bool) -> Path:
+def _by_cmake(sanitize: str, machine: str, library: Path | None, here: bool) -> Path:
     """Build the operators of the CPU: one object library per instruction set; copy the library unless it is None."""
     folder = CACHE / "-".join(["native", *filter(None, [*sanitize.split(","), machine and f"{machine}-wheel"])])
     settings = folder / "CMakeCache.txt"
     for_all = settings.is_file() and "KV_ALONE:STRING=\n" in settings.read_text()
     alone = best_set() if here and not machine and not for_all else ""
-    options = [f"-DONNXRUNTIME_INCLUDE_DIR={onnxruntime}", f"-DKV_SANITIZE={sanitize}", f"-DKV_ALONE={alone}"]
+    options = [f"-DKV_SANITIZE={sanitize}", f"-DKV_ALONE={alone}"]
     if machine:
         compiler = tool(f"{machine}-linux-gnu-g++", get=f"apt-get install g++-{machine}-linux-gnu")
         options += [

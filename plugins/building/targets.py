@@ -62,7 +62,6 @@ TARGETS = {
         "the operators for ONNX Runtime's CPU provider",
         "kvexport/_native/libkvexport_onnxruntime.so",
         "cmake",
-        headers=("onnxruntime",),
     ),
     "onnxruntime-cuda": Target(
         "the operators for ONNX Runtime's CUDA provider",

@@ -1,7 +1,7 @@
 """Engines on ONNX Runtime's CUDA provider, with and without CUDA graphs: the part `onnxruntime` of `gpu_check`.
 
-The results are compared with the ONNX functions on the CPU. The part needs onnxruntime-gpu, ONNX Runtime's C headers
-and the packages of `kvexport build`. Without one of them it is skipped, and its row names the missing one.
+The results are compared with the ONNX functions on the CPU. The part needs onnxruntime-gpu and the packages of
+`kvexport build`. Without one of them it is skipped, and its row names the missing one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from plugins.building import headers, make
+from plugins.building import make
 from tools.gpu_check.target import Figures, Skipped, Target
 
 NEEDED = ("onnxruntime", "tokenizers", "yaml", "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors")
@@ -58,17 +58,13 @@ def onnxruntime(target: Target) -> Figures:
 
 
 def prepare(target: Target) -> None:
-    """Check that the needed packages, devices and headers are there."""
+    """Check that the needed packages and devices are there."""
     require_packages(NEEDED)
     if not target.on_host:
         from kvexport.backends.onnxruntime.devices import problems
 
         if missing := problems("cuda"):
             raise Skipped("; ".join(problem for problem, _ in missing))
-    try:
-        headers.find("onnxruntime")
-    except make.Missing as error:
-        raise Skipped(str(error)) from error
 
 
 def require_packages(names: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ import pytest
 
 from kvexport.backends.onnxruntime.backend import BACKEND
 from kvexport.backends.onnxruntime.operators import library, packed_layout
-from plugins.building import headers, make
+from plugins.building import make
 from tests.support.paths import ROOT
 
 PLUGINS = ROOT / "plugins"
@@ -260,7 +260,7 @@ def test_the_layout_of_packed_weights_is_named(group: int, inputs: int, layout: 
 
 def build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(PLUGINS / "build.py"), "onnxruntime", "--out", str(tmp_path / "out")]
-    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", "ONNXRUNTIME_INCLUDE_DIR")}
+    kept = {name: value for name, value in os.environ.items() if name != "CXX"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**kept, **environment})
 
 
@@ -271,32 +271,15 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-@pytest.fixture
-def headers_folder(tmp_path: Path) -> str:
-    """A folder with an empty file in place of ONNX Runtime's headers."""
-    folder = tmp_path / "headers"
-    folder.mkdir()
-    (folder / "onnxruntime_cxx_api.h").touch()
-    return str(folder)
+def test_without_cmake(tmp_path: Path) -> None:
+    assert "cmake was not found (apt-get install cmake g++)" in one_line(build(tmp_path, PATH=str(tmp_path)))
 
 
-def test_without_cmake(tmp_path: Path, headers_folder: str) -> None:
-    done = build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers_folder)
-    assert "cmake was not found (apt-get install cmake g++)" in one_line(done)
-
-
-def test_without_a_compiler(tmp_path: Path, headers_folder: str) -> None:
+def test_without_a_compiler(tmp_path: Path) -> None:
     (tmp_path / "cmake").write_text("#!/bin/sh\n")
     (tmp_path / "cmake").chmod(0o755)
-    assert "c++ was not found" in one_line(build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers_folder))
-    assert "/none/g++ was not found" in one_line(
-        build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers_folder, CXX="/none/g++")
-    )
-
-
-def test_with_the_wrong_headers(tmp_path: Path) -> None:
-    message = one_line(build(tmp_path, ONNXRUNTIME_INCLUDE_DIR=str(tmp_path)))
-    assert f"ONNXRUNTIME_INCLUDE_DIR={tmp_path} holds no onnxruntime_cxx_api.h" in message
+    assert "c++ was not found" in one_line(build(tmp_path, PATH=str(tmp_path)))
+    assert "/none/g++ was not found" in one_line(build(tmp_path, PATH=str(tmp_path), CXX="/none/g++"))
 
 
 def module(path: Path) -> ModuleType:
@@ -305,17 +288,6 @@ def module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.parametrize("fetch", [False, True])
-def test_without_headers(fetch: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(headers.PLACES, "onnxruntime", headers.PLACES["onnxruntime"]._replace(folders=(tmp_path,)))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("ONNXRUNTIME_INCLUDE_DIR", raising=False)
-    fix = "this is not Debian" if fetch else "ONNXRUNTIME_INCLUDE_DIR=DIR, with DIR the folder include of a release"
-    with pytest.raises(make.Missing, match=fix) as caught:
-        make.build("onnxruntime", fetch=fetch)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +322,6 @@ def test_a_build_for_this_machine_leaves_out_other_instruction_sets(
     monkeypatch.setattr(make, "best_set", lambda: best)
     monkeypatch.setattr(make, "_cmake", lambda: "cmake")
     monkeypatch.setattr(make, "run", lambda command, what: commands.append(command) or "")
-    monkeypatch.setattr(headers, "find", lambda name, **options: tmp_path)
     make.build("onnxruntime", here=here, out=tmp_path / "out")
     assert [word for word in commands[0] if "ALONE" in word] == [f"-DKV_ALONE={alone}"]
 
@@ -363,9 +334,9 @@ def test_an_unknown_target_is_refused_with_those_that_are_known() -> None:
     )
 
 
-def test_missing_tools_are_listed_without_a_build(tmp_path: Path, headers_folder: str) -> None:
+def test_missing_tools_are_listed_without_a_build(tmp_path: Path) -> None:
     command = [sys.executable, str(PLUGINS / "build.py"), "onnxruntime", "cuda-host", "--check"]
-    environment = {**os.environ, "PATH": str(tmp_path), "ONNXRUNTIME_INCLUDE_DIR": headers_folder, "CXX": "g++"}
+    environment = {**os.environ, "PATH": str(tmp_path), "CXX": "g++"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 3 and done.stdout == ""
     assert done.stderr.splitlines() == [
